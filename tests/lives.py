@@ -204,12 +204,12 @@ class Life:
             rejoin=lambda taken: None,
         )
         here: Any = SimpleNamespace(
-            loop_ended=None,
             me=who,
             place=place,
             kept=script.kept(),
             loader=None,
             resumed=self.past,
+            loop_ended=None,
             emit=lambda event: self.notices.append(event.text),
         )
         main = (who.group, who.index) == (0, 0)

@@ -20,6 +20,7 @@ from topotrain.core import protocol as m
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
+from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay
 from topotrain.tools.simulator import sim_cluster
 from topotrain.tools.simulator.fault_schedule import STORM, VIEWS
 from topotrain.tools.simulator.sim_cluster import parameters, zeros
@@ -114,8 +115,8 @@ class Town(sim_cluster.SimCluster):
             is_main=me.group == me.index == 0,
             own_streams=self.job.cluster.backup > 0,
         )
-        account = worker if self.job.cluster.backup else None
-        return ShardedLoader(loader, plan, worker.exchange.data, worker, account)
+        replay = LateBatchReplay(worker) if self.job.cluster.backup else None
+        return ShardedLoader(loader, plan, worker.exchange.data, worker, replay)
 
 
 class Seat(sim_cluster.SimWorker):

@@ -17,6 +17,7 @@ from topotrain.core.server.commit_agreement import StepError
 from topotrain.core.server.consistency import SHOWS, DecisionLog
 from topotrain.core.server.gradient_staging import GradientStaging
 from topotrain.extensions.backup_workers.quorum import Quorum
+from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay
 from topotrain.tools.monitor.stragglers import stragglers
 from topotrain.tools.simulator.sim_cluster import parameters
 from topotrain.training.data.distributed_loader import ShardedLoader
@@ -227,7 +228,9 @@ class Office:
 
 def loader(office: Office, index: int = 0) -> ShardedLoader:
     plan = DataPlan(0, 1, index, 2, (), "broadcast", True, 0, 1, index == 0, own_streams=True)
-    made = ShardedLoader(DataLoader(TensorDataset(torch.arange(9)), batch_size=2), plan, office, office, office)
+    made = ShardedLoader(
+        DataLoader(TensorDataset(torch.arange(9)), batch_size=2), plan, office, office, LateBatchReplay(office)
+    )
     made.memory = office
     return made
 
@@ -278,4 +281,4 @@ def test_an_epoch_without_a_length_cannot_be_drawn_at_once():
     plan = DataPlan(0, 1, 0, 2, (), "broadcast", True, 0, 1, True, own_streams=True)
     data = DataLoader(TensorDataset(torch.arange(9)), batch_sampler=Endless())
     with pytest.raises(ConfigError, match=r"loader\.sampler = 'Endless': must have a length"):
-        ShardedLoader(data, plan, Office(), Office(), Office())
+        ShardedLoader(data, plan, Office(), Office(), LateBatchReplay(Office()))

@@ -401,6 +401,7 @@ def test_a_trainer_goes_on_with_the_step_that_is_next(job):
     torch.manual_seed(3)
     model = mlp()
     tt.Trainer(model, losses, loader(), job=Job(train_steps=7), optimizer=sgd(model)).fit()
+    tt.leave()
     now = stand()
     left = WorkerState(
         1, 7, epoch_pass=1, now=now, begin=dice_after(5), groups=[{"lr": sgd(model).param_groups[0]["lr"]}]

@@ -13,10 +13,10 @@ from arrangement import Trainer, building, job_of, plain, run_hosted, run_local,
 from torch import nn
 
 from topotrain.config.job import Job, Updater
+from topotrain.core.model.finite import all_finite
 from topotrain.core.optim.adapter import ELEMENTWISE, SliceUpdate, describe, hyper
 from topotrain.core.server.ordered_sum import canonical_mean
 from topotrain.core.server.parameter_shard import norm_of
-from topotrain.extensions.compression.codecs import all_finite
 
 REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPLEX = (torch.complex64, torch.complex128)

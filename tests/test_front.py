@@ -28,6 +28,7 @@ from topotrain.core.client.client import JobError
 from topotrain.launch import choose_cause
 from topotrain.launch.runtime import entry_points
 from topotrain.launch.runtime.process_host import RouterConfig, serve
+from topotrain.launch.runtime.worker_composition import WorkerConnector, prepare_extensions
 from topotrain.parallel.api.dry_run import state_factor
 from topotrain.training import context, finish_job
 from topotrain.training.final_parameters import save_final
@@ -198,7 +199,9 @@ class Here:
         self.troubles = []
         self.server = threading.Thread(target=self.serve, args=(places[0],), daemon=True)
         self.server.start()
-        self.context = context.Context(places[1], Address(Role.WORKER, 0, 0), folder, self.told.append)
+        self.context = context.Context(
+            places[1], Address(Role.WORKER, 0, 0), folder, self.told.append, WorkerConnector(), prepare_extensions()
+        )
         context.enter(self.context)
 
     def serve(self, place):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import topotrain as tt
 from topotrain.config.job import Cluster, ConfigError, Job, Partition
 from topotrain.config.topology import Address, Role, layout
-from topotrain.parallel.api.prepare_split import says_where, tagged
+from topotrain.parallel.api.prepare_split import SplitExtension, says_where, tagged
 from topotrain.parallel.api.split_forward import kind_of, samples_of
 from topotrain.parallel.capture import device_scopes
 from topotrain.parallel.placement.parameter_owners import OwnedPart, WholeTensor
@@ -37,6 +37,7 @@ class Here:
     me: Address
     worker: Any = None
     split: Any = None
+    extensions: Any = (SplitExtension(),)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from topotrain.comm.store import open_store
 from topotrain.compat.integrations import external_loop
 from topotrain.config.job import Cluster, ConfigError, Job, Shard
 from topotrain.config.topology import Address, Role
+from topotrain.launch.runtime.worker_composition import WorkerConnector
 from topotrain.training import api, context
 from topotrain.training.data.distributed_loader import ShardedLoader
 
@@ -80,7 +81,7 @@ def tied(tmp_path, monkeypatch):
     def tie(batches, shard=Shard.kAuto, group=1, **how):
         job = Job(shard=shard, cluster=Cluster(nworker_groups=2, server_worker_separate=True))
         place = RouterConfig.of(job, open_store(tmp_path.as_uri()), bytes(32), tmp_path, 0, (), "127.0.0.1")
-        here = context.Context(place, Address(Role.WORKER, group, 0), tmp_path, print)
+        here = context.Context(place, Address(Role.WORKER, group, 0), tmp_path, print, WorkerConnector())
         monkeypatch.setattr(context, "_current", here)
         monkeypatch.setattr(
             api, "prepare", lambda m, o, load: (m, o, ShardedLoader(load, api._data_plan(here, m), None, Book()))

@@ -24,7 +24,6 @@ ROOF = ("__init__.py", "__main__.py")  # above every package: they may import al
 LARGEST_FOLDER = 15
 
 UPWARD = """
-    comm.router>extensions.checkpointing.checkpoint_reader
     core.client.client>comm.transport
     core.client.client>extensions.backup_workers.quorum
     core.client.client>extensions.compression.message_filter
@@ -34,9 +33,7 @@ UPWARD = """
     core.protocol>extensions.elastic.membership_messages
     core.protocol>extensions.tables.table_messages
     core.protocol>training.data.data_messages
-    core.server.nonfinite>extensions.compression.codecs
     core.server.parameter_shard>extensions.collectives.precomputed_gradients
-    core.server.parameter_shard>extensions.compression.codecs
     core.server.parameter_shard>extensions.compression.message_filter
     core.server.pull_replies>extensions.backup_workers.quorum
     core.server.server>extensions.backup_workers.quorum
@@ -48,31 +45,7 @@ UPWARD = """
     core.server.server>extensions.resume.worker_state_store
     core.server.server>extensions.tables.table_server
     core.server.server>training.data.lease_queue
-    extensions.elastic.resize_requests>launch.runtime.process_host
-    extensions.tables.frontend.table_registry>launch.runtime.process_host
-    training.api>extensions.resume.script_resume
-    training.api>extensions.tables.frontend.embedding
-    training.api>extensions.tables.frontend.sparse_embedding
-    training.api>extensions.tables.frontend.table_registry
-    training.api>launch.runtime.process_host
-    training.api>parallel.api.device_placement
-    training.api>parallel.api.prepare_split
-    training.api>parallel.capture.device_scopes
-    training.context>launch.runtime.process_host
     training.data.data_client>extensions.resume.worker_state_store
-    training.data.distributed_loader>extensions.backup_workers.replay_batches
-    training.data.map_dataset>extensions.checkpointing.data_position
-    training.finish_job>extensions.checkpointing.checkpoint_reader
-    training.finish_job>extensions.tables.frontend.table_finish
-    training.finish_job>parallel.api.prepare_split
-    training.model_state>parallel.api.prepare_split
-    training.trainer.parameter_files>parallel.capture.device_scopes
-    training.trainer.trainer>parallel.api.prepare_split
-    training.trainer.trainer_callbacks>extensions.tables.frontend.embedding
-    training.trainer.trainer_callbacks>parallel.api.prepare_split
-    training.worker>extensions.compression.codecs
-    training.worker_limits>parallel.api.prepare_split
-    training.worker_profile>launch.agent.workspace
 """
 """What still imports a later package, as importing>imported."""
 

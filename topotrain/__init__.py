@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from topotrain.config.job import Cluster, ConfigError, Job, Updater
     from topotrain.extensions.tables.frontend.embedding import Embedding
     from topotrain.launch.by_hand.manual_worker import leave
+    from topotrain.parallel.api.device_placement import device, place
     from topotrain.training.api import (
         clip_grad_norm_,
-        device,
         epochs,
         is_main,
         keep,
         local,
-        place,
         prepare,
         rank,
         report,
@@ -45,7 +44,8 @@ _announce()  # so that torch knows redis:// as an init_method, without importing
 
 _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.training.api"),
-    **dict.fromkeys(("clip_grad_norm_", "device", "keep", "place"), "topotrain.training.api"),
+    **dict.fromkeys(("clip_grad_norm_", "keep"), "topotrain.training.api"),
+    **dict.fromkeys(("device", "place"), "topotrain.parallel.api.device_placement"),
     **dict.fromkeys(("Job", "Cluster", "Updater", "ConfigError"), "topotrain.config.job"),
     "Embedding": "topotrain.extensions.tables.frontend.embedding",
     "init": "topotrain.compat.paddle.init",

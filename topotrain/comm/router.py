@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -22,7 +23,6 @@ from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.job import Job, Road
 from topotrain.config.topology import Address, Topology, layout
 from topotrain.core.protocol import Message
-from topotrain.extensions.checkpointing.checkpoint_reader import Manifest
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
 _LOOK_S, _GLANCE_S = 2.0, 0.5
@@ -51,6 +51,15 @@ class ConnectTimeouts:
     waiting: Callable[[Address, str], None] = lambda *_: None
 
 
+class ResumedSnapshot(Protocol):
+    """The snapshot that a job goes on from; the transports carry it and read nothing of it."""
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The identity of a process: its job, its layout, its store and its addresses."""
@@ -63,7 +72,7 @@ class RouterConfig:
     host: str = "127.0.0.1"  # the address at which other hosts reach this one
     port: int = 0  # where to listen; 0: the first free one from the job's `start_port` on
     meeting: ConnectTimeouts = ConnectTimeouts()
-    resumed: Manifest | None = None  # the snapshot that the job goes on from
+    resumed: ResumedSnapshot | None = None  # the snapshot that the job goes on from
 
     @property
     def shared(self) -> bool:

@@ -2,8 +2,8 @@
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar, overload
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,26 +17,20 @@ from topotrain.core.events import Notice
 from topotrain.core.model.schema import FlatBuffers, torch_dtype
 from topotrain.core.optim import kernel_choice
 from topotrain.core.optim.adapter import build, set_lr
-from topotrain.extensions.resume.script_resume import ScriptResume
-from topotrain.extensions.tables.frontend.embedding import Embedding, follow
-from topotrain.extensions.tables.frontend.sparse_embedding import RowPaths, find_sparse
-from topotrain.extensions.tables.frontend.table_registry import roads_of
-from topotrain.launch.runtime.process_host import WorkerConnections
-from topotrain.parallel.api.device_placement import scope
-from topotrain.parallel.api.prepare_split import split
-from topotrain.parallel.capture import device_scopes
 from topotrain.training import context as process
 from topotrain.training.adopted_optimizer import adopt
-from topotrain.training.context import Context, Metric
-from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
+from topotrain.training.context import Connections, Context, Metric, PrepareRequest
+from topotrain.training.data.distributed_loader import BatchReplay, DataPlan, ShardedLoader
+from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.final_parameters import FINAL, reserve
 from topotrain.training.loss_capture import watch_losses
 from topotrain.training.loss_watch import LossWatch
 from topotrain.training.misuse_checks import ONE, MisuseChecks
 from topotrain.training.norm_log import NormLog
-from topotrain.training.parameters.devices import device_of
+from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
+from topotrain.training.parameters.row_module import RowModule
 from topotrain.training.step_progress import ProgressReporter
 from topotrain.training.worker import Worker
 from topotrain.training.worker_limits import bound
@@ -74,7 +68,8 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
             raise ConfigError("tt.prepare", None, "outside a job an optimizer is needed: there is no updater block")
         process.prepare_once()
         _warn_of_wrong_kernels(optimizer)
-        follow(optimizer, [module for module in model.modules() if isinstance(module, Embedding)])
+        for rows in [module for module in model.modules() if isinstance(module, RowModule)]:
+            rows.follow(optimizer)
         return model, optimizer, loader
     if here.worker is not None:
         raise process.again()
@@ -84,13 +79,18 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
     for number, thing in enumerate(stateful):
         here.kept[f"prepare {number}"] = thing
     worker = _enter_job(here, model, optimizer, loader)
-    here.continuing = ScriptResume(here, worker, optimizer)
+    here.continuing = _position(here, worker, optimizer)
     if isinstance(here.loader, ShardedLoader):
         here.loader.memory = here.continuing
     updater = here.place.job.updater
     if built and updater is not None:
         _follow_schedule(optimizer, updater, worker)
     return model, optimizer, here.loader
+
+
+def _position(here: Context, worker: Worker, optimizer: Optimizer) -> ScriptPosition | None:
+    found = (extension.script_position(here, worker, optimizer) for extension in here.extensions)
+    return next((position for position in found if position is not None), None)
 
 
 def _warn_of_wrong_kernels(optimizer: Optimizer) -> None:
@@ -148,15 +148,16 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
         raise ConfigError(
             "tt.prepare", type(loader).__name__, "the loader must be a torch.utils.data.DataLoader or None"
         )
-    place, cut = here.place, split(here, model, optimizer, loader)
+    place, request = here.place, PrepareRequest(model, optimizer, loader)
+    cut = _divided(here, request)
     if place.job.cluster.backup and (cut is not None or loader is None):
         accepted = "must be 0 where a model is split" if cut else "above 0 needs the loader: it gives batches again"
         raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
-    sparse = find_sparse(model, optimizer)
-    aside = [entry.weight for entry in sparse]
+    aside = [weight for extension in here.extensions for weight in extension.set_aside(here, request)]
     parts = describe_model(model, aside) if cut is None else cut.parts
-    roads = roads_of(here)
-    rows = RowPaths(here, model, sparse, optimizer)
+    roads = here.connect()
+    for extension in here.extensions:
+        extension.connected(here, request)
 
     def flats(slice_map: SliceMap) -> FlatBuffers:
         made = FlatBuffers(slice_map, None, roads.allocate)
@@ -169,19 +170,20 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
         reserve(here.workspace / FINAL, sum(t.nbytes for t in tensors) if cut is None else cut.nbytes)
     worker = Worker(here.me, place.job, place.topology, parts, optimizer, roads.exchange, flats, aside)
     if loader is not None:
-        account = worker if place.job.cluster.backup else None
-        here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange.data, worker, account)
+        replay = _batch_replay(here, worker)
+        here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange.data, worker, replay)
     bound(here, model, loader, cut is not None)
     worker.start()
     if cut is not None:
-        cut.follow(worker, roads.meet_group())
+        cut.start(worker)
         here.split = cut
     if worker.lazy:
         wait_by_layer(model, worker)
     adopt(optimizer, worker)
     worker.scatter_state()
     here.worker = worker
-    rows.follow(worker)
+    for extension in here.extensions:
+        extension.attach(here, worker)
     _warn(here, worker)
     rising = LossWatch(here, worker)
     watch_losses(worker, rising)
@@ -193,6 +195,16 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     return worker
 
 
+def _divided(here: Context, request: PrepareRequest) -> DividedModel | None:
+    found = (extension.divide(here, request) for extension in here.extensions)
+    return next((divided for divided in found if divided is not None), None)
+
+
+def _batch_replay(here: Context, worker: Worker) -> BatchReplay | None:
+    found = (extension.batch_replay(here, worker) for extension in here.extensions)
+    return next((replay for replay in found if replay is not None), None)
+
+
 def _warn(here: Context, worker: Worker) -> None:
     """Say at the start what would otherwise be seen in the result only."""
     text = async_momentum.warning(here.place.job, here.place.topology, worker.momentum)
@@ -200,7 +212,7 @@ def _warn(here: Context, worker: Worker) -> None:
         here.emit(Notice(str(here.me), text))
 
 
-def _share_values(roads: WorkerConnections, fd: int, slice_map: SliceMap, flats: FlatBuffers) -> None:
+def _share_values(roads: Connections, fd: int, slice_map: SliceMap, flats: FlatBuffers) -> None:
     """Let the parameters lie in memory that all workers of the unit share (in-memory Hogwild)."""
     sizes = [-(-space.length * space.itemsize // 64) * 64 for space in slice_map.spaces]
     region = roads.memory.adopt(fd, sum(sizes))
@@ -297,40 +309,6 @@ def is_main() -> bool:
     """Whether this is worker (0,0), whose output reaches the terminal. True in an ordinary process."""
     here = process.current()
     return here is None or here.is_main
-
-
-@overload
-def device() -> torch.device: ...
-@overload
-def device(name: str) -> AbstractContextManager[None]: ...
-def device(name: str | None = None) -> torch.device | AbstractContextManager[None]:
-    """Without a name: where this worker computes; with one: a scope, `with tt.device("/job:worker/task:1"):`.
-
-    This worker computes on the GPU that the job's `gpu` field gives it, or one of the machine's in turn; on the CPU
-    where there is none. In an ordinary process on the first GPU, or the CPU. Nothing is moved there by itself.
-
-    Modules that are made in a scope, and what a forward computes in one, belong to that worker of the group
-    (TensorFlow's names: /job:worker/task:1); parameters that are made in "/job:ps/task:0" live on that server. Outside
-    a job, and where a group has one worker, a scope does nothing.
-
-    Raises:
-        ConfigError: the `gpu` field names a GPU that this machine has not; the name is none.
-    """
-    if name is not None:
-        return scope(name)
-    return device_of(process.current(), torch.cuda.device_count())
-
-
-def place(module: Module, name: str) -> Module:
-    """Give a module, as one piece, to a worker of the group: tt.place(model.head, "/job:worker/task:1").
-
-    Its forward is not looked into. Returns the module. Outside a job this does nothing.
-
-    Raises:
-        ConfigError: it is no module; the name is none, or leaves open which task.
-    """
-    device_scopes.place(module, name)
-    return module
 
 
 def weight(count: float) -> None:

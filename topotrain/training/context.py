@@ -1,29 +1,120 @@
 """The one global: what this process is in a job, if it is in one."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
 from topotrain.comm.router import RouterConfig
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address
+from topotrain.core.client.client import Client
 from topotrain.core.events import Event
 from topotrain.core.profiling.spans import SILENT, Recorder
-from topotrain.launch.runtime.process_host import WorkerConnections
+from topotrain.training.data.distributed_loader import BatchReplay
+from topotrain.training.data.script_position import ScriptPosition
+from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.worker import Worker
 
 Metric = float | Callable[[], float]
 
 
-class TrafficCounter(Protocol):
-    """Roads that count and can be left."""
+class Connections(Protocol):
+    """The connections of a worker to the servers of its job."""
 
-    def traffic(self) -> tuple[int, int]: ...
+    exchange: Client
+    memory: ProcessMemory
 
-    def close(self, finished: bool = True) -> None: ...
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros, in memory that the transport can share."""
+        ...
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of messages out and in."""
+        ...
+
+    def close(self, finished: bool = True) -> None:
+        """Close them. finished: the script came to its end."""
+        ...
+
+
+class Connector(Protocol):
+    """Opens the connections of a worker, when the script first needs them."""
+
+    def connect(self, place: RouterConfig, me: Address) -> Connections: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareRequest:
+    """What the script gave to `tt.prepare`; the optimizer may have been built from the job file."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loader: Any
+
+
+class PrepareExtension:
+    """What a feature does while a script is prepared, trains and ends.
+
+    Every method does nothing unless a subclass overrides it. A process of a job has one list of extensions
+    (`Context.extensions`), in which the launcher's composition names every one. The methods are called in the order in
+    which they stand here.
+    """
+
+    def splits(self, model: nn.Module) -> bool:
+        """Whether the script assigns parts of the model to workers of the group."""
+        return False
+
+    def holds_elsewhere(self, here: "Context", tensor: torch.Tensor) -> bool:
+        """Whether the script has assigned this tensor of the model to another worker."""
+        return False
+
+    # --- tt.prepare
+
+    def divide(self, here: "Context", request: PrepareRequest) -> DividedModel | None:
+        """Divide the model over the workers of the group. None: each worker holds all of it."""
+        return None
+
+    def set_aside(self, here: "Context", request: PrepareRequest) -> Sequence[nn.Parameter]:
+        """Parameters that the worker's flat buffers leave out, since this feature transfers them."""
+        return ()
+
+    def connected(self, here: "Context", request: PrepareRequest) -> None:
+        """The connections to the servers are open, and the worker is not made yet."""
+
+    def batch_replay(self, here: "Context", worker: Worker) -> BatchReplay | None:
+        """What gives batches to the script again. None: no batch is given twice."""
+        return None
+
+    def attach(self, here: "Context", worker: Worker) -> None:
+        """The worker has started: join its steps."""
+
+    def script_position(self, here: "Context", worker: Worker, optimizer: Optimizer) -> ScriptPosition | None:
+        """Where the script stands, which a fresh process may take over. None: this feature does not resume scripts."""
+        return None
+
+    # --- the end
+
+    def stop_pushing(self, here: "Context") -> None:
+        """This worker pushes nothing more; called before the worker itself says so."""
+
+    def export(self, here: "Context") -> dict[str, torch.Tensor]:
+        """Weights of the result that the worker's buffers do not hold, by name. All workers call it."""
+        return {}
+
+    def resume_hint(self, workspace: Path) -> str:
+        """From where a job can go on that could not write its result; "" where this feature knows nothing."""
+        return ""
+
+    def close(self, here: "Context") -> None:
+        """The job is over for this process, and the connections close next."""
 
 
 @dataclass(slots=True)
@@ -34,21 +125,22 @@ class Context:
     me: Address
     workspace: Path
     emit: Callable[[Event], None]
+    connector: Connector
+    extensions: Sequence[PrepareExtension] = ()
     shared_values: int | None = None  # descriptor of a memfd that several workers of the unit share
     worker: Worker | None = None
-    roads: TrafficCounter | None = None
+    roads: Connections | None = None  # opened by `connect`
     loader: Any = None
-    tables: Any = None  # keeping.InJob, once the script has a table
-    split: Any = None  # splitting.Split, where the model is split over the group
+    tables: Any = None  # table_registry.JobTables, once the script has a table
+    split: DividedModel | None = None  # where the model is split over the group
     metrics: dict[str, Metric] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # what `tt.keep` was given, by name
-    continuing: Any = None  # continuing.Continuing, once the script has prepared
-    training: Any = None  # training.Training, once the script has prepared
-    resumed: Any = None  # earlier.Past, where the job is continued
+    continuing: ScriptPosition | None = None  # once the script has prepared
+    training: Any = None  # misuse_checks.MisuseChecks, once the script has prepared
+    resumed: Any = None  # previous_run.RunHistory, where the job is continued
     finishing: Callable[[], None] | None = None
     parting: Callable[[], None] | None = None  # the last word of one that leaves while the job goes on
     spans: Recorder = SILENT
-    roads_of: Callable[[RouterConfig, Address], WorkerConnections] = WorkerConnections
     gpus: bool = True  # `tt.device` may name one
     counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
     loop_ended: Callable[[], None] | None = None  # called where the script comes to the end of a pass, or of `epochs`
@@ -63,6 +155,24 @@ class Context:
     def number(self) -> int:
         """The worker's number in the job, from 0, group by group."""
         return self.me.group * self.place.topology.workers_per_group + self.me.index
+
+    def connect(self) -> Connections:
+        """The connections to the servers; the first call opens them."""
+        if self.roads is None:
+            roads = self.connector.connect(self.place, self.me)
+            roads.exchange.spans = self.spans
+            self.roads = roads
+        return self.roads
+
+    def will_split(self, model: nn.Module) -> bool:
+        """Whether `tt.prepare` will divide this model over the workers of the group."""
+        if self.place.topology.workers_per_group == 1:
+            return False
+        return self.place.job.splits or self.names_workers(model)
+
+    def names_workers(self, model: nn.Module) -> bool:
+        """Whether the script assigns parts of the model to workers of the group, however many there are."""
+        return any(extension.splits(model) for extension in self.extensions)
 
 
 class PlanRun(BaseException):

@@ -1,7 +1,6 @@
 """How a worker's part in a job ends, whoever started its process: goodbye to the servers, and the result comes home."""
 
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,9 +10,6 @@ from topotrain.config import async_momentum
 from topotrain.config.job import ConfigError, NonFinite
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.events import Final, Finished, Metrics, Notice
-from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, Manifest, name_of, numbers
-from topotrain.extensions.tables.frontend.table_finish import bring_home, say_goodbye
-from topotrain.parallel.api.prepare_split import SplitModel
 from topotrain.training.context import Context
 from topotrain.training.final_parameters import FINAL, NotSaved, release, save_final
 from topotrain.training.parameters.flat_parameters import ModelParts
@@ -37,7 +33,8 @@ def finish(here: Context) -> None:
         raise ConfigError("program", None, "ended without calling topotrain.prepare: there was nothing to train")
     if here.training is not None:
         here.training.check()
-    say_goodbye(here)
+    for extension in here.extensions:
+        extension.stop_pushing(here)
     if worker is None:
         _finish_without_model(here)
         return
@@ -49,14 +46,14 @@ def finish(here: Context) -> None:
     try:
         _save(here, worker)
     except NotSaved as error:
-        raise Unfinished(f"the job's result is lost: {error}; {_left(here.workspace)}") from None
+        raise Unfinished(f"the job's result is lost: {error}; {_left(here)}") from None
     if here.finishing is not None:
         here.finishing()
 
 
 def _save(here: Context, worker: Worker) -> None:
     """Write what came of the job. Raises NotSaved."""
-    more = bring_home(here)
+    more = _exported(here)
     if here.is_main:
         if not worker.tally.steps:
             here.emit(Notice(str(here.me), _no_step(here)))
@@ -72,6 +69,11 @@ def _save(here: Context, worker: Worker) -> None:
             raise SpoiledResult(_complaint(here, worker, spoiled, path))
 
 
+def _exported(here: Context) -> dict[str, torch.Tensor]:
+    """Weights of the result that the worker's buffers do not hold."""
+    return {name: value for extension in here.extensions for name, value in extension.export(here).items()}
+
+
 def _no_step(here: Context) -> str:
     if here.place.topology.worker_groups > 1:
         return "this worker made no step: its group had no batch, or the program never called optimizer.step()"
@@ -81,8 +83,7 @@ def _no_step(here: Context) -> str:
 def _whole(here: Context, worker: Worker) -> ModelParts:
     """The job's result stands in the model."""
     if here.split is not None:
-        cut: SplitModel = here.split
-        return cut.whole(worker)
+        return here.split.whole(worker)
     worker.take_final()
     return worker.parts
 
@@ -110,15 +111,10 @@ def _complaint(here: Context, worker: Worker, spoiled: list[str], path: Path) ->
     )
 
 
-def _left(workspace: Path) -> str:
+def _left(here: Context) -> str:
     """From where a job can go on that could not write its result."""
-    folder = workspace / FOLDER
-    for number in reversed(numbers(folder)):
-        with suppress(ConfigError):
-            found = Manifest.open(folder / name_of(number))
-            how = f"`topotrain run --resume {workspace}` (or the same job with `resume: true`)"
-            return f"{how} goes on from snapshot {name_of(number)}, which has step {found.steps(0)}"
-    return "there is no snapshot from which the job can go on"
+    hints = (extension.resume_hint(here.workspace) for extension in here.extensions)
+    return next(filter(None, hints), "there is no snapshot from which the job can go on")
 
 
 def _measure(here: Context) -> None:
@@ -129,7 +125,7 @@ def _measure(here: Context) -> None:
 
 def _finish_without_model(here: Context) -> None:
     """The program has used a key-value store and nothing else."""
-    bring_home(here)
+    _exported(here)
     if here.is_main:
         _measure(here)
     sent, received = (0, 0) if here.roads is None else here.roads.traffic()
@@ -144,8 +140,8 @@ def close(here: Context, finished: bool) -> None:
         release(here.workspace / FINAL)
     if here.worker is not None:
         here.worker.mirror.close()  # before the memory that it has pinned goes
-    if here.tables is not None and here.tables.rows is not None:
-        here.tables.rows.release()
+    for extension in here.extensions:
+        extension.close(here)
     if here.roads is not None:
         here.roads.close(finished=finished)
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.api.prepare_split import SplitModel
 from topotrain.training import context as process
+from topotrain.training.parameters.divided_model import DividedModel
 
 
 def state_dict(model: nn.Module) -> dict[str, Any] | None:
@@ -24,15 +24,14 @@ def state_dict(model: nn.Module) -> dict[str, Any] | None:
     """
     here = process.current()
     if here is not None and here.split is not None and not here.split.over:
-        return _gathered(here, model)
+        return _gathered(here, here.split, model)
     if here is not None and not here.is_main:
         return None
     held = model.state_dict()
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in held.items()}
 
 
-def _gathered(here: process.Context, model: nn.Module) -> dict[str, Any] | None:
-    cut: SplitModel = here.split
+def _gathered(here: process.Context, cut: DividedModel, model: nn.Module) -> dict[str, Any] | None:
     if not cut.is_of(model):
         raise ConfigError("tt.state_dict", type(model).__name__, "must be the model that tt.prepare split")
     if here.me.group:

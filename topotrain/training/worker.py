@@ -19,10 +19,10 @@ from topotrain.config.job import Apply, ConfigError, Correction, Grads, Job, Non
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core.client.client import Client, JobError, StepEnd, StepOutcome
+from topotrain.core.model.finite import all_finite
 from topotrain.core.model.schema import FlatBuffers, Schema, effective, slice_map_for, torch_dtype
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
-from topotrain.extensions.compression.codecs import all_finite
 from topotrain.training.parameters.device_parameters import HostParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, in_file
 from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPath, MeanPath, PushPath

@@ -5,7 +5,6 @@ from typing import Any
 from torch import nn
 
 from topotrain.core.events import Bounded
-from topotrain.parallel.api.prepare_split import says_where, tagged
 from topotrain.training.context import Context
 from topotrain.training.data.distributed_loader import most_workers
 
@@ -21,7 +20,7 @@ def bound(here: Context, model: nn.Module, loader: Any, cut: bool) -> None:
         return
     job, most = here.place.job, 0
     alone = here.place.topology.workers_per_group == 1
-    if cut or job.splits or (alone and (tagged(model) or says_where(model) is not None)):
+    if cut or job.splits or (alone and here.names_workers(model)):
         text = "one model is split over the workers of the group, and a snapshot has the parts of just these"
     elif loader is None:
         text = "the script divides its data itself, so nobody knows what is left of an epoch"

@@ -10,20 +10,20 @@ from pathlib import Path
 from topotrain.config.private_files import write_text
 from topotrain.config.topology import Address
 from topotrain.core.profiling.spans import SILENT, ProcessSpans, Recorder, ServerRecorder, WorkerRecorder, to_json
-from topotrain.launch.agent.workspace import SPANS, profiled_step
 
 
 class ProfileRecorders:
-    """Makes the recorders of one process; nobody asked for a profile: silent ones.
+    """Makes the recorders of one process: silent ones where no profile is wanted.
 
     Args:
-        run_dir: the job's run directory.
+        step: the step whose spans are recorded, counted from 1. 0: no step.
+        folder: the folder in which the launcher looks for files of spans.
         who: the process's first resident.
     """
 
-    def __init__(self, run_dir: Path, who: Address) -> None:
-        self._wanted = profiled_step(run_dir)
-        self._folder = run_dir / SPANS
+    def __init__(self, step: int, folder: Path, who: Address) -> None:
+        self._wanted = step
+        self._folder = folder
         self._who = who
         self._recorders: list[WorkerRecorder | ServerRecorder] = []
 

@@ -11,7 +11,7 @@ import torch
 
 from topotrain.config.job import NonFinite
 from topotrain.config.sharding import Bucket
-from topotrain.extensions.compression.codecs import all_finite, reals
+from topotrain.core.model.finite import all_finite, reals
 
 NOBODY = -1  # instead of a worker: the sum is not finite; instead of a parameter: it is a table's
 _MOST_IN_A_ROW = 3

@@ -16,13 +16,13 @@ from topotrain.config.job import Apply, Grads, Job, NonFinite, Reduce, Slicing
 from topotrain.config.sharding import Bucket, Piece, SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
+from topotrain.core.model.finite import all_finite
 from topotrain.core.model.schema import Allocate, FlatBuffers, Schema, effective, typed
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate, clip_bounds
 from topotrain.core.server.gradient_staging import GradientStaging
 from topotrain.core.server.group_sync import GroupSync, MasterSync, NoSync, RingSync
 from topotrain.core.server.nonfinite import NOBODY
 from topotrain.extensions.collectives.precomputed_gradients import PrecomputedGradients
-from topotrain.extensions.compression.codecs import all_finite
 from topotrain.extensions.compression.message_filter import ServerEncoding
 
 Arrived = Callable[[int, Bucket, int, torch.Tensor], None]

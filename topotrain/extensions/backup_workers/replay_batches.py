@@ -3,14 +3,15 @@
 Rule: the data itself is kept, for a dataset need not give the same again; so the script must not have changed it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from topotrain.training.data.map_dataset import BatchPosition
-
-Found = tuple[BatchPosition, int, Any]
+from topotrain.training.context import Context, PrepareExtension
+from topotrain.training.data.distributed_loader import BatchReplay, BatchSource, DrawnBatch
+from topotrain.training.worker import Worker
 
 
 class BatchOutcomes(Protocol):
@@ -38,9 +39,9 @@ class ReplayBatches:
 
     def __init__(self, account: BatchOutcomes, epoch: int) -> None:
         self._account, self._epoch = account, epoch
-        self._kept: tuple[Found, list[tuple[torch.Tensor, int]]] | None = None
+        self._kept: tuple[DrawnBatch, list[tuple[torch.Tensor, int]]] | None = None
 
-    def next(self, fresh: Callable[[], Found]) -> Found:
+    def next(self, fresh: BatchSource) -> DrawnBatch:
         """The next batch; `fresh` gives one that was not given before. StopIteration once all workers are through."""
         if self._account.counts_given() is False and self._kept is not None:
             found, tensors = self._kept
@@ -58,6 +59,25 @@ class ReplayBatches:
             raise
         self._kept = found, [(tensor, tensor._version) for tensor in _tensors(found[2])]
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class LateBatchReplay:
+    """Gives batches again whose contribution came too late; as `distributed_loader.BatchReplay` has it."""
+
+    account: BatchOutcomes
+
+    def begin(self, epoch: int) -> ReplayBatches:
+        """The pass of this epoch begins."""
+        return ReplayBatches(self.account, epoch)
+
+
+class BackupExtension(PrepareExtension):
+    """With backup workers a batch that came too late is given again."""
+
+    def batch_replay(self, here: Context, worker: Worker) -> BatchReplay | None:
+        """As `PrepareExtension` has it."""
+        return LateBatchReplay(worker) if here.place.job.cluster.backup else None
 
 
 def _tensors(data: Any) -> Iterator[torch.Tensor]:

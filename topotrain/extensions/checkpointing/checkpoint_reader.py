@@ -95,6 +95,13 @@ def workers_file(sizes: Mapping[Address, int]) -> FlatFile:
     return lay_out(told, {"format": "pt"})
 
 
+def as_manifest(resumed: object) -> "Manifest | None":
+    """The snapshot that a process's configuration carries (`RouterConfig.resumed`)."""
+    if resumed is None or isinstance(resumed, Manifest):
+        return resumed
+    raise TypeError(f"resumed = {resumed!r}: must be a Manifest or None")
+
+
 class Manifest:
     """One snapshot. Make it with `open`; values are read when they are asked for.
 

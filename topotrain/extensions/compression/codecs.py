@@ -4,18 +4,19 @@ The number of bytes depends only on the number of elements, so a receiver knows 
 between calls. `error_feedback` compensates its errors.
 """
 
-from math import ceil, isfinite, sqrt
+from math import ceil, sqrt
 from typing import Protocol
 
 import numpy as np
 import torch
 
-BLOCK = 512  # elements that share a scale in kInt8; the scales add 0.8 % to the bytes
+from topotrain.core.model.finite import all_finite
+
+BLOCK = 512  # elements that share a scale in kInt8: the scales add 0.8 % to the bytes
 
 _SINGLE = torch.finfo(torch.float32)
 _TOP_SCALE = _SINGLE.max / 127 * (1 - 2**-22)  # 127 times the largest scale must not round to infinity
-_SQUARED = frozenset([torch.float32, torch.float64])  # in other dtypes a sum of squares overflows too early
-_SAMPLES = 4096  # elements sampled for a first guess of top-k's threshold
+_SAMPLES = 4096  # elements looked at for a first guess of top-k's threshold
 
 
 class ScratchMemory:
@@ -311,27 +312,6 @@ def _checked(codec: Codec, data: torch.Tensor, values: torch.Tensor) -> torch.Te
             f"not {expected} bytes"
         )
     return data
-
-
-def reals(x: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a tensor; complex elements give both parts in one row."""
-    return torch.view_as_real(x.resolve_conj()).reshape(-1) if x.is_complex() else x
-
-
-def all_finite(x: torch.Tensor) -> bool:
-    """Return whether all elements are finite.
-
-    A sum is many times cheaper than a test of each element. A sum of squares runs at memory speed. It overflows long
-    before an element does, and then the slower tests follow.
-    """
-    x = reals(x)
-    if x.dim() == 1 and x.dtype in _SQUARED and isfinite(torch.dot(x, x).item()):
-        return True
-    if isfinite(x.sum().item()):
-        return True
-    if x.dtype is torch.float16 and bool(torch.isfinite(x.sum(dtype=torch.float32))):
-        return True  # the sum was too large for the elements' dtype
-    return bool(torch.isfinite(x).all())
 
 
 def _saturate(values: torch.Tensor, short: torch.Tensor) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from topotrain.config.job import Compression
+from topotrain.core.model.finite import all_finite
 from topotrain.extensions.compression.codecs import (
     CastCodec,
     Codec,
     Int8Codec,
     ScratchMemory,
     TopKCodec,
-    all_finite,
     drop_denormals,
 )
 

@@ -7,14 +7,37 @@ is an event. Where servers have second copies, the coordinator may be about to m
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from topotrain.core.events import Agreed, Event
-from topotrain.core.protocol import GroupLeaveRequest, GroupLeft
-from topotrain.launch.runtime.process_host import ServerProcess
+from topotrain.core.protocol import GroupLeaveRequest, GroupLeft, Message
+from topotrain.core.server.server import Server
 
 WISHES = ("leave", "lose", "join")
 AWAY = "away"
+
+
+class LocalServer(Protocol):
+    """A server, as its launcher speaks to it."""
+
+    @property
+    def server(self) -> Server: ...
+
+    def told(self, message: Message) -> None:
+        """The launcher has something to say to it, which comes in its own name."""
+        ...
+
+    def may_change(self, group: int, wish: str) -> str:
+        """See `Server.may_change`."""
+        ...
+
+
+class ServerProcess(Protocol):
+    """The servers of a process."""
+
+    def coordinator(self, group: int) -> LocalServer | None:
+        """The one that decides for a worker group; None: it is not here (yet)."""
+        ...
 
 
 class ResizeRequests:

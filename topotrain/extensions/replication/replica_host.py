@@ -29,6 +29,7 @@ from topotrain.core.model.schema import Allocate
 from topotrain.core.profiling.spans import Recorder
 from topotrain.core.protocol import Message, ProtocolError, ReplicaReleased
 from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
 from topotrain.extensions.collectives.collective_server import make_server
 from topotrain.extensions.replication.replica_placement import ReplicaSet
@@ -411,7 +412,9 @@ class ReplicatedServers:
 
     def _make(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
         place = self._place
-        server = make_server(me, place.job, place.topology, self._allocate, place.shared, deliver, place.resumed)
+        server = make_server(
+            me, place.job, place.topology, self._allocate, place.shared, deliver, as_manifest(place.resumed)
+        )
         server.spans = self._recorder(me, server.groups)
         return server
 

@@ -15,12 +15,12 @@ import torch
 from topotrain.config.job import ConfigError, Job, NonFinite, Reduce
 from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
+from topotrain.core.model.finite import all_finite
 from topotrain.core.optim.adapter import clip_bounds
 from topotrain.core.optim.state_table import StateError
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit
 from topotrain.core.server.parameter_shard import norm_of, to_power
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotSource
-from topotrain.extensions.compression.codecs import all_finite
 from topotrain.extensions.tables.push_modes import KINDS, StepTable, SyncTable, TableShard
 from topotrain.extensions.tables.table_snapshot import StoredRows, TableCopier
 from topotrain.extensions.tables.table_spec import Ids, TableSpec, difference, pack_ids, unpack_ids

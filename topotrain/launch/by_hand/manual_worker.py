@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +34,7 @@ from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, chec
 from topotrain.launch.runtime.child_channel import end_process
 from topotrain.launch.runtime.process_exit import ProcessExitHook
 from topotrain.launch.runtime.process_host import WorkerConnections
+from topotrain.launch.runtime.worker_composition import prepare_extensions
 from topotrain.training import context as process
 from topotrain.training.context import Context
 from topotrain.training.finish_job import close, finish, is_complete
@@ -88,8 +90,7 @@ def join(
     workspace = Path(job.workspace).absolute()
     if (me.group, me.index) == (0, 0):
         make_folder(workspace)
-    here = Context(place, me, workspace, _emit, gpus=gpus)
-    here.roads_of = lambda place, me: _roads(place, me, terms)
+    here = Context(place, me, workspace, _emit, _Connector(terms), prepare_extensions(), gpus=gpus)
     joined = _Joined(here, _start_servers(job, serves, store, secret, host, url, terms) if serves else None)
     here.leave = joined.leave
     process.enter(here)
@@ -114,14 +115,22 @@ def leave() -> None:
         here.leave()
 
 
-def _roads(place: RouterConfig, me: Address, terms: SharedSettings) -> WorkerConnections:
-    def long_wait(seconds: float) -> None:
-        tell(f"{terms.name(me)}: has waited {seconds:.0f} s for the others, and waits on")
+@dataclass(frozen=True, slots=True)
+class _Connector:
+    """Opens a worker's connections; errors are told in the words of the interface that started the processes."""
 
-    try:
-        return WorkerConnections(place, me, long_wait=long_wait)
-    except TransportError as error:
-        raise understandable(error, terms) from error
+    terms: SharedSettings
+
+    def connect(self, place: RouterConfig, me: Address) -> WorkerConnections:
+        """As `context.Connector` has it."""
+
+        def long_wait(seconds: float) -> None:
+            tell(f"{self.terms.name(me)}: has waited {seconds:.0f} s for the others, and waits on")
+
+        try:
+            return WorkerConnections(place, me, long_wait=long_wait)
+        except TransportError as error:
+            raise understandable(error, self.terms) from error
 
 
 def _emit(event: Event) -> None:

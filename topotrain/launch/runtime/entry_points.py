@@ -40,16 +40,16 @@ from topotrain.extensions.checkpointing.checkpoint_reader import Manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotWriter, writer_for
 from topotrain.extensions.elastic.eligibility import refusal
 from topotrain.extensions.elastic.leave import GroupLeaving, leave
-from topotrain.extensions.elastic.resize_requests import ResizeRequests
+from topotrain.extensions.elastic.resize_requests import ResizeRequests, ServerProcess
 from topotrain.extensions.replication.replica_host import ReplicaSlot
 from topotrain.extensions.replication.replica_placement import ReplicaSet, standings
-from topotrain.extensions.tables.frontend.table_registry import roads_of
-from topotrain.launch.agent.workspace import TOKEN_FILE
+from topotrain.launch.agent.workspace import SPANS, TOKEN_FILE, profiled_step
 from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
 from topotrain.launch.runtime.final_snapshot import FinalSnapshot
 from topotrain.launch.runtime.process_exit import ProcessExitHook
-from topotrain.launch.runtime.process_host import ServerProcess, WorkerConnections, serve
+from topotrain.launch.runtime.process_host import WorkerConnections, serve
 from topotrain.launch.runtime.sigterm import SigtermHandler
+from topotrain.launch.runtime.worker_composition import WorkerConnector, prepare_extensions
 from topotrain.training import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.training.context import Context, enter
 from topotrain.training.final_parameters import NotSaved
@@ -74,7 +74,7 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
 
     control = ChildChannel(channel, hear)
     orders.emit = farewell.emit = control.emit
-    profile = ProfileRecorders(Path(spec["run_dir"]), addresses[0])
+    profile = _recorders(spec, addresses[0])
     serving, trouble = _voices(control, addresses[0])
     # A launcher that started all processes sees who ends; of units elsewhere nothing is seen but lost connections.
     place = _place(spec)
@@ -220,6 +220,11 @@ def _place(spec: dict[str, Any]) -> RouterConfig:
     return replace(place, resumed=Manifest.open(spec["resume"])) if spec.get("resume") else place
 
 
+def _recorders(spec: dict[str, Any], who: Address) -> ProfileRecorders:
+    run_dir = Path(spec["run_dir"])
+    return ProfileRecorders(profiled_step(run_dir), run_dir / SPANS, who)
+
+
 def _writer(place: RouterConfig, servers: Sequence[Address], control: ChildChannel) -> SnapshotWriter | None:
     """Return the writer of these servers' snapshots; None if the job takes none.
 
@@ -245,9 +250,7 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     termination.take_over(place.job)
     me = Address(Role.WORKER, group, index)
     shared = fds[0] if spec["shared_memfd"] else None
-    profile = ProfileRecorders(Path(spec["run_dir"]), me)
-    here = Context(place, me, Path(place.job.workspace).absolute(), control.emit, shared, spans=profile.worker())
-    here.resumed = place.resumed
+    profile = _recorders(spec, me)
     serving, trouble = _voices(control, Address(Role.SERVER, 0, me.index))
     beside = [Address(Role.SERVER, 0, me.index)] if place.topology.inline else []
     farewell.writer = writer = _writer(place, beside, control) if beside else None
@@ -255,9 +258,10 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     def long_wait(seconds: float) -> None:
         control.emit(Waits(str(me), seconds))
 
-    here.roads_of = partial(
-        WorkerConnections, serving=serving, trouble=trouble, recorder=profile.server, writer=writer, long_wait=long_wait
-    )
+    connector = WorkerConnector(serving, trouble, profile.server, writer, long_wait)
+    workspace, extensions = Path(place.job.workspace).absolute(), prepare_extensions()
+    here = Context(place, me, workspace, control.emit, connector, extensions, shared, spans=profile.worker())
+    here.resumed = place.resumed
     enter(here)
     # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
     log = Path(spec["log"]) if here.is_main else None
@@ -298,7 +302,8 @@ class _Part:
             code = _guarded(self.here, self.log, lambda: finish(self.here))
         self.profile.leave()
         close(self.here, finished=code == 0)
-        homes = roads_of(self.here).beside if code == 0 and self.here.roads is not None else None
+        roads = self.here.roads
+        homes = roads.beside if code == 0 and isinstance(roads, WorkerConnections) else None
         if homes is not None:
             _tell_counts(self.here.emit, self.here.place, homes)
         for server in self.servers if code == 0 else ():
@@ -333,7 +338,7 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
     except BaseException as error:  # also KeyboardInterrupt: Ctrl-C of a user comes to the launcher, and not here
         kind = kind_of(error)
         if here.worker is not None or here.tables is not None:
-            roads_of(here).exchange.leave()  # what the others hear from here on is no cause
+            here.connect().exchange.leave()  # what the others hear from here on is no cause
         trace = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
         explained = isinstance(
             error, Unfinished | NotSaved | SpoiledResult

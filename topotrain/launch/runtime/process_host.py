@@ -30,9 +30,11 @@ from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
 from topotrain.extensions.collectives.collective_server import make_server
 from topotrain.extensions.collectives.torch_client import TorchCollectiveClient
+from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
 from topotrain.parallel.runtime.network_channel import NetworkChannel
@@ -69,29 +71,6 @@ class ConnectionObserver(Protocol):
 
     def lost(self, server: Server, peer: Address, reason: str) -> None:
         """A connection has ended, to a server or to a worker that had sent a message."""
-        ...
-
-
-class LocalServer(Protocol):
-    """A server, as its launcher reaches it."""
-
-    @property
-    def server(self) -> Server: ...
-
-    def told(self, message: Message) -> None:
-        """Handle a message of the launcher, with the server itself as its sender."""
-        ...
-
-    def may_change(self, group: int, wish: str) -> str:
-        """Return why a group cannot leave or join; see `Server.may_change`."""
-        ...
-
-
-class ServerProcess(Protocol):
-    """The servers of a process."""
-
-    def coordinator(self, group: int) -> LocalServer | None:
-        """Return the coordinator of a worker group; None: it is not here (yet)."""
         ...
 
 
@@ -351,7 +330,7 @@ def serve(
 
 
 def _server(me: Address, place: RouterConfig, allocate: Allocate, answer: Callable[[Address, Message], None]) -> Server:
-    return make_server(me, place.job, place.topology, allocate, place.shared, answer, place.resumed)
+    return make_server(me, place.job, place.topology, allocate, place.shared, answer, as_manifest(place.resumed))
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -384,7 +363,7 @@ class LongWait(Protocol):
     def __call__(self, seconds: float) -> None: ...
 
 
-def _untold(seconds: float) -> None:
+def untold(seconds: float) -> None:
     """Ignore a long wait."""
 
 
@@ -407,7 +386,7 @@ class ConditionWaiter:
     The transports' readers notify it.
     """
 
-    def __init__(self, poll_s: float, long_wait: LongWait = _untold) -> None:
+    def __init__(self, poll_s: float, long_wait: LongWait = untold) -> None:
         self._condition = threading.Condition()
         self._poll_s = poll_s
         self._long_wait = long_wait
@@ -443,7 +422,7 @@ class InlineWaiter(ConditionWaiter):
     The waiting thread does the server's work, and reads for both.
     """
 
-    def __init__(self, poll_s: float, roads: Router, pump: InlineReader, long_wait: LongWait = _untold) -> None:
+    def __init__(self, poll_s: float, roads: Router, pump: InlineReader, long_wait: LongWait = untold) -> None:
         super().__init__(poll_s, long_wait)
         self._roads, self._pump = roads, pump
 
@@ -485,7 +464,7 @@ class WorkerConnections:
         trouble: Callable[[], None] = lambda: None,
         recorder: Recorders = lambda *_: SILENT,
         writer: SnapshotWriter | None = None,
-        long_wait: LongWait = _untold,
+        long_wait: LongWait = untold,
     ) -> None:
         self.me = me
         self.memory = ProcessMemory()

@@ -11,8 +11,9 @@ as in one process.
 import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import TypeVar, overload
 
 import torch
 from torch import nn
@@ -21,9 +22,46 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from topotrain.config.job import ConfigError, Placement
 from topotrain.parallel.capture import device_scopes
 from topotrain.training import context as process
+from topotrain.training.parameters.devices import device_of
+
+Module = TypeVar("Module", bound=nn.Module)
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of malloc.h
 _OWN_REFERENCES = 3  # of a parameter: the module's table, a local name, and the one that counts
+
+
+@overload
+def device() -> torch.device: ...
+@overload
+def device(name: str) -> AbstractContextManager[None]: ...
+def device(name: str | None = None) -> torch.device | AbstractContextManager[None]:
+    """Without a name: where this worker computes; with one: a scope, `with tt.device("/job:worker/task:1"):`.
+
+    This worker computes on the GPU that the job's `gpu` field gives it, or one of the machine's in turn; on the CPU
+    where there is none. In an ordinary process on the first GPU, or the CPU. Nothing is moved there by itself.
+
+    Modules that are made in a scope, and what a forward computes in one, belong to that worker of the group
+    (TensorFlow's names: /job:worker/task:1); parameters that are made in "/job:ps/task:0" live on that server. Outside
+    a job, and where a group has one worker, a scope does nothing.
+
+    Raises:
+        ConfigError: the `gpu` field names a GPU that this machine has not; the name is none.
+    """
+    if name is not None:
+        return scope(name)
+    return device_of(process.current(), torch.cuda.device_count())
+
+
+def place(module: Module, name: str) -> Module:
+    """Give a module, as one piece, to a worker of the group: tt.place(model.head, "/job:worker/task:1").
+
+    Its forward is not looked into. Returns the module. Outside a job this does nothing.
+
+    Raises:
+        ConfigError: it is no module; the name is none, or leaves open which task.
+    """
+    device_scopes.place(module, name)
+    return module
 
 
 @contextmanager

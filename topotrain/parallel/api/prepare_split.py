@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from topotrain.config.job import ConfigError, Job, Placement
 from topotrain.extensions.tables.frontend.embedding import Embedding
+from topotrain.parallel.api import device_placement
 from topotrain.parallel.api.auto_prepare import PlacementRequest, check_room, place_modules
 from topotrain.parallel.api.dry_run import state_factor
 from topotrain.parallel.api.split_forward import SplitForward
@@ -29,8 +30,9 @@ from topotrain.parallel.placement.parameter_owners import divide
 from topotrain.parallel.runtime.channel import ActivationChannel
 from topotrain.parallel.runtime.gather import entries, gather, give
 from topotrain.parallel.runtime.local_model import LocalModel, localise, restore
-from topotrain.training.context import Context
+from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.final_parameters import in_one_file, metadata_of
+from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model, in_file
 from topotrain.training.worker import Worker
 
@@ -80,13 +82,6 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
     )
 
 
-def is_split(here: Context | None, model: nn.Module) -> bool:
-    """Return whether `split` will split the model."""
-    if here is None or here.place.topology.workers_per_group == 1:
-        return False
-    return here.place.job.splits or tagged(model) or says_where(model) is not None
-
-
 def tagged(model: nn.Module) -> bool:
     """Return whether the script has assigned some part of the model to a worker."""
     tags = {thing.__dict__.get(device_scopes.PLACE) for thing in (*model.modules(), *model.parameters())}
@@ -115,7 +110,7 @@ def _speaks_of_device(kind: type[nn.Module]) -> bool:
         return False
     spoken = [kind.forward.__globals__.get(name) for name in code.co_names]
     return any(getattr(thing, "__name__", "").partition(".")[0] == "topotrain" for thing in spoken) or any(
-        getattr(thing, "__module__", "") == "topotrain.training.api" for thing in spoken
+        getattr(thing, "__module__", "") == device_placement.__name__ for thing in spoken
     )
 
 
@@ -145,8 +140,16 @@ def _check(job: Job, model: nn.Module) -> None:
             raise ConfigError("model", name, accepted)
 
 
-class SplitModel:
-    """A split model, as one worker holds it.
+class GroupConnections(Protocol):
+    """Connections of a worker that can reach the other workers of its group."""
+
+    def meet_group(self) -> ActivationChannel:
+        """Connect all workers of the group, which all call this once."""
+        ...
+
+
+class SplitModel(DividedModel):
+    """A model that this worker holds its part of.
 
     Args:
         here: the context of the worker.
@@ -180,9 +183,10 @@ class SplitModel:
         self._hooks.append(model.register_state_dict_pre_hook(_no_state))  # type: ignore[no-untyped-call]
         model.forward = self._forward
 
-    def follow(self, worker: Worker, passage: ActivationChannel) -> None:
-        """Connect the model to the worker, which has started: it can be called now."""
-        self._forward.start(worker, passage)
+    def start(self, worker: Worker) -> None:
+        """As `DividedModel` has it."""
+        connections = cast(GroupConnections, self._here.connect())
+        self._forward.start(worker, connections.meet_group())
         self._optimizer.register_state_dict_pre_hook(_no_optimizer_state)
         self._optimizer.register_load_state_dict_pre_hook(_no_optimizer_state)
 
@@ -283,3 +287,20 @@ def _no_state(*_: Any) -> NoReturn:
 def _no_optimizer_state(*_: Any) -> NoReturn:
     accepted = "belongs to the parts of a split model, so no other optimizer could load it: it stays on the servers"
     raise ConfigError("optimizer.state_dict()", None, accepted)
+
+
+class SplitExtension(PrepareExtension):
+    """One model over the workers of a group."""
+
+    def splits(self, model: nn.Module) -> bool:
+        """As `PrepareExtension` has it."""
+        return tagged(model) or says_where(model) is not None
+
+    def holds_elsewhere(self, here: Context, tensor: torch.Tensor) -> bool:
+        """As `PrepareExtension` has it."""
+        task = device_scopes.parse(getattr(tensor, device_scopes.PLACE, "")).task
+        return task is not None and task != here.me.index
+
+    def divide(self, here: Context, request: PrepareRequest) -> DividedModel | None:
+        """As `PrepareExtension` has it."""
+        return split(here, request.model, request.optimizer, request.loader)

@@ -24,7 +24,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from topotrain.config.job import ConfigError
-from topotrain.extensions.backup_workers.replay_batches import BatchOutcomes, ReplayBatches
 from topotrain.training.data.iterable_dataset import IterableEpoch
 from topotrain.training.data.map_dataset import (
     PLAIN,
@@ -90,6 +89,32 @@ class ResumeRecorder(Protocol):
         ...
 
 
+DrawnBatch = tuple[BatchPosition, int, Any]
+"""Where a batch stands, its number of samples, and its data."""
+
+
+class BatchSource(Protocol):
+    """Gives the next batch of a pass. Raises StopIteration at the end."""
+
+    def __call__(self) -> DrawnBatch: ...
+
+
+class PassReplay(Protocol):
+    """Gives the batches of one pass, some of them again."""
+
+    def next(self, fresh: BatchSource) -> DrawnBatch:
+        """The next batch; `fresh` gives one that was not given before."""
+        ...
+
+
+class BatchReplay(Protocol):
+    """Decides which batches the script is given again."""
+
+    def begin(self, epoch: int) -> PassReplay:
+        """The pass of this epoch begins."""
+        ...
+
+
 class ShardedLoader:
     """Iterates over this worker's share; everything else (`dataset`, `batch_size`, ...) is the script's own loader's.
 
@@ -107,11 +132,11 @@ class ShardedLoader:
         plan: DataPlan,
         desk: DataService,
         ledger: BatchAccounting,
-        account: BatchOutcomes | None = None,
+        replay: BatchReplay | None = None,
     ) -> None:
-        """`account`: with backup workers, who knows which batches have to be given again."""
+        """`replay`: with backup workers, what gives batches again."""
         _check(loader, plan)
-        self._account = account
+        self._replay = replay
         self._loader = loader
         self._plan = plan
         self._desk = desk
@@ -137,7 +162,7 @@ class ShardedLoader:
             feed = IterableEpoch(inner, self._plan, self._desk, self._ledger, epoch, opening)
         else:
             feed = MapEpoch(inner, inner.indices, self._plan, self._desk, epoch, opening)
-        repeats = None if self._account is None else ReplayBatches(self._account, epoch)
+        repeats = None if self._replay is None else self._replay.begin(epoch)
         live = _Pass(feed, self._ledger, epoch, self.memory, repeats)
         self._live = ref(live)
         if self.memory is not None:
@@ -255,7 +280,7 @@ class _Pass(Iterator[Any]):
         ledger: BatchAccounting,
         epoch: int,
         memory: ResumeRecorder | None,
-        repeats: ReplayBatches | None = None,
+        repeats: PassReplay | None = None,
     ) -> None:
         self._feed, self._ledger, self._epoch, self._memory = feed, ledger, epoch, memory
         self._repeats = repeats

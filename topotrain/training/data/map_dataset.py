@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from topotrain.extensions.checkpointing.data_position import STATIC as STATIC
+from topotrain.core.server.consistency import STATIC as STATIC
 from topotrain.training.data.batch_ranges import Runs, left
 from topotrain.training.data.sampling import (
     Chunk,

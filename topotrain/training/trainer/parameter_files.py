@@ -12,7 +12,6 @@ from torch import nn
 
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import make_folder
-from topotrain.parallel.capture import device_scopes
 from topotrain.training import context as process
 from topotrain.training.final_parameters import load_tensors, save_tensors
 
@@ -114,12 +113,9 @@ def _load(places: dict[str, torch.Tensor], path: str) -> str:
 
 
 def _elsewhere(tensor: torch.Tensor) -> bool:
-    """Return whether the script has assigned a tensor to another worker.
-
-    That worker loads it.
-    """
-    here, task = process.current(), device_scopes.parse(getattr(tensor, device_scopes.PLACE, "")).task
-    return here is not None and task is not None and task != here.me.index
+    """Return whether the script has assigned a tensor to another worker, which loads it."""
+    here = process.current()
+    return here is not None and any(extension.holds_elsewhere(here, tensor) for extension in here.extensions)
 
 
 def _names(names: Sequence[str] | dict[str, torch.Tensor]) -> str:

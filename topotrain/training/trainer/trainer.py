@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job, Updater
 from topotrain.core.optim.adapter import build, clip, follow_schedule
-from topotrain.parallel.api.prepare_split import is_split
 from topotrain.training import api
 from topotrain.training import context as process
 from topotrain.training.context import Context
@@ -105,7 +104,7 @@ class Trainer:
             if loader is not None
         }
         with ExitStack() as stack:
-            split = is_split(here, self.model)
+            split = here is not None and here.will_split(self.model)
             looks = main or (split and here is not None and here.me.group == 0)
             watch = TrainerCallbacks(self.model, self._objective, job, here, held, stack, split) if looks else None
             self.results = [] if watch is None else watch.results
@@ -145,7 +144,7 @@ class Trainer:
             watch.begin()
         groups = 1 if here is None else here.place.topology.worker_groups
         done = 0
-        if here is not None and here.continuing.steps:
+        if here is not None and here.continuing is not None and here.continuing.steps:
             done = here.continuing.steps
             loader.skip_to(here.continuing.first)
         for step, batch in enumerate(_batches(loader, job.train_steps, groups, done), done + 1):

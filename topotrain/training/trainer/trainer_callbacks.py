@@ -20,11 +20,11 @@ from torch import nn
 from topotrain.config.intervals import Rhythm
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Notice, Tested
-from topotrain.extensions.tables.frontend.embedding import Embedding
-from topotrain.parallel.api.prepare_split import SplitModel
 from topotrain.training.context import Context
 from topotrain.training.final_parameters import tensors_of
+from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.parameters.row_module import RowModule
 from topotrain.training.trainer.evaluation import (
     BackgroundEvaluator,
     EvaluationLoader,
@@ -154,10 +154,10 @@ class TrainerCallbacks:
                 else:
                     follow(self._model, self._objective, data)
 
-    def _split(self) -> SplitModel:
+    def _split(self) -> DividedModel:
         assert self._here is not None
-        cut: SplitModel = self._here.split
-        return cut
+        assert self._here.split is not None
+        return self._here.split
 
     def _values(self) -> Callable[[], Taken]:
         """Return the source of the main worker's checkpoints."""
@@ -178,7 +178,7 @@ def _refuse_tables(job: Job, model: nn.Module) -> None:
     Rows are pulled over the worker's own connections, one request at a time, and are in no checkpoint.
     """
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    if any(isinstance(m, Embedding) or (isinstance(m, kinds) and m.sparse) for m in model.modules()):
+    if any(isinstance(m, RowModule) or (isinstance(m, kinds) and m.sparse) for m in model.modules()):
         for what in ("checkpoint", *KINDS):
             freq = getattr(job, f"{what}_freq")
             if freq:

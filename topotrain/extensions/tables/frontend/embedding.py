@@ -20,9 +20,10 @@ from topotrain.extensions.tables.frontend.table_registry import TableBackend, Ta
 from topotrain.extensions.tables.row_optimizers import check_rule, rule_text
 from topotrain.extensions.tables.table_spec import TableSpec
 from topotrain.training import context as process
+from topotrain.training.parameters.row_module import RowModule
 
 
-class Embedding(nn.Module):
+class Embedding(RowModule):
     """A lookup table without a parameter: ids in, rows out, as `torch.nn.Embedding`.
 
     All workers make the same tables in the same order. `tt.prepare` connects them to the job with the rest of the
@@ -119,6 +120,11 @@ class Embedding(nn.Module):
             raise ConfigError("tt.Embedding", self.name, "has no rows while a job is only planned")
         return self._kept
 
+    def follow(self, optimizer: Optimizer) -> None:
+        """In an ordinary process: `optimizer.step()` moves the rows, too, and `zero_grad()` forgets their gradients."""
+        forget_with(optimizer, [self])
+        optimizer.register_step_post_hook(lambda *_: self.push(0))
+
     def forget(self) -> None:
         """Drop the accumulated gradients, as `optimizer.zero_grad()` does."""
         self._pulled.clear()
@@ -194,22 +200,6 @@ class _Settings:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set them again."""
         self._group.update(state)
-
-
-def follow(optimizer: Optimizer, tables: Sequence[Embedding]) -> None:
-    """Connect tables to an optimizer in an ordinary process.
-
-    `optimizer.step()` also updates the rows, and `zero_grad()` drops their gradients.
-    """
-    if not tables:
-        return
-    forget_with(optimizer, tables)
-
-    def after(*_: Any) -> None:
-        for table in tables:
-            table.push(0)
-
-    optimizer.register_step_post_hook(after)
 
 
 def forget_with(optimizer: Optimizer, tables: Sequence[Embedding]) -> None:

@@ -13,7 +13,6 @@ from topotrain.extensions.tables.row_optimizers import RowOptimizer, make_rule
 from topotrain.extensions.tables.row_storage import RowStorage
 from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_spec import TableSpec
-from topotrain.launch.runtime.process_host import WorkerConnections
 from topotrain.training.context import Context
 
 
@@ -165,9 +164,9 @@ class JobTables:
         if place.job.cluster.backup:
             accepted = "must be 0 for a job with tables or sparse weights: rows are pushed by all workers of a step"
             raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
-        self.door = TableClient(roads_of(here).exchange, place.topology, place.job)
+        self.door = TableClient(here.connect().exchange, place.topology, place.job)
         self.specs: list[TableSpec] = []
-        self.rows: Any = None  # sparse.RowPaths, once a model is prepared that has tables
+        self.rows: Any = None  # sparse_embedding.RowPaths, once a model is prepared that has tables
         self._here = here
         self._numbers = 0
 
@@ -237,7 +236,7 @@ class JobTables:
         """See `TableBackend`."""
         return [
             {"server": str(server), "rows": size.rows, "bytes": size.value_bytes + size.state_bytes + size.index_bytes}
-            for server, size in zip(roads_of(self._here).exchange.servers, self.door.stats(name), strict=True)
+            for server, size in zip(self._here.connect().exchange.servers, self.door.stats(name), strict=True)
         ]
 
     def barrier(self) -> None:
@@ -263,15 +262,6 @@ class TableOptimizer:
             self.text = text
             for name in tables:
                 kept.rule(name, text)
-
-
-def roads_of(here: Context) -> WorkerConnections:
-    """Return a worker's connections to its servers; the first call opens them."""
-    if here.roads is None:
-        roads = here.roads_of(here.place, here.me)
-        roads.exchange.spans = here.spans
-        here.roads = roads
-    return cast(WorkerConnections, here.roads)
 
 
 def keeping(here: Context | None) -> TableBackend:

@@ -1,0 +1,31 @@
+"""A script that goes on in a fresh process, as a part of `tt.prepare` and of the end of a job."""
+
+from contextlib import suppress
+from pathlib import Path
+
+from torch.optim import Optimizer
+
+from topotrain.config.job import ConfigError
+from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, Manifest, name_of, numbers
+from topotrain.extensions.resume.script_resume import ScriptResume
+from topotrain.training.context import Context, PrepareExtension
+from topotrain.training.data.script_position import ScriptPosition
+from topotrain.training.worker import Worker
+
+
+class ResumeExtension(PrepareExtension):
+    """A worker's script goes on in a fresh process, and a job from its last snapshot."""
+
+    def script_position(self, here: Context, worker: Worker, optimizer: Optimizer) -> ScriptPosition | None:
+        """As `PrepareExtension` has it."""
+        return ScriptResume(here, worker, optimizer)
+
+    def resume_hint(self, workspace: Path) -> str:
+        """As `PrepareExtension` has it."""
+        folder = workspace / FOLDER
+        for number in reversed(numbers(folder)):
+            with suppress(ConfigError):
+                found = Manifest.open(folder / name_of(number))
+                how = f"`topotrain run --resume {workspace}` (or the same job with `resume: true`)"
+                return f"{how} goes on from snapshot {name_of(number)}, which has step {found.steps(0)}"
+        return ""
