@@ -10,7 +10,6 @@ from contextlib import suppress
 
 import torch
 
-from topotrain.comm.transport import TransportError
 from topotrain.config.sharding import Bucket, Piece, SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
@@ -30,6 +29,7 @@ from topotrain.core.model.schema import FlatBuffers, Schema, torch_dtype, typed
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol.message_validation import MessageValidator, check_bits
 from topotrain.core.server.consistency import pairs
+from topotrain.core.transport_contract import TransportError
 from topotrain.extensions.backup_workers.quorum import values_round
 from topotrain.extensions.compression.message_filter import WorkerEncoding
 from topotrain.extensions.resume import worker_state_store

@@ -1,0 +1,63 @@
+"""What a feature adds to a worker's client: `ClientExtension`, and what it may use of the client.
+
+The client names no feature. It knows of an extension which messages it handles and which of the methods below it has;
+both are looked up once, when the extension is attached.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from topotrain.config.topology import Address
+from topotrain.core import protocol as m
+from topotrain.core.client.client_types import StepEnd, Waiter
+
+
+class ClientAccess(Protocol):
+    """What an extension, or a part of the client, may use of it (`client.Client`)."""
+
+    me: Address
+    servers: tuple[Address, ...]
+    desk: Address
+
+    @property
+    def waiter(self) -> Waiter:
+        """How this worker waits."""
+        ...
+
+    def tell(self, to: Address, message: m.Message) -> None:
+        """Send a message."""
+        ...
+
+    def mention(self, to: Address, message: m.Message) -> None:
+        """Send a message that may come too late: with the job over, it is dropped."""
+        ...
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait for what was asked for. Raises JobError, PeerLost."""
+        ...
+
+    def fetch(self) -> None:
+        """Wait for current values of the whole model."""
+        ...
+
+
+class ClientExtension:
+    """One feature's part of a worker's client. Each method does nothing here."""
+
+    messages: tuple[type[m.Message], ...] = ()
+    """What this extension handles. A message belongs to one extension of a client."""
+
+    def bind(self, client: ClientAccess) -> None:
+        """The client has attached this extension."""
+
+    def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
+        """Memory for the body of one of `messages`, or None (see `Endpoint.place`)."""
+        return None
+
+    def handle(self, sender: Address, message: m.Message) -> None:
+        """One of `messages` is here; called under the waiter's exclusive access. Raises ProtocolError."""
+
+    def before_commit(self, step: int, end: StepEnd) -> None:
+        """The worker is about to commit a step."""
