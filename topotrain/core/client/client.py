@@ -7,6 +7,7 @@ simulation it hands the turn to the pretended network. The same object therefore
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -20,9 +21,9 @@ from topotrain.core.client.client_types import (
     PeerLost,
     StepEnd,
     StepOutcome,
-    TableReplies,
     Waiter,
 )
+from topotrain.core.client.extension import ClientExtension, overrides
 from topotrain.core.client.optimizer_state import OptimizerStateClient
 from topotrain.core.model import shared_windows
 from topotrain.core.model.schema import FlatBuffers, Schema, torch_dtype, typed
@@ -36,6 +37,8 @@ from topotrain.extensions.resume import worker_state_store
 from topotrain.training.data.data_client import DataClient
 
 __all__ = ["Client", "JobError", "StepOutcome", "PeerLost", "StepEnd", "Waiter"]
+
+Handler = Callable[[Address, Any], None]
 
 
 class Client:
@@ -106,8 +109,37 @@ class Client:
         self.after_values: Callable[[], None] = lambda: None  # new values stand there
         self.spans: Recorder = SILENT
         self.device = torch.device("cpu")  # where the model is
-        self.tables: TableReplies | None = None
+        self._handlers: dict[type[m.Message], Handler] = {
+            m.Values: self._take_values,
+            m.SharedBuffer: self._take_window,
+            m.ReducedGradient: self._reduction,
+            m.BackwardReduced: self._reduction,
+            m.Applied: self._take_applied,
+            m.StepMissed: self._take_missed,
+            m.StepCaughtUp: self._take_caught_up,
+            m.Fail: self._take_failure,
+            m.StatePart: self._take_state,
+            m.ModelBufferValue: self._take_buffer,
+        }
+        self._extensions: dict[type[m.Message], ClientExtension] = {}
+        self._before_commit: tuple[Callable[[int, StepEnd], None], ...] = ()
         self.crossing: ActivationReceiver | None = None
+
+    def attach(self, extension: ClientExtension) -> None:
+        """Let an extension handle its messages, and take part in commits.
+
+        Raises:
+            ValueError: the client handles one of its messages already.
+        """
+        with self._waiter.update():
+            taken = [kind.__name__ for kind in extension.messages if kind in self._handlers]
+            if taken:
+                raise ValueError(f"{type(extension).__name__} handles {', '.join(taken)}, which something else handles")
+            self._extensions.update(dict.fromkeys(extension.messages, extension))
+            self._handlers.update(dict.fromkeys(extension.messages, extension.handle))
+            if overrides(extension, "before_commit"):
+                self._before_commit += (extension.before_commit,)
+        extension.bind(self)
 
     def come_back(self) -> None:
         """Tell everybody that this worker stands in for one that is gone; returns when all act on it.
@@ -183,14 +215,15 @@ class Client:
                 return None if viewable else self._encoding.landing(message, bucket)
             name = "params" if message.round == self._round else "unwanted"
             return self.flats.view(name, bucket)
-        if isinstance(message, m.TableRows) and self.tables is not None:
-            return self.tables.place(sender, message)
         if isinstance(message, m.ModelBufferValue) and self._is_open and 0 <= message.index < len(self.schema.buffers):
             return torch.empty(self.schema.buffers[message.index].nbytes, dtype=torch.uint8)
         if isinstance(message, m.StatePart):
             bucket = self._bucket(sender, message.bucket)
             piece = self._piece(bucket, message.piece)
             return torch.empty(piece.hi - piece.lo, dtype=torch_dtype(self.map.spaces[bucket.space].dtype))
+        extension = self._extensions.get(type(message))
+        if extension is not None:
+            return extension.place(sender, message)
         if isinstance(message, m.WorkerStatePart):
             return worker_state_store.room(self.me, message)
         if isinstance(message, m.ReducedGradient) and not viewable:
@@ -220,44 +253,47 @@ class Client:
         with self._waiter.update():
             if sender in self._unheard and not isinstance(message, m.Fail):
                 self._hear_again(sender, message)
-            elif isinstance(message, m.Values):
-                with self.spans.span("pull", round=message.round, bucket=message.bucket):
-                    self._land(sender, message)
-            elif isinstance(message, m.SharedBuffer):
-                self._windows[message.space] = message
-            elif isinstance(message, m.ReducedGradient | m.BackwardReduced):
-                if self._is_open and (message.step, message.ordinal) == self._backward:
-                    self._reduction(sender, message)
-            elif isinstance(message, m.Applied):
-                known = self._applied.get(sender)
-                if known is None or known.step < message.step:
-                    self._applied[sender] = message
-            elif isinstance(message, m.StepMissed):
-                self._late = max(self._late, message.step)
-            elif isinstance(message, m.StepCaughtUp):
-                if message.round == self._questions:
-                    self._caught_up[sender] = message
-            elif isinstance(message, m.Fail):
-                self._reasons.append(message)
-                self._failure = self._failure or JobError(message.text, message.config, message.quarantine)
-            elif isinstance(message, m.StatePart):
-                if message.key:
-                    self._piece(self._bucket(sender, message.bucket), message.piece)
-                self._state.take(sender, message)
-            elif isinstance(message, m.ModelBufferValue):
-                self._buffer_groups = self._buffer_groups if message.index >= 0 else message.group
-                if message.index >= 0:
-                    if not self._is_open or message.index >= len(self.schema.buffers):
-                        raise m.ProtocolError(f"{sender} speaks of model buffer {message.index}")
-                    self._buffers[(message.group, message.index)] = _present_body(message)
-            elif isinstance(message, m.TABLE_ANSWERS):
-                if self.tables is not None:
-                    self.tables.take(sender, message)
+                return
+            handler = self._handlers.get(type(message))
+            if handler is not None:
+                handler(sender, message)
             elif isinstance(message, m.Activation | m.ActivationHello):
                 if self.crossing is not None:
                     self.crossing.come(sender, message)
             else:
                 self.data.take(message)
+
+    def _take_window(self, sender: Address, message: m.SharedBuffer) -> None:
+        self._windows[message.space] = message
+
+    def _take_applied(self, sender: Address, message: m.Applied) -> None:
+        known = self._applied.get(sender)
+        if known is None or known.step < message.step:
+            self._applied[sender] = message
+
+    def _take_missed(self, sender: Address, message: m.StepMissed) -> None:
+        self._late = max(self._late, message.step)
+
+    def _take_caught_up(self, sender: Address, message: m.StepCaughtUp) -> None:
+        if message.round == self._questions:
+            self._caught_up[sender] = message
+
+    def _take_failure(self, sender: Address, message: m.Fail) -> None:
+        self._reasons.append(message)
+        self._failure = self._failure or JobError(message.text, message.config, message.quarantine)
+
+    def _take_state(self, sender: Address, message: m.StatePart) -> None:
+        if message.key:
+            self._piece(self._bucket(sender, message.bucket), message.piece)
+        self._state.take(sender, message)
+
+    def _take_buffer(self, sender: Address, message: m.ModelBufferValue) -> None:
+        if message.index < 0:
+            self._buffer_groups = message.group
+            return
+        if not self._is_open or message.index >= len(self.schema.buffers):
+            raise m.ProtocolError(f"{sender} speaks of model buffer {message.index}")
+        self._buffers[(message.group, message.index)] = _present_body(message)
 
     def _hear_again(self, server: Address, message: m.Message) -> None:
         if isinstance(message, m.WorkerRejoined) and message.incarnation == self._incarnation:
@@ -266,6 +302,8 @@ class Client:
                 self._begun.add(server)
 
     def _reduction(self, sender: Address, message: m.ReducedGradient | m.BackwardReduced) -> None:
+        if not self._is_open or (message.step, message.ordinal) != self._backward:
+            return
         if isinstance(message, m.BackwardReduced):
             check_bits(message.contributed, self._bucket_range(sender)[1], f"{sender}: the buckets of a backward")
             self._reduced[sender] = message
@@ -278,6 +316,10 @@ class Client:
         else:
             body = typed(body, self.flats.view("params", bucket))
         self._means[bucket.id] = (bits_to_int(message.present), body)
+
+    def _take_values(self, sender: Address, message: m.Values) -> None:
+        with self.spans.span("pull", round=message.round, bucket=message.bucket):
+            self._land(sender, message)
 
     def _land(self, sender: Address, message: m.Values) -> None:
         if message.round != self._round:
@@ -500,8 +542,8 @@ class Client:
 
     def _begin_commit(self, step: int, end: StepEnd) -> None:
         self.settle()
-        if self.tables is not None:
-            self.tables.end_step(step)
+        for call in self._before_commit:
+            call(step, end)
         self._applied.clear()
         self._begun.clear()
         if end.fetch:

@@ -54,22 +54,6 @@ class ActivationReceiver(Protocol):
         ...
 
 
-class TableReplies(Protocol):
-    """Who deals with what servers say about tables."""
-
-    def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
-        """As `wire.Endpoint.place`; never a view."""
-        ...
-
-    def take(self, sender: Address, message: m.Message) -> None:
-        """An answer, under the waiter's exclusive access."""
-        ...
-
-    def end_step(self, step: int) -> None:
-        """The worker is about to commit a step."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What became of a step: staleness per shard (versions), found_inf, global gradient norm (-1: not asked for).

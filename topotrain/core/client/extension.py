@@ -61,3 +61,8 @@ class ClientExtension:
 
     def before_commit(self, step: int, end: StepEnd) -> None:
         """The worker is about to commit a step."""
+
+
+def overrides(extension: ClientExtension, method: str) -> bool:
+    """Whether an extension has its own version of a method of `ClientExtension`."""
+    return getattr(type(extension), method) is not getattr(ClientExtension, method)
