@@ -1,4 +1,4 @@
-"""The transports: how messages travel. What each of them promises is the core's contract (`core.transport_contract`)."""
+"""The transports carry messages. What each of them promises is the contract in `core.transport_contract`."""
 
 from topotrain.core.transport_contract import (
     ConnectionLost,

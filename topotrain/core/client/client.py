@@ -16,7 +16,6 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.client.client_types import (
-    ActivationReceiver,
     JobError,
     PeerLost,
     StepEnd,
@@ -123,7 +122,7 @@ class Client:
         }
         self._extensions: dict[type[m.Message], ClientExtension] = {}
         self._before_commit: tuple[Callable[[int, StepEnd], None], ...] = ()
-        self.crossing: ActivationReceiver | None = None
+        self._on_lost: tuple[Callable[[Address, str], bool], ...] = ()
 
     def attach(self, extension: ClientExtension) -> None:
         """Let an extension handle its messages, and take part in commits.
@@ -139,6 +138,8 @@ class Client:
             self._handlers.update(dict.fromkeys(extension.messages, extension.handle))
             if overrides(extension, "before_commit"):
                 self._before_commit += (extension.before_commit,)
+            if overrides(extension, "on_lost"):
+                self._on_lost += (extension.on_lost,)
         extension.bind(self)
 
     def come_back(self) -> None:
@@ -230,8 +231,6 @@ class Client:
             bucket = self._bucket(sender, message.bucket)
             coded = self._encoding.is_coded(message, bucket)
             return self._encoding.landing(message, bucket) if coded else self.flats.view("mean", bucket)
-        if isinstance(message, m.Activation) and self.crossing is not None:
-            return self.crossing.place(sender, message)
         return None
 
     def _bucket(self, sender: Address, number: int) -> Bucket:
@@ -257,9 +256,6 @@ class Client:
             handler = self._handlers.get(type(message))
             if handler is not None:
                 handler(sender, message)
-            elif isinstance(message, m.Activation | m.ActivationHello):
-                if self.crossing is not None:
-                    self.crossing.come(sender, message)
             else:
                 self.data.take(message)
 
@@ -346,9 +342,8 @@ class Client:
         """A connection ended."""
         with self._waiter.update():
             self._gone.add(peer)
-            if self.crossing is not None and peer.role is Role.WORKER:
-                self.crossing.lost(peer, reason)
-            elif not self._leaving:
+            expected = any(on_lost(peer, reason) for on_lost in self._on_lost)
+            if not expected and not self._leaving:
                 self._failure = self._failure or PeerLost(f"{self.me} lost {peer}: {reason}")
 
     def _wait(self, ready: Callable[[], bool]) -> None:

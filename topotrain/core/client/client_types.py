@@ -8,11 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
-from topotrain.config.topology import Address
-from topotrain.core import protocol as m
-
 
 class JobError(Exception):
     """A server refuses to go on, and why, in the user's words; config, quarantine: as in message.Fail."""
@@ -35,22 +30,6 @@ class Waiter(Protocol):
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Return when `ready()` is true, evaluated under exclusive access."""
-        ...
-
-
-class ActivationReceiver(Protocol):
-    """Who deals with what the other workers of the group send, where one model is split over them."""
-
-    def place(self, sender: Address, message: m.Activation) -> torch.Tensor:
-        """As `wire.Endpoint.place`; never a view."""
-        ...
-
-    def come(self, sender: Address, message: m.Activation | m.ActivationHello) -> None:
-        """A message, under the waiter's exclusive access."""
-        ...
-
-    def lost(self, peer: Address, reason: str) -> None:
-        """A worker's connection ended, under the waiter's exclusive access: whether that is too early is not known."""
         ...
 
 

@@ -62,6 +62,13 @@ class ClientExtension:
     def before_commit(self, step: int, end: StepEnd) -> None:
         """The worker is about to commit a step."""
 
+    def on_lost(self, peer: Address, reason: str) -> bool:
+        """A connection ended; called under the waiter's exclusive access.
+
+        Returns whether the loss is this extension's to judge. Otherwise it ends the job, unless the worker is leaving.
+        """
+        return False
+
 
 def overrides(extension: ClientExtension, method: str) -> bool:
     """Whether an extension has its own version of a method of `ClientExtension`."""

@@ -19,6 +19,7 @@ from topotrain.comm.transport import TransportError
 from topotrain.config.sharding import ITEM_BYTES
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import Client, PeerLost
+from topotrain.core.client.extension import ClientExtension
 from topotrain.core.model.schema import torch_dtype
 from topotrain.core.protocol import Activation, ActivationHello, Message, ProtocolError
 from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
@@ -27,7 +28,7 @@ from topotrain.parallel.runtime.send_buffers import Allocate, SendBuffers, priva
 PART_BYTES = 16 << 20
 
 
-class NetworkChannel:
+class NetworkChannel(ClientExtension):
     """One worker's `ActivationChannel`. Messages come in through its exchange, on the roads' threads.
 
     Args:
@@ -36,6 +37,8 @@ class NetworkChannel:
         look: take in what has come, where nothing is read while nobody waits.
         allocate: memory for what is sent, such as the road can show.
     """
+
+    messages = (Activation, ActivationHello)
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class NetworkChannel:
         self._coming: dict[tuple[int, TensorKey], list[torch.Tensor]] = {}
         self._greeted: set[int] = set()
         self._left: dict[int, str] = {}
-        exchange.crossing = self
+        exchange.attach(self)
 
     # --- meeting -------------------------------------------------------------------------------------------------
 
@@ -148,17 +151,22 @@ class NetworkChannel:
 
     # --- what the exchange hands over ----------------------------------------------------------------------------
 
-    def place(self, sender: Address, message: Activation) -> torch.Tensor:
+    def place(self, sender: Address, message: Message) -> torch.Tensor | None:
         """Memory for one part. Raises ProtocolError."""
+        if not isinstance(message, Activation):
+            return None
         if message.nbytes <= 0 or message.parts != _parts(message.nbytes) or not 0 <= message.part < message.parts:
             raise ProtocolError(f"part {message.part} of {message.parts} of {message.nbytes} bytes")
         return torch.empty(min(PART_BYTES, message.nbytes - message.part * PART_BYTES), dtype=torch.uint8)
 
-    def come(self, sender: Address, message: Activation | ActivationHello) -> None:
+    def handle(self, sender: Address, message: Message) -> None:
         """A part is there, in its turn. Raises ProtocolError."""
         if isinstance(message, ActivationHello):
             self._greeted.add(sender.index)
-            return
+        elif isinstance(message, Activation):
+            self._take_part(sender, message)
+
+    def _take_part(self, sender: Address, message: Activation) -> None:
         if not self._slots.read(sender.index, message.taken):
             raise ProtocolError(f"{sender} says that it has read {message.taken} messages")
         self._read[sender.index] += 1
@@ -172,9 +180,11 @@ class NetworkChannel:
             del self._coming[sender.index, key]
             self._store.put(sender.index, key, _whole(message, came), message.grad)
 
-    def lost(self, peer: Address, reason: str) -> None:
-        """Nothing more will come from a worker."""
-        self._left[peer.index] = reason
+    def on_lost(self, peer: Address, reason: str) -> bool:
+        """Nothing more will come from a worker: that is no failure until something is wanted of it."""
+        if peer.role is Role.WORKER:
+            self._left[peer.index] = reason
+        return peer.role is Role.WORKER
 
 
 def _parts(nbytes: int) -> int:
