@@ -18,15 +18,15 @@ EXIT = 97
 
 # Where words of others are dealt with: what happens below is done at their bidding.
 _DOORS = {
-    (OURS + "server.py", "handle"),
-    (OURS + "server.py", "place"),
-    (OURS + "client.py", "handle"),
-    (OURS + "client.py", "place"),
+    (OURS + "core/server/server.py", "handle"),
+    (OURS + "core/server/server.py", "place"),
+    (OURS + "core/client/client.py", "handle"),
+    (OURS + "core/client/client.py", "place"),
     (OURS + "comm/transport/connection.py", "_read"),
     (OURS + "comm/transport/socket_transport.py", "_hear"),
     (OURS + "comm/store/tcp_store_server.py", "_host"),
     (OURS + "compat/tensorflow/session/session_server.py", "_let_in"),
-    (OURS + "checkpoint_reader.py", "open"),
+    (OURS + "extensions/checkpointing/checkpoint_reader.py", "open"),
     (OURS + "core/protocol/codec.py", "decode"),
 }
 
