@@ -27,9 +27,6 @@ UPWARD = """
     comm.router>extensions.checkpointing.checkpoint_reader
     core.client.client>extensions.backup_workers.quorum
     core.client.client>extensions.compression.message_filter
-    core.client.client>extensions.resume.worker_state_store
-    core.client.client>training.data.data_client
-    core.client.optimizer_state>training.data.data_client
     core.protocol>extensions.elastic.membership_messages
     core.protocol>extensions.tables.table_messages
     core.protocol>training.data.data_messages
@@ -58,7 +55,6 @@ UPWARD = """
     training.api>parallel.api.prepare_split
     training.api>parallel.capture.device_scopes
     training.context>launch.runtime.process_host
-    training.data.data_client>extensions.resume.worker_state_store
     training.data.distributed_loader>extensions.backup_workers.replay_batches
     training.data.map_dataset>extensions.checkpointing.data_position
     training.finish_job>extensions.checkpointing.checkpoint_reader

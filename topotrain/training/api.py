@@ -28,6 +28,7 @@ from topotrain.parallel.capture import device_scopes
 from topotrain.training import context as process
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.context import Context, Metric
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
 from topotrain.training.final_parameters import FINAL, reserve
 from topotrain.training.loss_capture import watch_losses
@@ -170,7 +171,9 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     worker = Worker(here.me, place.job, place.topology, parts, optimizer, roads.exchange, flats, aside)
     if loader is not None:
         account = worker if place.job.cluster.backup else None
-        here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange.data, worker, account)
+        here.loader = ShardedLoader(
+            loader, _data_plan(here, model), roads.exchange.extension(DataClient), worker, account
+        )
     bound(here, model, loader, cut is not None)
     worker.start()
     if cut is not None:

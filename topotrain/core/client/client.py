@@ -7,7 +7,7 @@ simulation it hands the turn to the pretended network. The same object therefore
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,12 +32,11 @@ from topotrain.core.server.consistency import pairs
 from topotrain.core.transport_contract import TransportError
 from topotrain.extensions.backup_workers.quorum import values_round
 from topotrain.extensions.compression.message_filter import WorkerEncoding
-from topotrain.extensions.resume import worker_state_store
-from topotrain.training.data.data_client import DataClient
 
 __all__ = ["Client", "JobError", "StepOutcome", "PeerLost", "StepEnd", "Waiter"]
 
 Handler = Callable[[Address, Any], None]
+E = TypeVar("E", bound=ClientExtension)
 
 
 class Client:
@@ -50,6 +49,7 @@ class Client:
         waiter: how to wait.
         shared: the roads show memory, as for `server.Server`.
         incarnation: of the worker's group; above 0 `come_back` must be called before anything else.
+        extensions: what is attached from the beginning.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Client:
         waiter: Waiter,
         shared: bool = False,
         incarnation: int = 0,
+        extensions: Sequence[ClientExtension] = (),
     ) -> None:
         self.me = me
         self._incarnation = incarnation
@@ -67,7 +68,6 @@ class Client:
         self.servers = topology.servers(topology.server_group_of(me.group))
         self.desk = Address(Role.SERVER, 0, 0)
         self.group_size = topology.workers_per_group
-        self.data = DataClient(self, self.desk, self.servers[0], topology.cluster.max_staleness is not None)
         self._state = OptimizerStateClient(self, self.servers)
         self.windowed = shared and topology.sees_memory(me.group)
         self.gives = topology.collective  # the gradients of its server's shard, as the script left them
@@ -123,6 +123,9 @@ class Client:
         self._extensions: dict[type[m.Message], ClientExtension] = {}
         self._before_commit: tuple[Callable[[int, StepEnd], None], ...] = ()
         self._on_lost: tuple[Callable[[Address, str], bool], ...] = ()
+        self._attached: dict[type[ClientExtension], ClientExtension] = {}
+        for extension in extensions:
+            self.attach(extension)
 
     def attach(self, extension: ClientExtension) -> None:
         """Let an extension handle its messages, and take part in commits.
@@ -134,6 +137,7 @@ class Client:
             taken = [kind.__name__ for kind in extension.messages if kind in self._handlers]
             if taken:
                 raise ValueError(f"{type(extension).__name__} handles {', '.join(taken)}, which something else handles")
+            self._attached[type(extension)] = extension
             self._extensions.update(dict.fromkeys(extension.messages, extension))
             self._handlers.update(dict.fromkeys(extension.messages, extension.handle))
             if overrides(extension, "before_commit"):
@@ -141,6 +145,12 @@ class Client:
             if overrides(extension, "on_lost"):
                 self._on_lost += (extension.on_lost,)
         extension.bind(self)
+
+    def extension(self, kind: type[E]) -> E:
+        """The attached extension of this class. Raises KeyError where there is none."""
+        found = self._attached[kind]
+        assert isinstance(found, kind)
+        return found
 
     def come_back(self) -> None:
         """Tell everybody that this worker stands in for one that is gone; returns when all act on it.
@@ -225,8 +235,6 @@ class Client:
         extension = self._extensions.get(type(message))
         if extension is not None:
             return extension.place(sender, message)
-        if isinstance(message, m.WorkerStatePart):
-            return worker_state_store.room(self.me, message)
         if isinstance(message, m.ReducedGradient) and not viewable:
             bucket = self._bucket(sender, message.bucket)
             coded = self._encoding.is_coded(message, bucket)
@@ -256,8 +264,6 @@ class Client:
             handler = self._handlers.get(type(message))
             if handler is not None:
                 handler(sender, message)
-            else:
-                self.data.take(message)
 
     def _take_window(self, sender: Address, message: m.SharedBuffer) -> None:
         self._windows[message.space] = message
@@ -353,8 +359,7 @@ class Client:
         if self._failure is not None:
             raise self._failure
 
-    # --- for its parts: `data`, `tables`, `crossing` (`data_client.ClientAccess`)
-    # --------------------------------------------
+    # --- for its parts and its extensions (`extension.ClientAccess`) ---------------------------------------------
 
     def tell(self, to: Address, message: m.Message) -> None:
         """Send a message."""

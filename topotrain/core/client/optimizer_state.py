@@ -6,7 +6,7 @@ import torch
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.training.data.data_client import ClientAccess
+from topotrain.core.client.extension import ClientAccess
 
 
 class OptimizerStateClient:
