@@ -5,8 +5,8 @@ its `wait`, which belongs to whoever made it: live it is a condition variable wo
 simulation it hands the turn to the pretended network. The same object therefore runs in both.
 """
 
-from collections.abc import Callable, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from topotrain.core.client.client_types import (
     StepOutcome,
     Waiter,
 )
-from topotrain.core.client.extension import ClientExtension, overrides
+from topotrain.core.client.extension import ClientExtension, LateSteps, overrides
 from topotrain.core.client.optimizer_state import OptimizerStateClient
 from topotrain.core.model import shared_windows
 from topotrain.core.model.schema import FlatBuffers, Schema, torch_dtype, typed
@@ -30,7 +30,6 @@ from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol.message_validation import MessageValidator, check_bits
 from topotrain.core.server.consistency import pairs
 from topotrain.core.transport_contract import TransportError
-from topotrain.extensions.backup_workers.quorum import values_round
 from topotrain.extensions.compression.message_filter import WorkerEncoding
 
 __all__ = ["Client", "JobError", "StepOutcome", "PeerLost", "StepEnd", "Waiter"]
@@ -87,9 +86,6 @@ class Client:
         self._round: int | None = None  # the values that are awaited; a road may say others twice
         self._values: set[int] = set()
         self._applied: dict[Address, m.Applied] = {}
-        self._late = -1  # the last step that was decided without this worker
-        self._questions = 0  # of a worker that catches up
-        self._caught_up: dict[Address, m.StepCaughtUp] = {}
         self.clock: Callable[[], float] = lambda: 0.0
         self.waited = 0.0
         """Seconds by `clock` that this worker has waited for others."""
@@ -114,8 +110,6 @@ class Client:
             m.ReducedGradient: self._reduction,
             m.BackwardReduced: self._reduction,
             m.Applied: self._take_applied,
-            m.StepMissed: self._take_missed,
-            m.StepCaughtUp: self._take_caught_up,
             m.Fail: self._take_failure,
             m.StatePart: self._take_state,
             m.ModelBufferValue: self._take_buffer,
@@ -123,6 +117,7 @@ class Client:
         self._extensions: dict[type[m.Message], ClientExtension] = {}
         self._before_commit: tuple[Callable[[int, StepEnd], None], ...] = ()
         self._on_lost: tuple[Callable[[Address, str], bool], ...] = ()
+        self.late_steps: LateSteps | None = None
         self._attached: dict[type[ClientExtension], ClientExtension] = {}
         for extension in extensions:
             self.attach(extension)
@@ -138,6 +133,8 @@ class Client:
             if taken:
                 raise ValueError(f"{type(extension).__name__} handles {', '.join(taken)}, which something else handles")
             self._attached[type(extension)] = extension
+            if isinstance(extension, LateSteps):
+                self.late_steps = extension
             self._extensions.update(dict.fromkeys(extension.messages, extension))
             self._handlers.update(dict.fromkeys(extension.messages, extension.handle))
             if overrides(extension, "before_commit"):
@@ -273,13 +270,6 @@ class Client:
         if known is None or known.step < message.step:
             self._applied[sender] = message
 
-    def _take_missed(self, sender: Address, message: m.StepMissed) -> None:
-        self._late = max(self._late, message.step)
-
-    def _take_caught_up(self, sender: Address, message: m.StepCaughtUp) -> None:
-        if message.round == self._questions:
-            self._caught_up[sender] = message
-
     def _take_failure(self, sender: Address, message: m.Fail) -> None:
         self._reasons.append(message)
         self._failure = self._failure or JobError(message.text, message.config, message.quarantine)
@@ -390,10 +380,19 @@ class Client:
         """Wait for current values of all slices that this worker holds; they land in the flat buffer "params"."""
         self.settle()
         self._fetches += 1
+        with self.receive_values(-1 - self._fetches):
+            for server in self.servers:
+                self._send(server, m.Fetch(self._fetches))
+
+    @contextmanager
+    def receive_values(self, number: int) -> Iterator[None]:
+        """The block asks for values; the round of this number is received, and stands in "params" at the block's end.
+
+        Raises JobError, PeerLost.
+        """
         self.before_values()
-        self._await_values(-1 - self._fetches)
-        for server in self.servers:
-            self._send(server, m.Fetch(self._fetches))
+        self._await_values(number)
+        yield
         self._wait_values()
         self.after_values()
 
@@ -558,11 +557,11 @@ class Client:
         return end.fetch and (self._lazy or not self.windowed)
 
     def _end_commit(self, step: int, end: StepEnd) -> StepOutcome:
-        servers = len(self.servers)
+        late = self.late_steps
         with self.spans.span("wait for apply"):
-            self._wait(lambda: self._late >= step or sum(a.step == step for a in self._applied.values()) == servers)
-        if self._late >= step:
-            return self.catch_up()
+            self._wait(lambda: (late is not None and late.missed(step)) or self._applied_everywhere(step))
+        if late is not None and late.missed(step):
+            return late.catch_up()
         if self._pulls(end):
             self._wait_values()
         if end.fetch:
@@ -577,28 +576,8 @@ class Client:
         self._encoding.step_done(nothing, end.weight, end.revisions, end.inv_scale)
         return outcome
 
-    def catch_up(self, through: int = -1) -> StepOutcome:
-        """With backup workers: wait for the values that the others are at, and learn which step they are in.
-
-        through: not before all workers are through with the batches of this epoch, as this one is.
-        """
-        with self._waiter.update():
-            self._questions += 1
-            self._caught_up.clear()
-        self.before_values()
-        self._await_values(values_round(self._questions))
-        self._send(self.servers[0], m.StepCatchUp(self._questions, through))
-        with self.spans.span("wait for the others"):
-            self._wait(lambda: len(self._caught_up) == len(self.servers))
-        self._wait_values()
-        self.after_values()
-        replies = [self._caught_up[server] for server in self.servers]
-        taken = max(reply.snapshot for reply in replies)
-        return StepOutcome(replies[0].version, (), False, -1.0, taken, late=True, next=replies[0].step)
-
-    def through(self, epoch: int) -> None:
-        """With backup workers: tell that this one wants no more batches of an epoch; never waits."""
-        self.mention(self.servers[0], m.StepCatchUp(0, epoch))
+    def _applied_everywhere(self, step: int) -> bool:
+        return sum(applied.step == step for applied in self._applied.values()) == len(self.servers)
 
     def _commit_for(self, server: Address, step: int, end: StepEnd) -> m.Commit:
         buckets, (low, number) = self.map.buckets_of(server.index), self._bucket_range(server)
@@ -650,13 +629,10 @@ class Client:
         """Worker (0,0): wait for the master view after the drain, also of what others hold; it lands in "params"."""
         self._fetches += 1
         self._awaited = len(self.map.buckets)
-        self.before_values()
-        self._await_values(-1 - self._fetches)
-        for server in self.servers:
-            self._send(server, m.FinalRequest(-1 - self._fetches))
-        self._wait_values()
+        with self.receive_values(-1 - self._fetches):
+            for server in self.servers:
+                self._send(server, m.FinalRequest(-1 - self._fetches))
         self._awaited = self._count
-        self.after_values()
 
     def final_buffers(self) -> dict[int, dict[int, torch.Tensor]]:
         """Worker (0,0): the model's buffers of every group that is there, as bytes: group -> index -> 1-D uint8."""

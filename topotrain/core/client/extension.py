@@ -4,14 +4,17 @@ The client names no feature. It knows of an extension which messages it handles 
 both are looked up once, when the extension is attached.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.client.client_types import StepEnd, Waiter
+from topotrain.core.client.client_types import StepEnd, StepOutcome, Waiter
+from topotrain.core.profiling.spans import Recorder
 
 
 class ClientAccess(Protocol):
@@ -20,6 +23,7 @@ class ClientAccess(Protocol):
     me: Address
     servers: tuple[Address, ...]
     desk: Address
+    spans: Recorder
 
     @property
     def waiter(self) -> Waiter:
@@ -40,6 +44,13 @@ class ClientAccess(Protocol):
 
     def fetch(self) -> None:
         """Wait for current values of the whole model."""
+        ...
+
+    def receive_values(self, number: int) -> AbstractContextManager[None]:
+        """The block asks for values; the round of this number is received, and stands in "params" at the block's end.
+
+        Raises JobError, PeerLost.
+        """
         ...
 
 
@@ -68,6 +79,25 @@ class ClientExtension:
         Returns whether the loss is this extension's to judge. Otherwise it ends the job, unless the worker is leaving.
         """
         return False
+
+
+class LateSteps(ClientExtension, ABC):
+    """An extension of jobs in which a group makes a step without waiting for all of its workers."""
+
+    @abstractmethod
+    def missed(self, step: int) -> bool:
+        """Whether the group has made this step without the worker; called under the waiter's exclusive access."""
+
+    @abstractmethod
+    def catch_up(self, through: int = -1) -> StepOutcome:
+        """Wait for the values that the others are at, and learn which step they are in.
+
+        through: not before all workers are through with the batches of this epoch, as this one is.
+        """
+
+    @abstractmethod
+    def through(self, epoch: int) -> None:
+        """Tell the servers that this worker wants no more batches of an epoch; never waits."""
 
 
 def overrides(extension: ClientExtension, method: str) -> bool:

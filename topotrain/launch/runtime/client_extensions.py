@@ -6,10 +6,15 @@ the model.
 
 from topotrain.config.topology import Topology
 from topotrain.core.client.extension import ClientExtension
+from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.training.data.data_client import DataClient
 
 
 def client_extensions(topology: Topology) -> tuple[ClientExtension, ...]:
     """The extensions of one worker's client in a job of this layout."""
-    return DataClient(topology.cluster.max_staleness is not None), WorkerStateClient()
+    cluster = topology.cluster
+    found: list[ClientExtension] = [DataClient(cluster.max_staleness is not None), WorkerStateClient()]
+    if cluster.backup:
+        found.append(BackupWorkersClient())
+    return tuple(found)

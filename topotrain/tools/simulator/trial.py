@@ -14,6 +14,7 @@ from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, PeerLost
+from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.elastic.eligibility import singly
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
@@ -352,7 +353,7 @@ class Trial(SimCluster):
         """With backup workers each does its own batches, some of them again, and joins the others after each epoch."""
         life, workers, me = self.lives[seat.me], self.topology.workers_per_group, seat.me.index
         if life.incarnation:
-            seat.steps = seat.door.catch_up().next
+            seat.steps = seat.door.extension(BackupWorkersClient).catch_up().next
         for epoch in self._epochs:
             stream = (epoch << 32) | STATIC | me
             mine = self._unread(epoch, self.batches * workers)[me::workers]
@@ -371,7 +372,7 @@ class Trial(SimCluster):
                     self.commits.setdefault(seat.me.group, []).append(self.sim.now)
                     witness.did([cell])
                     witness.look(seat.values())
-            seat.steps = seat.door.catch_up(epoch).next
+            seat.steps = seat.door.extension(BackupWorkersClient).catch_up(epoch).next
 
     @property
     def _epochs(self) -> range:
