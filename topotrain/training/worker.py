@@ -19,7 +19,6 @@ from topotrain.config.job import Apply, ConfigError, Correction, Grads, Job, Non
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core.client.client import Client, JobError, StepEnd, StepOutcome
-from topotrain.core.client.extension import LateSteps
 from topotrain.core.model.schema import FlatBuffers, Schema, effective, slice_map_for, torch_dtype
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
@@ -205,19 +204,14 @@ class Worker:
         self.exchange.before_values = self.mirror.settle
         self.exchange.after_values = self.mirror.renew
 
-    def _late_steps(self) -> LateSteps:
-        """What a job with backup workers has in its client."""
-        assert self.exchange.late_steps is not None
-        return self.exchange.late_steps
-
     def rejoin(self, taken: int) -> None:
         """Another process had this worker's place, and its group has gone on: come to the step that it is in.
 
         taken: so many of the group's steps are counted in the tally.
         """
-        if self._backup:
+        if self.exchange.late_steps is not None:
             self._committed = taken
-            self._move(self._late_steps().catch_up())
+            self._move(self.exchange.late_steps.catch_up())
 
     # --- what the script says ------------------------------------------------------------------------------------
 
@@ -232,10 +226,10 @@ class Worker:
 
     def left_early(self, epoch: int, batches: int) -> None:
         """The script left the loop over the loader; the batches it did not read are free again."""
-        if self._backup:
+        if self.exchange.late_steps is not None:
             self.tally.dropped += self.counts_given() is False
             self._marks.clear()
-            self._late_steps().through(epoch)
+            self.exchange.late_steps.through(epoch)
         else:
             if not self.path.backwards:  # nothing that was given since the last step has a gradient
                 self._own_samples = 0
@@ -251,7 +245,8 @@ class Worker:
 
     def through(self, epoch: int) -> None:
         """With backup workers: there is no batch left for this one; wait for the others, and take their values."""
-        self._move(self._late_steps().catch_up(epoch))
+        assert self.exchange.late_steps is not None
+        self._move(self.exchange.late_steps.catch_up(epoch))
         for call in self.after_epoch:
             call()
 
