@@ -25,7 +25,6 @@ LARGEST_FOLDER = 15
 
 UPWARD = """
     comm.router>extensions.checkpointing.checkpoint_reader
-    core.client.client>extensions.compression.message_filter
     core.protocol>extensions.elastic.membership_messages
     core.protocol>extensions.tables.table_messages
     core.protocol>training.data.data_messages

@@ -15,6 +15,7 @@ from topotrain.config.sharding import Bucket, Piece, SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
+from topotrain.core.client.body_codec import BodyCodec
 from topotrain.core.client.client_types import (
     JobError,
     PeerLost,
@@ -30,7 +31,6 @@ from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol.message_validation import MessageValidator, check_bits
 from topotrain.core.server.consistency import pairs
 from topotrain.core.transport_contract import TransportError
-from topotrain.extensions.compression.message_filter import WorkerEncoding
 
 __all__ = ["Client", "JobError", "StepOutcome", "PeerLost", "StepEnd", "Waiter"]
 
@@ -116,6 +116,7 @@ class Client:
         }
         self._extensions: dict[type[m.Message], ClientExtension] = {}
         self._before_commit: tuple[Callable[[int, StepEnd], None], ...] = ()
+        self._after_commit: tuple[Callable[[StepEnd, StepOutcome], None], ...] = ()
         self._on_lost: tuple[Callable[[Address, str], bool], ...] = ()
         self.late_steps: LateSteps | None = None
         self._attached: dict[type[ClientExtension], ClientExtension] = {}
@@ -139,6 +140,8 @@ class Client:
             self._handlers.update(dict.fromkeys(extension.messages, extension.handle))
             if overrides(extension, "before_commit"):
                 self._before_commit += (extension.before_commit,)
+            if overrides(extension, "after_commit"):
+                self._after_commit += (extension.after_commit,)
             if overrides(extension, "on_lost"):
                 self._on_lost += (extension.on_lost,)
         extension.bind(self)
@@ -175,7 +178,8 @@ class Client:
         lazy: `pull: kLazy`, the servers tell of each bucket when it is new.
         """
         held = slice_map.buckets_on(self.me.index)
-        self._encoding = WorkerEncoding(self._topology.cluster, slice_map, flats, adds, held)
+        codecs = (extension.body_codec(slice_map, flats, adds, held) for extension in self._attached.values())
+        self._codec = next((codec for codec in codecs if codec is not None), BodyCodec())
         self._held: dict[int, list[int]] = {server.index: [] for server in self.servers}
         for bucket in held:
             self._held[bucket.shard].append(bucket.id)
@@ -219,8 +223,8 @@ class Client:
         if isinstance(message, m.Values):
             # Values that nobody awaits (a road said them twice) must not overwrite the parameters.
             bucket = self._bucket(sender, message.bucket)
-            if self._encoding.is_coded(message, bucket):
-                return None if viewable else self._encoding.landing(message, bucket)
+            if self._codec.is_coded(message, bucket):
+                return None if viewable else self._codec.landing(message, bucket)
             name = "params" if message.round == self._round else "unwanted"
             return self.flats.view(name, bucket)
         if isinstance(message, m.ModelBufferValue) and self._is_open and 0 <= message.index < len(self.schema.buffers):
@@ -234,8 +238,8 @@ class Client:
             return extension.place(sender, message)
         if isinstance(message, m.ReducedGradient) and not viewable:
             bucket = self._bucket(sender, message.bucket)
-            coded = self._encoding.is_coded(message, bucket)
-            return self._encoding.landing(message, bucket) if coded else self.flats.view("mean", bucket)
+            coded = self._codec.is_coded(message, bucket)
+            return self._codec.landing(message, bucket) if coded else self.flats.view("mean", bucket)
         return None
 
     def _bucket(self, sender: Address, number: int) -> Bucket:
@@ -303,8 +307,8 @@ class Client:
         bucket = self._bucket(sender, message.bucket)
         body = _present_body(message)
         check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
-        if self._encoding.is_coded(message, bucket):
-            body = self._encoding.mean(bucket, body)
+        if self._codec.is_coded(message, bucket):
+            body = self._codec.mean(bucket, body)
         else:
             body = typed(body, self.flats.view("params", bucket))
         self._means[bucket.id] = (bits_to_int(message.present), body)
@@ -323,15 +327,15 @@ class Client:
             self._values.add(self._bucket(sender, message.bucket).id)
             return
         bucket, body = self._bucket(sender, message.bucket), _present_body(message)
-        if self._encoding.is_coded(message, bucket):
+        if self._codec.is_coded(message, bucket):
             if message.bucket not in self._values:  # said twice, it must not count twice
-                self._encoding.values(bucket, body)
+                self._codec.values(bucket, body)
         else:
             target = self.flats.view("params", bucket)
             if body.data_ptr() != target.data_ptr():
                 target.copy_(typed(body, target))
             if message.version >= 0:  # else they are final: no difference comes after them
-                self._encoding.restart(bucket)
+                self._codec.restart(bucket)
         self._values.add(message.bucket)
 
     def lost(self, peer: Address, reason: str) -> None:
@@ -427,7 +431,7 @@ class Client:
             self._await_values(step)  # new values may come before the backward is over
         bits = int_to_bits(present, len(bucket.pieces))
         with self.spans.span("push", step=step + 1, ordinal=ordinal, bucket=bucket.id):
-            body = self._encoding.push(bucket, weight, present, body)
+            body = self._codec.push(bucket, weight, present, body)
             self._send(self._adder(bucket), m.Push(step, ordinal, bucket.id, weight, bits, fresh, body=body))
 
     def rates(self, hyper: bytes) -> None:
@@ -572,8 +576,8 @@ class Client:
         found_inf, refused = any(r.found_inf for r in replies), tuple(pairs(replies[0].refused))
         leaves = any(reply.leaves for reply in replies)
         outcome = StepOutcome(replies[0].version, stale, found_inf, replies[0].norm, taken, refused, leaves)
-        nothing = found_inf or any(worker == self.me.index for worker, _ in refused)
-        self._encoding.step_done(nothing, end.weight, end.revisions, end.inv_scale)
+        for call in self._after_commit:
+            call(end, outcome)
         return outcome
 
     def _applied_everywhere(self, step: int) -> bool:

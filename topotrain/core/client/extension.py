@@ -5,15 +5,18 @@ both are looked up once, when the extension is attached.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
+from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.client.body_codec import BodyCodec
 from topotrain.core.client.client_types import StepEnd, StepOutcome, Waiter
+from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.profiling.spans import Recorder
 
 
@@ -72,6 +75,22 @@ class ClientExtension:
 
     def before_commit(self, step: int, end: StepEnd) -> None:
         """The worker is about to commit a step."""
+
+    def after_commit(self, end: StepEnd, outcome: StepOutcome) -> None:
+        """A step that the worker committed is applied, or skipped, and its new values are here."""
+
+    def body_codec(
+        self, slice_map: SliceMap, flats: FlatBuffers, adds: bool, held: Sequence[Bucket]
+    ) -> BodyCodec | None:
+        """How bodies travel, if this extension decides that; asked for when the model is known.
+
+        Args:
+            slice_map: the map of the parameters.
+            flats: the worker's buffers.
+            adds: every push of a step counts; else the last one of a bucket.
+            held: the buckets that the worker pushes and is sent.
+        """
+        return None
 
     def on_lost(self, peer: Address, reason: str) -> bool:
         """A connection ended; called under the waiter's exclusive access.

@@ -4,9 +4,11 @@ Tables and split models attach theirs (`TableClient`, `NetworkChannel`) when the
 the model.
 """
 
+from topotrain.config.job import Compression
 from topotrain.config.topology import Topology
 from topotrain.core.client.extension import ClientExtension
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
+from topotrain.extensions.compression.compression_client import CompressionClient
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.training.data.data_client import DataClient
 
@@ -17,4 +19,6 @@ def client_extensions(topology: Topology) -> tuple[ClientExtension, ...]:
     found: list[ClientExtension] = [DataClient(cluster.max_staleness is not None), WorkerStateClient()]
     if cluster.backup:
         found.append(BackupWorkersClient())
+    if cluster.compression is not Compression.kNone:
+        found.append(CompressionClient(cluster))
     return tuple(found)
