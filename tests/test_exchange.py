@@ -46,13 +46,13 @@ class Door:
         topology = layout(job.cluster)
         model, optimizer = building(lambda: nn.Sequential(nn.Linear(30, 5), nn.BatchNorm1d(5)), adam)()
         parts = describe_model(model)
-        schema, self.map = plan_of(topology, parts, describe(optimizer, parts.tensors))
+        self.cluster, self.turn, self.sent = job.cluster, Turn(), []
+        self.schema, self.map = plan_of(topology, parts, describe(optimizer, parts.tensors))
         self.flats = FlatBuffers(self.map, None, lambda n, dtype: torch.zeros(n, dtype=dtype))
-        self.sent, self.turn = [], Turn()
         extensions = client_extensions(topology)
         send = lambda to, message: self.sent.append((to, message))  # noqa: E731
         self.exchange = Client(ME, topology, send, self.turn, extensions=extensions)
-        self.exchange.open(schema, self.map, self.flats)
+        self.exchange.open(self.schema, self.map, self.flats)
         self.schema_parts = self.take()
 
     def take(self, kind=m.Message):
