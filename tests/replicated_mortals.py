@@ -195,7 +195,7 @@ class MortalTown(ReplicatedTown):
         seat.finish()
         if seat.me == self.workers[0]:
             seat.door.final_values()
-            seat.door.final_buffers()
+            seat.door.buffers.final()
             self.final = seat.values()
 
     # --- what came out -------------------------------------------------------------------------------------------

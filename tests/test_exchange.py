@@ -247,7 +247,7 @@ def test_state_comes_in_parts_from_all_servers():
     door.hears(0, m.StatePart(1, first, 0, 3.0, "step"), m.StatePart(1, -1, -1, 1.0, ""))
     door.hears(1, m.StatePart(1, -1, -1, 2.0, ""), m.StatePart(1, second, 0, 3.0, "step"))
     door.hears(1, m.StatePart(0, second, 0, 9.0, "old"), m.StatePart(1, second, 0, 4.0, "other"))
-    assert [(p.bucket, p.key) for p in door.exchange.get_state()] == [
+    assert [(p.bucket, p.key) for p in door.exchange.optimizer_state.get()] == [
         (first, "step"),
         (second, "step"),
         (second, "other"),
@@ -258,10 +258,10 @@ def test_state_comes_in_parts_from_all_servers():
 def test_buffers_go_to_server_0_0_as_bytes():
     door = Door(nworker_groups=2, nserver_groups=2)
     buffers = [torch.tensor([[1.0, 2.0]]).t(), torch.tensor(3)]
-    door.exchange.put_buffers(buffers)
+    door.exchange.buffers.put(buffers)
     assert door.take() == [], "all workers of a group hold them: worker 0 speaks"
     door.exchange.me = ME._replace(index=0)
-    door.exchange.put_buffers(buffers)
+    door.exchange.buffers.put(buffers)
     sent = door.take(m.ModelBufferValue)
     assert {to for to, _ in sent} == {SERVERS[0]}
     assert [(p.group, p.index) for _, p in sent] == [(0, 0), (0, 1), (0, -1)]

@@ -129,15 +129,15 @@ def everything(seat: Seat) -> None:
         seat.step(seat.numbers(), marks=(stream, number, number), **handed_in(seat))
     door.extension(DataClient).applied(1)
     door.left_early(seat.steps, 1)
-    for part in door.get_state():
+    for part in door.optimizer_state.get():
         bucket = seat.town.map.buckets[part.bucket]
-        door.put_state(bucket, part.piece, part.key, part.number if part.body is None else part.body)
+        door.optimizer_state.put(bucket, part.piece, part.key, part.number if part.body is None else part.body)
     door.extension(DataClient).free(0, 0, start)
     seat.step(seat.numbers(), **handed_in(seat))
     seat.finish()
     if first:
         door.final_values()
-        door.final_buffers()
+        door.buffers.final()
 
 
 def handed_in(seat: Seat) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def train(seat: Seat) -> None:
     seat.finish()
     if main:
         door.final_values()
-        door.final_buffers()
+        door.buffers.final()
     lines = town.lifelines[seat.me]
     lines.leave()
     town.sim.wait(lambda: lines.left)
@@ -119,7 +119,7 @@ def hidden(apply: Apply, kill: tuple[int, int] | None = None, loses: bool = Fals
         seat.finish()
         if seat.me.index == 0:
             door.final_values()
-            door.final_buffers()
+            door.buffers.final()
         town.lifelines[seat.me].leave()
         town.sim.wait(lambda: town.lifelines[seat.me].left)
         town.ends[seat.me] = [*seat.values(), *seat.outcomes]

@@ -1,8 +1,9 @@
-"""A worker's door to the servers: push, wait.
+"""A worker's client of the servers: it pushes gradients, commits steps and receives values.
 
-`Client` knows which server is home to which bucket and what has come back; it computes nothing and blocks only in
-its `wait`, which belongs to whoever made it: live it is a condition variable woken by the roads' reader threads, in a
-simulation it hands the turn to the pretended network. The same object therefore runs in both.
+`Client` knows which server holds which bucket, and what has come back. It computes nothing, and blocks only in its
+`Waiter`, which is given to it. In a job the waiter is a condition variable that the transports' reader threads notify.
+In a simulation it is a turn of the simulated network. The same class therefore runs in both. What is not needed to
+push, commit and receive is an extension (`extension.ClientExtension`), and the client names none.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -11,22 +12,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from topotrain.config.sharding import Bucket, Piece, SliceMap
+from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.client.body_codec import BodyCodec
-from topotrain.core.client.client_types import (
-    JobError,
-    PeerLost,
-    StepEnd,
-    StepOutcome,
-    Waiter,
-)
+from topotrain.core.client.client_types import JobError, PeerLost, StepEnd, StepOutcome, Waiter, present_body
 from topotrain.core.client.extension import ClientExtension, LateSteps, overrides
+from topotrain.core.client.model_buffers import ModelBufferClient
 from topotrain.core.client.optimizer_state import OptimizerStateClient
 from topotrain.core.model import shared_windows
-from topotrain.core.model.schema import FlatBuffers, Schema, torch_dtype, typed
+from topotrain.core.model.schema import FlatBuffers, Schema, typed
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol.message_validation import MessageValidator, check_bits
 from topotrain.core.server.consistency import pairs
@@ -39,14 +35,14 @@ E = TypeVar("E", bound=ClientExtension)
 
 
 class Client:
-    """One worker's door.
+    """One worker's client.
 
     Args:
         me: this worker.
         topology: the job's layout.
         send: send(to, message); never blocks on the receiver.
         waiter: how to wait.
-        shared: the roads show memory, as for `server.Server`.
+        shared: the transports show memory, as for `server.Server`.
         incarnation: of the worker's group; above 0 `come_back` must be called before anything else.
         extensions: what is attached from the beginning.
     """
@@ -63,16 +59,16 @@ class Client:
     ) -> None:
         self.me = me
         self._incarnation = incarnation
-        self._topology = topology
         self.servers = topology.servers(topology.server_group_of(me.group))
         self.desk = Address(Role.SERVER, 0, 0)
         self.group_size = topology.workers_per_group
-        self._state = OptimizerStateClient(self, self.servers)
+        self.optimizer_state = OptimizerStateClient()
+        self.buffers = ModelBufferClient()
         self.windowed = shared and topology.sees_memory(me.group)
         self.gives = topology.collective  # the gradients of its server's shard, as the script left them
         self._beside = self.servers[me.index] if topology.relayed else None
         self._unheard: set[Address] = {*self.servers, self.desk} if incarnation else set()
-        self._begun: set[Address] = set()  # servers that know more than a script that was started again, until it steps
+        self.begun: set[Address] = set()  # servers that know more than a script that was started again, until it steps
         self._adders = self.servers if self._beside is None else (self._beside,)
         self._streams = False
         self._lazy = False
@@ -92,8 +88,6 @@ class Client:
         self._backward: tuple[int, int] | None = None  # (step, ordinal) whose means are awaited
         self._means: dict[int, tuple[int, torch.Tensor]] = {}
         self._reduced: dict[Address, m.BackwardReduced] = {}
-        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
-        self._buffer_groups = 0  # how many have left theirs, once all have been told
         self._exits = 0
         self._unsaid: list[m.LoopExited] = []
         self._fetches = 0  # the same on all workers of the group: they are shown the same moment
@@ -111,8 +105,6 @@ class Client:
             m.BackwardReduced: self._reduction,
             m.Applied: self._take_applied,
             m.Fail: self._take_failure,
-            m.StatePart: self._take_state,
-            m.ModelBufferValue: self._take_buffer,
         }
         self._extensions: dict[type[m.Message], ClientExtension] = {}
         self._before_commit: tuple[Callable[[int, StepEnd], None], ...] = ()
@@ -120,7 +112,7 @@ class Client:
         self._on_lost: tuple[Callable[[Address, str], bool], ...] = ()
         self.late_steps: LateSteps | None = None
         self._attached: dict[type[ClientExtension], ClientExtension] = {}
-        for extension in extensions:
+        for extension in (self.optimizer_state, self.buffers, *extensions):
             self.attach(extension)
 
     def attach(self, extension: ClientExtension) -> None:
@@ -187,6 +179,7 @@ class Client:
         self._streams = streams and (lazy or not self.windowed)
         self._lazy = lazy
         self.schema = schema
+        self.buffers.open(schema.buffers)
         self.map = slice_map
         self.flats = flats
         self._is_open = True
@@ -222,38 +215,28 @@ class Client:
             return None
         if isinstance(message, m.Values):
             # Values that nobody awaits (a road said them twice) must not overwrite the parameters.
-            bucket = self._bucket(sender, message.bucket)
+            bucket = self.bucket(sender, message.bucket)
             if self._codec.is_coded(message, bucket):
                 return None if viewable else self._codec.landing(message, bucket)
             name = "params" if message.round == self._round else "unwanted"
             return self.flats.view(name, bucket)
-        if isinstance(message, m.ModelBufferValue) and self._is_open and 0 <= message.index < len(self.schema.buffers):
-            return torch.empty(self.schema.buffers[message.index].nbytes, dtype=torch.uint8)
-        if isinstance(message, m.StatePart):
-            bucket = self._bucket(sender, message.bucket)
-            piece = self._piece(bucket, message.piece)
-            return torch.empty(piece.hi - piece.lo, dtype=torch_dtype(self.map.spaces[bucket.space].dtype))
         extension = self._extensions.get(type(message))
         if extension is not None:
             return extension.place(sender, message)
         if isinstance(message, m.ReducedGradient) and not viewable:
-            bucket = self._bucket(sender, message.bucket)
+            bucket = self.bucket(sender, message.bucket)
             coded = self._codec.is_coded(message, bucket)
             return self._codec.landing(message, bucket) if coded else self.flats.view("mean", bucket)
         return None
 
-    def _bucket(self, sender: Address, number: int) -> Bucket:
+    def bucket(self, sender: Address, number: int) -> Bucket:
+        """The bucket of which a server speaks. Raises ProtocolError where it is not the server's."""
         if not self._is_open:
             raise m.ProtocolError(f"{sender} speaks of bucket {number} before anybody has said which model this is")
         buckets = self.map.buckets if sender == self._beside else self.map.buckets_of(sender.index)
         if not buckets or not buckets[0].id <= number <= buckets[-1].id:
             raise m.ProtocolError(f"bucket {number} is not {sender}'s")
         return self.map.buckets[number]
-
-    def _piece(self, bucket: Bucket, number: int) -> Piece:
-        if not 0 <= number < len(bucket.pieces):
-            raise m.ProtocolError(f"piece {number} of bucket {bucket.id}, which has {len(bucket.pieces)}")
-        return bucket.pieces[number]
 
     def handle(self, sender: Address, message: m.Message) -> None:
         """Take a server's answer, or what another worker sends. Raises ProtocolError."""
@@ -278,24 +261,11 @@ class Client:
         self._reasons.append(message)
         self._failure = self._failure or JobError(message.text, message.config, message.quarantine)
 
-    def _take_state(self, sender: Address, message: m.StatePart) -> None:
-        if message.key:
-            self._piece(self._bucket(sender, message.bucket), message.piece)
-        self._state.take(sender, message)
-
-    def _take_buffer(self, sender: Address, message: m.ModelBufferValue) -> None:
-        if message.index < 0:
-            self._buffer_groups = message.group
-            return
-        if not self._is_open or message.index >= len(self.schema.buffers):
-            raise m.ProtocolError(f"{sender} speaks of model buffer {message.index}")
-        self._buffers[(message.group, message.index)] = _present_body(message)
-
     def _hear_again(self, server: Address, message: m.Message) -> None:
         if isinstance(message, m.WorkerRejoined) and message.incarnation == self._incarnation:
             self._unheard.discard(server)
             if message.begun:
-                self._begun.add(server)
+                self.begun.add(server)
 
     def _reduction(self, sender: Address, message: m.ReducedGradient | m.BackwardReduced) -> None:
         if not self._is_open or (message.step, message.ordinal) != self._backward:
@@ -304,8 +274,8 @@ class Client:
             check_bits(message.contributed, self._bucket_range(sender)[1], f"{sender}: the buckets of a backward")
             self._reduced[sender] = message
             return
-        bucket = self._bucket(sender, message.bucket)
-        body = _present_body(message)
+        bucket = self.bucket(sender, message.bucket)
+        body = present_body(message)
         check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
         if self._codec.is_coded(message, bucket):
             body = self._codec.mean(bucket, body)
@@ -324,9 +294,9 @@ class Client:
             self._values.update(self._held[sender.index])
             return
         if message.body is None and self.windowed:
-            self._values.add(self._bucket(sender, message.bucket).id)
+            self._values.add(self.bucket(sender, message.bucket).id)
             return
-        bucket, body = self._bucket(sender, message.bucket), _present_body(message)
+        bucket, body = self.bucket(sender, message.bucket), present_body(message)
         if self._codec.is_coded(message, bucket):
             if message.bucket not in self._values:  # said twice, it must not count twice
                 self._codec.values(bucket, body)
@@ -377,7 +347,7 @@ class Client:
         """
         for bucket in self.map.buckets:
             home = self._home(bucket)
-            if self.map.spaces[bucket.space].speaker == self.me.index and home not in self._begun:
+            if self.map.spaces[bucket.space].speaker == self.me.index and home not in self.begun:
                 self._send(home, m.Init(bucket.id, body=self.flats.view(buffer, bucket)))
 
     def fetch(self) -> None:
@@ -548,7 +518,7 @@ class Client:
         for call in self._before_commit:
             call(step, end)
         self._applied.clear()
-        self._begun.clear()
+        self.begun.clear()
         if end.fetch:
             self.before_values()
         if self._pulls(end) and self._round != step:
@@ -613,15 +583,6 @@ class Client:
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def put_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Leave those of the model's buffers (any shapes) at server (0,0) that this worker has to: in most jobs 0."""
-        for index, buffer in enumerate(buffers):
-            if self.schema.buffers[index].speaker == self.me.index:
-                body = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
-                self._send(self.desk, m.ModelBufferValue(self.me.group, index, body=body))
-        if self.me.index == 0:
-            self._send(self.desk, m.ModelBufferValue(self.me.group, -1))
-
     def finish(self, steps: int) -> None:
         """The script ended."""
         self.settle()
@@ -637,16 +598,6 @@ class Client:
             for server in self.servers:
                 self._send(server, m.FinalRequest(-1 - self._fetches))
         self._awaited = self._count
-
-    def final_buffers(self) -> dict[int, dict[int, torch.Tensor]]:
-        """Worker (0,0): the model's buffers of every group that is there, as bytes: group -> index -> 1-D uint8."""
-        self._send(self.desk, m.BufferRequest())
-        each = len(self.schema.buffers)
-        self._wait(lambda: self._buffer_groups > 0 and len(self._buffers) == self._buffer_groups * each)
-        found: dict[int, dict[int, torch.Tensor]] = {}
-        for (group, index), body in self._buffers.items():
-            found.setdefault(group, {})[index] = body
-        return found
 
     @property
     def failure(self) -> Exception | None:
@@ -672,25 +623,3 @@ class Client:
     def leave(self) -> None:
         """From here on, connections may end."""
         self._leaving = True
-
-    # --- optimizer state -----------------------------------------------------------------------------------------
-
-    def get_state(self) -> list[m.StatePart]:
-        """All optimizer state, in parts."""
-        self.settle()
-        return self._state.get()
-
-    def put_state(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor) -> None:
-        """Load one entry of optimizer state: a number, or the piece's part of a tensor (1-D).
-
-        A script that was started again begins with a state that is older than the servers'.
-        """
-        home = self._home(bucket)
-        if home not in self._begun:
-            self._state.put(home, bucket.id, piece, key, value)
-
-
-def _present_body(message: m.Message) -> torch.Tensor:
-    if message.body is None:
-        raise m.ProtocolError(f"{type(message).__name__} without a body")
-    return message.body

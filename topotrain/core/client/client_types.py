@@ -1,12 +1,13 @@
-"""What a worker's door speaks of: who waits, and how; what a step is, and what became of it; why it cannot go on.
-
-`Client` is told how to wait and who deals with what is not its own business; whoever makes one brings these along.
-"""
+"""The types that the client of a worker exchanges with its callers: waiting, a step's end and outcome, failures."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
+
+from topotrain.core import protocol as m
 
 
 class JobError(Exception):
@@ -71,3 +72,10 @@ class StepEnd:
     clip_norm: float = 0.0
     clip_type: float = 2.0
     samples: int = 0
+
+
+def present_body(message: m.Message) -> torch.Tensor:
+    """The body of a message that must have one. Raises ProtocolError."""
+    if message.body is None:
+        raise m.ProtocolError(f"{type(message).__name__} without a body")
+    return message.body

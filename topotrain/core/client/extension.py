@@ -27,10 +27,21 @@ class ClientAccess(Protocol):
     servers: tuple[Address, ...]
     desk: Address
     spans: Recorder
+    map: SliceMap  # once the model is known
+    begun: set[Address]
+    """Servers that know more than a script that was started again, until it commits a step."""
 
     @property
     def waiter(self) -> Waiter:
         """How this worker waits."""
+        ...
+
+    def bucket(self, sender: Address, number: int) -> Bucket:
+        """The bucket of which a server speaks. Raises ProtocolError where it is not the server's."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until the step that was committed lazily is applied, and all its values are here."""
         ...
 
     def tell(self, to: Address, message: m.Message) -> None:

@@ -4,6 +4,7 @@ import torch
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.client.client_types import present_body
 from topotrain.core.client.extension import ClientAccess, ClientExtension
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, PartialState, cut, room
 
@@ -46,8 +47,7 @@ class WorkerStateClient(ClientExtension):
             if message.number in (EPOCH, SINCE):
                 self._loaded[message.number] = None
             return
-        if message.body is None:
-            raise m.ProtocolError("WorkerStatePart without a body")
-        whole = self._arrivals.setdefault(message.number, PartialState()).take(message, message.body)
+        body = present_body(message)
+        whole = self._arrivals.setdefault(message.number, PartialState()).take(message, body)
         if whole is not None:
             self._loaded[message.number] = whole

@@ -202,7 +202,7 @@ class SimWorker:
     def finish(self) -> "SimWorker":
         """The script has come to its end."""
         if self.me.index == 0:
-            self.door.put_buffers([])
+            self.door.buffers.put([])
         self.door.finish(self.steps)
         return self
 

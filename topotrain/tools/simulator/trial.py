@@ -387,7 +387,7 @@ class Trial(SimCluster):
         seat.finish()
         if seat.me == self.workers[0]:
             seat.door.final_values()
-            seat.door.final_buffers()
+            seat.door.buffers.final()
             self.final = seat.values()
 
     def _go(self, life: WorkerProcess) -> None:
