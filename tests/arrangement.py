@@ -37,6 +37,7 @@ from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
 from topotrain.core.server.ordered_sum import canonical_mean
 from topotrain.core.server.server import Server
 from topotrain.extensions.collectives.collective_server import make_server
+from topotrain.launch.runtime.client_extensions import client_extensions
 from topotrain.launch.runtime.process_host import ConditionWaiter, WorkerConnections, _ServerResident, peers, serve
 from topotrain.training.adopted_optimizer import _tracked, adopt
 from topotrain.training.data.map_dataset import STATIC
@@ -339,9 +340,8 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
             wire.connect(me, peer, "local:")
     handles = []
     for me in (worker for g in range(topology.worker_groups) for worker in topology.workers(g)):
-        exchange = Client(
-            me, topology, lambda to, message, me=me: wire.send(me, to, message), ConditionWaiter(0.1), shared
-        )
+        send, waiter = partial(wire.send, me), ConditionWaiter(0.1)
+        exchange = Client(me, topology, send, waiter, shared, extensions=client_extensions(topology))
         wire.attach(me, exchange)
         for server in dict.fromkeys((*exchange.servers, exchange.desk)):
             wire.connect(me, server, "local:")

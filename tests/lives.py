@@ -101,7 +101,9 @@ class Door(Seat):
         super().__init__(life.office, who)
         self.life = life
         self.dead = False
-        self.data = self
+
+    def extension(self, kind: type) -> "Door":
+        return self
 
     def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
         self.office.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait))
@@ -124,12 +126,12 @@ class Door(Seat):
     def applied(self, stream: int) -> int:
         return self.life.taken.get(self.who.group, 0) if stream < 0 else super().applied(stream)
 
-    def deposit(self, number: int, data: torch.Tensor) -> None:
+    def save(self, number: int, data: torch.Tensor) -> None:
         for part in cut(self.who, number, data):
             body = self.life.deposits.place(self.who, part).copy_(part.body)
             assert self.life.deposits.handle(self.who, replace(part, body=body)) == []
 
-    def deposited(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         kept = self.life.deposits._boxes.get(self.who)
         return (None, None) if kept is None else (kept.kept.get(EPOCH), kept.kept.get(SINCE))
 

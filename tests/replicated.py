@@ -26,6 +26,7 @@ from topotrain.core.server.server import Server
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.state_machine import Primary, ReplicatedServer, Standby
 from topotrain.extensions.replication.state_transfer import portray, restore
+from topotrain.launch.runtime.client_extensions import client_extensions
 from topotrain.launch.runtime.process_host import peers
 from topotrain.tools.simulator import sim_cluster
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
@@ -178,7 +179,8 @@ class ReplicatedTown(sim_cluster.SimCluster):
         lead.say(lead.lead.join())
 
     def _door(self, me: Address) -> Client:
-        door = Client(me, self.topology, lambda to, x: lines.send(to, x), self.sim.waiter())
+        extensions = client_extensions(self.topology)
+        door = Client(me, self.topology, lambda to, x: lines.send(to, x), self.sim.waiter(), extensions=extensions)
 
         def redial(server: Address, moves: int) -> None:
             self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))

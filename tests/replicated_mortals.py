@@ -21,8 +21,10 @@ from topotrain.core.client.client import Client
 from topotrain.core.model.schema import Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
+from topotrain.launch.runtime.client_extensions import client_extensions
 from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
 from topotrain.tools.simulator.trial import CrashableWaiter, Killed, WorkerProcess
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import LeaseIterator
 
 DESK = Address(Role.SERVER, 0, 0)
@@ -78,7 +80,8 @@ class MortalTown(ReplicatedTown):
             life.said += 1
             lines.send(to, message)
 
-        door = Client(me, self.topology, say, CrashableWaiter(life, self.sim), incarnation=life.incarnation)
+        waiter, extensions = CrashableWaiter(life, self.sim), client_extensions(self.topology)
+        door = Client(me, self.topology, say, waiter, incarnation=life.incarnation, extensions=extensions)
         servers = dict.fromkeys((*door.servers, door.desk))
 
         def redial(server: Address, moves: int) -> None:
@@ -178,7 +181,7 @@ class MortalTown(ReplicatedTown):
         """Read all that there is, one step for each batch."""
         life, workers = self.lives[seat.me], self.topology.workers_per_group
         seat.open(0.0)
-        leases = LeaseIterator(seat.door.data, 0, self.batches, 0)
+        leases = LeaseIterator(seat.door.extension(DataClient), 0, self.batches, 0)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
             seat.sleep(0.0, 0.004)
@@ -192,7 +195,7 @@ class MortalTown(ReplicatedTown):
         seat.finish()
         if seat.me == self.workers[0]:
             seat.door.final_values()
-            seat.door.final_buffers()
+            seat.door.buffers.final()
             self.final = seat.values()
 
     # --- what came out -------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from topotrain.tools.simulator.fault_schedule import STORM, VIEWS
 from topotrain.tools.simulator.sim_cluster import parameters, zeros
 from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.training.adopted_optimizer import adopt
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import Worker
@@ -116,7 +117,7 @@ class Town(sim_cluster.SimCluster):
             own_streams=self.job.cluster.backup > 0,
         )
         replay = LateBatchReplay(worker) if self.job.cluster.backup else None
-        return ShardedLoader(loader, plan, worker.exchange.data, worker, replay)
+        return ShardedLoader(loader, plan, worker.exchange.extension(DataClient), worker, replay)
 
 
 class Seat(sim_cluster.SimWorker):

@@ -257,9 +257,10 @@ def test_a_batch_is_given_again_until_it_counts():
 
 def test_what_a_script_does_not_wait_to_be_given_again_is_counted_and_told():
     """It leaves its loop behind a step that came too late, and another time behind one that counted."""
-    told, tally, exchange = [], WorkerStats(started=1.0), SimpleNamespace(through=lambda epoch: None)
+    told, tally, exchange = [], WorkerStats(started=1.0), SimpleNamespace()
     office = Office()
-    worker = SimpleNamespace(_backup=True, _marks={}, tally=tally, exchange=exchange, counts_given=office.counts_given)
+    exchange.late_steps = SimpleNamespace(through=lambda epoch: None)
+    worker = SimpleNamespace(_marks={}, tally=tally, exchange=exchange, counts_given=office.counts_given)
     office.left_early = lambda epoch, batches: Worker.left_early(worker, epoch, batches)
     passes = loader(office)
     for verdict in (False, True, False):

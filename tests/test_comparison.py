@@ -23,7 +23,7 @@ def train(seat: Seat, spoil: int = -1) -> None:
     seat.finish()
     if seat.me.index == 0:
         seat.door.final_values()
-        seat.door.final_buffers()
+        seat.door.buffers.final()
     town.ends[seat.me] = list(seat.values())
 
 

@@ -26,10 +26,10 @@ from topotrain.core import events
 from topotrain.extensions.resume.lr_schedulers import OptimizerRates
 from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
 from topotrain.extensions.resume.worker_state import WorkerState
+from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.training import context
 from topotrain.training.data import batch_ranges
-from topotrain.training.data.data_client import DataClient
 from topotrain.training.rng_state import stand
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:Detected call of")
@@ -332,13 +332,13 @@ def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_life(job, monk
     whole, losses = script(99)
     here = job(on_failure="kContinue")
     left: dict[int, bytes] = {}
-    deposit = DataClient.deposit
+    deposit = WorkerStateClient.save
 
-    def noted(self: DataClient, number: int, data: torch.Tensor) -> None:
+    def noted(self: WorkerStateClient, number: int, data: torch.Tensor) -> None:
         left[number] = data.numpy().tobytes()
         deposit(self, number, data)
 
-    monkeypatch.setattr(DataClient, "deposit", noted)
+    monkeypatch.setattr(WorkerStateClient, "save", noted)
     model, first = script(at, ask=at)
     if at == 15:
         here.finish()
@@ -366,7 +366,7 @@ def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_life(job, monk
 def test_a_snapshot_waits_for_whoever_has_begun_a_pass_whatever_follows_a_death(job, monkeypatch, fields, leaves):
     """A worker of which nobody knows that it has begun would be missing in a snapshot, unnoticed."""
     left: list[int] = []
-    monkeypatch.setattr(DataClient, "deposit", lambda _, number, data: left.append(number))
+    monkeypatch.setattr(WorkerStateClient, "save", lambda _, number, data: left.append(number))
     here = job(**fields)
     script(1)
     here.close()

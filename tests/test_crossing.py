@@ -186,8 +186,9 @@ def test_a_way_that_is_gone_and_a_server_that_refuses_end_the_passage():
     def send(to, message):
         raise TransportError("no way")
 
+    alone = Client(FIRST, layout(job_of(nworkers_per_group=2).cluster), Pair.none, ConditionWaiter(0.05))
     with pytest.raises(PeerLost, match="worker 0/0 lost worker 0/1: no way"):
-        NetworkChannel(door, send).send(1, KEY, torch.ones(1))
+        NetworkChannel(alone, send).send(1, KEY, torch.ones(1))
     door.handle(SERVER, m.Fail("the models differ", True))
     for ask in (pair.first.take, pair.first.here):
         with pytest.raises(JobError, match="the models differ"):

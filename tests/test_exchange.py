@@ -13,7 +13,9 @@ from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client import Client, JobError, PeerLost, StepEnd
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.optim.adapter import describe
+from topotrain.launch.runtime.client_extensions import client_extensions
 from topotrain.launch.runtime.process_host import ConditionWaiter
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import plan_of
 
@@ -44,11 +46,13 @@ class Door:
         topology = layout(job.cluster)
         model, optimizer = building(lambda: nn.Sequential(nn.Linear(30, 5), nn.BatchNorm1d(5)), adam)()
         parts = describe_model(model)
-        schema, self.map = plan_of(topology, parts, describe(optimizer, parts.tensors))
+        self.cluster, self.turn, self.sent = job.cluster, Turn(), []
+        self.schema, self.map = plan_of(topology, parts, describe(optimizer, parts.tensors))
         self.flats = FlatBuffers(self.map, None, lambda n, dtype: torch.zeros(n, dtype=dtype))
-        self.sent, self.turn = [], Turn()
-        self.exchange = Client(ME, topology, lambda to, message: self.sent.append((to, message)), self.turn)
-        self.exchange.open(schema, self.map, self.flats)
+        extensions = client_extensions(topology)
+        send = lambda to, message: self.sent.append((to, message))  # noqa: E731
+        self.exchange = Client(ME, topology, send, self.turn, extensions=extensions)
+        self.exchange.open(self.schema, self.map, self.flats)
         self.schema_parts = self.take()
 
     def take(self, kind=m.Message):
@@ -243,7 +247,7 @@ def test_state_comes_in_parts_from_all_servers():
     door.hears(0, m.StatePart(1, first, 0, 3.0, "step"), m.StatePart(1, -1, -1, 1.0, ""))
     door.hears(1, m.StatePart(1, -1, -1, 2.0, ""), m.StatePart(1, second, 0, 3.0, "step"))
     door.hears(1, m.StatePart(0, second, 0, 9.0, "old"), m.StatePart(1, second, 0, 4.0, "other"))
-    assert [(p.bucket, p.key) for p in door.exchange.get_state()] == [
+    assert [(p.bucket, p.key) for p in door.exchange.optimizer_state.get()] == [
         (first, "step"),
         (second, "step"),
         (second, "other"),
@@ -254,10 +258,10 @@ def test_state_comes_in_parts_from_all_servers():
 def test_buffers_go_to_server_0_0_as_bytes():
     door = Door(nworker_groups=2, nserver_groups=2)
     buffers = [torch.tensor([[1.0, 2.0]]).t(), torch.tensor(3)]
-    door.exchange.put_buffers(buffers)
+    door.exchange.buffers.put(buffers)
     assert door.take() == [], "all workers of a group hold them: worker 0 speaks"
     door.exchange.me = ME._replace(index=0)
-    door.exchange.put_buffers(buffers)
+    door.exchange.buffers.put(buffers)
     sent = door.take(m.ModelBufferValue)
     assert {to for to, _ in sent} == {SERVERS[0]}
     assert [(p.group, p.index) for _, p in sent] == [(0, 0), (0, 1), (0, -1)]
@@ -267,7 +271,7 @@ def test_buffers_go_to_server_0_0_as_bytes():
 def test_a_lease_is_the_answer_to_its_own_question():
     door = Door()
     door.hears(0, m.Lease(0, 4, 0, 0, 1), m.Lease(1, 5, 7, 3, 6))
-    assert door.exchange.data.lease(1, 5, 9, 0, 2, False) == (7, 3, 6)
+    assert door.exchange.extension(DataClient).lease(1, 5, 9, 0, 2, False) == (7, 3, 6)
     assert door.take() == [(SERVERS[0], m.LeaseRequest(1, 5, 9, 0, 2, False))]
 
 
@@ -293,7 +297,7 @@ def test_a_monitor_wakes_who_waits():
 def test_that_the_script_left_its_loop_is_said_before_whatever_it_does_next():
     door = Door()
     door.exchange.left_early(3, 0)
-    door.exchange.data.free(0, 0, 0)  # said while the iterator is collected
+    door.exchange.extension(DataClient).free(0, 0, 0)  # said while the iterator is collected
     door.take(m.LeaseRelease)
     door.exchange.tell(SERVERS[1], m.Finish(3))
     left = m.LoopExited(1, 3, 0)

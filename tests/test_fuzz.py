@@ -46,8 +46,11 @@ from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, Manifest, hashed
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
 from topotrain.extensions.collectives.collective_server import make_server
+from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.extensions.tables.table_spec import TableSpec, pack_ids
+from topotrain.launch.runtime.client_extensions import client_extensions
+from topotrain.training.data.data_client import DataClient
 
 MIB = 1 << 20
 
@@ -112,29 +115,29 @@ def everything(seat: Seat) -> None:
     first = me.group == 0 and me.index == 0
     seat.visible = seat.visible and seat.town.job.grads is Grads.kVisible
     seat.open()
-    _, start, _ = door.data.lease(0, 0, 8, 5, 0, False)
+    _, start, _ = door.extension(DataClient).lease(0, 0, 8, 5, 0, False)
     if first:
-        door.data.put_draw(0, 0, True, (2, 2), (0, 1, 2, 3))
+        door.extension(DataClient).put_draw(0, 0, True, (2, 2), (0, 1, 2, 3))
     else:
-        door.data.get_draw(0, 0)
+        door.extension(DataClient).get_draw(0, 0)
     state = torch.arange(99, dtype=torch.uint8)
-    door.data.deposit(EPOCH, state)
-    door.data.deposited()
+    door.extension(WorkerStateClient).save(EPOCH, state)
+    door.extension(WorkerStateClient).load()
     tables(seat)
     for number in range(3):
         stream = 0x8000_0000 | me.group
         seat.step(seat.numbers(), marks=(stream, number, number), **handed_in(seat))
-    door.data.applied(1)
+    door.extension(DataClient).applied(1)
     door.left_early(seat.steps, 1)
-    for part in door.get_state():
+    for part in door.optimizer_state.get():
         bucket = seat.town.map.buckets[part.bucket]
-        door.put_state(bucket, part.piece, part.key, part.number if part.body is None else part.body)
-    door.data.free(0, 0, start)
+        door.optimizer_state.put(bucket, part.piece, part.key, part.number if part.body is None else part.body)
+    door.extension(DataClient).free(0, 0, start)
     seat.step(seat.numbers(), **handed_in(seat))
     seat.finish()
     if first:
         door.final_values()
-        door.final_buffers()
+        door.buffers.final()
 
 
 def handed_in(seat: Seat) -> dict[str, Any]:
@@ -267,7 +270,8 @@ def test_workers_take_nothing_but_true_words() -> None:
 
 
 def opened(talk: Conversation, me: Address, dice: Dice) -> Client:
-    door = Client(me, talk.town.topology, lambda to, message: None, Idle())
+    topology = talk.town.topology
+    door = Client(me, topology, lambda to, message: None, Idle(), extensions=client_extensions(topology))
     if dice.random.random() < 0.9:
         door.open(talk.town.schema, talk.town.map, FlatBuffers(talk.town.map, None, zeros))
     return door

@@ -24,12 +24,6 @@ ROOF = ("__init__.py", "__main__.py")  # above every package: they may import al
 LARGEST_FOLDER = 15
 
 UPWARD = """
-    core.client.client>comm.transport
-    core.client.client>extensions.backup_workers.quorum
-    core.client.client>extensions.compression.message_filter
-    core.client.client>extensions.resume.worker_state_store
-    core.client.client>training.data.data_client
-    core.client.optimizer_state>training.data.data_client
     core.protocol>extensions.elastic.membership_messages
     core.protocol>extensions.tables.table_messages
     core.protocol>training.data.data_messages
@@ -45,7 +39,6 @@ UPWARD = """
     core.server.server>extensions.resume.worker_state_store
     core.server.server>extensions.tables.table_server
     core.server.server>training.data.lease_queue
-    training.data.data_client>extensions.resume.worker_state_store
 """
 """What still imports a later package, as importing>imported."""
 

@@ -21,6 +21,7 @@ from topotrain.core.client.client import PeerLost
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.launch.runtime.process_host import WorkerConnections, serve
 from topotrain.training.adopted_optimizer import adopt
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import STATIC
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import Worker
@@ -60,7 +61,7 @@ class Process:
         adopt(self.optimizer, self.worker)
         self.worker.scatter_state()
         self.stream = STATIC | me.group
-        self.at = exchange.data.applied(self.stream)
+        self.at = exchange.extension(DataClient).applied(self.stream)
 
     def train(self, batches: int) -> None:
         for _ in range(batches):

@@ -12,6 +12,8 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.extensions.replication.state_machine import ReliableChannel, ReplicatedServer
 from topotrain.extensions.replication.state_transfer import portray, restore
+from topotrain.extensions.resume.worker_state_client import WorkerStateClient
+from topotrain.training.data.data_client import DataClient
 
 STEPS = 3
 
@@ -21,19 +23,19 @@ def train(seat: Seat) -> None:
     town: ReplicatedTown = seat.town  # type: ignore[assignment]
     door, main = seat.door, seat.me.index == 0
     seat.open(start=1.0)
-    door.data.deposit(-1, torch.arange(1000, dtype=torch.uint8) + seat.me.index)
+    door.extension(WorkerStateClient).save(-1, torch.arange(1000, dtype=torch.uint8) + seat.me.index)
     leases = []
     for step in range(STEPS):
-        leases.append(door.data.lease(0, step, STEPS, 7, step, False))
+        leases.append(door.extension(DataClient).lease(0, step, STEPS, 7, step, False))
         dice = torch.Generator().manual_seed(100 * step + seat.me.index)
         shapes = [(p.shape, getattr(torch, p.dtype)) for p in town.map.parameters]
         seat.step([torch.randn(shape, generator=dice, dtype=dtype) * 0.3 for shape, dtype in shapes])
-    left = door.data.deposited()[0]
+    left = door.extension(WorkerStateClient).load()[0]
     assert left is not None
     seat.finish()
     if main:
         door.final_values()
-        door.final_buffers()
+        door.buffers.final()
     lines = town.lifelines[seat.me]
     lines.leave()
     town.sim.wait(lambda: lines.left)
@@ -117,7 +119,7 @@ def hidden(apply: Apply, kill: tuple[int, int] | None = None, loses: bool = Fals
         seat.finish()
         if seat.me.index == 0:
             door.final_values()
-            door.final_buffers()
+            door.buffers.final()
         town.lifelines[seat.me].leave()
         town.sim.wait(lambda: town.lifelines[seat.me].left)
         town.ends[seat.me] = [*seat.values(), *seat.outcomes]

@@ -15,6 +15,7 @@ from topotrain.config.job import Grads, Reduce
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import StepDecision
 from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.checkpointing.data_position import STATIC
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, VIEWS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_network import NetworkFaults
@@ -67,7 +68,7 @@ def run(
                 else:
                     told.counted.setdefault(step, set()).add((me, epoch * batches(me) + number))
                     number += 1
-            seat.steps = seat.door.catch_up(epoch).next
+            seat.steps = seat.door.extension(BackupWorkersClient).catch_up(epoch).next
             told.end[epoch, me] = seat.steps, seat.values()
         seat.finish()
 
@@ -233,10 +234,10 @@ def test_who_leaves_an_epoch_early_or_ends_is_not_waited_for():
             seat.steps = outcome.next if outcome.late else seat.steps
             number += not outcome.late
         if me == 0:
-            seat.door.through(0)
+            seat.door.extension(BackupWorkersClient).through(0)
             town.sim.sleep(50.0)
         elif me == 2:
-            seat.door.catch_up(0)
+            seat.door.extension(BackupWorkersClient).catch_up(0)
         ends[me] = town.sim.now
         seat.finish()
 

@@ -20,6 +20,7 @@ from topotrain.core.optim.adapter import build, set_lr
 from topotrain.training import context as process
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.context import Connections, Context, Metric, PrepareRequest
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import BatchReplay, DataPlan, ShardedLoader
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.final_parameters import FINAL, reserve
@@ -171,7 +172,8 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     worker = Worker(here.me, place.job, place.topology, parts, optimizer, roads.exchange, flats, aside)
     if loader is not None:
         replay = _batch_replay(here, worker)
-        here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange.data, worker, replay)
+        data = roads.exchange.extension(DataClient)
+        here.loader = ShardedLoader(loader, _data_plan(here, model), data, worker, replay)
     bound(here, model, loader, cut is not None)
     worker.start()
     if cut is not None:

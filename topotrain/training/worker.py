@@ -209,9 +209,9 @@ class Worker:
 
         taken: so many of the group's steps are counted in the tally.
         """
-        if self._backup:
+        if self.exchange.late_steps is not None:
             self._committed = taken
-            self._move(self.exchange.catch_up())
+            self._move(self.exchange.late_steps.catch_up())
 
     # --- what the script says ------------------------------------------------------------------------------------
 
@@ -226,10 +226,10 @@ class Worker:
 
     def left_early(self, epoch: int, batches: int) -> None:
         """The script left the loop over the loader; the batches it did not read are free again."""
-        if self._backup:
+        if self.exchange.late_steps is not None:
             self.tally.dropped += self.counts_given() is False
             self._marks.clear()
-            self.exchange.through(epoch)
+            self.exchange.late_steps.through(epoch)
         else:
             if not self.path.backwards:  # nothing that was given since the last step has a gradient
                 self._own_samples = 0
@@ -245,7 +245,8 @@ class Worker:
 
     def through(self, epoch: int) -> None:
         """With backup workers: there is no batch left for this one; wait for the others, and take their values."""
-        self._move(self.exchange.catch_up(epoch))
+        assert self.exchange.late_steps is not None
+        self._move(self.exchange.late_steps.catch_up(epoch))
         for call in self.after_epoch:
             call()
 
@@ -522,7 +523,7 @@ class Worker:
         """The script ended: push what is left, leave the buffers, say goodbye."""
         if self._accrued:
             self._push_accrued(fetch=False)
-        self.exchange.put_buffers(self.parts.buffer_tensors)
+        self.exchange.buffers.put(self.parts.buffer_tensors)
         self.exchange.finish(self._committed)
 
     def take_final(self, folder: Path | None = None) -> None:
@@ -539,7 +540,7 @@ class Worker:
                 room = in_file(folder)(space.length, torch_dtype(space.dtype))
                 self.buffers.flats.put("params", space.index, room)
         self.exchange.final_values()
-        found = self.exchange.final_buffers()
+        found = self.exchange.buffers.final()
         if self.job.cluster.nserver_groups == 0:
             found = {0: found.get(0, {})}
         for index, buffer in enumerate(self.parts.buffer_tensors):
@@ -555,7 +556,7 @@ class Worker:
         """Fill `optimizer.state` with what the servers hold."""
         held: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         whole: list[tuple[torch.Tensor, str]] = []
-        for part in self.exchange.get_state():
+        for part in self.exchange.optimizer_state.get():
             bucket = self.map.buckets[part.bucket]
             piece = bucket.pieces[part.piece]
             segment = self.map.segments[piece.segment]
@@ -605,7 +606,7 @@ class Worker:
                 bucket = self.map.buckets[piece.bucket]
                 at = segment.start + piece.lo - segment.lo
                 part = number if number is not None else flat[at : at + piece.hi - piece.lo].clone()
-                self.exchange.put_state(bucket, bucket.pieces.index(piece), key, part)
+                self.exchange.optimizer_state.put(bucket, bucket.pieces.index(piece), key, part)
 
 
 def _as_number(value: object) -> float | None:

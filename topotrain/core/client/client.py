@@ -1,53 +1,50 @@
-"""A worker's door to the servers: push, wait.
+"""A worker's client of the servers: it pushes gradients, commits steps and receives values.
 
-`Client` knows which server is home to which bucket and what has come back; it computes nothing and blocks only in
-its `wait`, which belongs to whoever made it: live it is a condition variable woken by the roads' reader threads, in a
-simulation it hands the turn to the pretended network. The same object therefore runs in both.
+`Client` knows which server holds which bucket, and what has come back. It computes nothing, and blocks only in its
+`Waiter`, which is given to it. In a job the waiter is a condition variable that the transports' reader threads notify.
+In a simulation it is a turn of the simulated network. The same class therefore runs in both. What is not needed to
+push, commit and receive is an extension (`extension.ClientExtension`), and the client names none.
 """
 
-from collections.abc import Callable, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 
-from topotrain.comm.transport import TransportError
-from topotrain.config.sharding import Bucket, Piece, SliceMap
+from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
-from topotrain.core.client.client_types import (
-    ActivationReceiver,
-    JobError,
-    PeerLost,
-    StepEnd,
-    StepOutcome,
-    TableReplies,
-    Waiter,
-)
+from topotrain.core.client.body_codec import BodyCodec
+from topotrain.core.client.client_types import JobError, PeerLost, StepEnd, StepOutcome, Waiter, present_body
+from topotrain.core.client.extension import ClientExtension, LateSteps, overrides
+from topotrain.core.client.model_buffers import ModelBufferClient
 from topotrain.core.client.optimizer_state import OptimizerStateClient
 from topotrain.core.model import shared_windows
-from topotrain.core.model.schema import FlatBuffers, Schema, torch_dtype, typed
+from topotrain.core.model.schema import FlatBuffers, Schema, typed
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol.message_validation import MessageValidator, check_bits
 from topotrain.core.server.consistency import pairs
-from topotrain.extensions.backup_workers.quorum import values_round
-from topotrain.extensions.compression.message_filter import WorkerEncoding
-from topotrain.extensions.resume import worker_state_store
-from topotrain.training.data.data_client import DataClient
+from topotrain.core.transport_contract import TransportError
 
 __all__ = ["Client", "JobError", "StepOutcome", "PeerLost", "StepEnd", "Waiter"]
 
+Handler = Callable[[Address, Any], None]
+E = TypeVar("E", bound=ClientExtension)
+
 
 class Client:
-    """One worker's door.
+    """One worker's client.
 
     Args:
         me: this worker.
         topology: the job's layout.
         send: send(to, message); never blocks on the receiver.
         waiter: how to wait.
-        shared: the roads show memory, as for `server.Server`.
+        shared: the transports show memory, as for `server.Server`.
         incarnation: of the worker's group; above 0 `come_back` must be called before anything else.
+        extensions: what is attached from the beginning.
     """
 
     def __init__(
@@ -58,20 +55,20 @@ class Client:
         waiter: Waiter,
         shared: bool = False,
         incarnation: int = 0,
+        extensions: Sequence[ClientExtension] = (),
     ) -> None:
         self.me = me
         self._incarnation = incarnation
-        self._topology = topology
         self.servers = topology.servers(topology.server_group_of(me.group))
         self.desk = Address(Role.SERVER, 0, 0)
         self.group_size = topology.workers_per_group
-        self.data = DataClient(self, self.desk, self.servers[0], topology.cluster.max_staleness is not None)
-        self._state = OptimizerStateClient(self, self.servers)
+        self.optimizer_state = OptimizerStateClient()
+        self.buffers = ModelBufferClient()
         self.windowed = shared and topology.sees_memory(me.group)
         self.gives = topology.collective  # the gradients of its server's shard, as the script left them
         self._beside = self.servers[me.index] if topology.relayed else None
         self._unheard: set[Address] = {*self.servers, self.desk} if incarnation else set()
-        self._begun: set[Address] = set()  # servers that know more than a script that was started again, until it steps
+        self.begun: set[Address] = set()  # servers that know more than a script that was started again, until it steps
         self._adders = self.servers if self._beside is None else (self._beside,)
         self._streams = False
         self._lazy = False
@@ -85,17 +82,12 @@ class Client:
         self._round: int | None = None  # the values that are awaited; a road may say others twice
         self._values: set[int] = set()
         self._applied: dict[Address, m.Applied] = {}
-        self._late = -1  # the last step that was decided without this worker
-        self._questions = 0  # of a worker that catches up
-        self._caught_up: dict[Address, m.StepCaughtUp] = {}
         self.clock: Callable[[], float] = lambda: 0.0
         self.waited = 0.0
         """Seconds by `clock` that this worker has waited for others."""
         self._backward: tuple[int, int] | None = None  # (step, ordinal) whose means are awaited
         self._means: dict[int, tuple[int, torch.Tensor]] = {}
         self._reduced: dict[Address, m.BackwardReduced] = {}
-        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
-        self._buffer_groups = 0  # how many have left theirs, once all have been told
         self._exits = 0
         self._unsaid: list[m.LoopExited] = []
         self._fetches = 0  # the same on all workers of the group: they are shown the same moment
@@ -106,8 +98,51 @@ class Client:
         self.after_values: Callable[[], None] = lambda: None  # new values stand there
         self.spans: Recorder = SILENT
         self.device = torch.device("cpu")  # where the model is
-        self.tables: TableReplies | None = None
-        self.crossing: ActivationReceiver | None = None
+        self._handlers: dict[type[m.Message], Handler] = {
+            m.Values: self._take_values,
+            m.SharedBuffer: self._take_window,
+            m.ReducedGradient: self._reduction,
+            m.BackwardReduced: self._reduction,
+            m.Applied: self._take_applied,
+            m.Fail: self._take_failure,
+        }
+        self._extensions: dict[type[m.Message], ClientExtension] = {}
+        self._before_commit: tuple[Callable[[int, StepEnd], None], ...] = ()
+        self._after_commit: tuple[Callable[[StepEnd, StepOutcome], None], ...] = ()
+        self._on_lost: tuple[Callable[[Address, str], bool], ...] = ()
+        self.late_steps: LateSteps | None = None
+        self._attached: dict[type[ClientExtension], ClientExtension] = {}
+        for extension in (self.optimizer_state, self.buffers, *extensions):
+            self.attach(extension)
+
+    def attach(self, extension: ClientExtension) -> None:
+        """Let an extension handle its messages, and take part in commits.
+
+        Raises:
+            ValueError: the client handles one of its messages already.
+        """
+        with self._waiter.update():
+            taken = [kind.__name__ for kind in extension.messages if kind in self._handlers]
+            if taken:
+                raise ValueError(f"{type(extension).__name__} handles {', '.join(taken)}, which something else handles")
+            self._attached[type(extension)] = extension
+            if isinstance(extension, LateSteps):
+                self.late_steps = extension
+            self._extensions.update(dict.fromkeys(extension.messages, extension))
+            self._handlers.update(dict.fromkeys(extension.messages, extension.handle))
+            if overrides(extension, "before_commit"):
+                self._before_commit += (extension.before_commit,)
+            if overrides(extension, "after_commit"):
+                self._after_commit += (extension.after_commit,)
+            if overrides(extension, "on_lost"):
+                self._on_lost += (extension.on_lost,)
+        extension.bind(self)
+
+    def extension(self, kind: type[E]) -> E:
+        """The attached extension of this class. Raises KeyError where there is none."""
+        found = self._attached[kind]
+        assert isinstance(found, kind)
+        return found
 
     def come_back(self) -> None:
         """Tell everybody that this worker stands in for one that is gone; returns when all act on it.
@@ -135,7 +170,8 @@ class Client:
         lazy: `pull: kLazy`, the servers tell of each bucket when it is new.
         """
         held = slice_map.buckets_on(self.me.index)
-        self._encoding = WorkerEncoding(self._topology.cluster, slice_map, flats, adds, held)
+        codecs = (extension.body_codec(slice_map, flats, adds, held) for extension in self._attached.values())
+        self._codec = next((codec for codec in codecs if codec is not None), BodyCodec())
         self._held: dict[int, list[int]] = {server.index: [] for server in self.servers}
         for bucket in held:
             self._held[bucket.shard].append(bucket.id)
@@ -143,6 +179,7 @@ class Client:
         self._streams = streams and (lazy or not self.windowed)
         self._lazy = lazy
         self.schema = schema
+        self.buffers.open(schema.buffers)
         self.map = slice_map
         self.flats = flats
         self._is_open = True
@@ -178,30 +215,22 @@ class Client:
             return None
         if isinstance(message, m.Values):
             # Values that nobody awaits (a road said them twice) must not overwrite the parameters.
-            bucket = self._bucket(sender, message.bucket)
-            if self._encoding.is_coded(message, bucket):
-                return None if viewable else self._encoding.landing(message, bucket)
+            bucket = self.bucket(sender, message.bucket)
+            if self._codec.is_coded(message, bucket):
+                return None if viewable else self._codec.landing(message, bucket)
             name = "params" if message.round == self._round else "unwanted"
             return self.flats.view(name, bucket)
-        if isinstance(message, m.TableRows) and self.tables is not None:
-            return self.tables.place(sender, message)
-        if isinstance(message, m.ModelBufferValue) and self._is_open and 0 <= message.index < len(self.schema.buffers):
-            return torch.empty(self.schema.buffers[message.index].nbytes, dtype=torch.uint8)
-        if isinstance(message, m.StatePart):
-            bucket = self._bucket(sender, message.bucket)
-            piece = self._piece(bucket, message.piece)
-            return torch.empty(piece.hi - piece.lo, dtype=torch_dtype(self.map.spaces[bucket.space].dtype))
-        if isinstance(message, m.WorkerStatePart):
-            return worker_state_store.room(self.me, message)
+        extension = self._extensions.get(type(message))
+        if extension is not None:
+            return extension.place(sender, message)
         if isinstance(message, m.ReducedGradient) and not viewable:
-            bucket = self._bucket(sender, message.bucket)
-            coded = self._encoding.is_coded(message, bucket)
-            return self._encoding.landing(message, bucket) if coded else self.flats.view("mean", bucket)
-        if isinstance(message, m.Activation) and self.crossing is not None:
-            return self.crossing.place(sender, message)
+            bucket = self.bucket(sender, message.bucket)
+            coded = self._codec.is_coded(message, bucket)
+            return self._codec.landing(message, bucket) if coded else self.flats.view("mean", bucket)
         return None
 
-    def _bucket(self, sender: Address, number: int) -> Bucket:
+    def bucket(self, sender: Address, number: int) -> Bucket:
+        """The bucket of which a server speaks. Raises ProtocolError where it is not the server's."""
         if not self._is_open:
             raise m.ProtocolError(f"{sender} speaks of bucket {number} before anybody has said which model this is")
         buckets = self.map.buckets if sender == self._beside else self.map.buckets_of(sender.index)
@@ -209,75 +238,54 @@ class Client:
             raise m.ProtocolError(f"bucket {number} is not {sender}'s")
         return self.map.buckets[number]
 
-    def _piece(self, bucket: Bucket, number: int) -> Piece:
-        if not 0 <= number < len(bucket.pieces):
-            raise m.ProtocolError(f"piece {number} of bucket {bucket.id}, which has {len(bucket.pieces)}")
-        return bucket.pieces[number]
-
     def handle(self, sender: Address, message: m.Message) -> None:
         """Take a server's answer, or what another worker sends. Raises ProtocolError."""
         self._manners.check(sender, message)
         with self._waiter.update():
             if sender in self._unheard and not isinstance(message, m.Fail):
                 self._hear_again(sender, message)
-            elif isinstance(message, m.Values):
-                with self.spans.span("pull", round=message.round, bucket=message.bucket):
-                    self._land(sender, message)
-            elif isinstance(message, m.SharedBuffer):
-                self._windows[message.space] = message
-            elif isinstance(message, m.ReducedGradient | m.BackwardReduced):
-                if self._is_open and (message.step, message.ordinal) == self._backward:
-                    self._reduction(sender, message)
-            elif isinstance(message, m.Applied):
-                known = self._applied.get(sender)
-                if known is None or known.step < message.step:
-                    self._applied[sender] = message
-            elif isinstance(message, m.StepMissed):
-                self._late = max(self._late, message.step)
-            elif isinstance(message, m.StepCaughtUp):
-                if message.round == self._questions:
-                    self._caught_up[sender] = message
-            elif isinstance(message, m.Fail):
-                self._reasons.append(message)
-                self._failure = self._failure or JobError(message.text, message.config, message.quarantine)
-            elif isinstance(message, m.StatePart):
-                if message.key:
-                    self._piece(self._bucket(sender, message.bucket), message.piece)
-                self._state.take(sender, message)
-            elif isinstance(message, m.ModelBufferValue):
-                self._buffer_groups = self._buffer_groups if message.index >= 0 else message.group
-                if message.index >= 0:
-                    if not self._is_open or message.index >= len(self.schema.buffers):
-                        raise m.ProtocolError(f"{sender} speaks of model buffer {message.index}")
-                    self._buffers[(message.group, message.index)] = _present_body(message)
-            elif isinstance(message, m.TABLE_ANSWERS):
-                if self.tables is not None:
-                    self.tables.take(sender, message)
-            elif isinstance(message, m.Activation | m.ActivationHello):
-                if self.crossing is not None:
-                    self.crossing.come(sender, message)
-            else:
-                self.data.take(message)
+                return
+            handler = self._handlers.get(type(message))
+            if handler is not None:
+                handler(sender, message)
+
+    def _take_window(self, sender: Address, message: m.SharedBuffer) -> None:
+        self._windows[message.space] = message
+
+    def _take_applied(self, sender: Address, message: m.Applied) -> None:
+        known = self._applied.get(sender)
+        if known is None or known.step < message.step:
+            self._applied[sender] = message
+
+    def _take_failure(self, sender: Address, message: m.Fail) -> None:
+        self._reasons.append(message)
+        self._failure = self._failure or JobError(message.text, message.config, message.quarantine)
 
     def _hear_again(self, server: Address, message: m.Message) -> None:
         if isinstance(message, m.WorkerRejoined) and message.incarnation == self._incarnation:
             self._unheard.discard(server)
             if message.begun:
-                self._begun.add(server)
+                self.begun.add(server)
 
     def _reduction(self, sender: Address, message: m.ReducedGradient | m.BackwardReduced) -> None:
+        if not self._is_open or (message.step, message.ordinal) != self._backward:
+            return
         if isinstance(message, m.BackwardReduced):
             check_bits(message.contributed, self._bucket_range(sender)[1], f"{sender}: the buckets of a backward")
             self._reduced[sender] = message
             return
-        bucket = self._bucket(sender, message.bucket)
-        body = _present_body(message)
+        bucket = self.bucket(sender, message.bucket)
+        body = present_body(message)
         check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
-        if self._encoding.is_coded(message, bucket):
-            body = self._encoding.mean(bucket, body)
+        if self._codec.is_coded(message, bucket):
+            body = self._codec.mean(bucket, body)
         else:
             body = typed(body, self.flats.view("params", bucket))
         self._means[bucket.id] = (bits_to_int(message.present), body)
+
+    def _take_values(self, sender: Address, message: m.Values) -> None:
+        with self.spans.span("pull", round=message.round, bucket=message.bucket):
+            self._land(sender, message)
 
     def _land(self, sender: Address, message: m.Values) -> None:
         if message.round != self._round:
@@ -286,27 +294,26 @@ class Client:
             self._values.update(self._held[sender.index])
             return
         if message.body is None and self.windowed:
-            self._values.add(self._bucket(sender, message.bucket).id)
+            self._values.add(self.bucket(sender, message.bucket).id)
             return
-        bucket, body = self._bucket(sender, message.bucket), _present_body(message)
-        if self._encoding.is_coded(message, bucket):
+        bucket, body = self.bucket(sender, message.bucket), present_body(message)
+        if self._codec.is_coded(message, bucket):
             if message.bucket not in self._values:  # said twice, it must not count twice
-                self._encoding.values(bucket, body)
+                self._codec.values(bucket, body)
         else:
             target = self.flats.view("params", bucket)
             if body.data_ptr() != target.data_ptr():
                 target.copy_(typed(body, target))
             if message.version >= 0:  # else they are final: no difference comes after them
-                self._encoding.restart(bucket)
+                self._codec.restart(bucket)
         self._values.add(message.bucket)
 
     def lost(self, peer: Address, reason: str) -> None:
         """A connection ended."""
         with self._waiter.update():
             self._gone.add(peer)
-            if self.crossing is not None and peer.role is Role.WORKER:
-                self.crossing.lost(peer, reason)
-            elif not self._leaving:
+            expected = any(on_lost(peer, reason) for on_lost in self._on_lost)
+            if not expected and not self._leaving:
                 self._failure = self._failure or PeerLost(f"{self.me} lost {peer}: {reason}")
 
     def _wait(self, ready: Callable[[], bool]) -> None:
@@ -316,8 +323,7 @@ class Client:
         if self._failure is not None:
             raise self._failure
 
-    # --- for its parts: `data`, `tables`, `crossing` (`data_client.ClientAccess`)
-    # --------------------------------------------
+    # --- for its parts and its extensions (`extension.ClientAccess`) ---------------------------------------------
 
     def tell(self, to: Address, message: m.Message) -> None:
         """Send a message."""
@@ -341,17 +347,26 @@ class Client:
         """
         for bucket in self.map.buckets:
             home = self._home(bucket)
-            if self.map.spaces[bucket.space].speaker == self.me.index and home not in self._begun:
+            if self.map.spaces[bucket.space].speaker == self.me.index and home not in self.begun:
                 self._send(home, m.Init(bucket.id, body=self.flats.view(buffer, bucket)))
 
     def fetch(self) -> None:
         """Wait for current values of all slices that this worker holds; they land in the flat buffer "params"."""
         self.settle()
         self._fetches += 1
+        with self.receive_values(-1 - self._fetches):
+            for server in self.servers:
+                self._send(server, m.Fetch(self._fetches))
+
+    @contextmanager
+    def receive_values(self, number: int) -> Iterator[None]:
+        """The block asks for values; the round of this number is received, and stands in "params" at the block's end.
+
+        Raises JobError, PeerLost.
+        """
         self.before_values()
-        self._await_values(-1 - self._fetches)
-        for server in self.servers:
-            self._send(server, m.Fetch(self._fetches))
+        self._await_values(number)
+        yield
         self._wait_values()
         self.after_values()
 
@@ -386,7 +401,7 @@ class Client:
             self._await_values(step)  # new values may come before the backward is over
         bits = int_to_bits(present, len(bucket.pieces))
         with self.spans.span("push", step=step + 1, ordinal=ordinal, bucket=bucket.id):
-            body = self._encoding.push(bucket, weight, present, body)
+            body = self._codec.push(bucket, weight, present, body)
             self._send(self._adder(bucket), m.Push(step, ordinal, bucket.id, weight, bits, fresh, body=body))
 
     def rates(self, hyper: bytes) -> None:
@@ -500,10 +515,10 @@ class Client:
 
     def _begin_commit(self, step: int, end: StepEnd) -> None:
         self.settle()
-        if self.tables is not None:
-            self.tables.end_step(step)
+        for call in self._before_commit:
+            call(step, end)
         self._applied.clear()
-        self._begun.clear()
+        self.begun.clear()
         if end.fetch:
             self.before_values()
         if self._pulls(end) and self._round != step:
@@ -516,11 +531,11 @@ class Client:
         return end.fetch and (self._lazy or not self.windowed)
 
     def _end_commit(self, step: int, end: StepEnd) -> StepOutcome:
-        servers = len(self.servers)
+        late = self.late_steps
         with self.spans.span("wait for apply"):
-            self._wait(lambda: self._late >= step or sum(a.step == step for a in self._applied.values()) == servers)
-        if self._late >= step:
-            return self.catch_up()
+            self._wait(lambda: (late is not None and late.missed(step)) or self._applied_everywhere(step))
+        if late is not None and late.missed(step):
+            return late.catch_up()
         if self._pulls(end):
             self._wait_values()
         if end.fetch:
@@ -531,32 +546,12 @@ class Client:
         found_inf, refused = any(r.found_inf for r in replies), tuple(pairs(replies[0].refused))
         leaves = any(reply.leaves for reply in replies)
         outcome = StepOutcome(replies[0].version, stale, found_inf, replies[0].norm, taken, refused, leaves)
-        nothing = found_inf or any(worker == self.me.index for worker, _ in refused)
-        self._encoding.step_done(nothing, end.weight, end.revisions, end.inv_scale)
+        for call in self._after_commit:
+            call(end, outcome)
         return outcome
 
-    def catch_up(self, through: int = -1) -> StepOutcome:
-        """With backup workers: wait for the values that the others are at, and learn which step they are in.
-
-        through: not before all workers are through with the batches of this epoch, as this one is.
-        """
-        with self._waiter.update():
-            self._questions += 1
-            self._caught_up.clear()
-        self.before_values()
-        self._await_values(values_round(self._questions))
-        self._send(self.servers[0], m.StepCatchUp(self._questions, through))
-        with self.spans.span("wait for the others"):
-            self._wait(lambda: len(self._caught_up) == len(self.servers))
-        self._wait_values()
-        self.after_values()
-        replies = [self._caught_up[server] for server in self.servers]
-        taken = max(reply.snapshot for reply in replies)
-        return StepOutcome(replies[0].version, (), False, -1.0, taken, late=True, next=replies[0].step)
-
-    def through(self, epoch: int) -> None:
-        """With backup workers: tell that this one wants no more batches of an epoch; never waits."""
-        self.mention(self.servers[0], m.StepCatchUp(0, epoch))
+    def _applied_everywhere(self, step: int) -> bool:
+        return sum(applied.step == step for applied in self._applied.values()) == len(self.servers)
 
     def _commit_for(self, server: Address, step: int, end: StepEnd) -> m.Commit:
         buckets, (low, number) = self.map.buckets_of(server.index), self._bucket_range(server)
@@ -588,15 +583,6 @@ class Client:
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def put_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Leave those of the model's buffers (any shapes) at server (0,0) that this worker has to: in most jobs 0."""
-        for index, buffer in enumerate(buffers):
-            if self.schema.buffers[index].speaker == self.me.index:
-                body = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
-                self._send(self.desk, m.ModelBufferValue(self.me.group, index, body=body))
-        if self.me.index == 0:
-            self._send(self.desk, m.ModelBufferValue(self.me.group, -1))
-
     def finish(self, steps: int) -> None:
         """The script ended."""
         self.settle()
@@ -608,23 +594,10 @@ class Client:
         """Worker (0,0): wait for the master view after the drain, also of what others hold; it lands in "params"."""
         self._fetches += 1
         self._awaited = len(self.map.buckets)
-        self.before_values()
-        self._await_values(-1 - self._fetches)
-        for server in self.servers:
-            self._send(server, m.FinalRequest(-1 - self._fetches))
-        self._wait_values()
+        with self.receive_values(-1 - self._fetches):
+            for server in self.servers:
+                self._send(server, m.FinalRequest(-1 - self._fetches))
         self._awaited = self._count
-        self.after_values()
-
-    def final_buffers(self) -> dict[int, dict[int, torch.Tensor]]:
-        """Worker (0,0): the model's buffers of every group that is there, as bytes: group -> index -> 1-D uint8."""
-        self._send(self.desk, m.BufferRequest())
-        each = len(self.schema.buffers)
-        self._wait(lambda: self._buffer_groups > 0 and len(self._buffers) == self._buffer_groups * each)
-        found: dict[int, dict[int, torch.Tensor]] = {}
-        for (group, index), body in self._buffers.items():
-            found.setdefault(group, {})[index] = body
-        return found
 
     @property
     def failure(self) -> Exception | None:
@@ -650,25 +623,3 @@ class Client:
     def leave(self) -> None:
         """From here on, connections may end."""
         self._leaving = True
-
-    # --- optimizer state -----------------------------------------------------------------------------------------
-
-    def get_state(self) -> list[m.StatePart]:
-        """All optimizer state, in parts."""
-        self.settle()
-        return self._state.get()
-
-    def put_state(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor) -> None:
-        """Load one entry of optimizer state: a number, or the piece's part of a tensor (1-D).
-
-        A script that was started again begins with a state that is older than the servers'.
-        """
-        home = self._home(bucket)
-        if home not in self._begun:
-            self._state.put(home, bucket.id, piece, key, value)
-
-
-def _present_body(message: m.Message) -> torch.Tensor:
-    if message.body is None:
-        raise m.ProtocolError(f"{type(message).__name__} without a body")
-    return message.body

@@ -1,7 +1,4 @@
-"""What a worker's door speaks of: who waits, and how; what a step is, and what became of it; why it cannot go on.
-
-`Client` is told how to wait and who deals with what is not its own business; whoever makes one brings these along.
-"""
+"""The types that the client of a worker exchanges with its callers: waiting, a step's end and outcome, failures."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-from topotrain.config.topology import Address
 from topotrain.core import protocol as m
 
 
@@ -35,38 +31,6 @@ class Waiter(Protocol):
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Return when `ready()` is true, evaluated under exclusive access."""
-        ...
-
-
-class ActivationReceiver(Protocol):
-    """Who deals with what the other workers of the group send, where one model is split over them."""
-
-    def place(self, sender: Address, message: m.Activation) -> torch.Tensor:
-        """As `wire.Endpoint.place`; never a view."""
-        ...
-
-    def come(self, sender: Address, message: m.Activation | m.ActivationHello) -> None:
-        """A message, under the waiter's exclusive access."""
-        ...
-
-    def lost(self, peer: Address, reason: str) -> None:
-        """A worker's connection ended, under the waiter's exclusive access: whether that is too early is not known."""
-        ...
-
-
-class TableReplies(Protocol):
-    """Who deals with what servers say about tables."""
-
-    def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
-        """As `wire.Endpoint.place`; never a view."""
-        ...
-
-    def take(self, sender: Address, message: m.Message) -> None:
-        """An answer, under the waiter's exclusive access."""
-        ...
-
-    def end_step(self, step: int) -> None:
-        """The worker is about to commit a step."""
         ...
 
 
@@ -108,3 +72,10 @@ class StepEnd:
     clip_norm: float = 0.0
     clip_type: float = 2.0
     samples: int = 0
+
+
+def present_body(message: m.Message) -> torch.Tensor:
+    """The body of a message that must have one. Raises ProtocolError."""
+    if message.body is None:
+        raise m.ProtocolError(f"{type(message).__name__} without a body")
+    return message.body

@@ -1,41 +1,53 @@
-"""A worker's door to the optimizer's state, which lives on the servers."""
-
-from collections.abc import Sequence
+"""The client of the optimizer's state, which lives on the servers."""
 
 import torch
 
+from topotrain.config.sharding import Bucket, Piece
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.training.data.data_client import ClientAccess
+from topotrain.core.client.extension import ClientAccess, ClientExtension
+from topotrain.core.model.schema import torch_dtype
 
 
-class OptimizerStateClient:
-    """Reads all of it, and loads it.
+class OptimizerStateClient(ClientExtension):
+    """Reads all of it, and loads it."""
 
-    Args:
-        voice: how to speak.
-        servers: of this worker.
-    """
+    messages = (m.StatePart,)
 
-    def __init__(self, voice: ClientAccess, servers: Sequence[Address]) -> None:
-        self._voice, self._servers = voice, servers
+    def __init__(self) -> None:
         self._rounds = 0
         self._parts: dict[Address, dict[tuple[int, int, str], m.StatePart]] = {}
         self._ended: dict[Address, int] = {}  # how many parts the server has sent
 
+    def bind(self, client: ClientAccess) -> None:
+        """As `ClientExtension.bind`."""
+        self._client = client
+
     def get(self) -> list[m.StatePart]:
         """All optimizer state, in parts."""
-        with self._voice.waiter.update():
-            self._parts = {server: {} for server in self._servers}
+        client = self._client
+        client.settle()
+        with client.waiter.update():
+            self._parts = {server: {} for server in client.servers}
             self._ended.clear()
             self._rounds += 1
-        for server in self._servers:
-            self._voice.tell(server, m.StateRequest(self._rounds))
-        self._voice.wait_until(self._all_here)
-        return [part for server in self._servers for part in self._parts[server].values()]
+        for server in client.servers:
+            client.tell(server, m.StateRequest(self._rounds))
+        client.wait_until(self._all_here)
+        return [part for server in client.servers for part in self._parts[server].values()]
 
-    def take(self, sender: Address, message: m.StatePart) -> None:
+    def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
+        """Memory for a piece's part of a tensor."""
+        assert isinstance(message, m.StatePart)
+        bucket = self._client.bucket(sender, message.bucket)
+        piece = _piece(bucket, message.piece)
+        return torch.empty(piece.hi - piece.lo, dtype=torch_dtype(self._client.map.spaces[bucket.space].dtype))
+
+    def handle(self, sender: Address, message: m.Message) -> None:
         """A server has told a part. Raises ProtocolError where nobody has asked."""
+        assert isinstance(message, m.StatePart)
+        if message.key:
+            _piece(self._client.bucket(sender, message.bucket), message.piece)
         if message.round != self._rounds:
             return
         if sender not in self._parts:
@@ -46,10 +58,22 @@ class OptimizerStateClient:
             self._ended[sender] = int(message.number)
 
     def _all_here(self) -> bool:
-        return all(self._ended.get(server) == len(self._parts[server]) for server in self._servers)
+        return all(self._ended.get(server) == len(self._parts[server]) for server in self._client.servers)
 
-    def put(self, home: Address, bucket: int, piece: int, key: str, value: float | torch.Tensor) -> None:
-        """Load one entry: a number, or the piece's part of a tensor (1-D). home: of the bucket."""
+    def put(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor) -> None:
+        """Load one entry: a number, or the piece's part of a tensor (1-D).
+
+        A script that was started again begins with a state that is older than the servers'.
+        """
+        home = self._client.servers[bucket.shard]
+        if home in self._client.begun:
+            return
         tensor = value if isinstance(value, torch.Tensor) else None
         number = 0.0 if isinstance(value, torch.Tensor) else value
-        self._voice.tell(home, m.StatePart(0, bucket, piece, number, key, body=tensor))
+        self._client.tell(home, m.StatePart(0, bucket.id, piece, number, key, body=tensor))
+
+
+def _piece(bucket: Bucket, number: int) -> Piece:
+    if not 0 <= number < len(bucket.pieces):
+        raise m.ProtocolError(f"piece {number} of bucket {bucket.id}, which has {len(bucket.pieces)}")
+    return bucket.pieces[number]

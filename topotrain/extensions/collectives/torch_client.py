@@ -7,7 +7,7 @@ step, its commit and the new values are the servers' business and travel on our 
 host's memory: NCCL is given copies of them on the GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client import Client, PeerLost, StepEnd, Waiter
+from topotrain.core.client.extension import ClientExtension
 from topotrain.extensions.collectives.torch_backend import (
     DEADLINE,
     CollectiveError,
@@ -44,14 +45,21 @@ class _Sum:
             self.total.copy_(self.made)
 
 
+@dataclass(frozen=True, slots=True)
+class TorchCollectiveConfig:
+    """The job, the store of the group's rendezvous, and the address it binds to (as for `TorchCollective`)."""
+
+    job: Job
+    store: Any
+    address: str = ""
+
+
 class TorchCollectiveClient(Client):
     """One worker's door; see the rule above.
 
     Args:
-        me, topology, send, waiter, shared: as for `Client`.
-        job: the job.
-        store, address: where the group meets, and what it binds to, as for `TorchCollective`.
-        incarnation: as for `Client`.
+        me, topology, send, waiter, shared, incarnation, extensions: as for `Client`.
+        config: how the group adds up.
 
     Raises:
         ConfigError: this machine, or its build of torch, does not have the engine.
@@ -64,15 +72,15 @@ class TorchCollectiveClient(Client):
         send: Callable[[Address, m.Message], None],
         waiter: Waiter,
         shared: bool,
-        job: Job,
-        store: Any,
-        address: str = "",
-        incarnation: int = 0,
+        incarnation: int,
+        extensions: Sequence[ClientExtension],
+        config: TorchCollectiveConfig,
     ) -> None:
-        super().__init__(me, topology, send, waiter, shared, incarnation)
+        super().__init__(me, topology, send, waiter, shared, incarnation, extensions)
+        job = config.job
         check_engine(job.cluster.engine)
         self._engine = job.cluster.engine
-        self._store, self._address = store, address
+        self._store, self._address = config.store, config.address
         self._divide = job.reduce is Reduce.kMean
         self._hidden = job.grads is Grads.kHidden
         self._group: TorchCollective | None = None

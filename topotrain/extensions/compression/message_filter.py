@@ -15,6 +15,7 @@ from topotrain.config.job import Cluster
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address
 from topotrain.core.bitmaps import NO_REVISION
+from topotrain.core.client.body_codec import BodyCodec, not_coded
 from topotrain.core.model.schema import FlatBuffers, torch_dtype, typed
 from topotrain.core.protocol import ProtocolError, Push, ReducedGradient, Values
 from topotrain.extensions.compression.codecs import Codec, ScratchMemory
@@ -90,7 +91,7 @@ class _Sender:
         self._feedback.drop()
 
 
-class WorkerEncoding:
+class WorkerEncoding(BodyCodec):
     """A worker's side. Encodes on the script's thread; decodes on the roads' threads, one message at a time.
 
     Args:
@@ -144,11 +145,9 @@ class WorkerEncoding:
 
     def is_coded(self, message: ReducedGradient | Values, bucket: Bucket) -> bool:
         """Whether the body of this message is an encoding."""
-        if isinstance(message, ReducedGradient):
-            return self._in.of(bucket) is not None
-        if message.coded and self._in.of(bucket) is None:
-            raise ProtocolError(f"bucket {bucket.id} came encoded, which its dtype never is")
-        return message.coded
+        if self._in.of(bucket) is None:
+            return not_coded(message, bucket)
+        return isinstance(message, ReducedGradient) or message.coded
 
     def landing(self, message: ReducedGradient | Values, bucket: Bucket) -> torch.Tensor:
         """Where such a body is to be received."""

@@ -7,8 +7,10 @@ from typing import Literal, Protocol
 import torch
 
 from topotrain.extensions.resume.worker_state import WorkerState
+from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.training.context import Context
 from topotrain.training.data.batch_ranges import Runs
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import EpochStart
 from topotrain.training.data.map_dataset import ResumePoint
 from topotrain.training.worker import Worker
@@ -116,9 +118,9 @@ def find(here: Context, worker: Worker) -> PreviousRun:
     first = first if past is None else max(first, past.closed)
     later, alive, taken = None, False, 0
     if returned:
-        taken = worker.exchange.data.applied(-1)
+        taken = worker.exchange.extension(DataClient).applied(-1)
         steps += taken * here.place.job.cluster.n_push
-        left, since = worker.exchange.data.deposited()
+        left, since = worker.exchange.extension(WorkerStateClient).load()
         if left is not None:
             before, own, alive = WorkerState.from_bytes(_bytes(left)), True, True
             first = before.passes

@@ -25,8 +25,10 @@ from topotrain.extensions.resume.lr_schedulers import OptimizerRates
 from topotrain.extensions.resume.previous_run import find
 from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
 from topotrain.extensions.resume.worker_state import WorkerState
+from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE
 from topotrain.training.context import Context
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import EpochStart, ShardedLoader
 from topotrain.training.data.map_dataset import ResumePoint
 from topotrain.training.rng_state import Stand, put_back, stand
@@ -165,7 +167,7 @@ class ScriptResume:
             self._here.loop_ended()
 
     def _look_whether_it_leaves(self) -> None:
-        if self._worker.leaves or self._worker.exchange.data.leaves:
+        if self._worker.leaves or self._worker.exchange.extension(DataClient).leaves:
             raise GroupLeaving
 
     def given(self) -> None:
@@ -237,7 +239,7 @@ class ScriptResume:
     def _leave(self, number: int, condition: WorkerState) -> None:
         data = torch.frombuffer(bytearray(condition.to_bytes()), dtype=torch.uint8)
         with self._worker.exchange.spans.span("deposit"):
-            self._worker.exchange.data.deposit(number, data)
+            self._worker.exchange.extension(WorkerStateClient).save(number, data)
 
     # --- the script's loop ---------------------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ import torch
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Client
+from topotrain.core.client.client import Client, StepEnd
+from topotrain.core.client.extension import ClientExtension
 from topotrain.extensions.tables.row_optimizers import check_rule
 from topotrain.extensions.tables.table_spec import Ids, TableSpec, pack_ids, unpack_ids
 
@@ -74,7 +75,7 @@ class PendingPull:
     order: torch.Tensor | None = None
 
 
-class TableClient:
+class TableClient(ClientExtension):
     """One worker's door; see above.
 
     Args:
@@ -84,6 +85,8 @@ class TableClient:
     Raises:
         ConfigError: the layout has not just one server group.
     """
+
+    messages = m.TABLE_ANSWERS
 
     def __init__(self, exchange: Client, topology: Topology, job: Job) -> None:
         groups = job.cluster.nserver_groups
@@ -104,7 +107,7 @@ class TableClient:
         self._barriers: set[tuple[Address, int]] = set()
         self._barriers_met = 0
         self._closed = False
-        exchange.tables = self
+        exchange.attach(self)
 
     # --- what servers say ----------------------------------------------------------------------------------------
 
@@ -117,7 +120,7 @@ class TableClient:
         lo, hi = pull.rounds[number]
         return pull.buffer[lo:hi].view(-1)
 
-    def take(self, sender: Address, message: m.Message) -> None:
+    def handle(self, sender: Address, message: m.Message) -> None:
         """An answer."""
         if isinstance(message, m.TableOpen):
             self._opened.add((sender, message.table))
@@ -133,8 +136,8 @@ class TableClient:
         elif isinstance(message, m.TableIds):
             self._lists[message.round] = unpack_ids(message.ids)
 
-    def end_step(self, step: int) -> None:
-        """The worker is about to commit a step (called by its `Client`)."""
+    def before_commit(self, step: int, end: StepEnd) -> None:
+        """Tell the servers that this step has no more pushes."""
         self._steps = step + 1
         if any(table.spec.mode == "step" for table in self._tables.values()):
             for server in self._servers:

@@ -33,10 +33,11 @@ from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
 from topotrain.extensions.collectives.collective_server import make_server
-from topotrain.extensions.collectives.torch_client import TorchCollectiveClient
+from topotrain.extensions.collectives.torch_client import TorchCollectiveClient, TorchCollectiveConfig
 from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
+from topotrain.launch.runtime.client_extensions import client_extensions
 from topotrain.parallel.runtime.network_channel import NetworkChannel
 
 # --- servers -----------------------------------------------------------------------------------------------------
@@ -539,9 +540,9 @@ class WorkerConnections:
         threading.Thread(target=look, name=f"to {server}", daemon=True).start()
 
     def _door(self, place: RouterConfig, send: Callable[[Address, Message], None], monitor: ConditionWaiter) -> Client:
-        incarnation = place.identity.incarnation
+        incarnation, extensions = place.identity.incarnation, client_extensions(place.topology)
         if not place.topology.foreign:
-            return Client(self.me, place.topology, send, monitor, place.shared, incarnation)
+            return Client(self.me, place.topology, send, monitor, place.shared, incarnation, extensions)
         if not place.sockets.parts or len(set(place.topology.hosts)) > 1:  # no folder that all workers share
             store: object = TorchStore(within(place.store, f"engine/{self.me.group}"))
             address = place.host
@@ -550,7 +551,8 @@ class WorkerConnections:
             store = str(place.sockets / f"engine-{sha256(b'engine' + place.identity.token).hexdigest()[:16]}")
             address = ""
         topology, job, shared = place.topology, place.job, place.shared
-        return TorchCollectiveClient(self.me, topology, send, monitor, shared, job, store, address, incarnation)
+        config = TorchCollectiveConfig(job, store, address)
+        return TorchCollectiveClient(self.me, topology, send, monitor, shared, incarnation, extensions, config)
 
     @property
     def beside(self) -> ServerProcess | None:

@@ -16,6 +16,7 @@ from topotrain.parallel.program.build_program import program
 from topotrain.parallel.runtime.channel import STEPPED, ActivationChannel, TensorKey
 from topotrain.parallel.runtime.program_runner import Runner
 from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker import Worker
 
@@ -47,7 +48,7 @@ class SplitForward:
         self._passage, self._weight = passage, worker.weight
         self.meeting = _JobMeeting(passage, worker, self._begun)
         worker.counts = self._counts
-        worker.exchange.data.drawing = self.meeting.draw
+        worker.exchange.extension(DataClient).drawing = self.meeting.draw
         worker.before_commit.append(self._step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from topotrain.comm.transport import TransportError
 from topotrain.config.sharding import ITEM_BYTES
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import Client, PeerLost
+from topotrain.core.client.extension import ClientExtension
 from topotrain.core.model.schema import torch_dtype
 from topotrain.core.protocol import Activation, ActivationHello, Message, ProtocolError
 from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
@@ -30,10 +31,10 @@ from topotrain.parallel.runtime.send_buffers import Allocate, SendBuffers, priva
 PART_BYTES = 16 << 20
 
 
-class NetworkChannel:
+class NetworkChannel(ClientExtension):
     """One worker's `ActivationChannel`.
 
-    The exchange delivers messages on transport threads.
+    The client delivers messages on transport threads.
 
     Args:
         exchange: the worker's client.
@@ -41,6 +42,8 @@ class NetworkChannel:
         look: reads messages that have arrived, for transports that read only on demand.
         allocate: allocates memory for sending, which the transport may share with the receiver.
     """
+
+    messages = (Activation, ActivationHello)
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class NetworkChannel:
         self._coming: dict[tuple[int, TensorKey], list[torch.Tensor]] = {}
         self._greeted: set[int] = set()
         self._left: dict[int, str] = {}
-        exchange.crossing = self
+        exchange.attach(self)
 
     # --- meeting -------------------------------------------------------------------------------------------------
 
@@ -161,25 +164,22 @@ class NetworkChannel:
 
     # --- calls by the exchange -----------------------------------------------------------------------------------
 
-    def place(self, sender: Address, message: Activation) -> torch.Tensor:
-        """Allocate memory for one part.
-
-        Raises:
-            ProtocolError: the part cannot belong to a tensor of the announced size.
-        """
+    def place(self, sender: Address, message: Message) -> torch.Tensor | None:
+        """Allocate memory for one part. Raises ProtocolError."""
+        if not isinstance(message, Activation):
+            return None
         if message.nbytes <= 0 or message.parts != _parts(message.nbytes) or not 0 <= message.part < message.parts:
             raise ProtocolError(f"part {message.part} of {message.parts} of {message.nbytes} bytes")
         return torch.empty(min(PART_BYTES, message.nbytes - message.part * PART_BYTES), dtype=torch.uint8)
 
-    def come(self, sender: Address, message: Activation | ActivationHello) -> None:
-        """Handle a part or a hello that has arrived, in order.
-
-        Raises:
-            ProtocolError: the part is out of order, or its numbers are not possible.
-        """
+    def handle(self, sender: Address, message: Message) -> None:
+        """Handle a part or a hello, in order. Raises ProtocolError."""
         if isinstance(message, ActivationHello):
             self._greeted.add(sender.index)
-            return
+        elif isinstance(message, Activation):
+            self._take_part(sender, message)
+
+    def _take_part(self, sender: Address, message: Activation) -> None:
         if not self._slots.read(sender.index, message.taken):
             raise ProtocolError(f"{sender} reports {message.taken} messages read, which is not possible")
         self._read[sender.index] += 1
@@ -193,9 +193,11 @@ class NetworkChannel:
             del self._coming[sender.index, key]
             self._store.put(sender.index, key, _whole(message, came), message.grad)
 
-    def lost(self, peer: Address, reason: str) -> None:
-        """Note that a worker will send nothing more."""
-        self._left[peer.index] = reason
+    def on_lost(self, peer: Address, reason: str) -> bool:
+        """Note that a worker will send nothing more. This is a failure only when something is needed from it."""
+        if peer.role is Role.WORKER:
+            self._left[peer.index] = reason
+        return peer.role is Role.WORKER
 
 
 def _parts(nbytes: int) -> int:

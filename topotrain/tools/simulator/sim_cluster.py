@@ -25,6 +25,7 @@ from topotrain.core.optim.adapter import describe
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
+from topotrain.launch.runtime.client_extensions import client_extensions
 from topotrain.launch.runtime.process_host import peers
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
 
@@ -123,7 +124,8 @@ class SimCluster:
                 self.wire.connect(me, peer, "")
 
     def _door(self, me: Address) -> Client:
-        door = Client(me, self.topology, lambda to, message: self.wire.send(me, to, message), self.sim.waiter())
+        waiter, extensions = self.sim.waiter(), client_extensions(self.topology)
+        door = Client(me, self.topology, lambda to, x: self.wire.send(me, to, x), waiter, extensions=extensions)
         self.wire.attach(me, door)
         for server in {*door.servers, door.desk}:
             self.wire.connect(me, server, "")
@@ -214,7 +216,7 @@ class SimWorker:
     def finish(self) -> "SimWorker":
         """Finish the script."""
         if self.me.index == 0:
-            self.door.put_buffers([])
+            self.door.buffers.put([])
         self.door.finish(self.steps)
         return self
 

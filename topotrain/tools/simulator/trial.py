@@ -14,8 +14,11 @@ from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, PeerLost
+from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.elastic.eligibility import singly
+from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
+from topotrain.launch.runtime.client_extensions import client_extensions
 from topotrain.launch.runtime.process_host import peers
 from topotrain.tools.simulator.fault_schedule import WEATHERS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, parameters
@@ -24,6 +27,7 @@ from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransp
 from topotrain.tools.simulator.sim_processes import CrashableTransport, CrashableWaiter, Killed, WorkerProcess
 from topotrain.tools.simulator.worker_observer import InvariantViolated, WorkerObserver
 from topotrain.training.data.batch_ranges import left
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import STATIC, LeaseIterator
 
 LONG = 10.0
@@ -125,7 +129,8 @@ class Trial(SimCluster):
             life.said += 1
             self.wire.send(me, to, message)
 
-        door = Client(me, self.topology, say, CrashableWaiter(life, self.sim), incarnation=life.incarnation)
+        waiter, extensions = CrashableWaiter(life, self.sim), client_extensions(self.topology)
+        door = Client(me, self.topology, say, waiter, incarnation=life.incarnation, extensions=extensions)
         self.road.settle(me, door)
         for server in {*door.servers, door.desk}:
             self.wire.connect(me, server, "")
@@ -334,9 +339,9 @@ class Trial(SimCluster):
             begins = True
             for stream, seq, number in self._batches(seat, epoch):
                 if begins and self._schedule.every:
-                    seat.door.data.deposit(EPOCH, passes_of(epoch))
+                    seat.door.extension(WorkerStateClient).save(EPOCH, passes_of(epoch))
                 if snapshot:
-                    seat.door.data.deposit(snapshot, passes_of(epoch))
+                    seat.door.extension(WorkerStateClient).save(snapshot, passes_of(epoch))
                 begins = False
                 seat.sleep(0.0, 0.004)
                 if life.over:
@@ -353,10 +358,10 @@ class Trial(SimCluster):
                     witness.look(seat.values())
                 if outcome.leaves:
                     self._go(life)
-            if seat.door.data.leaves:
+            if seat.door.extension(DataClient).leaves:
                 self._go(life)
         if snapshot:
-            seat.door.data.deposit(snapshot, passes_of(self.epochs))
+            seat.door.extension(WorkerStateClient).save(snapshot, passes_of(self.epochs))
         self._end_well(seat)
 
     def _train_singly(self, seat: SimWorker, witness: WorkerObserver) -> None:
@@ -366,11 +371,11 @@ class Trial(SimCluster):
         """
         life, workers, me = self.lives[seat.me], self.topology.workers_per_group, seat.me.index
         if life.incarnation:
-            seat.steps = seat.door.catch_up().next
+            seat.steps = seat.door.extension(BackupWorkersClient).catch_up().next
         for epoch in self._epochs:
             stream = (epoch << 32) | STATIC | me
             mine = self._unread(epoch, self.batches * workers)[me::workers]
-            number = seat.door.data.applied(stream)
+            number = seat.door.extension(DataClient).applied(stream)
             while number < len(mine):
                 seat.sleep(0.0, 0.004)
                 if life.over:
@@ -385,7 +390,7 @@ class Trial(SimCluster):
                     self.commits.setdefault(seat.me.group, []).append(self.sim.now)
                     witness.did([cell])
                     witness.look(seat.values())
-            seat.steps = seat.door.catch_up(epoch).next
+            seat.steps = seat.door.extension(BackupWorkersClient).catch_up(epoch).next
 
     @property
     def _epochs(self) -> range:
@@ -400,7 +405,7 @@ class Trial(SimCluster):
         seat.finish()
         if seat.me == self.workers[0]:
             seat.door.final_values()
-            seat.door.final_buffers()
+            seat.door.buffers.final()
             self.final = seat.values()
 
     def _go(self, life: WorkerProcess) -> None:
@@ -413,10 +418,10 @@ class Trial(SimCluster):
         if self.mode == "static":
             stream = (epoch << 32) | STATIC | group
             mine = units[group :: self.topology.worker_groups]
-            for seq in range(door.data.applied(stream), len(mine)):
+            for seq in range(door.extension(DataClient).applied(stream), len(mine)):
                 yield stream, seq, mine[seq]
             return
-        leases = LeaseIterator(door.data, epoch, len(units), 0)
+        leases = LeaseIterator(door.extension(DataClient), epoch, len(units), 0)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
             yield place.stream, place.seq, units[place.number]

@@ -1,0 +1,36 @@
+"""Compression in the client of a worker: bodies are encoded, and a commit says which encodings counted."""
+
+from collections.abc import Sequence
+
+from topotrain.config.job import Cluster
+from topotrain.config.sharding import Bucket, SliceMap
+from topotrain.core.client.body_codec import BodyCodec
+from topotrain.core.client.client_types import StepEnd, StepOutcome
+from topotrain.core.client.extension import ClientAccess, ClientExtension
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.extensions.compression.message_filter import WorkerEncoding
+
+
+class CompressionClient(ClientExtension):
+    """One worker's part of the rule in `message_filter`.
+
+    Args:
+        cluster: the settings.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def bind(self, client: ClientAccess) -> None:
+        """As `ClientExtension.bind`."""
+        self._client = client
+
+    def body_codec(self, slice_map: SliceMap, flats: FlatBuffers, adds: bool, held: Sequence[Bucket]) -> BodyCodec:
+        """As `ClientExtension.body_codec`."""
+        self._codec = WorkerEncoding(self._cluster, slice_map, flats, adds, held)
+        return self._codec
+
+    def after_commit(self, end: StepEnd, outcome: StepOutcome) -> None:
+        """What the step pushed counts, unless the step was skipped, or this worker's gradient refused."""
+        refused = any(worker == self._client.me.index for worker, _ in outcome.refused)
+        self._codec.step_done(outcome.found_inf or refused, end.weight, end.revisions, end.inv_scale)

@@ -1,0 +1,53 @@
+"""The client of the worker-state store: a worker leaves its state at server (0,0), and its next process reads it."""
+
+import torch
+
+from topotrain.config.topology import Address
+from topotrain.core import protocol as m
+from topotrain.core.client.client_types import present_body
+from topotrain.core.client.extension import ClientAccess, ClientExtension
+from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, PartialState, cut, room
+
+
+class WorkerStateClient(ClientExtension):
+    """One worker's client of the store (`WorkerStateStore`)."""
+
+    messages = (m.WorkerStatePart,)
+
+    def __init__(self) -> None:
+        self._arrivals: dict[int, PartialState] = {}
+        self._loaded: dict[int, torch.Tensor | None] = {}
+
+    def bind(self, client: ClientAccess) -> None:
+        """As `ClientExtension.bind`."""
+        self._client = client
+
+    def save(self, number: int, data: torch.Tensor) -> None:
+        """Leave this worker's state: 1-D uint8 that does not change any more. See `WorkerStatePart`."""
+        for part in cut(self._client.me, number, data):
+            self._client.tell(self._client.desk, part)
+
+    def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The state that the process before this one left when its last epoch began, and what had changed since."""
+        with self._client.waiter.update():
+            self._arrivals.clear()
+            self._loaded.clear()
+        self._client.tell(self._client.desk, m.WorkerStateRequest())
+        self._client.wait_until(lambda: self._loaded.keys() >= {EPOCH, SINCE})
+        return self._loaded[EPOCH], self._loaded[SINCE]
+
+    def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
+        """Memory for one part. Raises ProtocolError for a part of another worker's state."""
+        return room(self._client.me, message) if isinstance(message, m.WorkerStatePart) else None
+
+    def handle(self, sender: Address, message: m.Message) -> None:
+        """A part of the state, or that there is none."""
+        assert isinstance(message, m.WorkerStatePart)
+        if not message.parts:
+            if message.number in (EPOCH, SINCE):
+                self._loaded[message.number] = None
+            return
+        body = present_body(message)
+        whole = self._arrivals.setdefault(message.number, PartialState()).take(message, body)
+        if whole is not None:
+            self._loaded[message.number] = whole

@@ -1,0 +1,24 @@
+"""Which extensions the client of a worker has: the one place that names them.
+
+Tables and split models attach theirs (`TableClient`, `NetworkChannel`) when the script makes the first table, or splits
+the model.
+"""
+
+from topotrain.config.job import Compression
+from topotrain.config.topology import Topology
+from topotrain.core.client.extension import ClientExtension
+from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
+from topotrain.extensions.compression.compression_client import CompressionClient
+from topotrain.extensions.resume.worker_state_client import WorkerStateClient
+from topotrain.training.data.data_client import DataClient
+
+
+def client_extensions(topology: Topology) -> tuple[ClientExtension, ...]:
+    """The extensions of one worker's client in a job of this layout."""
+    cluster = topology.cluster
+    found: list[ClientExtension] = [DataClient(cluster.max_staleness is not None), WorkerStateClient()]
+    if cluster.backup:
+        found.append(BackupWorkersClient())
+    if cluster.compression is not Compression.kNone:
+        found.append(CompressionClient(cluster))
+    return tuple(found)
