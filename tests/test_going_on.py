@@ -177,7 +177,7 @@ def test_the_whole_job_starts_again_with_its_server_and_leaves_nothing_open(tmp_
         if isinstance(event, Notice) and event.text.startswith("resumed"):
             counts.append(len(os.listdir("/proc/self/fd")))
             tokens.append((tmp_path / "run" / "token").read_bytes())
-            forkservers.add(next(pid for pid in marked(mark) if b"launch.forkserver" in command(pid)))
+            forkservers.add(next(pid for pid in marked(mark) if b"launch.agent.forkserver" in command(pid)))
             if len(counts) == 2:  # now the job has snapshots of its own
                 snapshots.rename(tmp_path / "aside")
                 snapshots.mkdir()
