@@ -2,21 +2,15 @@
 
 There is one process per unit.
 
-* The first failure starts a short wait for its cause. A connection error of a peer may be reported before the death
-  that
-
-caused it.
-
+* The first failure starts a short wait for its cause. A connection error may be reported before the death that caused
+  it.
 * After that wait the loop asks all processes to end, and kills those that do not.
 * Where other units run on other hosts, all units first agree on what ends the job (`OtherUnits`).
 * Unit 0 decides about restarts. It receives the events of the other units and sends them commands (`Mailbox`).
 * `destroy` leaves no process behind. If the launcher itself is killed, the units and the forkserver read the end of
-
-their stdin, and end.
-
+  their stdin, and end.
 * Where a job survives process deaths, `RecoveryPolicy` receives every event first, and the loop executes its actions: a
-
-group restarts, or this run ends so that another one follows.
+  group restarts, or this run ends so that another one follows.
 """
 
 import contextlib

@@ -71,8 +71,7 @@ class NodeMembership:
         rank: the rank of this unit.
         hosts: the hosts of all units.
         leads: this unit has the first server, or knows where it is. So it requests the last snapshot when another unit
-            is
-            asked to end.
+            is asked to end.
         lines: the words for a `Mailbox`, where the job survives process deaths. None: the loss of a unit ends the job.
         hear: reads the description of a unit that rejoins.
     """

@@ -3,8 +3,7 @@
 * No unit starts before all units have ended their processes.
 * Unit 0 waits for a replacement of a vanished unit as long as units wait at the rendezvous. Then the job ends.
 * Unit 0 chooses the snapshot, and each unit checks that it sees the same one. A workspace that is not shared is an
-
-error.
+  error.
 """
 
 import time

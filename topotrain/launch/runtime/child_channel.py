@@ -4,9 +4,7 @@ The forkserver forks a child, which then calls its entry point. The control chan
 
 * The child sends events as JSON lines, and receives commands as JSON lines. The last event announces its end.
 * The end of file means that the unit is gone. The child then ends at once with its whole process group, because no
-
-process would receive its events.
-
+  process would receive its events.
 * The child also ends when its program has closed the channel.
 """
 

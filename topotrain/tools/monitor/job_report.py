@@ -4,10 +4,8 @@
 
 * Counters in events are cumulative. The last one of a resident counts, so lost or late events do no harm.
 * Bytes are counted at both ends. A job's `bytes_out` is the sum over its processes.
-* The counts of a restarted resident continue from the last event of its former process. They include work that was
-
-done twice.
-
+* The counts of a restarted resident continue from the last event of its former process. They include work that was done
+  twice.
 * `samples` counts the samples in the final values, each once. The servers report that number at the end.
 """
 
