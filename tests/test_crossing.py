@@ -143,13 +143,13 @@ def test_whoever_says_that_it_has_read_more_than_was_said_is_turned_away():
         (FIRST, {"part": 1}, "part 1 of 1 of 12 bytes"),
         (FIRST, {"nbytes": 1 << 60}, "part 0 of 1 of"),
         (FIRST, {"nbytes": -1}, "part 0 of 1 of -1 bytes"),
-        (FIRST, {"sizes": (4,)}, r"12 bytes, \(4,\) says 16"),
+        (FIRST, {"sizes": (4,)}, r"12 bytes, but \(4,\) needs 16"),
         (FIRST, {"sizes": (-3, -1)}, "elements of float32"),
         (FIRST, {"dtype": "Tensor"}, "elements of Tensor"),
         (FIRST, {"body": None}, "12 bytes"),
-        (SERVER, {}, "no Activation from server 0/0"),
-        (Address(Role.WORKER, 1, 0), {}, "no Activation from worker 1/0"),
-        (Address(Role.WORKER, 0, 2), {}, "no Activation from worker 0/2"),
+        (SERVER, {}, "does not accept Activation from server 0/0"),
+        (Address(Role.WORKER, 1, 0), {}, "does not accept Activation from worker 1/0"),
+        (Address(Role.WORKER, 0, 2), {}, "does not accept Activation from worker 0/2"),
     ],
 )
 def test_what_cannot_be_is_refused_before_memory_is_made_for_it(sender, change, words):
