@@ -27,6 +27,7 @@ from topotrain.extensions.replication.replica_connections import ReplicaConnecti
 from topotrain.extensions.replication.state_machine import Primary, ReplicatedServer, Standby
 from topotrain.extensions.replication.state_transfer import portray, restore
 from topotrain.launch.runtime.process_host import peers
+from topotrain.launch.runtime.server_extensions import make_server
 from topotrain.tools.simulator import sim_cluster
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
 
@@ -157,7 +158,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
         return plan(self.topology.shards)
 
     def make(self, me: Address, deliver: Callable[[Address, m.Message], None]) -> Server:
-        server = Server(me, self.job, self.topology, sim_cluster.zeros, deliver=deliver)
+        server = make_server(me, self.job, self.topology, sim_cluster.zeros, deliver=deliver)
         server.snapshots.follow(lambda work: None)
         return server
 

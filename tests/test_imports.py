@@ -46,7 +46,6 @@ UPWARD = """
     core.server.server>extensions.elastic.eligibility
     core.server.server>extensions.elastic.membership
     core.server.server>extensions.resume.worker_state_store
-    core.server.server>extensions.tables.table_server
     core.server.server>training.data.lease_queue
     extensions.elastic.resize_requests>launch.runtime.process_host
     extensions.tables.frontend.table_registry>launch.runtime.process_host

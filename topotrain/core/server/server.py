@@ -7,7 +7,7 @@ network. What differs between the frameworks is decided elsewhere: whom a gradie
 `consistency`, how server groups agree in `group_sync`, the arithmetic of an update in `update`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from topotrain.core.server.consistency import (
     LoopExits,
     pairs,
 )
+from topotrain.core.server.extension import ExtensionHooks, Outbox, ServerExtension
 from topotrain.core.server.gradient_staging import GradientStaging, ReducedBucket
 from topotrain.core.server.group_sync import Distance
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
@@ -51,15 +52,15 @@ from topotrain.core.server.shutdown import Shutdown
 from topotrain.core.server.startup import Startup
 from topotrain.extensions.backup_workers.quorum import BackupWorkers
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots, WorkerStates, takes_snapshots, unread
-from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource, restore
+from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant, SnapshotSource, restore
 from topotrain.extensions.checkpointing.snapshot_coordinator import CUT
-from topotrain.extensions.elastic.eligibility import TABLES, singly
+from topotrain.extensions.elastic.eligibility import singly
 from topotrain.extensions.elastic.membership import ElasticGroups
 from topotrain.extensions.resume.worker_state_store import WorkerStateStore
-from topotrain.extensions.tables.table_server import MESSAGES, TableServer
 from topotrain.training.data.lease_queue import LeaseQueue
 
 Out = list[tuple[Address, m.Message]]
+Deliver = Callable[[Address, m.Message], None]
 
 _MAX_HELD = 1 << 14
 
@@ -76,6 +77,7 @@ class Server:
         deliver: told every answer as soon as there is one, so that it is on its way while the next is computed;
             without it, `handle` returns them all.
         resumed: the snapshot that the job goes on from, instead of the values that worker (0,0) gives.
+        extensions: what this server does besides, see `extension`.
     """
 
     def __init__(
@@ -85,10 +87,13 @@ class Server:
         topology: Topology,
         allocate: Allocate,
         shared: bool = False,
-        deliver: Callable[[Address, m.Message], None] | None = None,
+        deliver: Deliver | None = None,
         resumed: SnapshotSource | None = None,
+        extensions: Sequence[ServerExtension] = (),
     ) -> None:
         self.me = me
+        self.extensions = tuple(extensions)
+        self._hooks = ExtensionHooks(self.extensions)
         self.spans: Recorder = SILENT
         self._job = job
         self._topology = topology
@@ -135,7 +140,6 @@ class Server:
         self._samples = SampleCounts(topology, me.group, {} if resumed is None else resumed.samples)
         self._strikes = NonfiniteLimit(job.nonfinite)
         self._ending = Shutdown(me, topology)
-        self._tables = TableServer(me, job, topology, resumed)
         is_desk = me.group == 0 and me.index == 0
         counts = (topology.worker_groups, topology.workers_per_group)
         self.leases = LeaseQueue(*counts, singly=singly(job)) if is_desk else None
@@ -143,7 +147,8 @@ class Server:
         self._members = self._regroup.members
         self.deposits = WorkerStateStore() if is_desk else None
         self._resumed = resumed
-        self.snapshots = ServerSnapshots(me, job, topology, resumed, self._send)
+        participants = tuple(each for each in self.extensions if isinstance(each, SnapshotParticipant))
+        self.snapshots = ServerSnapshots(me, job, topology, resumed, self._send, participants)
         self.manners = MessageValidator(me, topology, shared)
         self._good_hyper = b""
         self._out: Out = []
@@ -180,7 +185,8 @@ class Server:
     def _take(self, sender: Address, message: m.Message) -> None:
         if self._members.changed and not self._is_heard(sender, message):
             return
-        if self._model is None and type(message) not in _BEFORE_MODEL:
+        kind = type(message)
+        if self._model is None and kind not in _BEFORE_MODEL and kind not in self._hooks.before_model:
             # Only a road that reorders lets anything overtake the model's description.
             self._hold(sender, message)
             return
@@ -199,7 +205,7 @@ class Server:
         return sender.role is Role.SERVER or isinstance(message, m.WorkerRejoined) or self._members.hears(sender)
 
     def _handler(self, message: m.Message) -> Callable[..., None]:
-        return _HANDLERS[type(message)]
+        return _HANDLERS.get(type(message), Server._extension)
 
     def _send(self, to: Address, message: m.Message) -> None:
         if self._members.changed and to.role is Role.WORKER and not self._members.hears(to):
@@ -220,8 +226,9 @@ class Server:
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `wire.Endpoint.place`)."""
         self.manners.check(sender, message)
-        if isinstance(message, MESSAGES):
-            return self._tables.place(sender, message)
+        extension = self._hooks.handlers.get(type(message))
+        if extension is not None:
+            return extension.place(sender, message)
         if isinstance(message, m.WorkerStatePart) and self.deposits is not None:
             return self.deposits.place(sender, message)
         model = self._model
@@ -529,12 +536,18 @@ class Server:
         if staging.backup:
             if staging.completed():
                 self._send(self._coordinator, self._vote(group))
-        elif self._tables.complete(group, staging.step) and staging.try_stage():
+        elif self._may_stage(group, staging.step) and staging.try_stage():
             self._send(self._coordinator, self._vote(group))
+
+    def _may_stage(self, group: int, step: int) -> bool:
+        gates = self._hooks.may_stage
+        return not gates or all(extension.may_stage(group, step) for extension in gates)
 
     def _vote(self, group: int) -> m.StepVote:
         vote = self._known.vote(group, self._order.next, self._members.incarnation(group))
-        return vote if vote.members else self._tables.vote(vote, self._known.staging[group].commits)
+        for extension in () if vote.members else self._hooks.amend_vote:
+            vote = extension.amend_vote(vote, self._known.staging[group].commits)
+        return vote
 
     @property
     def _coordinator(self) -> Address:
@@ -600,7 +613,9 @@ class Server:
                 self._samples.applied(group, staging.commits, refused.keys())
                 for bucket in self._known.apply(group, self._hyper[group], commit, norm, staleness):
                     self._show_early(group, bucket, self.version + 1, commit.fetch)
-                self._send_all(self._tables.apply(group, staging.step, staging.commits, step_factor(commit, norm)))
+                for extension in self._hooks.apply_step:
+                    factor = step_factor(commit, norm)
+                    self._send_all(extension.apply_step(group, staging.step, staging.commits, factor))
                 self.version += 1
                 if self._common:
                     self._meet(self._known.agreement.updated(self._known.touched(group)))
@@ -614,7 +629,8 @@ class Server:
                 self.readers.reply(worker, self._applied[group], staging.commits[worker.index].fetch)
         if self._backup is not None:
             self._backup.carried_out(step, staging.commits, late, self._applied[group])
-        self._send_all(self._tables.step_over(group, staging.step))
+        for extension in self._hooks.step_over:
+            self._send_all(extension.step_over(group, staging.step))
         staging.next_step()
         self.clocks.tick(group)
         self._taken[group] += 1
@@ -730,11 +746,11 @@ class Server:
 
     def begun(self, group: int) -> bool:
         """Whether workers of the group have begun to train here."""
-        return group in self.readers.asked or self._tables.used
+        return group in self.readers.asked or any(each.has_begun() for each in self._hooks.has_begun)
 
     def objection(self) -> str:
         """Why no group can be started again by itself."""
-        return TABLES if self._tables.used else ""
+        return next(filter(None, (each.refuses_regroup() for each in self._hooks.refuses_regroup)), "")
 
     def ended(self, group: int) -> bool:
         """Whether all scripts of the group have come to their end."""
@@ -827,8 +843,9 @@ class Server:
 
         Empty: they can. Only the coordinator knows.
         """
-        if self._tables.used:
-            return self.objection()
+        why = self.objection()
+        if why:
+            return why
         if wish == "join":
             return "the job is coming to its end" if any(map(self.ended, self.groups)) else ""
         if self.ended(group):
@@ -942,16 +959,20 @@ class Server:
 
     def has_finished(self, worker: Address) -> bool:
         """Whether the script of a worker of ours has come to its end."""
-        if self._opening.schema is None:  # a job may have used only tables
-            return self._tables.over
+        if self._opening.schema is None:  # a job may have used only an extension
+            return self._scripts_over
         return worker.index in self._finished[worker.group]
 
     @property
     def running(self) -> bool:
         """Whether a script of a worker of ours has not come to its end."""
-        if self._opening.schema is None and self._tables.over:
+        if self._opening.schema is None and self._scripts_over:
             return False
         return any(self._runs(group) for group in self.groups)
+
+    @property
+    def _scripts_over(self) -> bool:
+        return any(extension.scripts_over() for extension in self._hooks.scripts_over)
 
     @property
     def distance(self) -> Distance:
@@ -961,15 +982,18 @@ class Server:
     @property
     def done(self) -> bool:
         """Nothing is left for this server to do."""
-        if self._opening.schema is None:  # a job may have used only tables
-            return self._tables.done
+        if self._opening.schema is None:  # a job may have used only an extension
+            return any(extension.is_done() for extension in self._hooks.is_done)
         return self._ending.done
 
-    # --- tables --------------------------------------------------------------------------------------------------
+    # --- extensions ----------------------------------------------------------------------------------------------
 
-    def _of_tables(self, sender: Address, message: m.Message) -> None:
-        self._send_all(self._tables.take(sender, message))
-        if self._model is not None and sender.group in self._model.staging:
+    def _extension(self, sender: Address, message: m.Message) -> None:
+        extension = self._hooks.handlers.get(type(message))
+        if extension is None:
+            raise m.ProtocolError(f"{self.me} has no extension that handles {type(message).__name__}")
+        self._send_all(extension.handle(sender, message))
+        if extension in self._hooks.may_stage and self._model is not None and sender.group in self._model.staging:
             self._try_stage(sender.group)
 
     # --- data and optimizer state --------------------------------------------------------------------------------
@@ -994,13 +1018,13 @@ class Server:
     def _snapshot_ask(self, sender: Address, message: m.SnapshotRequest) -> None:
         if message.last:
             self._snapshot_last()
-        elif not self._tables.unkept and self.complete() and (self._common or not self._topology.synced):
+        elif not self.snapshots.unkept and self.complete() and (self._common or not self._topology.synced):
             self._announce(self.snapshots.begin(self._states()))
 
     def _snapshot_last(self) -> None:
         """The job is to end. One whose scripts have come to their ends does so by itself."""
-        if self._tables.unkept:
-            self.snapshots.cannot(self._tables.unkept)
+        if self.snapshots.unkept:
+            self.snapshots.cannot(self.snapshots.unkept)
         elif not self._common or not any(self.snapshots.steps.values()):
             self.snapshots.cannot("no step was taken yet")
         elif self.running:
@@ -1008,7 +1032,7 @@ class Server:
 
     def _snapshot_before(self, group: int) -> None:
         """A step is about to be decided, and perhaps one that somebody wants a snapshot of."""
-        if self.snapshots.wanted(group) and not self._tables.unkept:
+        if self.snapshots.wanted(group) and not self.snapshots.unkept:
             self._announce(self.snapshots.before(group, self._states))
 
     def _announce(self, number: int) -> None:
@@ -1021,7 +1045,7 @@ class Server:
 
     def _freeze(self) -> None:
         """If a snapshot is due, this is the moment; what other groups have sent behind theirs was waiting for it."""
-        self.snapshots.freeze(self._known, self._facts, self._streams.counts, self._tables.freeze)
+        self.snapshots.freeze(self._known, self._facts, self._streams.counts)
         if self._ahead:
             self._inside += self._ahead
             self._ahead = []
@@ -1075,7 +1099,7 @@ class Server:
             version["ended"] = [[g, index] for g, finished in self._finished.items() for index in sorted(finished)]
         return {**version, "clocks": sorted(clocks.items()), "hyper": sorted(hyper.items())}
 
-    def _send_all(self, out: Out) -> None:
+    def _send_all(self, out: Outbox) -> None:
         for to, reply in out:
             self._send(to, reply)
 
@@ -1101,7 +1125,6 @@ _BEFORE_MODEL = (
     m.GroupLeft,
     *_OF_DATA,
     *_OF_MEMBERS,
-    *MESSAGES,
 )
 
 _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
@@ -1133,5 +1156,4 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.SnapshotPart: Server._snapshot_part,
     m.GroupLeaveRequest: Server._part,
     m.GroupLeft: Server._left,
-    **dict.fromkeys(MESSAGES, Server._of_tables),
 }

@@ -62,6 +62,19 @@ class FrozenShard:
     rows: tuple[TensorSlice, ...] = ()
 
 
+class SnapshotParticipant:
+    """An extension of a server that has something of its own in every snapshot."""
+
+    @property
+    def unkept(self) -> str:
+        """Why no snapshot can be taken now; empty: one can."""
+        return ""
+
+    def freeze(self, frozen: FrozenShard) -> FrozenShard:
+        """The frozen shard with this extension's part as it is now. Raises StateError where that cannot be."""
+        return frozen
+
+
 class ShardFreezer:
     """Copies one shard's values and state of the optimizer into memory that is made once.
 

@@ -31,6 +31,7 @@ from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.optim.adapter import HyperCheck
 from topotrain.core.protocol.message_validation import MessageValidator
 from topotrain.core.server import consistency, gradient_staging, nonfinite, pull_replies, sample_counts, shutdown
+from topotrain.core.server.extension import ServerExtension
 from topotrain.core.server.gradient_staging import GradientStaging
 from topotrain.core.server.group_sync import NoSync
 from topotrain.core.server.parameter_shard import ParameterShard, UpdateUnit
@@ -42,7 +43,6 @@ from topotrain.extensions.elastic import membership
 from topotrain.extensions.replication.buffer_views import BufferRange, BufferViews
 from topotrain.extensions.replication.state_machine import ReliableChannel, ReplicatedServer
 from topotrain.extensions.resume import worker_state_store
-from topotrain.extensions.tables.table_server import TableServer
 from topotrain.training.data import lease_queue
 
 _ALIGN = 64
@@ -57,7 +57,6 @@ _NEVER: tuple[type, ...] = (
     Rhythm,
     Enum,
     NoSync,
-    TableServer,
     torch.dtype,
 )
 """Of what a fresh server has its own."""
@@ -109,18 +108,20 @@ _PARTS: tuple[type, ...] = (
 _KNOWN = {cls.__name__: cls for cls in (*_DATA, *_PARTS)}
 
 _OWN: Mapping[str, frozenset[str]] = {
-    "Server": frozenset({"_model", "_resumed", "_workers", "spans"}),
+    "Server": frozenset({"_model", "_resumed", "_workers", "_hooks", "spans"}),
     "Startup": frozenset({"schema", "buffers", "_map", "_windows", "_whole"}),
     "GradientStaging": frozenset({"_scratch", "_tree"}),
-    "ServerSnapshots": frozenset({"_freezer", "_frozen"}),
-    "Regroup": frozenset({"_home"}),
+    "ServerSnapshots": frozenset({"_freezer", "_frozen", "_participants"}),
+    "ElasticGroups": frozenset({"_home"}),
 }
 """Fields that a fresh one has, or makes, for itself."""
 
 
 def quiet(server: Server) -> bool:
     """Whether a server can be told now: no snapshot, no state of an optimizer and no unheard word is under way."""
-    if server._inside or server._opening.early or server.snapshots._frozen or server._tables.used:
+    if server._inside or server._opening.early or server.snapshots._frozen:
+        return False
+    if any(extension.has_begun() for extension in server.extensions):
         return False
     return server._model is None or not server._model.state._loading
 
@@ -186,6 +187,8 @@ class _Teller:
         if _KNOWN.get(kind.__name__) is kind:
             own = _OWN.get(kind.__name__, ())
             return {"o": [kind.__name__, {n: self.tell(v) for n, v in _fields(value) if n not in own}]}
+        if isinstance(value, ServerExtension) and not value.has_begun():
+            return {"k": 0}  # a fresh one holds as much
         if isinstance(value, Server):  # of a kind that has more fields
             raise TypeError(f"{kind.__name__} is no server with a second copy")
         raise TypeError(f"a server holds a {kind.__name__}, which nobody can tell")
