@@ -18,7 +18,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema, slice_map_for
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
-from topotrain.core.server.server import Server
+from topotrain.launch.runtime.server_extensions import make_server
 
 NAME, TITLE, GOALS = "core", "Messages in the pure core", ("P11",)
 STEPS = 500
@@ -36,7 +36,7 @@ class Core:
         optimizer = torch.optim.SGD([tensor], lr=0.1)
         digest = slice_map_for(parameters, topology).digest
         schema = Schema(parameters, (), describe(optimizer, [tensor]).to_text(), digest)
-        self.server = Server(HOME, job, topology, lambda count, dtype: torch.zeros(count, dtype=dtype))
+        self.server = make_server(HOME, job, topology, lambda count, dtype: torch.zeros(count, dtype=dtype))
         self.workers = topology.workers(0)
         self.bodies = {worker: torch.full((64,), 1.0) for worker in self.workers}
         self.hyper = hyper(optimizer)

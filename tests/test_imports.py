@@ -43,10 +43,8 @@ UPWARD = """
     core.server.server>extensions.checkpointing.server_snapshots
     core.server.server>extensions.checkpointing.shard_snapshot
     core.server.server>extensions.checkpointing.snapshot_coordinator
-    core.server.server>extensions.elastic.eligibility
     core.server.server>extensions.elastic.membership
     core.server.server>extensions.resume.worker_state_store
-    core.server.server>training.data.lease_queue
     extensions.elastic.resize_requests>launch.runtime.process_host
     extensions.tables.frontend.table_registry>launch.runtime.process_host
     training.api>extensions.resume.script_resume

@@ -26,6 +26,12 @@ class ServerExtension:
     before_model: tuple[type[m.Message], ...] = ()
     """Those of `messages` that it handles before the server knows the model; the others are held until then."""
 
+    state_types: tuple[type, ...] = ()
+    """Classes of the objects in its fields, by which its state is copied to a second copy of the server.
+
+    Empty: there is nothing to copy as long as `has_begun` is false, and a server cannot be copied while it is true.
+    """
+
     # --- messages ------------------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
@@ -70,6 +76,32 @@ class ServerExtension:
         """Why no worker group can restart, leave or join while the others go on; empty: they can."""
         return ""
 
+    def refuses_leave(self) -> str:
+        """Why no worker group can leave the job now; empty: they can."""
+        return ""
+
+    def streams(self, group: int) -> Sequence[int]:
+        """Data streams of a group. `group_restarted` needs to know how many of their batches are applied."""
+        return ()
+
+    def group_restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> Outbox:
+        """The workers of a group are gone, and others will come in their place.
+
+        applied: how many batches of a data stream count. ended: all scripts of the group had come to their end.
+        """
+        return ()
+
+    def group_leaves(self, group: int) -> Outbox:
+        """The workers of a group are to leave the job after their next step."""
+        return ()
+
+    def group_over(self, group: int) -> Outbox:
+        """The workers of a group have left the job, or their scripts have ended. May be called twice."""
+        return ()
+
+    def group_returns(self, group: int) -> None:
+        """The workers of a group that had left the job are back."""
+
     def scripts_over(self) -> bool:
         """In a job whose workers have described no model: whether all scripts have come to their end."""
         return False
@@ -91,6 +123,12 @@ class ExtensionHooks:
         self.step_over = overriding(extensions, ServerExtension.step_over)
         self.has_begun = overriding(extensions, ServerExtension.has_begun)
         self.refuses_regroup = overriding(extensions, ServerExtension.refuses_regroup)
+        self.refuses_leave = overriding(extensions, ServerExtension.refuses_leave)
+        self.streams = overriding(extensions, ServerExtension.streams)
+        self.group_restarted = overriding(extensions, ServerExtension.group_restarted)
+        self.group_leaves = overriding(extensions, ServerExtension.group_leaves)
+        self.group_over = overriding(extensions, ServerExtension.group_over)
+        self.group_returns = overriding(extensions, ServerExtension.group_returns)
         self.scripts_over = overriding(extensions, ServerExtension.scripts_over)
         self.is_done = overriding(extensions, ServerExtension.is_done)
 

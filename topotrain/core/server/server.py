@@ -7,7 +7,7 @@ network. What differs between the frameworks is decided elsewhere: whom a gradie
 `consistency`, how server groups agree in `group_sync`, the arithmetic of an update in `update`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,10 +54,8 @@ from topotrain.extensions.backup_workers.quorum import BackupWorkers
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots, WorkerStates, takes_snapshots, unread
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant, SnapshotSource, restore
 from topotrain.extensions.checkpointing.snapshot_coordinator import CUT
-from topotrain.extensions.elastic.eligibility import singly
 from topotrain.extensions.elastic.membership import ElasticGroups
 from topotrain.extensions.resume.worker_state_store import WorkerStateStore
-from topotrain.training.data.lease_queue import LeaseQueue
 
 Out = list[tuple[Address, m.Message]]
 Deliver = Callable[[Address, m.Message], None]
@@ -141,9 +139,7 @@ class Server:
         self._strikes = NonfiniteLimit(job.nonfinite)
         self._ending = Shutdown(me, topology)
         is_desk = me.group == 0 and me.index == 0
-        counts = (topology.worker_groups, topology.workers_per_group)
-        self.leases = LeaseQueue(*counts, singly=singly(job)) if is_desk else None
-        self._regroup = ElasticGroups(me, job, topology, self, self._log, self.leases, self._send)
+        self._regroup = ElasticGroups(me, job, topology, self, self._log, self._send)
         self._members = self._regroup.members
         self.deposits = WorkerStateStore() if is_desk else None
         self._resumed = resumed
@@ -750,7 +746,7 @@ class Server:
 
     def objection(self) -> str:
         """Why no group can be started again by itself."""
-        return next(filter(None, (each.refuses_regroup() for each in self._hooks.refuses_regroup)), "")
+        return _first(extension.refuses_regroup() for extension in self._hooks.refuses_regroup)
 
     def ended(self, group: int) -> bool:
         """Whether all scripts of the group have come to their end."""
@@ -769,6 +765,15 @@ class Server:
     def undecided(self) -> int:
         """On shard 0: steps of which nothing is decided, though some shard has all it needs for them."""
         return 0 if self._log is None else self._log.undecided
+
+    def streams(self, group: int) -> list[int]:
+        """The data streams of a group of which `restarted` needs to know how many batches are applied."""
+        return [stream for extension in self._hooks.streams for stream in extension.streams(group)]
+
+    def restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> None:
+        """Tell the extensions that the workers of a group are replaced, see `ServerExtension.group_restarted`."""
+        for extension in self._hooks.group_restarted:
+            self._send_all(extension.group_restarted(group, applied, ended))
 
     def complete(self) -> bool:
         """Whether the values are known here."""
@@ -824,8 +829,8 @@ class Server:
         if group in self._away:
             self._away.discard(group)
             self._ending.back(group)
-            if self.leases is not None:
-                self.leases.again(group)
+            for extension in self._hooks.group_returns:
+                extension.group_returns(group)
         self._rejoin(group)
 
     def _rejoin(self, group: int) -> None:
@@ -850,8 +855,9 @@ class Server:
             return "the job is coming to its end" if any(map(self.ended, self.groups)) else ""
         if self.ended(group):
             return "its scripts have come to their end"
-        if self.leases is not None and not self.leases.used:
-            return "no batch is handed out by lease yet: who leaves now may leave what nobody else reads"
+        why = _first(extension.refuses_leave() for extension in self._hooks.refuses_leave)
+        if why:
+            return why
         others = [g for g in self.groups if g != group and self._runs(g)]
         return "" if others else "no other group trains that could read what it leaves"
 
@@ -859,8 +865,8 @@ class Server:
         if message.incarnation < self._members.asked(message.group):
             return
         self._parting.add(message.group)
-        if self.leases is not None:
-            self._send_all(self.leases.part(message.group))
+        for extension in self._hooks.group_leaves:
+            self._send_all(extension.group_leaves(message.group))
 
     def _left(self, sender: Address, message: m.GroupLeft) -> None:
         self._regroup.leave(message.group, message.incarnation)
@@ -872,8 +878,7 @@ class Server:
         self._away.add(group)
         self._ending.away(group)
         self.clocks.leave(group)
-        if self.leases is not None:
-            self._send_all(self.leases.finished(group))
+        self._group_over(group)
         if self._model is not None:
             self._snapshot_goes_on()
             self._drain()
@@ -954,8 +959,12 @@ class Server:
         body = self._known.body(message) if isinstance(message, m.FinalValue) else message.body
         for to, reply in self._ending.take(sender, message, body, self._known.buckets, self._final_view):
             self._send(to, reply)
-        if isinstance(message, m.ModelBufferValue) and message.index < 0 and self.leases is not None:
-            self._send_all(self.leases.finished(message.group))
+        if isinstance(message, m.ModelBufferValue) and message.index < 0:
+            self._group_over(message.group)
+
+    def _group_over(self, group: int) -> None:
+        for extension in self._hooks.group_over:
+            self._send_all(extension.group_over(group))
 
     def has_finished(self, worker: Address) -> bool:
         """Whether the script of a worker of ours has come to its end."""
@@ -997,10 +1006,6 @@ class Server:
             self._try_stage(sender.group)
 
     # --- data and optimizer state --------------------------------------------------------------------------------
-
-    def _desk(self, sender: Address, message: m.Message) -> None:
-        if self.leases is not None:
-            self._send_all(self.leases.handle(sender, message))
 
     def _applied_ask(self, sender: Address, message: m.AppliedBatchesRequest) -> None:
         group = sender.group
@@ -1113,8 +1118,12 @@ class Server:
             self._send(sender, part)
 
 
+def _first(texts: Iterable[str]) -> str:
+    """The first text that is not empty; empty: all are."""
+    return next(filter(None, texts), "")
+
+
 _OF_MEMBERS = (m.WorkerRejoined, m.RestartRequest, m.AppliedBatchesOfStreams)
-_OF_DATA = (m.LeaseRequest, m.LeaseRelease, m.DrawnBatches, m.DrawRequest)
 
 # Steps are decided only where the model is known; changes of members are decided before, too.
 _BEFORE_MODEL = (
@@ -1123,7 +1132,6 @@ _BEFORE_MODEL = (
     m.StepDecision,
     m.StepDecisionRequest,
     m.GroupLeft,
-    *_OF_DATA,
     *_OF_MEMBERS,
 )
 
@@ -1147,7 +1155,6 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.Finish: Server._finish,
     **dict.fromkeys((m.Delta, m.MasterValue, m.RingOffer, m.RingReply, m.Remainder), Server._neighbor),
     **dict.fromkeys((m.Drained, m.FinalValue, m.FinalRequest, m.ModelBufferValue, m.BufferRequest), Server._close),
-    **dict.fromkeys(_OF_DATA, Server._desk),
     **dict.fromkeys(_OF_MEMBERS, Server._of_members),
     m.AppliedBatchesRequest: Server._applied_ask,
     **dict.fromkeys((m.StateRequest, m.StatePart), Server._state),

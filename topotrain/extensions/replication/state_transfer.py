@@ -43,7 +43,6 @@ from topotrain.extensions.elastic import membership
 from topotrain.extensions.replication.buffer_views import BufferRange, BufferViews
 from topotrain.extensions.replication.state_machine import ReliableChannel, ReplicatedServer
 from topotrain.extensions.resume import worker_state_store
-from topotrain.training.data import lease_queue
 
 _ALIGN = 64
 _LENGTH = struct.Struct("<Q")
@@ -67,17 +66,12 @@ _DATA: tuple[type, ...] = (
     pull_replies._Held,
     gradient_staging._Reduction,
     consistency._Vote,
-    lease_queue._Run,
-    lease_queue._Leaving,
-    lease_queue._Epoch,
-    lease_queue._Chunk,
-    lease_queue.DrawnChunks,
     membership._Group,
     worker_state_store._Box,
     worker_state_store.PartialState,
     snapshot_coordinator._UnderWay,
 )
-"""Classes whose objects come and go: a fresh one is made of their fields."""
+"""Classes whose objects come and go: a fresh one is made of their fields. `ServerExtension.state_types` are more."""
 
 _PARTS: tuple[type, ...] = (
     Server,
@@ -93,7 +87,6 @@ _PARTS: tuple[type, ...] = (
     sample_counts.SampleCounts,
     nonfinite.NonfiniteLimit,
     shutdown.Shutdown,
-    lease_queue.LeaseQueue,
     membership.ElasticGroups,
     membership.Members,
     membership.CoordinatorAnswers,
@@ -103,9 +96,18 @@ _PARTS: tuple[type, ...] = (
     snapshot_coordinator.TextParts,
     DataPosition,
 )
-"""Classes of which every server has its objects from the start: their fields are filled."""
+"""Classes of which every server has its objects from the start: their fields are filled. So are its extensions."""
 
-_KNOWN = {cls.__name__: cls for cls in (*_DATA, *_PARTS)}
+
+class _Classes:
+    """The classes whose objects travel between copies of one server, by name."""
+
+    def __init__(self, server: Server) -> None:
+        more = tuple(cls for extension in server.extensions for cls in extension.state_types)
+        self.data = frozenset((*_DATA, *more))
+        extensions = (type(extension) for extension in server.extensions if extension.state_types)
+        self.known: Mapping[str, type] = {cls.__name__: cls for cls in (*self.data, *_PARTS, *extensions)}
+
 
 _OWN: Mapping[str, frozenset[str]] = {
     "Server": frozenset({"_model", "_resumed", "_workers", "_hooks", "spans"}),
@@ -133,7 +135,7 @@ def portray(copy: ReplicatedServer) -> torch.Tensor | None:
     """
     if not quiet(copy.server):
         return None
-    teller = _Teller(copy.server._model)
+    teller = _Teller(copy.server._model, _Classes(copy.server))
     return teller.bytes({"server": teller.tell(copy.server), "lines": teller.tell(copy.lines), **teller.model()})
 
 
@@ -145,7 +147,7 @@ def restore(copy: ReplicatedServer, data: torch.Tensor) -> None:
         server = copy.server
         if tree["schema"]:
             _mold(server, tree["schema"])
-        reader = _Reader(server._model, tensors, tree["sizes"])
+        reader = _Reader(server._model, tensors, tree["sizes"], _Classes(server))
         reader.fill(server, tree["server"])
         reader.model(tree)
         copy.lines = reader.read(tree["lines"], {})
@@ -164,8 +166,8 @@ def _mold(server: Server, text: str) -> None:
 class _Teller:
     """Turns objects into plain data, and collects the tensors in them."""
 
-    def __init__(self, model: ParameterShard | None) -> None:
-        self._model = model
+    def __init__(self, model: ParameterShard | None, classes: _Classes) -> None:
+        self._model, self._classes = model, classes
         self._tensors: list[torch.Tensor] = []
         self._views = None if model is None else BufferViews(model.flats, frozenset({VALUES}))
 
@@ -184,7 +186,7 @@ class _Teller:
             return {"c": value.KIND}
         if callable(value) or isinstance(value, _NEVER):
             return {"k": 0}
-        if _KNOWN.get(kind.__name__) is kind:
+        if self._classes.known.get(kind.__name__) is kind:
             own = _OWN.get(kind.__name__, ())
             return {"o": [kind.__name__, {n: self.tell(v) for n, v in _fields(value) if n not in own}]}
         if isinstance(value, ServerExtension) and not value.has_begun():
@@ -296,15 +298,15 @@ def _opened(data: torch.Tensor) -> tuple[str, torch.Tensor]:
 class _Reader:
     """The inverse of `_Teller`."""
 
-    def __init__(self, model: ParameterShard | None, data: torch.Tensor, sizes: list[int]) -> None:
-        self._model = model
+    def __init__(self, model: ParameterShard | None, data: torch.Tensor, sizes: list[int], classes: _Classes) -> None:
+        self._model, self._classes = model, classes
         self._data = data
         self._starts = list(accumulate(sizes, initial=0))
 
     def fill(self, value: object, tree: Any) -> None:
         """Fill the fields of an object that is there."""
         name, fields = tree["o"]
-        if type(value) is not _KNOWN[name]:
+        if type(value) is not self._classes.known[name]:
             raise TypeError(f"a {name} where a {type(value).__name__} stands")
         for field, told in fields.items():
             read = self.read(told, getattr(value, field))
@@ -354,9 +356,10 @@ class _Reader:
         return known
 
     def _object(self, tree: Any, now: Any) -> Any:
-        cls = _KNOWN[tree["o"][0]]
-        if type(now) is not cls or cls in _DATA:
-            if cls not in _DATA:
+        cls = self._classes.known[tree["o"][0]]
+        data = cls in self._classes.data
+        if type(now) is not cls or data:
+            if not data:
                 raise TypeError(f"a {cls.__name__} where none stands")
             now = object.__new__(cls)
             for name, told in tree["o"][1].items():

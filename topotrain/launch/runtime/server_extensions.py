@@ -1,18 +1,19 @@
 """Which extensions a server has: the only place that names them.
 
 The core knows none of them (see `core.server.extension`). Their order here is the order in which a server asks them.
-An extension whose package is not installed is left out, so that a feature is deleted with its folder.
+An extension whose package or module is not there is left out, so that a feature is deleted with its folder.
 """
 
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 from topotrain.config.job import Job
-from topotrain.config.topology import Address, Topology
+from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.model.schema import Allocate
 from topotrain.core.server.extension import ServerExtension
 from topotrain.core.server.server import Deliver, Server
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
+from topotrain.extensions.elastic.eligibility import singly
 
 
 def make_server(
@@ -46,8 +47,12 @@ def _extensions(me: Address, job: Job, topology: Topology, resumed: SnapshotSour
         from topotrain.extensions.tables.table_server import TableServer
 
         yield TableServer(me, job, topology, resumed)
+    if me == (Role.SERVER, 0, 0) and installed("training.data.lease_queue"):
+        from topotrain.training.data.lease_queue import LeaseQueue
+
+        yield LeaseQueue(topology.worker_groups, topology.workers_per_group, singly=singly(job))
 
 
 def installed(package: str) -> bool:
-    """Whether a package of topotrain is there."""
+    """Whether a package or a module of topotrain is there."""
     return find_spec(f"topotrain.{package}") is not None
