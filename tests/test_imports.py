@@ -44,7 +44,6 @@ UPWARD = """
     core.server.server>extensions.checkpointing.shard_snapshot
     core.server.server>extensions.checkpointing.snapshot_coordinator
     core.server.server>extensions.elastic.membership
-    core.server.server>extensions.resume.worker_state_store
     extensions.elastic.resize_requests>launch.runtime.process_host
     extensions.tables.frontend.table_registry>launch.runtime.process_host
     training.api>extensions.resume.script_resume

@@ -34,9 +34,9 @@ class ServerExtension:
 
     # --- messages ------------------------------------------------------------------------------------------------
 
-    def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
-        """Memory for the body of one of `messages`; None: the transport makes it. Raises ProtocolError."""
-        return None
+    def place(self, sender: Address, message: m.Message) -> torch.Tensor:
+        """Memory for the body of one of `messages`. Raises ProtocolError for a message that has none."""
+        raise m.ProtocolError(f"{type(message).__name__} has no body")
 
     def handle(self, sender: Address, message: m.Message) -> Outbox:
         """Handle one of `messages`. Raises ProtocolError for what no correct peer sends."""

@@ -55,7 +55,6 @@ from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots,
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant, SnapshotSource, restore
 from topotrain.extensions.checkpointing.snapshot_coordinator import CUT
 from topotrain.extensions.elastic.membership import ElasticGroups
-from topotrain.extensions.resume.worker_state_store import WorkerStateStore
 
 Out = list[tuple[Address, m.Message]]
 Deliver = Callable[[Address, m.Message], None]
@@ -138,10 +137,8 @@ class Server:
         self._samples = SampleCounts(topology, me.group, {} if resumed is None else resumed.samples)
         self._strikes = NonfiniteLimit(job.nonfinite)
         self._ending = Shutdown(me, topology)
-        is_desk = me.group == 0 and me.index == 0
         self._regroup = ElasticGroups(me, job, topology, self, self._log, self._send)
         self._members = self._regroup.members
-        self.deposits = WorkerStateStore() if is_desk else None
         self._resumed = resumed
         participants = tuple(each for each in self.extensions if isinstance(each, SnapshotParticipant))
         self.snapshots = ServerSnapshots(me, job, topology, resumed, self._send, participants)
@@ -225,8 +222,6 @@ class Server:
         extension = self._hooks.handlers.get(type(message))
         if extension is not None:
             return extension.place(sender, message)
-        if isinstance(message, m.WorkerStatePart) and self.deposits is not None:
-            return self.deposits.place(sender, message)
         model = self._model
         if model is None:
             return None
@@ -781,7 +776,7 @@ class Server:
 
     def forget(self, group: int, ended: bool) -> None:
         """Forget what a group has said, but for what is applied."""
-        if self.deposits is not None and self.snapshots.under_way:
+        if self.snapshots.under_way:
             self.snapshots.bereft(group, self._states())
         self._ending.forget(group, ended)
         if group not in self.groups:
@@ -1002,6 +997,8 @@ class Server:
         if extension is None:
             raise m.ProtocolError(f"{self.me} has no extension that handles {type(message).__name__}")
         self._send_all(extension.handle(sender, message))
+        if self.snapshots.hears_of_states_in(extension):
+            self._snapshot_goes_on()
         if extension in self._hooks.may_stage and self._model is not None and sender.group in self._model.staging:
             self._try_stage(sender.group)
 
@@ -1011,11 +1008,6 @@ class Server:
         group = sender.group
         count = self._taken[group] if message.stream < 0 else self._streams.count(message.stream, group)
         self._send(sender, m.AppliedBatchesReply(message.stream, count))
-
-    def _deposit(self, sender: Address, message: m.WorkerStatePart | m.WorkerStateRequest) -> None:
-        if self.deposits is not None:
-            self._send_all(self.deposits.handle(sender, message))
-            self._snapshot_goes_on()
 
     # --- snapshots (`snapshot_coordinator`)
     # ------------------------------------------------------------------------------
@@ -1073,14 +1065,12 @@ class Server:
     def _snapshot_goes_on(self) -> None:
         if self.snapshots.under_way:
             self.snapshots.go_on(self._states())
-        elif self.deposits is not None:
-            self.deposits.forget(self.snapshots.last)
+        else:
+            self.snapshots.forget_states()
 
     def _states(self) -> WorkerStates:
         """What is known here of the workers' states."""
-        if self.deposits is None:
-            return WorkerStates(set(), {}, {}, self._streams.counts())
-        begun, taken = self.deposits.begun(), self.deposits.taken(self.snapshots.under_way)
+        begun, taken = self.snapshots.states()
         here = [group for group in self.groups if group not in self._away]
         expected = {worker for worker in begun if worker.group in here and not self.has_finished(worker)}
         if self._topology.synced and self.snapshots.book is not None:
@@ -1158,7 +1148,6 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     **dict.fromkeys(_OF_MEMBERS, Server._of_members),
     m.AppliedBatchesRequest: Server._applied_ask,
     **dict.fromkeys((m.StateRequest, m.StatePart), Server._state),
-    **dict.fromkeys((m.WorkerStatePart, m.WorkerStateRequest), Server._deposit),
     m.SnapshotRequest: Server._snapshot_ask,
     m.SnapshotPart: Server._snapshot_part,
     m.GroupLeaveRequest: Server._part,

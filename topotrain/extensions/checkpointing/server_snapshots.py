@@ -94,6 +94,7 @@ class ServerSnapshots:
         participants: Sequence[SnapshotParticipant] = (),
     ) -> None:
         self._me, self._send, self._participants = me, send, participants
+        self._keepers = tuple(each for each in participants if type(each).taken is not SnapshotParticipant.taken)
         self._groups = topology.worker_groups_of(me.group)
         self._servers = topology.servers(me.group)
         self._across = topology.server_groups if topology.synced else 0
@@ -146,6 +147,24 @@ class ServerSnapshots:
     def unkept(self) -> str:
         """Why a participant cannot be in a snapshot now; empty: all can."""
         return next((each.unkept for each in self._participants if each.unkept), "")
+
+    def hears_of_states_in(self, extension: object) -> bool:
+        """Whether workers leave their states with this extension."""
+        return extension in self._keepers
+
+    def states(self) -> tuple[dict[Address, torch.Tensor], dict[Address, torch.Tensor]]:
+        """Of workers that leave their states here: those of their last epoch's begin, and those at this snapshot."""
+        begun: dict[Address, torch.Tensor] = {}
+        taken: dict[Address, torch.Tensor] = {}
+        for keeper in self._keepers:
+            begun.update(keeper.begun())
+            taken.update(keeper.taken(self.under_way))
+        return begun, taken
+
+    def forget_states(self) -> None:
+        """No snapshot is under way: none needs the states that workers have left for it."""
+        for keeper in self._keepers:
+            keeper.forget(self.last)
 
     def leased(self, lease: Lease) -> None:
         """A worker is given these batches."""

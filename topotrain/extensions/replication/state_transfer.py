@@ -42,7 +42,6 @@ from topotrain.extensions.checkpointing.data_position import DataPosition
 from topotrain.extensions.elastic import membership
 from topotrain.extensions.replication.buffer_views import BufferRange, BufferViews
 from topotrain.extensions.replication.state_machine import ReliableChannel, ReplicatedServer
-from topotrain.extensions.resume import worker_state_store
 
 _ALIGN = 64
 _LENGTH = struct.Struct("<Q")
@@ -67,8 +66,6 @@ _DATA: tuple[type, ...] = (
     gradient_staging._Reduction,
     consistency._Vote,
     membership._Group,
-    worker_state_store._Box,
-    worker_state_store.PartialState,
     snapshot_coordinator._UnderWay,
 )
 """Classes whose objects come and go: a fresh one is made of their fields. `ServerExtension.state_types` are more."""
@@ -90,7 +87,6 @@ _PARTS: tuple[type, ...] = (
     membership.ElasticGroups,
     membership.Members,
     membership.CoordinatorAnswers,
-    worker_state_store.WorkerStateStore,
     server_snapshots.ServerSnapshots,
     snapshot_coordinator.SnapshotCoordinator,
     snapshot_coordinator.TextParts,
@@ -113,7 +109,7 @@ _OWN: Mapping[str, frozenset[str]] = {
     "Server": frozenset({"_model", "_resumed", "_workers", "_hooks", "spans"}),
     "Startup": frozenset({"schema", "buffers", "_map", "_windows", "_whole"}),
     "GradientStaging": frozenset({"_scratch", "_tree"}),
-    "ServerSnapshots": frozenset({"_freezer", "_frozen", "_participants"}),
+    "ServerSnapshots": frozenset({"_freezer", "_frozen", "_participants", "_keepers"}),
     "ElasticGroups": frozenset({"_home"}),
 }
 """Fields that a fresh one has, or makes, for itself."""

@@ -110,7 +110,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
     def place(self, sender: Address, message: m.Message) -> torch.Tensor:
         """Where rows are to be received. Raises ProtocolError."""
         if not isinstance(message, m.TablePush | m.TableAssign):
-            raise m.ProtocolError(f"{type(message).__name__} has no body")
+            return super().place(sender, message)
         table = self._table(sender, message.table)
         return torch.empty(len(_ids(table, message.ids)) * table.spec.width, dtype=table.spec.torch_dtype)
 

@@ -51,6 +51,10 @@ def _extensions(me: Address, job: Job, topology: Topology, resumed: SnapshotSour
         from topotrain.training.data.lease_queue import LeaseQueue
 
         yield LeaseQueue(topology.worker_groups, topology.workers_per_group, singly=singly(job))
+    if me == (Role.SERVER, 0, 0) and installed("extensions.resume.worker_state_store"):
+        from topotrain.extensions.resume.worker_state_store import WorkerStateStore
+
+        yield WorkerStateStore()
 
 
 def installed(package: str) -> bool:
