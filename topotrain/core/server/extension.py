@@ -63,7 +63,7 @@ class ServerExtension:
         return ()
 
     def step_over(self, group: int, step: int) -> Outbox:
-        """The step was applied or skipped, and the replies to its workers are on their way."""
+        """The step was applied or skipped. What is returned is sent before the replies to the step's workers."""
         return ()
 
     # --- the life of a group and of the job ------------------------------------------------------------------------
