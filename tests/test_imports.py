@@ -38,7 +38,6 @@ UPWARD = """
     core.server.parameter_shard>extensions.collectives.precomputed_gradients
     core.server.parameter_shard>extensions.compression.codecs
     core.server.parameter_shard>extensions.compression.message_filter
-    core.server.pull_replies>extensions.backup_workers.quorum
     core.server.server>extensions.backup_workers.quorum
     core.server.server>extensions.checkpointing.server_snapshots
     core.server.server>extensions.checkpointing.shard_snapshot

@@ -710,11 +710,14 @@ class Server:
         if self._backup is not None:
             self._backup.ask(sender, message)
 
-    def show(self, worker: Address, number: int, snapshot: int) -> None:
-        """Send a worker the values, and say in which step its group is: the answer to its CatchUp of this number."""
+    def show(self, worker: Address, number: int, values_round: int, snapshot: int) -> None:
+        """Send a worker the values, and say in which step its group is: the answer to its StepCatchUp of this number.
+
+        values_round: the round that the values' messages have.
+        """
         if self._model is None:
             raise m.ProtocolError(f"{worker} is to be shown values before there are any")
-        for values in self.readers.show(self._known, worker.index, number, self.version):
+        for values in self.readers.show(self._known, worker.index, values_round, self.version):
             self._send(worker, values)
         step = self._known.staging[worker.group].step
         self._send(worker, m.StepCaughtUp(number, step, self.version, snapshot))
