@@ -18,7 +18,9 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema, slice_map_for
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
+from topotrain.core.server.extension import ServerExtension
 from topotrain.core.server.server import Server
+from topotrain.launch.runtime.server_extensions import server_extensions
 
 NAME, TITLE, GOALS = "core", "Messages in the pure core", ("P11",)
 STEPS = 500
@@ -26,9 +28,13 @@ HOME = Address(Role.SERVER, 0, 0)
 
 
 class Core:
-    """A server and what two workers say to it, without any road."""
+    """A server and what two workers say to it, without any road.
 
-    def __init__(self) -> None:
+    Args:
+        extensions: of the server; None: all that a job's server has.
+    """
+
+    def __init__(self, extensions: Sequence[ServerExtension] | None = None) -> None:
         job = Job(cluster=Cluster(nworkers_per_group=2, server_worker_separate=True))
         topology = layout(job.cluster)
         parameters = (Parameter("p", (64,), (1,), "float32", True),)
@@ -36,7 +42,8 @@ class Core:
         optimizer = torch.optim.SGD([tensor], lr=0.1)
         digest = slice_map_for(parameters, topology).digest
         schema = Schema(parameters, (), describe(optimizer, [tensor]).to_text(), digest)
-        self.server = Server(HOME, job, topology, lambda count, dtype: torch.zeros(count, dtype=dtype))
+        chosen = server_extensions(HOME, job, topology) if extensions is None else extensions
+        self.server = Server(HOME, job, topology, _zeros, extensions=chosen)
         self.workers = topology.workers(0)
         self.bodies = {worker: torch.full((64,), 1.0) for worker in self.workers}
         self.hyper = hyper(optimizer)
@@ -68,6 +75,10 @@ class Core:
             rest = (1.0, False, 0.0, 2.0, True, b"\xff", b"\x00", b"\x00", self.hyper if step == 0 else b"", ())
             self.say(m.Commit(step, 1, 1.0, *rest))
         return (time.perf_counter() - began) / self.messages
+
+
+def _zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(count, dtype=dtype)
 
 
 def measure(options: argparse.Namespace) -> Sequence[Row]:

@@ -28,6 +28,7 @@ from topotrain.extensions.replication.state_machine import Primary, ReplicatedSe
 from topotrain.extensions.replication.state_transfer import portray, restore
 from topotrain.launch.runtime.client_extensions import client_extensions
 from topotrain.launch.runtime.process_host import peers
+from topotrain.launch.runtime.server_extensions import make_server
 from topotrain.tools.simulator import sim_cluster
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
 
@@ -158,7 +159,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
         return plan(self.topology.shards)
 
     def make(self, me: Address, deliver: Callable[[Address, m.Message], None]) -> Server:
-        server = Server(me, self.job, self.topology, sim_cluster.zeros, deliver=deliver)
+        server = make_server(me, self.job, self.topology, sim_cluster.zeros, deliver=deliver)
         server.snapshots.follow(lambda work: None)
         return server
 

@@ -8,6 +8,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core.profiling.spans import SILENT
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains, standings
-from topotrain.launch.runtime.process_host import WorkerConnections
+from topotrain.launch.runtime.process_host import WorkerConnections, hosted_server
 from topotrain.tools.simulator.sim_cluster import zeros
 
 HOSTS = (0, 0, 0, 1, 0, 1)  # of the units: three workers, three servers
@@ -84,7 +85,7 @@ class Town:
         missed = self.missed.append
         words = ReplicaSlot(standing, lambda take: None, self.covered, lambda *_: None, lambda why: None, missed)
         ears = (self.trouble(roads), lambda *_: SILENT, None, words)
-        copied = self.processes[seat] = ReplicatedServers(place, roads, zeros, me, *ears)
+        copied = self.processes[seat] = ReplicatedServers(place, roads, partial(hosted_server, place, zeros), me, *ears)
 
         def live() -> None:
             with suppress(Exception):

@@ -58,7 +58,7 @@ class Office:
         with self.lock:
             self.ended[who.group] += 1
             if self.ended[who.group] * (self.workers[-1].group + 1) == len(self.workers):
-                self.post(self.book.finished(who.group))
+                self.post(self.book.group_over(who.group))
 
     def post(self, replies: list[tuple[Address, Message]]) -> None:
         for to, reply in replies:

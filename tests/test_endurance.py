@@ -119,7 +119,7 @@ def test_a_group_that_comes_late_keeps_the_epochs_that_it_has_not_seen_and_one_t
         ((_, lease),) = book.handle(worker, LeaseRequest(epoch, 0, 100, 0, 0, False))
         book.handle(worker, LeaseRelease(epoch, 0, lease.first + 1))
     assert len(book.open_epochs) == 20
-    book.finished(1)
+    book.group_over(1)
     book.handle(worker, LeaseRequest(20, 0, 100, 0, 0, False))
     assert book.open_epochs == (19, 20)
 

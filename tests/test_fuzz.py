@@ -45,11 +45,11 @@ from topotrain.core.protocol import ProtocolError, decode, encode
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, Manifest, hashed
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
-from topotrain.extensions.collectives.collective_server import make_server
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.extensions.tables.table_spec import TableSpec, pack_ids
 from topotrain.launch.runtime.client_extensions import client_extensions
+from topotrain.launch.runtime.server_extensions import make_server
 from topotrain.training.data.data_client import DataClient
 
 MIB = 1 << 20
@@ -100,9 +100,7 @@ SMALLEST = (Parameter("a", (70,), (1,), "float32", True), Parameter("b", (5,), (
 
 
 def conversation(**more: Any) -> Conversation:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("topotrain.tools.simulator.sim_cluster.Server", make_server)  # of a collective, too
-        town = Town(job(**more), schema=SMALLEST)
+    town = Town(job(**more), schema=SMALLEST)
     found = Conversation(town)
     town.wire.observers.append(lambda sender, to, message: found.said.append(Said(sender, to, message)))
     town.play(everything)

@@ -29,16 +29,11 @@ UPWARD = """
     core.protocol>training.data.data_messages
     core.server.parameter_shard>extensions.collectives.precomputed_gradients
     core.server.parameter_shard>extensions.compression.message_filter
-    core.server.pull_replies>extensions.backup_workers.quorum
     core.server.server>extensions.backup_workers.quorum
     core.server.server>extensions.checkpointing.server_snapshots
     core.server.server>extensions.checkpointing.shard_snapshot
     core.server.server>extensions.checkpointing.snapshot_coordinator
-    core.server.server>extensions.elastic.eligibility
     core.server.server>extensions.elastic.membership
-    core.server.server>extensions.resume.worker_state_store
-    core.server.server>extensions.tables.table_server
-    core.server.server>training.data.lease_queue
 """
 """What still imports a later package, as importing>imported."""
 

@@ -19,6 +19,7 @@ from topotrain.core.server.parameter_shard import to_power
 from topotrain.core.server.server import _MAX_HELD, Server
 from topotrain.extensions.replication.state_machine import UNCOUNTED
 from topotrain.launch.runtime.process_host import _ServerResident
+from topotrain.launch.runtime.server_extensions import make_server
 from topotrain.training.data.lease_queue import LeaseQueue
 
 COMMIT = m.Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, False, b"\xff", b"", b"", b"", ())
@@ -235,7 +236,7 @@ class NoRoads:
 def test_a_wrong_word_is_no_trouble_and_a_fault_of_ours_is(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     hall, troubles = Hall(join=False), []
     resident = _ServerResident(
-        lambda answer: Server(server(), hall.job, hall.topology, torch.zeros, deliver=answer),
+        lambda answer: make_server(server(), hall.job, hall.topology, torch.zeros, deliver=answer),
         NoRoads(),  # type: ignore[arg-type]
         threading.Condition(),
         lambda: troubles.append(1),

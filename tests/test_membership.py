@@ -10,6 +10,8 @@ from topotrain.core import protocol as m
 from topotrain.core.server.server import Server
 from topotrain.extensions.elastic.eligibility import refusal
 from topotrain.extensions.elastic.membership import STREAMS, CoordinatorAnswers, Members, answer, questions
+from topotrain.extensions.tables.table_server import TableServer
+from topotrain.launch.runtime.server_extensions import make_server
 
 A, B, OTHER = (Address(Role.WORKER, *place) for place in ((0, 0), (0, 1), (1, 0)))
 
@@ -103,7 +105,7 @@ def server_of(job: Job, index: int = 0) -> Server:
     def zeros(numel, dtype):
         raise AssertionError("no model yet")
 
-    return Server(Address(Role.SERVER, 0, index), job, layout(job.cluster), zeros)
+    return make_server(Address(Role.SERVER, 0, index), job, layout(job.cluster), zeros)
 
 
 def test_a_group_that_cannot_come_back_is_told_why():
@@ -138,7 +140,8 @@ def test_a_server_that_came_late_asks_for_what_was_decided_before_there_is_a_mod
 
 def test_a_job_with_tables_cannot_regroup():
     server = server_of(Job(cluster=APART))
-    server._tables._tables["t"] = None  # type: ignore[assignment]
+    (tables,) = (each for each in server.extensions if isinstance(each, TableServer))
+    tables._tables["t"] = None  # type: ignore[assignment]
     assert server.lost(A) == []
     out = server.handle(A, m.WorkerRejoined(1))
     assert [type(said) for _, said in out] == [m.Fail] * 2 and "has tables" in out[0][1].text

@@ -14,7 +14,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION, int_to_bits
 from topotrain.core.optim.adapter import describe, hyper
-from topotrain.core.server.server import Server
+from topotrain.launch.runtime.server_extensions import make_server
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import plan_of
 
@@ -56,7 +56,7 @@ class Hall:
                 self.join(who)
 
     def made(self, me):
-        return Server(me, self.job, self.topology, lambda n, dtype: torch.zeros(n, dtype=dtype))
+        return make_server(me, self.job, self.topology, lambda n, dtype: torch.zeros(n, dtype=dtype))
 
     @property
     def workers(self):
@@ -213,7 +213,7 @@ def test_an_optimizer_that_cannot_be_built_is_refused():
 def test_shared_memory_is_given_out_when_a_worker_of_ours_has_come():
     """Another group may know the model before all servers of ours are there to be shown anything."""
     hall = Hall(join=False, nworker_groups=4, nserver_groups=2, nservers_per_group=2, server_worker_separate=True)
-    first = Server(server(), hall.job, hall.topology, lambda n, dtype: torch.zeros(n, dtype=dtype), shared=True)
+    first = make_server(server(), hall.job, hall.topology, lambda n, dtype: torch.zeros(n, dtype=dtype), shared=True)
     said = [out for part in hall.schema.parts() for out in first.handle(server(1), part)]
     assert not said and not first.complete()
     said = [out for part in hall.schema.parts() for out in first.handle(worker(), part)]

@@ -174,21 +174,25 @@ def steps_go_on(patch):
 
 def leases_whole(patch):
     """A lease is given back whole, whatever of it is applied."""
-    restart = LeaseQueue.restart
-    patch.setattr(LeaseQueue, "restart", lambda self, group, applied, ended: restart(self, group, lambda _: 0, ended))
+    restart = LeaseQueue.group_restarted
+    patch.setattr(
+        LeaseQueue, "group_restarted", lambda self, group, applied, ended: restart(self, group, lambda _: 0, ended)
+    )
 
 
 def leases_kept(patch):
     """A lease of the dead counts as read."""
-    restart = LeaseQueue.restart
+    restart = LeaseQueue.group_restarted
     patch.setattr(
-        LeaseQueue, "restart", lambda self, group, applied, ended: restart(self, group, lambda _: 1 << 20, ended)
+        LeaseQueue,
+        "group_restarted",
+        lambda self, group, applied, ended: restart(self, group, lambda _: 1 << 20, ended),
     )
 
 
 def leases_forgotten(patch):
     """Nobody tells the desk that a group is gone."""
-    patch.setattr(LeaseQueue, "restart", lambda self, group, applied, ended: [])
+    patch.setattr(LeaseQueue, "group_restarted", lambda self, group, applied, ended: [])
 
 
 def echo_first(patch):

@@ -272,7 +272,8 @@ def waiting(groups: int, workers: int) -> tuple[Town, Archive, Boxes]:
     town = Town(job(groups=groups, workers=workers, shards=2), 1, VIEWS)
     archive = Archive(town)
     server = town.server(0, 0)
-    server.deposits = boxes = Boxes(*town.workers)
+    boxes = Boxes(*town.workers)
+    server.snapshots._keepers = (boxes,)
 
     def script(seat: Seat) -> None:
         seat.open()

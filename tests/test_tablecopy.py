@@ -258,7 +258,7 @@ class Second(Bench):
         self.say(0, m.TablePush, 0, step, True, raw, body=torch.ones(5))
         self.say(0, m.TableStep, step)
         commit = m.Commit(step, 1, 1.0, 1.0, False, 0.0, 2.0, True, b"", b"", b"", b"", ())
-        out: list[Any] = self.book.apply(0, step, {0: commit}, 1.0)
+        out: list[Any] = self.book.apply_step(0, step, {0: commit}, 1.0)
         return out + list(self.book.step_over(0, step))
 
     def row(self) -> list[float]:

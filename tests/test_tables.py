@@ -257,7 +257,7 @@ class Bench:
 
     def say(self, worker: int, kind: Callable[..., m.Message], *fields: object, body: Any = None) -> Any:
         self.numbers[worker] += 1
-        return self.book.take(Address(Role.WORKER, 0, worker), kind(self.numbers[worker] - 1, *fields, body=body))
+        return self.book.handle(Address(Role.WORKER, 0, worker), kind(self.numbers[worker] - 1, *fields, body=body))
 
     def open(self, spec: TableSpec) -> None:
         for worker in range(len(self.numbers)):
@@ -291,7 +291,7 @@ def test_any_interleaving_of_async_pushes_adds_up(said: list[tuple[int, list[tup
     pending = [(worker, message) for worker, queue in enumerate(queues) for message in queue]
     dice.shuffle(pending)
     for worker, message in pending:
-        bench.book.take(Address(Role.WORKER, 0, worker), message)
+        bench.book.handle(Address(Role.WORKER, 0, worker), message)
     ((_, reply),) = bench.say(0, m.TablePull, 0, 1, 0, pack_ids(np.arange(10, dtype=np.int64)))
     assert reply.body.tolist() == total
     assert not any(client.early for client in bench.book._clients.values())  # nothing is kept for ever
@@ -590,11 +590,11 @@ def test_a_pull_waits_for_the_step_that_was_left_to_the_servers() -> None:
     raw = pack_ids(np.array([4], dtype=np.int64))
     assert bench.say(0, m.TablePush, 0, 0, True, raw, body=torch.ones(1)) == []
     assert bench.say(0, m.TablePull, 0, 1, 1, raw) == []
-    assert not bench.book.complete(0, 0)
+    assert not bench.book.may_stage(0, 0)
     assert bench.say(0, m.TableStep, 0) == []
-    assert bench.book.complete(0, 0) and not bench.book.complete(0, 1)
+    assert bench.book.may_stage(0, 0) and not bench.book.may_stage(0, 1)
     commit = m.Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, True, b"", b"", b"", b"", ())
-    assert bench.book.apply(0, 0, {0: commit}, 1.0) == []
+    assert bench.book.apply_step(0, 0, {0: commit}, 1.0) == []
     ((to, reply),) = bench.book.step_over(0, 0)
     assert to == Address(Role.WORKER, 0, 0) and reply.body is not None and reply.body.tolist() == [-1.0]
 
@@ -821,7 +821,7 @@ def test_what_no_peer_may_send(message: m.Message, words: str) -> None:
     bench = Bench()
     bench.open(TableSpec("t", 10, 2, mode="async"))
     with pytest.raises(ProtocolError, match=words):
-        bench.book.take(Address(Role.WORKER, 0, 0), message)
+        bench.book.handle(Address(Role.WORKER, 0, 0), message)
 
 
 def test_memory_for_a_body_comes_from_the_description() -> None:
@@ -844,7 +844,7 @@ def test_no_message_names_more_rows_than_fit_into_one() -> None:
     bench.open(spec)
     ids = pack_ids(np.zeros(spec.part_rows + 1, dtype=np.int64))
     with pytest.raises(ProtocolError, match=f"in a message, at most {spec.part_rows}"):
-        bench.book.take(Address(Role.WORKER, 0, 0), m.TablePull(1, 0, 1, 0, ids))
+        bench.book.handle(Address(Role.WORKER, 0, 0), m.TablePull(1, 0, 1, 0, ids))
 
 
 def test_a_row_of_another_shard() -> None:

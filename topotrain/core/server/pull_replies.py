@@ -16,7 +16,6 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.protocol import Applied, Fetch, Message, ProtocolError, Values
 from topotrain.core.server.parameter_shard import ParameterShard
-from topotrain.extensions.backup_workers.quorum import values_round
 
 _MOST_HELD = 64  # replies to one worker
 
@@ -190,11 +189,11 @@ class PullReplies:
         return known[1]
 
     def show(self, model: ParameterShard, worker: int, number: int, version: int) -> Iterator[Message]:
-        """The values as they are, for a worker that catches up (`number` as in message.CatchUp)."""
+        """The values as they are, for one worker. number: what it takes for their round."""
         for bucket in model.buckets:
             if worker in self._owners(model, bucket):
                 body = self._copy(model, bucket, version)
-                yield Values(values_round(number), bucket.id, version, body=body)
+                yield Values(number, bucket.id, version, body=body)
 
     def _shows_now(self, held: _Held, version: int) -> bool:
         """Whether this is the first of its group to be shown this moment."""

@@ -7,7 +7,7 @@ network. What differs between the frameworks is decided elsewhere: whom a gradie
 `consistency`, how server groups agree in `group_sync`, the arithmetic of an update in `update`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from topotrain.core.server.consistency import (
     LoopExits,
     pairs,
 )
+from topotrain.core.server.extension import ExtensionHooks, Outbox, ServerExtension
 from topotrain.core.server.gradient_staging import GradientStaging, ReducedBucket
 from topotrain.core.server.group_sync import Distance
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
@@ -51,15 +52,12 @@ from topotrain.core.server.shutdown import Shutdown
 from topotrain.core.server.startup import Startup
 from topotrain.extensions.backup_workers.quorum import BackupWorkers
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots, WorkerStates, takes_snapshots, unread
-from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource, restore
+from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant, SnapshotSource, restore
 from topotrain.extensions.checkpointing.snapshot_coordinator import CUT
-from topotrain.extensions.elastic.eligibility import TABLES, singly
 from topotrain.extensions.elastic.membership import ElasticGroups
-from topotrain.extensions.resume.worker_state_store import WorkerStateStore
-from topotrain.extensions.tables.table_server import MESSAGES, TableServer
-from topotrain.training.data.lease_queue import LeaseQueue
 
 Out = list[tuple[Address, m.Message]]
+Deliver = Callable[[Address, m.Message], None]
 
 _MAX_HELD = 1 << 14
 
@@ -76,6 +74,7 @@ class Server:
         deliver: told every answer as soon as there is one, so that it is on its way while the next is computed;
             without it, `handle` returns them all.
         resumed: the snapshot that the job goes on from, instead of the values that worker (0,0) gives.
+        extensions: what this server does besides, see `extension`.
     """
 
     def __init__(
@@ -85,10 +84,13 @@ class Server:
         topology: Topology,
         allocate: Allocate,
         shared: bool = False,
-        deliver: Callable[[Address, m.Message], None] | None = None,
+        deliver: Deliver | None = None,
         resumed: SnapshotSource | None = None,
+        extensions: Sequence[ServerExtension] = (),
     ) -> None:
         self.me = me
+        self.extensions = tuple(extensions)
+        self._hooks = ExtensionHooks(self.extensions)
         self.spans: Recorder = SILENT
         self._job = job
         self._topology = topology
@@ -135,15 +137,11 @@ class Server:
         self._samples = SampleCounts(topology, me.group, {} if resumed is None else resumed.samples)
         self._strikes = NonfiniteLimit(job.nonfinite)
         self._ending = Shutdown(me, topology)
-        self._tables = TableServer(me, job, topology, resumed)
-        is_desk = me.group == 0 and me.index == 0
-        counts = (topology.worker_groups, topology.workers_per_group)
-        self.leases = LeaseQueue(*counts, singly=singly(job)) if is_desk else None
-        self._regroup = ElasticGroups(me, job, topology, self, self._log, self.leases, self._send)
+        self._regroup = ElasticGroups(me, job, topology, self, self._log, self._send)
         self._members = self._regroup.members
-        self.deposits = WorkerStateStore() if is_desk else None
         self._resumed = resumed
-        self.snapshots = ServerSnapshots(me, job, topology, resumed, self._send)
+        participants = tuple(each for each in self.extensions if isinstance(each, SnapshotParticipant))
+        self.snapshots = ServerSnapshots(me, job, topology, resumed, self._send, participants)
         self.manners = MessageValidator(me, topology, shared)
         self._good_hyper = b""
         self._out: Out = []
@@ -180,7 +178,8 @@ class Server:
     def _take(self, sender: Address, message: m.Message) -> None:
         if self._members.changed and not self._is_heard(sender, message):
             return
-        if self._model is None and type(message) not in _BEFORE_MODEL:
+        kind = type(message)
+        if self._model is None and kind not in _BEFORE_MODEL and kind not in self._hooks.before_model:
             # Only a road that reorders lets anything overtake the model's description.
             self._hold(sender, message)
             return
@@ -199,7 +198,7 @@ class Server:
         return sender.role is Role.SERVER or isinstance(message, m.WorkerRejoined) or self._members.hears(sender)
 
     def _handler(self, message: m.Message) -> Callable[..., None]:
-        return _HANDLERS[type(message)]
+        return _HANDLERS.get(type(message), Server._extension)
 
     def _send(self, to: Address, message: m.Message) -> None:
         if self._members.changed and to.role is Role.WORKER and not self._members.hears(to):
@@ -220,10 +219,9 @@ class Server:
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `wire.Endpoint.place`)."""
         self.manners.check(sender, message)
-        if isinstance(message, MESSAGES):
-            return self._tables.place(sender, message)
-        if isinstance(message, m.WorkerStatePart) and self.deposits is not None:
-            return self.deposits.place(sender, message)
+        extension = self._hooks.handlers.get(type(message))
+        if extension is not None:
+            return extension.place(sender, message)
         model = self._model
         if model is None:
             return None
@@ -529,12 +527,18 @@ class Server:
         if staging.backup:
             if staging.completed():
                 self._send(self._coordinator, self._vote(group))
-        elif self._tables.complete(group, staging.step) and staging.try_stage():
+        elif self._may_stage(group, staging.step) and staging.try_stage():
             self._send(self._coordinator, self._vote(group))
+
+    def _may_stage(self, group: int, step: int) -> bool:
+        gates = self._hooks.may_stage
+        return not gates or all(extension.may_stage(group, step) for extension in gates)
 
     def _vote(self, group: int) -> m.StepVote:
         vote = self._known.vote(group, self._order.next, self._members.incarnation(group))
-        return vote if vote.members else self._tables.vote(vote, self._known.staging[group].commits)
+        for extension in () if vote.members else self._hooks.amend_vote:
+            vote = extension.amend_vote(vote, self._known.staging[group].commits)
+        return vote
 
     @property
     def _coordinator(self) -> Address:
@@ -600,7 +604,9 @@ class Server:
                 self._samples.applied(group, staging.commits, refused.keys())
                 for bucket in self._known.apply(group, self._hyper[group], commit, norm, staleness):
                     self._show_early(group, bucket, self.version + 1, commit.fetch)
-                self._send_all(self._tables.apply(group, staging.step, staging.commits, step_factor(commit, norm)))
+                for extension in self._hooks.apply_step:
+                    factor = step_factor(commit, norm)
+                    self._send_all(extension.apply_step(group, staging.step, staging.commits, factor))
                 self.version += 1
                 if self._common:
                     self._meet(self._known.agreement.updated(self._known.touched(group)))
@@ -614,7 +620,8 @@ class Server:
                 self.readers.reply(worker, self._applied[group], staging.commits[worker.index].fetch)
         if self._backup is not None:
             self._backup.carried_out(step, staging.commits, late, self._applied[group])
-        self._send_all(self._tables.step_over(group, staging.step))
+        for extension in self._hooks.step_over:
+            self._send_all(extension.step_over(group, staging.step))
         staging.next_step()
         self.clocks.tick(group)
         self._taken[group] += 1
@@ -703,11 +710,14 @@ class Server:
         if self._backup is not None:
             self._backup.ask(sender, message)
 
-    def show(self, worker: Address, number: int, snapshot: int) -> None:
-        """Send a worker the values, and say in which step its group is: the answer to its CatchUp of this number."""
+    def show(self, worker: Address, number: int, values_round: int, snapshot: int) -> None:
+        """Send a worker the values, and say in which step its group is: the answer to its StepCatchUp of this number.
+
+        values_round: the round that the values' messages have.
+        """
         if self._model is None:
             raise m.ProtocolError(f"{worker} is to be shown values before there are any")
-        for values in self.readers.show(self._known, worker.index, number, self.version):
+        for values in self.readers.show(self._known, worker.index, values_round, self.version):
             self._send(worker, values)
         step = self._known.staging[worker.group].step
         self._send(worker, m.StepCaughtUp(number, step, self.version, snapshot))
@@ -730,11 +740,11 @@ class Server:
 
     def begun(self, group: int) -> bool:
         """Whether workers of the group have begun to train here."""
-        return group in self.readers.asked or self._tables.used
+        return group in self.readers.asked or any(each.has_begun() for each in self._hooks.has_begun)
 
     def objection(self) -> str:
         """Why no group can be started again by itself."""
-        return TABLES if self._tables.used else ""
+        return _first(extension.refuses_regroup() for extension in self._hooks.refuses_regroup)
 
     def ended(self, group: int) -> bool:
         """Whether all scripts of the group have come to their end."""
@@ -754,13 +764,22 @@ class Server:
         """On shard 0: steps of which nothing is decided, though some shard has all it needs for them."""
         return 0 if self._log is None else self._log.undecided
 
+    def streams(self, group: int) -> list[int]:
+        """The data streams of a group of which `restarted` needs to know how many batches are applied."""
+        return [stream for extension in self._hooks.streams for stream in extension.streams(group)]
+
+    def restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> None:
+        """Tell the extensions that the workers of a group are replaced, see `ServerExtension.group_restarted`."""
+        for extension in self._hooks.group_restarted:
+            self._send_all(extension.group_restarted(group, applied, ended))
+
     def complete(self) -> bool:
         """Whether the values are known here."""
         return self._model is not None and len(self._initialised) == len(self._known.buckets)
 
     def forget(self, group: int, ended: bool) -> None:
         """Forget what a group has said, but for what is applied."""
-        if self.deposits is not None and self.snapshots.under_way:
+        if self.snapshots.under_way:
             self.snapshots.bereft(group, self._states())
         self._ending.forget(group, ended)
         if group not in self.groups:
@@ -808,8 +827,8 @@ class Server:
         if group in self._away:
             self._away.discard(group)
             self._ending.back(group)
-            if self.leases is not None:
-                self.leases.again(group)
+            for extension in self._hooks.group_returns:
+                extension.group_returns(group)
         self._rejoin(group)
 
     def _rejoin(self, group: int) -> None:
@@ -827,14 +846,16 @@ class Server:
 
         Empty: they can. Only the coordinator knows.
         """
-        if self._tables.used:
-            return self.objection()
+        why = self.objection()
+        if why:
+            return why
         if wish == "join":
             return "the job is coming to its end" if any(map(self.ended, self.groups)) else ""
         if self.ended(group):
             return "its scripts have come to their end"
-        if self.leases is not None and not self.leases.used:
-            return "no batch is handed out by lease yet: who leaves now may leave what nobody else reads"
+        why = _first(extension.refuses_leave() for extension in self._hooks.refuses_leave)
+        if why:
+            return why
         others = [g for g in self.groups if g != group and self._runs(g)]
         return "" if others else "no other group trains that could read what it leaves"
 
@@ -842,8 +863,8 @@ class Server:
         if message.incarnation < self._members.asked(message.group):
             return
         self._parting.add(message.group)
-        if self.leases is not None:
-            self._send_all(self.leases.part(message.group))
+        for extension in self._hooks.group_leaves:
+            self._send_all(extension.group_leaves(message.group))
 
     def _left(self, sender: Address, message: m.GroupLeft) -> None:
         self._regroup.leave(message.group, message.incarnation)
@@ -855,8 +876,7 @@ class Server:
         self._away.add(group)
         self._ending.away(group)
         self.clocks.leave(group)
-        if self.leases is not None:
-            self._send_all(self.leases.finished(group))
+        self._group_over(group)
         if self._model is not None:
             self._snapshot_goes_on()
             self._drain()
@@ -937,21 +957,29 @@ class Server:
         body = self._known.body(message) if isinstance(message, m.FinalValue) else message.body
         for to, reply in self._ending.take(sender, message, body, self._known.buckets, self._final_view):
             self._send(to, reply)
-        if isinstance(message, m.ModelBufferValue) and message.index < 0 and self.leases is not None:
-            self._send_all(self.leases.finished(message.group))
+        if isinstance(message, m.ModelBufferValue) and message.index < 0:
+            self._group_over(message.group)
+
+    def _group_over(self, group: int) -> None:
+        for extension in self._hooks.group_over:
+            self._send_all(extension.group_over(group))
 
     def has_finished(self, worker: Address) -> bool:
         """Whether the script of a worker of ours has come to its end."""
-        if self._opening.schema is None:  # a job may have used only tables
-            return self._tables.over
+        if self._opening.schema is None:  # a job may have used only an extension
+            return self._scripts_over
         return worker.index in self._finished[worker.group]
 
     @property
     def running(self) -> bool:
         """Whether a script of a worker of ours has not come to its end."""
-        if self._opening.schema is None and self._tables.over:
+        if self._opening.schema is None and self._scripts_over:
             return False
         return any(self._runs(group) for group in self.groups)
+
+    @property
+    def _scripts_over(self) -> bool:
+        return any(extension.scripts_over() for extension in self._hooks.scripts_over)
 
     @property
     def distance(self) -> Distance:
@@ -961,32 +989,28 @@ class Server:
     @property
     def done(self) -> bool:
         """Nothing is left for this server to do."""
-        if self._opening.schema is None:  # a job may have used only tables
-            return self._tables.done
+        if self._opening.schema is None:  # a job may have used only an extension
+            return any(extension.is_done() for extension in self._hooks.is_done)
         return self._ending.done
 
-    # --- tables --------------------------------------------------------------------------------------------------
+    # --- extensions ----------------------------------------------------------------------------------------------
 
-    def _of_tables(self, sender: Address, message: m.Message) -> None:
-        self._send_all(self._tables.take(sender, message))
-        if self._model is not None and sender.group in self._model.staging:
+    def _extension(self, sender: Address, message: m.Message) -> None:
+        extension = self._hooks.handlers.get(type(message))
+        if extension is None:
+            raise m.ProtocolError(f"{self.me} has no extension that handles {type(message).__name__}")
+        self._send_all(extension.handle(sender, message))
+        if self.snapshots.hears_of_states_in(extension):
+            self._snapshot_goes_on()
+        if extension in self._hooks.may_stage and self._model is not None and sender.group in self._model.staging:
             self._try_stage(sender.group)
 
     # --- data and optimizer state --------------------------------------------------------------------------------
-
-    def _desk(self, sender: Address, message: m.Message) -> None:
-        if self.leases is not None:
-            self._send_all(self.leases.handle(sender, message))
 
     def _applied_ask(self, sender: Address, message: m.AppliedBatchesRequest) -> None:
         group = sender.group
         count = self._taken[group] if message.stream < 0 else self._streams.count(message.stream, group)
         self._send(sender, m.AppliedBatchesReply(message.stream, count))
-
-    def _deposit(self, sender: Address, message: m.WorkerStatePart | m.WorkerStateRequest) -> None:
-        if self.deposits is not None:
-            self._send_all(self.deposits.handle(sender, message))
-            self._snapshot_goes_on()
 
     # --- snapshots (`snapshot_coordinator`)
     # ------------------------------------------------------------------------------
@@ -994,13 +1018,13 @@ class Server:
     def _snapshot_ask(self, sender: Address, message: m.SnapshotRequest) -> None:
         if message.last:
             self._snapshot_last()
-        elif not self._tables.unkept and self.complete() and (self._common or not self._topology.synced):
+        elif not self.snapshots.unkept and self.complete() and (self._common or not self._topology.synced):
             self._announce(self.snapshots.begin(self._states()))
 
     def _snapshot_last(self) -> None:
         """The job is to end. One whose scripts have come to their ends does so by itself."""
-        if self._tables.unkept:
-            self.snapshots.cannot(self._tables.unkept)
+        if self.snapshots.unkept:
+            self.snapshots.cannot(self.snapshots.unkept)
         elif not self._common or not any(self.snapshots.steps.values()):
             self.snapshots.cannot("no step was taken yet")
         elif self.running:
@@ -1008,7 +1032,7 @@ class Server:
 
     def _snapshot_before(self, group: int) -> None:
         """A step is about to be decided, and perhaps one that somebody wants a snapshot of."""
-        if self.snapshots.wanted(group) and not self._tables.unkept:
+        if self.snapshots.wanted(group) and not self.snapshots.unkept:
             self._announce(self.snapshots.before(group, self._states))
 
     def _announce(self, number: int) -> None:
@@ -1021,7 +1045,7 @@ class Server:
 
     def _freeze(self) -> None:
         """If a snapshot is due, this is the moment; what other groups have sent behind theirs was waiting for it."""
-        self.snapshots.freeze(self._known, self._facts, self._streams.counts, self._tables.freeze)
+        self.snapshots.freeze(self._known, self._facts, self._streams.counts)
         if self._ahead:
             self._inside += self._ahead
             self._ahead = []
@@ -1044,14 +1068,12 @@ class Server:
     def _snapshot_goes_on(self) -> None:
         if self.snapshots.under_way:
             self.snapshots.go_on(self._states())
-        elif self.deposits is not None:
-            self.deposits.forget(self.snapshots.last)
+        else:
+            self.snapshots.forget_states()
 
     def _states(self) -> WorkerStates:
         """What is known here of the workers' states."""
-        if self.deposits is None:
-            return WorkerStates(set(), {}, {}, self._streams.counts())
-        begun, taken = self.deposits.begun(), self.deposits.taken(self.snapshots.under_way)
+        begun, taken = self.snapshots.states()
         here = [group for group in self.groups if group not in self._away]
         expected = {worker for worker in begun if worker.group in here and not self.has_finished(worker)}
         if self._topology.synced and self.snapshots.book is not None:
@@ -1075,7 +1097,7 @@ class Server:
             version["ended"] = [[g, index] for g, finished in self._finished.items() for index in sorted(finished)]
         return {**version, "clocks": sorted(clocks.items()), "hyper": sorted(hyper.items())}
 
-    def _send_all(self, out: Out) -> None:
+    def _send_all(self, out: Outbox) -> None:
         for to, reply in out:
             self._send(to, reply)
 
@@ -1089,8 +1111,12 @@ class Server:
             self._send(sender, part)
 
 
+def _first(texts: Iterable[str]) -> str:
+    """The first text that is not empty; empty: all are."""
+    return next(filter(None, texts), "")
+
+
 _OF_MEMBERS = (m.WorkerRejoined, m.RestartRequest, m.AppliedBatchesOfStreams)
-_OF_DATA = (m.LeaseRequest, m.LeaseRelease, m.DrawnBatches, m.DrawRequest)
 
 # Steps are decided only where the model is known; changes of members are decided before, too.
 _BEFORE_MODEL = (
@@ -1099,9 +1125,7 @@ _BEFORE_MODEL = (
     m.StepDecision,
     m.StepDecisionRequest,
     m.GroupLeft,
-    *_OF_DATA,
     *_OF_MEMBERS,
-    *MESSAGES,
 )
 
 _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
@@ -1124,14 +1148,11 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.Finish: Server._finish,
     **dict.fromkeys((m.Delta, m.MasterValue, m.RingOffer, m.RingReply, m.Remainder), Server._neighbor),
     **dict.fromkeys((m.Drained, m.FinalValue, m.FinalRequest, m.ModelBufferValue, m.BufferRequest), Server._close),
-    **dict.fromkeys(_OF_DATA, Server._desk),
     **dict.fromkeys(_OF_MEMBERS, Server._of_members),
     m.AppliedBatchesRequest: Server._applied_ask,
     **dict.fromkeys((m.StateRequest, m.StatePart), Server._state),
-    **dict.fromkeys((m.WorkerStatePart, m.WorkerStateRequest), Server._deposit),
     m.SnapshotRequest: Server._snapshot_ask,
     m.SnapshotPart: Server._snapshot_part,
     m.GroupLeaveRequest: Server._part,
     m.GroupLeft: Server._left,
-    **dict.fromkeys(MESSAGES, Server._of_tables),
 }

@@ -93,7 +93,7 @@ class Quorum:
 class BackupServer(Protocol):
     """What backup asks of its server."""
 
-    def show(self, worker: Address, number: int, snapshot: int) -> None:
+    def show(self, worker: Address, number: int, values_round: int, snapshot: int) -> None:
         """Send a worker the values, and say in which step the group is: the answer to its question of this number."""
         ...
 
@@ -205,4 +205,4 @@ class BackupWorkers:
         if len(flat) % 2 or any(not 0 <= index < len(self._workers) for index in flat[::2]):
             raise ProtocolError(f"values for workers that there are not: {flat}")
         for index, number in zip(flat[::2], flat[1::2], strict=True):
-            self._home.show(self._workers[index], number, self._owed.pop(index, 0))
+            self._home.show(self._workers[index], number, values_round(number), self._owed.pop(index, 0))

@@ -4,7 +4,7 @@ The server tells what happens (a step is decided, a worker's state has come), an
 the files and the thread that writes them are the host's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,12 @@ from topotrain.core.protocol import Delta, Lease, Message, ProtocolError, Remain
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.data_position import DataPosition
-from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, ShardFreezer, SnapshotSource
+from topotrain.extensions.checkpointing.shard_snapshot import (
+    FrozenShard,
+    ShardFreezer,
+    SnapshotParticipant,
+    SnapshotSource,
+)
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
     CUT,
     END,
@@ -76,10 +81,20 @@ class ServerSnapshots:
         me, job, topology: the server.
         source: what the job started from, if it goes on from a snapshot.
         send: how the server sends.
+        participants: what else of the server is in every snapshot.
     """
 
-    def __init__(self, me: Address, job: Job, topology: Topology, source: SnapshotSource | None, send: Send) -> None:
-        self._me, self._send = me, send
+    def __init__(
+        self,
+        me: Address,
+        job: Job,
+        topology: Topology,
+        source: SnapshotSource | None,
+        send: Send,
+        participants: Sequence[SnapshotParticipant] = (),
+    ) -> None:
+        self._me, self._send, self._participants = me, send, participants
+        self._keepers = tuple(each for each in participants if type(each).taken is not SnapshotParticipant.taken)
         self._groups = topology.worker_groups_of(me.group)
         self._servers = topology.servers(me.group)
         self._across = topology.server_groups if topology.synced else 0
@@ -127,6 +142,29 @@ class ServerSnapshots:
     def last(self) -> int:
         """On the coordinator: the number of the newest one that was begun; 0: none was."""
         return 0 if self.book is None else self.book.next - 1
+
+    @property
+    def unkept(self) -> str:
+        """Why a participant cannot be in a snapshot now; empty: all can."""
+        return next((each.unkept for each in self._participants if each.unkept), "")
+
+    def hears_of_states_in(self, extension: object) -> bool:
+        """Whether workers leave their states with this extension."""
+        return extension in self._keepers
+
+    def states(self) -> tuple[dict[Address, torch.Tensor], dict[Address, torch.Tensor]]:
+        """Of workers that leave their states here: those of their last epoch's begin, and those at this snapshot."""
+        begun: dict[Address, torch.Tensor] = {}
+        taken: dict[Address, torch.Tensor] = {}
+        for keeper in self._keepers:
+            begun.update(keeper.begun())
+            taken.update(keeper.taken(self.under_way))
+        return begun, taken
+
+    def forget_states(self) -> None:
+        """No snapshot is under way: none needs the states that workers have left for it."""
+        for keeper in self._keepers:
+            keeper.forget(self.last)
 
     def leased(self, lease: Lease) -> None:
         """A worker is given these batches."""
@@ -260,7 +298,6 @@ class ServerSnapshots:
         model: ParameterShard,
         facts: Callable[[], Mapping[str, Any]],
         counts: Callable[[], Mapping[int, int]],
-        with_tables: Callable[[FrozenShard], FrozenShard],
     ) -> None:
         """The step is carried out: if a snapshot is due, this is the moment."""
         if not self._due:
@@ -283,7 +320,9 @@ class ServerSnapshots:
         if self._freezer is None:
             self._freezer = ShardFreezer(model, self._me.index, self._me.group if self._across else None)
         try:
-            frozen = with_tables(self._freezer.freeze())
+            frozen = self._freezer.freeze()
+            for participant in self._participants:
+                frozen = participant.freeze(frozen)
         except StateError as error:
             self._say(number, FROZEN, {"error": str(error)})
             return

@@ -62,6 +62,30 @@ class FrozenShard:
     rows: tuple[TensorSlice, ...] = ()
 
 
+class SnapshotParticipant:
+    """An extension of a server that has something of its own in every snapshot."""
+
+    @property
+    def unkept(self) -> str:
+        """Why no snapshot can be taken now; empty: one can."""
+        return ""
+
+    def freeze(self, frozen: FrozenShard) -> FrozenShard:
+        """The frozen shard with this extension's part as it is now. Raises StateError where that cannot be."""
+        return frozen
+
+    def begun(self) -> Mapping[Address, torch.Tensor]:
+        """The state in which the last epoch began of each worker that leaves its state here (1-D uint8)."""
+        return {}
+
+    def taken(self, number: int) -> Mapping[Address, torch.Tensor]:
+        """The states at this snapshot that workers have left here so far (1-D uint8)."""
+        return {}
+
+    def forget(self, number: int) -> None:
+        """This snapshot, and all before it, are written or given up."""
+
+
 class ShardFreezer:
     """Copies one shard's values and state of the optimizer into memory that is made once.
 

@@ -7,7 +7,7 @@ worker sees a mean (`grads: kHidden`), nothing comes down, and the gateway of a 
 New values go the same way down: an all-gather.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,8 @@ from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.model.schema import Allocate, FlatBuffers, torch_dtype
 from topotrain.core.protocol.message_validation import check_bits
-from topotrain.core.server.server import Server
+from topotrain.core.server.extension import ServerExtension
+from topotrain.core.server.server import Deliver, Server
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.extensions.collectives.algorithms import (
     VALUES,
@@ -34,22 +35,6 @@ from topotrain.extensions.collectives.algorithms import (
     up,
 )
 from topotrain.extensions.collectives.precomputed_gradients import PrecomputedGradients
-
-Deliver = Callable[[Address, m.Message], None]
-
-
-def make_server(
-    me: Address,
-    job: Job,
-    topology: Topology,
-    allocate: Allocate,
-    shared: bool = False,
-    deliver: Deliver | None = None,
-    resumed: SnapshotSource | None = None,
-) -> Server:
-    """The server at an address, of the kind that the job wants; arguments as for `Server`."""
-    kind = CollectiveServer if topology.relayed else Server
-    return kind(me, job, topology, allocate, shared, deliver, resumed)
 
 
 @dataclass(slots=True)
@@ -81,8 +66,9 @@ class CollectiveServer(Server):
         shared: bool = False,
         deliver: Deliver | None = None,
         resumed: SnapshotSource | None = None,
+        extensions: Sequence[ServerExtension] = (),
     ) -> None:
-        super().__init__(me, job, topology, allocate, shared, deliver, resumed)
+        super().__init__(me, job, topology, allocate, shared, deliver, resumed, extensions)
         self._worker = Address(Role.WORKER, me.group, me.index)
         self._algorithm = job.cluster.algorithm
         self._divide = job.reduce is Reduce.kMean

@@ -23,7 +23,6 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import AppliedBatchesOfStreams, Fail, Message, RestartRequest, WorkerRejoined
 from topotrain.core.server.consistency import AWAY, DecisionLog
 from topotrain.extensions.elastic.eligibility import refusal, singly
-from topotrain.training.data.lease_queue import LeaseQueue
 
 STREAMS = 2000
 """Data streams in one `AppliedBatchesOfStreams`."""
@@ -177,6 +176,14 @@ class MembershipServer(Protocol):
         """How many batches of a data stream of a group are applied."""
         ...
 
+    def streams(self, group: int) -> Sequence[int]:
+        """Data streams of a group of which `restarted` needs to know how many batches are applied."""
+        ...
+
+    def restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> None:
+        """The workers of a group are gone, and others come in their place."""
+        ...
+
     def complete(self) -> bool:
         """Whether the values are known here."""
         ...
@@ -193,7 +200,6 @@ class ElasticGroups:
         me, job, topology: the server's place.
         home: the server.
         log: of decisions, in a coordinator.
-        leases: in server (0,0).
         send: says something; to `me`, too.
     """
 
@@ -204,13 +210,13 @@ class ElasticGroups:
         topology: Topology,
         home: MembershipServer,
         log: DecisionLog | None,
-        leases: LeaseQueue | None,
         send: Callable[[Address, Message], None],
     ) -> None:
         self._me, self._job, self._topology, self._home = me, job, topology, home
-        self._log, self._leases, self._send = log, leases, send
+        self._log, self._send = log, send
+        self._hands_out = me == (Role.SERVER, 0, 0)  # it hands out the batches of all groups
         self._ours = topology.worker_groups_of(me.group)
-        known = range(topology.worker_groups) if leases is not None else self._ours
+        known = range(topology.worker_groups) if self._hands_out else self._ours
         workers = (worker for group in known for worker in topology.workers(group))
         self.members = Members(workers, True) if singly(job) else Members(known)
         self._answers = CoordinatorAnswers()
@@ -294,8 +300,8 @@ class ElasticGroups:
         coordinator = Address(Role.SERVER, self._topology.server_group_of(group), 0)
         if group in self._ours:
             self._send(coordinator, RestartRequest(group, incarnation, index))
-        elif self._leases is not None:
-            for question in questions(group, incarnation, self._leases.streams(group)):
+        elif self._hands_out:
+            for question in questions(group, incarnation, self._home.streams(group)):
                 self._send(coordinator, question)
 
     def _asked(self, message: RestartRequest) -> None:
@@ -318,9 +324,7 @@ class ElasticGroups:
     def _change(self, group: int, incarnation: int, count: Callable[[int], int], ended: bool) -> None:
         self._home.forget(group, ended)
         welcome = self.members.restarted(group, incarnation)
-        if self._leases is not None:
-            for worker, lease in self._leases.restart(group, count, ended):
-                self._send(worker, lease)
+        self._home.restarted(group, count, ended)
         for worker in welcome:
             self._welcome(worker)
 

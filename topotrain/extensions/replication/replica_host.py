@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
+from typing import Protocol
 
 import torch
 
@@ -25,13 +26,10 @@ from topotrain.comm.router import Router, RouterConfig, spoken
 from topotrain.comm.security.handshake import Peer
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.config.topology import Address, Role
-from topotrain.core.model.schema import Allocate
 from topotrain.core.profiling.spans import Recorder
 from topotrain.core.protocol import Message, ProtocolError, ReplicaReleased
 from topotrain.core.server.server import Server
-from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
-from topotrain.extensions.collectives.collective_server import make_server
 from topotrain.extensions.replication.replica_placement import ReplicaSet
 from topotrain.extensions.replication.state_machine import Out, Primary, ReplicatedServer, Standby
 from topotrain.extensions.replication.state_transfer import portray, restore
@@ -331,11 +329,19 @@ class StandbyEndpoint:
         return self._shadow.over
 
 
+class ServerFactory(Protocol):
+    """Makes a server with all extensions that the job asks for."""
+
+    def __call__(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
+        """The server at address `me`, which hands each of its messages to `deliver`."""
+
+
 class ReplicatedServers:
     """The replicated servers of one process. It replaces `process_host.HostedServers`.
 
     Args:
-        place, roads, allocate, trouble, recorder, writer: as there.
+        place, roads, trouble, recorder, writer: as there.
+        make: makes a server of this job.
         me: the server with the slot of this process.
         seat: the interface to the launcher.
         opened: called with this object when another primary starts here.
@@ -345,7 +351,7 @@ class ReplicatedServers:
         self,
         place: RouterConfig,
         roads: Router,
-        allocate: Allocate,
+        make: ServerFactory,
         me: Address,
         trouble: Trouble,
         recorder: Callable[[Address, tuple[int, ...]], Recorder],
@@ -354,7 +360,7 @@ class ReplicatedServers:
         opened: "Callable[[ReplicatedServers], None]" = lambda _: None,
     ) -> None:
         self._opened = opened
-        self._place, self._roads, self._allocate, self._me = place, roads, allocate, me
+        self._place, self._roads, self._make_server, self._me = place, roads, make, me
         self._trouble, self._recorder, self._writer = trouble, recorder, writer
         self._standing, self._covered = dict(seat.standing), seat.covered
         self._differs, self._despair, self._missed = seat.differs, seat.despair, seat.missed
@@ -411,10 +417,7 @@ class ReplicatedServers:
         return urls
 
     def _make(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
-        place = self._place
-        server = make_server(
-            me, place.job, place.topology, self._allocate, place.shared, deliver, as_manifest(place.resumed)
-        )
+        server = self._make_server(me, deliver)
         server.spans = self._recorder(me, server.groups)
         return server
 

@@ -31,6 +31,7 @@ from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.optim.adapter import HyperCheck
 from topotrain.core.protocol.message_validation import MessageValidator
 from topotrain.core.server import consistency, gradient_staging, nonfinite, pull_replies, sample_counts, shutdown
+from topotrain.core.server.extension import ServerExtension
 from topotrain.core.server.gradient_staging import GradientStaging
 from topotrain.core.server.group_sync import NoSync
 from topotrain.core.server.parameter_shard import ParameterShard, UpdateUnit
@@ -41,9 +42,6 @@ from topotrain.extensions.checkpointing.data_position import DataPosition
 from topotrain.extensions.elastic import membership
 from topotrain.extensions.replication.buffer_views import BufferRange, BufferViews
 from topotrain.extensions.replication.state_machine import ReliableChannel, ReplicatedServer
-from topotrain.extensions.resume import worker_state_store
-from topotrain.extensions.tables.table_server import TableServer
-from topotrain.training.data import lease_queue
 
 _ALIGN = 64
 _LENGTH = struct.Struct("<Q")
@@ -57,7 +55,6 @@ _NEVER: tuple[type, ...] = (
     Rhythm,
     Enum,
     NoSync,
-    TableServer,
     torch.dtype,
 )
 """Types of fields that a new server already has."""
@@ -68,17 +65,13 @@ _DATA: tuple[type, ...] = (
     pull_replies._Held,
     gradient_staging._Reduction,
     consistency._Vote,
-    lease_queue._Run,
-    lease_queue._Leaving,
-    lease_queue._Epoch,
-    lease_queue._Chunk,
-    lease_queue.DrawnChunks,
     membership._Group,
-    worker_state_store._Box,
-    worker_state_store.PartialState,
     snapshot_coordinator._UnderWay,
 )
-"""Classes of objects with a short lifetime: a new object is made from the fields."""
+"""Classes of objects with a short lifetime: a new object is made from the fields.
+
+`ServerExtension.state_types` adds to them.
+"""
 
 _PARTS: tuple[type, ...] = (
     Server,
@@ -94,25 +87,32 @@ _PARTS: tuple[type, ...] = (
     sample_counts.SampleCounts,
     nonfinite.NonfiniteLimit,
     shutdown.Shutdown,
-    lease_queue.LeaseQueue,
     membership.ElasticGroups,
     membership.Members,
     membership.CoordinatorAnswers,
-    worker_state_store.WorkerStateStore,
     server_snapshots.ServerSnapshots,
     snapshot_coordinator.SnapshotCoordinator,
     snapshot_coordinator.TextParts,
     DataPosition,
 )
-"""Classes of objects that every server has from the start: their fields are filled."""
+"""Classes of objects that every server has from the start: their fields are filled, as those of its extensions."""
 
-_KNOWN = {cls.__name__: cls for cls in (*_DATA, *_PARTS)}
+
+class _Classes:
+    """The classes whose objects travel between copies of one server, by name."""
+
+    def __init__(self, server: Server) -> None:
+        more = tuple(cls for extension in server.extensions for cls in extension.state_types)
+        self.data = frozenset((*_DATA, *more))
+        extensions = (type(extension) for extension in server.extensions if extension.state_types)
+        self.known: Mapping[str, type] = {cls.__name__: cls for cls in (*self.data, *_PARTS, *extensions)}
+
 
 _OWN: Mapping[str, frozenset[str]] = {
-    "Server": frozenset({"_model", "_resumed", "_workers", "spans"}),
+    "Server": frozenset({"_model", "_resumed", "_workers", "_hooks", "spans"}),
     "Startup": frozenset({"schema", "buffers", "_map", "_windows", "_whole"}),
     "GradientStaging": frozenset({"_scratch", "_tree"}),
-    "ServerSnapshots": frozenset({"_freezer", "_frozen"}),
+    "ServerSnapshots": frozenset({"_freezer", "_frozen", "_participants", "_keepers"}),
     "ElasticGroups": frozenset({"_home"}),
 }
 """Fields that a new object already has, or makes itself."""
@@ -123,7 +123,9 @@ def quiet(server: Server) -> bool:
 
     It cannot during a snapshot, while optimizer state is loaded, or before an early message was handled.
     """
-    if server._inside or server._opening.early or server.snapshots._frozen or server._tables.used:
+    if server._inside or server._opening.early or server.snapshots._frozen:
+        return False
+    if any(extension.has_begun() for extension in server.extensions):
         return False
     return server._model is None or not server._model.state._loading
 
@@ -136,7 +138,7 @@ def portray(copy: ReplicatedServer) -> torch.Tensor | None:
     """
     if not quiet(copy.server):
         return None
-    teller = _Teller(copy.server._model)
+    teller = _Teller(copy.server._model, _Classes(copy.server))
     return teller.bytes({"server": teller.tell(copy.server), "lines": teller.tell(copy.lines), **teller.model()})
 
 
@@ -152,7 +154,7 @@ def restore(copy: ReplicatedServer, data: torch.Tensor) -> None:
         server = copy.server
         if tree["schema"]:
             _mold(server, tree["schema"])
-        reader = _Reader(server._model, tensors, tree["sizes"])
+        reader = _Reader(server._model, tensors, tree["sizes"], _Classes(server))
         reader.fill(server, tree["server"])
         reader.model(tree)
         copy.lines = reader.read(tree["lines"], {})
@@ -171,8 +173,8 @@ def _mold(server: Server, text: str) -> None:
 class _Teller:
     """Turns objects into plain data, and collects the tensors in them."""
 
-    def __init__(self, model: ParameterShard | None) -> None:
-        self._model = model
+    def __init__(self, model: ParameterShard | None, classes: _Classes) -> None:
+        self._model, self._classes = model, classes
         self._tensors: list[torch.Tensor] = []
         self._views = None if model is None else BufferViews(model.flats, frozenset({VALUES}))
 
@@ -191,10 +193,12 @@ class _Teller:
             return {"c": value.KIND}
         if callable(value) or isinstance(value, _NEVER):
             return {"k": 0}
-        if _KNOWN.get(kind.__name__) is kind:
+        if self._classes.known.get(kind.__name__) is kind:
             own = _OWN.get(kind.__name__, ())
             return {"o": [kind.__name__, {n: self.tell(v) for n, v in _fields(value) if n not in own}]}
-        if isinstance(value, Server):  # a subclass may have more fields
+        if isinstance(value, ServerExtension) and not value.has_begun():
+            return {"k": 0}  # a fresh one holds as much
+        if isinstance(value, Server):  # of a kind that has more fields
             raise TypeError(f"{kind.__name__} cannot have a second copy, only Server can")
         raise TypeError(f"a server holds a {kind.__name__}, which a state transfer does not support")
 
@@ -304,15 +308,15 @@ def _opened(data: torch.Tensor) -> tuple[str, torch.Tensor]:
 class _Reader:
     """The inverse of `_Teller`."""
 
-    def __init__(self, model: ParameterShard | None, data: torch.Tensor, sizes: list[int]) -> None:
-        self._model = model
+    def __init__(self, model: ParameterShard | None, data: torch.Tensor, sizes: list[int], classes: _Classes) -> None:
+        self._model, self._classes = model, classes
         self._data = data
         self._starts = list(accumulate(sizes, initial=0))
 
     def fill(self, value: object, tree: Any) -> None:
         """Fill the fields of an existing object."""
         name, fields = tree["o"]
-        if type(value) is not _KNOWN[name]:
+        if type(value) is not self._classes.known[name]:
             raise TypeError(f"a {name} in place of a {type(value).__name__}")
         for field, told in fields.items():
             read = self.read(told, getattr(value, field))
@@ -365,9 +369,10 @@ class _Reader:
         return known
 
     def _object(self, tree: Any, now: Any) -> Any:
-        cls = _KNOWN[tree["o"][0]]
-        if type(now) is not cls or cls in _DATA:
-            if cls not in _DATA:
+        cls = self._classes.known[tree["o"][0]]
+        data = cls in self._classes.data
+        if type(now) is not cls or data:
+            if not data:
                 raise TypeError(f"a {cls.__name__} in place of another object")
             now = object.__new__(cls)
             for name, told in tree["o"][1].items():

@@ -11,6 +11,8 @@ import torch
 
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message, ProtocolError, WorkerStatePart, WorkerStateRequest
+from topotrain.core.server.extension import ServerExtension
+from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant
 
 PART = 16 << 20
 """Bytes of a part, but for the last."""
@@ -89,19 +91,22 @@ class _Box:
             del self.kept[each]
 
 
-class WorkerStateStore:
+class WorkerStateStore(ServerExtension, SnapshotParticipant):
     """The deposits of all workers of a job; lives in server (0,0)."""
+
+    messages = (WorkerStatePart, WorkerStateRequest)
+    state_types = (_Box, PartialState)
 
     def __init__(self) -> None:
         self._boxes: dict[Address, _Box] = {}
 
-    def place(self, sender: Address, message: WorkerStatePart) -> torch.Tensor:
+    def place(self, sender: Address, message: Message) -> torch.Tensor:
         """As `room`, for what a worker says of itself."""
-        return room(sender, message)
+        return room(sender, message) if isinstance(message, WorkerStatePart) else super().place(sender, message)
 
-    def handle(self, sender: Address, message: WorkerStatePart | WorkerStateRequest) -> Replies:
+    def handle(self, sender: Address, message: Message) -> Replies:
         """Take a part, or tell what is here."""
-        if isinstance(message, WorkerStateRequest):
+        if not isinstance(message, WorkerStatePart):
             return [(sender, reply) for number in (EPOCH, SINCE) for reply in self._told(sender, number)]
         if message.body is None:
             raise ProtocolError(f"{sender}: a part of its state without a body")

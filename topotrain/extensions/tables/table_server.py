@@ -1,8 +1,8 @@
 """What a server keeps of all tables: who calls them what, who has pushed, whose pull has to wait.
 
 Rule: what one worker says about tables is taken in the order in which it was said, and once; early messages wait in a
-drawer. `Server` asks the book four things of a step: whether all rows of it are here, what they add to the vote, to
-apply them, and to forget them. A worker's mistake is told to all workers in its own words; what only a broken peer can
+drawer. Of a step the server asks four things: whether all its rows are here, what they add to the vote, to apply them,
+and to forget them. A worker's mistake is told to all workers in its own words; what only a broken peer can
 send is a ProtocolError.
 """
 
@@ -18,9 +18,12 @@ from topotrain.core import protocol as m
 from topotrain.core.model.finite import all_finite
 from topotrain.core.optim.adapter import clip_bounds
 from topotrain.core.optim.state_table import StateError
+from topotrain.core.protocol.message_validation import TABLE_WORDS
+from topotrain.core.server.extension import ServerExtension
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit
 from topotrain.core.server.parameter_shard import norm_of, to_power
-from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotSource
+from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotParticipant, SnapshotSource
+from topotrain.extensions.elastic.eligibility import TABLES
 from topotrain.extensions.tables.push_modes import KINDS, StepTable, SyncTable, TableShard
 from topotrain.extensions.tables.table_snapshot import StoredRows, TableCopier
 from topotrain.extensions.tables.table_spec import Ids, TableSpec, difference, pack_ids, unpack_ids
@@ -46,7 +49,7 @@ class _Client:
     bye: bool = False
 
 
-class TableServer:
+class TableServer(ServerExtension, SnapshotParticipant):
     """The tables of one server.
 
     Args:
@@ -54,6 +57,8 @@ class TableServer:
         job, topology: its job.
         source: the snapshot that the job goes on from.
     """
+
+    messages = before_model = TABLE_WORDS
 
     def __init__(self, me: Address, job: Job, topology: Topology, source: SnapshotSource | None = None) -> None:
         self._me = me
@@ -68,23 +73,28 @@ class TableServer:
         self._means: dict[tuple[int, int], Found] = {}
         self._held: list[tuple[Address, TableShard, m.TablePull]] = []
         self._barriers: dict[int, set[Address]] = {}
-        self.over = False
-        """All scripts have come to the barrier at their end."""
+        self._at_end = False
         self._out: Out = []
         self._clip = clip_bounds(job.updater)
         self._most = 0 if job.nonfinite is NonFinite.kAllow else NonfiniteLimit(job.nonfinite).most
 
     # --- the door ------------------------------------------------------------------------------------------------
 
-    @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Every worker has said that it is through with tables."""
         return all(client.bye for client in self._clients.values())
 
-    @property
-    def used(self) -> bool:
+    def scripts_over(self) -> bool:
+        """All scripts have come to the barrier at their end."""
+        return self._at_end
+
+    def has_begun(self) -> bool:
         """Whether any script has a table."""
         return bool(self._tables)
+
+    def refuses_regroup(self) -> str:
+        """What a group has pushed into a table stays in it, so no group can start again by itself."""
+        return TABLES if self._tables else ""
 
     @property
     def unkept(self) -> str:
@@ -100,11 +110,11 @@ class TableServer:
     def place(self, sender: Address, message: m.Message) -> torch.Tensor:
         """Where rows are to be received. Raises ProtocolError."""
         if not isinstance(message, m.TablePush | m.TableAssign):
-            raise m.ProtocolError(f"{type(message).__name__} has no body")
+            return super().place(sender, message)
         table = self._table(sender, message.table)
         return torch.empty(len(_ids(table, message.ids)) * table.spec.width, dtype=table.spec.torch_dtype)
 
-    def take(self, sender: Address, message: m.Message) -> Out:
+    def handle(self, sender: Address, message: m.Message) -> Out:
         """One message about tables, which is told once and in its turn; returns what to send."""
         client = self._client(sender)
         number = getattr(message, "number", -1)
@@ -248,7 +258,7 @@ class TableServer:
         self._check_barriers()
         if len(there) == len(self._workers):
             del self._barriers[message.round]
-            self.over = self.over or message.round < 0
+            self._at_end = self._at_end or message.round < 0
             self._out += [(worker, m.TableBarrier(0, message.round)) for worker in self._workers]
 
     def _check_barriers(self) -> None:
@@ -274,7 +284,7 @@ class TableServer:
     def _of_steps(self) -> list[StepTable]:
         return [table for table in self._tables.values() if isinstance(table, StepTable)]
 
-    def complete(self, group: int, step: int) -> bool:
+    def may_stage(self, group: int, step: int) -> bool:
         """All rows of this step are here."""
         for worker in self._topology.workers(group) if self._tables else ():
             client = self._clients[worker]
@@ -294,27 +304,27 @@ class TableServer:
                     found[table.spec.name] = mean
         return found
 
-    def vote(self, staged: m.StepVote, commits: Mapping[int, m.Commit]) -> m.StepVote:
+    def amend_vote(self, vote: m.StepVote, commits: Mapping[int, m.Commit]) -> m.StepVote:
         """What this shard says of a staged step, with its rows taken into account."""
         commit, checked = commits[0], bool(self._most) or commits[0].check_finite
         if not self._tables or not (checked or commit.clip_norm > 0):
-            return staged
-        grads = [rows for _, rows in self._found(staged.group, staged.step, commits).values()]
+            return vote
+        grads = [rows for _, rows in self._found(vote.group, vote.step, commits).values()]
         if checked and not all(all_finite(g.reshape(-1)) for g in grads):
-            refused = staged.refused if commit.check_finite else (*staged.refused, NOBODY, -1)
-            return replace(staged, finite=False, power=0.0, refused=refused)
-        if staged.refused:  # the rows of these workers are in the means already
-            return replace(staged, finite=False, power=0.0)
-        finite, power = staged.finite, staged.power
+            refused = vote.refused if commit.check_finite else (*vote.refused, NOBODY, -1)
+            return replace(vote, finite=False, power=0.0, refused=refused)
+        if vote.refused:  # the rows of these workers are in the means already
+            return replace(vote, finite=False, power=0.0)
+        finite, power = vote.finite, vote.power
         if commit.clip_norm > 0:
             norms = [norm_of(g, commit.clip_type) * commit.inv_scale for g in grads if len(g)]
-            if staged.infinity:
+            if vote.infinity:
                 power = max([power, *norms])
             else:
                 power += sum(to_power(norm, commit.clip_type) for norm in norms)
-        return replace(staged, finite=finite, power=power)
+        return replace(vote, finite=finite, power=power)
 
-    def apply(self, group: int, step: int, commits: Mapping[int, m.Commit], factor: float) -> Out:
+    def apply_step(self, group: int, step: int, commits: Mapping[int, m.Commit], factor: float) -> Out:
         """The step counts: its rows change. factor: of every gradient."""
         self._out = []
         if text := self._kept.missed:
@@ -361,6 +371,3 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., Any]] = {
     m.TableList: TableServer._list,
     m.TablesFinished: TableServer._bye,
 }
-
-MESSAGES = tuple(_HANDLERS)
-"""What a server hands to its book."""

@@ -32,12 +32,12 @@ from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
-from topotrain.extensions.collectives.collective_server import make_server
 from topotrain.extensions.collectives.torch_client import TorchCollectiveClient, TorchCollectiveConfig
 from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
 from topotrain.launch.runtime.client_extensions import client_extensions
+from topotrain.launch.runtime.server_extensions import make_server
 from topotrain.parallel.runtime.network_channel import NetworkChannel
 
 # --- servers -----------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class HostedServers:
         self._change = threading.Condition()
         self.residents: dict[Address, _ServerResident] = {}
         for me in addresses:
-            make = partial(_server, me, place, allocate)
+            make = partial(hosted_server, place, allocate, me)
             goes_on = place.job.on_failure is OnFailure.kContinue
             self.residents[me] = resident = _ServerResident(make, roads, self._change, trouble, goes_on)
             resident.server.spans = recorder(me, resident.server.groups)
@@ -311,7 +311,8 @@ def serve(
                 "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes",
             )
         with flushing():
-            copied = ReplicatedServers(place, roads, allocate, addresses[0], trouble, recorder, writer, seat, opened)
+            make = partial(hosted_server, place, allocate)
+            copied = ReplicatedServers(place, roads, make, addresses[0], trouble, recorder, writer, seat, opened)
             seat.taken(copied.arrange)
             copied.open(serving)
             copied.wait()
@@ -330,8 +331,11 @@ def serve(
     return roads.traffic()
 
 
-def _server(me: Address, place: RouterConfig, allocate: Allocate, answer: Callable[[Address, Message], None]) -> Server:
-    return make_server(me, place.job, place.topology, allocate, place.shared, answer, as_manifest(place.resumed))
+def hosted_server(
+    place: RouterConfig, allocate: Allocate, me: Address, deliver: Callable[[Address, Message], None]
+) -> Server:
+    """Make the server at an address of the job of this process."""
+    return make_server(me, place.job, place.topology, allocate, place.shared, deliver, as_manifest(place.resumed))
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -27,6 +27,7 @@ from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.launch.runtime.client_extensions import client_extensions
 from topotrain.launch.runtime.process_host import peers
+from topotrain.launch.runtime.server_extensions import make_server
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
 
 
@@ -109,7 +110,7 @@ class SimCluster:
         self.houses: dict[Address, SimServer] = {}
         for group in range(self.topology.server_groups):
             for me in self.topology.servers(group):
-                self.houses[me] = SimServer(Server(me, job, self.topology, zeros, resumed=resumed), self.wire)
+                self.houses[me] = SimServer(make_server(me, job, self.topology, zeros, resumed=resumed), self.wire)
                 self.wire.attach(me, self.houses[me])
         self._meet_servers()
         self.workers = [me for group in range(self.topology.worker_groups) for me in self.topology.workers(group)]

@@ -24,6 +24,7 @@ from topotrain.core.protocol import (
     Message,
     ProtocolError,
 )
+from topotrain.core.server.extension import ServerExtension
 
 LONGEST = 32  # batches in a lease: a group that dies or leaves gives back at most this many
 _MOST_EPOCHS = 1 << 16  # open at a time: one that groups leave early stays so
@@ -122,7 +123,7 @@ class _Epoch:
             self.give_back([])
 
 
-class LeaseQueue:
+class LeaseQueue(ServerExtension):
     """The queue of every open epoch; lives in server (0,0).
 
     Args:
@@ -131,6 +132,8 @@ class LeaseQueue:
         warming: only group 0 leases for now, the others' questions are held until `warmed()`.
         singly: a worker may start again by itself, and ask anew for what was drawn.
     """
+
+    messages = before_model = (LeaseRequest, LeaseRelease, DrawnBatches, DrawRequest)
 
     def __init__(self, groups: int, workers: int = 1, warming: bool = False, singly: bool = False) -> None:
         self._groups = groups
@@ -161,26 +164,27 @@ class LeaseQueue:
                 return self._draws.ask(sender, message)
         raise ProtocolError(f"{type(message).__name__} is no question about batches")
 
-    def finished(self, group: int) -> Replies:
-        """All workers of the group have ended their script: nobody waits for it any more. May be called twice."""
+    def group_over(self, group: int) -> Replies:
+        """All scripts of the group have ended: no worker waits for it any more. May be called twice."""
         self._finished.add(group)
         if group == 0:
             self._warming = False
         return self._settle_all()
 
-    def part(self, group: int) -> Replies:
+    def group_leaves(self, group: int) -> Replies:
         """The group is to leave the job: it is given no more leases, and whoever waits for one is told to go."""
         self._parting.add(group)
         return self._settle_all()
 
-    def again(self, group: int) -> None:
+    def group_returns(self, group: int) -> None:
         """The workers of a group that had left come back, and read on."""
         self._finished.discard(group)
 
-    @property
-    def used(self) -> bool:
-        """Some group has read by lease."""
-        return bool(self._newest)
+    def refuses_leave(self) -> str:
+        """What a group leaves unread can be given to others only where batches are leased."""
+        if self._newest:
+            return ""
+        return "no batch is handed out by lease yet: who leaves now may leave what nobody else reads"
 
     def streams(self, group: int) -> list[int]:
         """The data streams that a group has begun in open epochs: one for each of its leases."""
@@ -188,7 +192,7 @@ class LeaseQueue:
             (number << 32) | run.lease for number, epoch in self._epochs.items() for run in epoch.tables.get(group, ())
         ]
 
-    def restart(self, group: int, applied: Callable[[int], int], ended: bool) -> Replies:
+    def group_restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> Replies:
         """The workers of a group are gone, and others will come in their place.
 
         applied: how many batches of a stream count; the rest of its leases is free again. ended: all its scripts had
@@ -474,3 +478,6 @@ class DrawnChunks:
             self._drawn -= _numbers(chunk.put)
             del self._chunks[key]
         return replies
+
+
+LeaseQueue.state_types = (_Run, _Leaving, _Epoch, _Chunk, DrawnChunks)

@@ -1,0 +1,139 @@
+"""What a feature outside the core adds to a server: its own messages, and hooks into the life of a step and of a group.
+
+A server is given its extensions when it is made, and knows none of them by name. `launch.runtime.server_extensions` is
+the one place that does. Every method of `ServerExtension` does nothing by default. A server looks once which extension
+overrides which method (`ExtensionHooks`), so that a hook without a user costs an empty loop.
+
+An extension returns what is to be sent. The server sends it at once, in the order of the list, and in the order of the
+extensions where several have something to send.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from topotrain.config.topology import Address
+from topotrain.core import protocol as m
+
+Outbox = Sequence[tuple[Address, m.Message]]
+
+
+class ServerExtension:
+    """One feature of one server. A subclass overrides what it needs."""
+
+    messages: tuple[type[m.Message], ...] = ()
+    """The types of messages that this extension handles."""
+    before_model: tuple[type[m.Message], ...] = ()
+    """Those of `messages` that it handles before the server knows the model; the others are held until then."""
+
+    state_types: tuple[type, ...] = ()
+    """Classes of the objects in its fields, by which its state is copied to a second copy of the server.
+
+    Empty: there is nothing to copy as long as `has_begun` is false, and a server cannot be copied while it is true.
+    """
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def place(self, sender: Address, message: m.Message) -> torch.Tensor:
+        """Memory for the body of one of `messages`. Raises ProtocolError for a message that has none."""
+        raise m.ProtocolError(f"{type(message).__name__} has no body")
+
+    def handle(self, sender: Address, message: m.Message) -> Outbox:
+        """Handle one of `messages`. Raises ProtocolError for what no correct peer sends."""
+        return ()
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def may_stage(self, group: int, step: int) -> bool:
+        """Whether this extension has all that it needs for a step that every worker of the group has committed.
+
+        The server asks again after each message that the extension has handled.
+        """
+        return True
+
+    def amend_vote(self, vote: m.StepVote, commits: Mapping[int, m.Commit]) -> m.StepVote:
+        """The shard's vote on a staged step, with what this extension has of the step taken into account."""
+        return vote
+
+    def apply_step(self, group: int, step: int, commits: Mapping[int, m.Commit], factor: float) -> Outbox:
+        """The step counts, and the shard's values have just changed.
+
+        factor: what every gradient of the step is multiplied by, for loss scaling and clipping.
+        """
+        return ()
+
+    def step_over(self, group: int, step: int) -> Outbox:
+        """The step was applied or skipped. What is returned is sent before the replies to the step's workers."""
+        return ()
+
+    # --- the life of a group and of the job ------------------------------------------------------------------------
+
+    def has_begun(self) -> bool:
+        """Whether workers have already left something here that no later worker would repeat."""
+        return False
+
+    def refuses_regroup(self) -> str:
+        """Why no worker group can restart, leave or join while the others go on; empty: they can."""
+        return ""
+
+    def refuses_leave(self) -> str:
+        """Why no worker group can leave the job now; empty: they can."""
+        return ""
+
+    def streams(self, group: int) -> Sequence[int]:
+        """Data streams of a group. `group_restarted` needs to know how many of their batches are applied."""
+        return ()
+
+    def group_restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> Outbox:
+        """The workers of a group are gone, and others will come in their place.
+
+        applied: how many batches of a data stream count. ended: all scripts of the group had come to their end.
+        """
+        return ()
+
+    def group_leaves(self, group: int) -> Outbox:
+        """The workers of a group are to leave the job after their next step."""
+        return ()
+
+    def group_over(self, group: int) -> Outbox:
+        """The workers of a group have left the job, or their scripts have ended. May be called twice."""
+        return ()
+
+    def group_returns(self, group: int) -> None:
+        """The workers of a group that had left the job are back."""
+
+    def scripts_over(self) -> bool:
+        """In a job whose workers have described no model: whether all scripts have come to their end."""
+        return False
+
+    def is_done(self) -> bool:
+        """In a job whose workers have described no model: whether nothing is left for this server to do."""
+        return False
+
+
+class ExtensionHooks:
+    """The extensions of one server by the hooks that they override, in the order of the extensions."""
+
+    def __init__(self, extensions: Sequence[ServerExtension]) -> None:
+        self.handlers = {kind: extension for extension in extensions for kind in extension.messages}
+        self.before_model = frozenset(kind for extension in extensions for kind in extension.before_model)
+        self.may_stage = overriding(extensions, ServerExtension.may_stage)
+        self.amend_vote = overriding(extensions, ServerExtension.amend_vote)
+        self.apply_step = overriding(extensions, ServerExtension.apply_step)
+        self.step_over = overriding(extensions, ServerExtension.step_over)
+        self.has_begun = overriding(extensions, ServerExtension.has_begun)
+        self.refuses_regroup = overriding(extensions, ServerExtension.refuses_regroup)
+        self.refuses_leave = overriding(extensions, ServerExtension.refuses_leave)
+        self.streams = overriding(extensions, ServerExtension.streams)
+        self.group_restarted = overriding(extensions, ServerExtension.group_restarted)
+        self.group_leaves = overriding(extensions, ServerExtension.group_leaves)
+        self.group_over = overriding(extensions, ServerExtension.group_over)
+        self.group_returns = overriding(extensions, ServerExtension.group_returns)
+        self.scripts_over = overriding(extensions, ServerExtension.scripts_over)
+        self.is_done = overriding(extensions, ServerExtension.is_done)
+
+
+def overriding(extensions: Sequence[ServerExtension], method: Callable[..., object]) -> tuple[ServerExtension, ...]:
+    """The extensions whose class has a method of its own in the place of this one of `ServerExtension`."""
+    name = method.__name__
+    return tuple(extension for extension in extensions if getattr(type(extension), name) is not method)

@@ -1,0 +1,62 @@
+"""Which extensions a server has: the only place that names them.
+
+The core knows none of them (see `core.server.extension`). Their order here is the order in which a server asks them.
+An extension whose package or module is not there is left out, so that a feature is deleted with its folder.
+"""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from topotrain.config.job import Job
+from topotrain.config.topology import Address, Role, Topology
+from topotrain.core.model.schema import Allocate
+from topotrain.core.server.extension import ServerExtension
+from topotrain.core.server.server import Deliver, Server
+from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
+from topotrain.extensions.elastic.eligibility import singly
+
+
+def make_server(
+    me: Address,
+    job: Job,
+    topology: Topology,
+    allocate: Allocate,
+    shared: bool = False,
+    deliver: Deliver | None = None,
+    resumed: SnapshotSource | None = None,
+) -> Server:
+    """The server at an address with all extensions that the job asks for; arguments as for `Server`."""
+    kind = Server
+    if topology.relayed:
+        from topotrain.extensions.collectives.collective_server import CollectiveServer
+
+        kind = CollectiveServer
+    extensions = server_extensions(me, job, topology, resumed)
+    return kind(me, job, topology, allocate, shared, deliver, resumed, extensions)
+
+
+def server_extensions(
+    me: Address, job: Job, topology: Topology, resumed: SnapshotSource | None = None
+) -> tuple[ServerExtension, ...]:
+    """The extensions of the server at an address, in order; resumed: the snapshot that the job goes on from."""
+    return tuple(_extensions(me, job, topology, resumed))
+
+
+def _extensions(me: Address, job: Job, topology: Topology, resumed: SnapshotSource | None) -> Iterator[ServerExtension]:
+    if installed("extensions.tables"):
+        from topotrain.extensions.tables.table_server import TableServer
+
+        yield TableServer(me, job, topology, resumed)
+    if me == (Role.SERVER, 0, 0) and installed("training.data.lease_queue"):
+        from topotrain.training.data.lease_queue import LeaseQueue
+
+        yield LeaseQueue(topology.worker_groups, topology.workers_per_group, singly=singly(job))
+    if me == (Role.SERVER, 0, 0) and installed("extensions.resume.worker_state_store"):
+        from topotrain.extensions.resume.worker_state_store import WorkerStateStore
+
+        yield WorkerStateStore()
+
+
+def installed(package: str) -> bool:
+    """Whether a package or a module of topotrain is there."""
+    return find_spec(f"topotrain.{package}") is not None
