@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 CONFS  := $(foreach name,sandblaster allreduce downpour hogwild,examples/conf/$(name).conf)
-CODE   := topotrain tests examples benchmarks
+CODE   := topotrain tests examples benchmarks scripts
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test bench chaos check format clean
@@ -16,7 +16,7 @@ help:
 	@echo "make test    run the tests, JOBS=2 files at a time (make test ARGS='-k hogwild' runs some of them)"
 	@echo "make bench   measure beside the peers, at most 30 minutes (make bench ARGS='p5 p6 --tensorflow' measures some)"
 	@echo "make chaos   kill, damage and forge for up to an hour, and count (make chaos ARGS='--only C B --kills 50')"
-	@echo "make check   formatting, lint, types, imports"
+	@echo "make check   formatting, lint, types, imports; what readers stumble over, counted"
 	@echo "make format  put the code in the usual form"
 	@echo "make setup   only the environment"
 	@echo "make clean   remove what the others made"
@@ -68,6 +68,7 @@ check: setup
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy --strict
 	$(BIN)/python -m pytest -q tests/test_imports.py
+	$(BIN)/python scripts/code_metrics.py
 
 format: setup
 	$(BIN)/ruff format $(CODE)

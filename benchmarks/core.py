@@ -18,9 +18,9 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema, slice_map_for
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
-from topotrain.core.server.extension import ServerExtension
 from topotrain.core.server.server import Server
-from topotrain.launch.runtime.server_extensions import server_extensions
+from topotrain.core.server.server_extension import ServerExtension
+from topotrain.launch.runtime.server_composition import server_extensions
 
 NAME, TITLE, GOALS = "core", "Messages in the pure core", ("P11",)
 STEPS = 500

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 RELEASE = Path(__file__).with_suffix(".json")
 MOST_METHODS, MOST_PARAMETERS, LONGEST_FIRST_LINE = 25, 8, 80
 PEOPLE = re.compile(r"\b(who|whom|whose|whoever|whomever|nobody|somebody|everybody|anybody)\b", re.IGNORECASE)
-FREE_RELATIVE = re.compile(r"(?:^|[.!?:]\s+|\n\s*\n\s*)(?:What(?:ever)?|Who(?:ever)?|That which|Whichever)\s+[^?]*?[.:]")
+FREE_RELATIVE = re.compile(
+    r"(?:^|[.!?:]\s+|\n\s*\n\s*)(?:What(?:ever)?|Who(?:ever)?|That which|Whichever)\s+[^?]*?[.:]"
+)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -160,7 +162,9 @@ def lone_protocols(trees: list[ast.Module]) -> list[str]:
     for node in found:
         if "Protocol" in bases(node):
             wanted = {m for m in methods(node) if not m.startswith("__") or m == "__call__"}
-            wanted |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+            wanted |= {
+                n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+            }
             if wanted and sum(wanted <= has for has in held.values()) <= 1:
                 lone.append(node.name)
     return lone
@@ -179,14 +183,12 @@ def messages(tree: ast.Module) -> Iterator[str]:
     documented = {
         id(node.body[0].value)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | Function)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and node.body and isinstance(node.body[0], ast.Expr)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
-            if " " in node.value:
-                yield node.value
+        text = node.value if isinstance(node, ast.Constant) and id(node) not in documented else None
+        if isinstance(text, str) and " " in text:
+            yield text
 
 
 def comment_lines(path: Path) -> int:
@@ -224,10 +226,7 @@ def measure(package: Path) -> dict[str, int]:
 def table(now: Mapping[str, int], before: Mapping[str, int]) -> str:
     """One line per number: name, today, last release, goal."""
     head = f"{'':68} {'now':>7} {'before':>7}  goal"
-    rows = (
-        f"{row.name:68} {now[key]:>7,} {before[key] if key in before else '–':>7}  {row.goal}"
-        for key, row in ROWS.items()
-    )
+    rows = (f"{row.name:68} {now[key]:>7,} {before.get(key, '–'):>7}  {row.goal}" for key, row in ROWS.items())
     return "\n".join((head, *rows))
 
 

@@ -36,9 +36,9 @@ from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
 from topotrain.core.server.ordered_sum import canonical_mean
 from topotrain.core.server.server import Server
-from topotrain.launch.runtime.client_extensions import client_extensions
+from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.launch.runtime.process_host import ConditionWaiter, WorkerConnections, _ServerResident, peers, serve
-from topotrain.launch.runtime.server_extensions import make_server
+from topotrain.launch.runtime.server_composition import make_server
 from topotrain.training.adopted_optimizer import _tracked, adopt
 from topotrain.training.data.map_dataset import STATIC
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model

@@ -9,9 +9,9 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.body_codec import BodyCodec
 from topotrain.core.client.client import Client, PeerLost
-from topotrain.core.client.extension import ClientExtension, LateSteps, overrides
+from topotrain.core.client.client_extension import ClientExtension, LateSteps, overrides
 from topotrain.extensions.compression.compression_client import CompressionClient
-from topotrain.launch.runtime.client_extensions import client_extensions
+from topotrain.launch.runtime.client_composition import client_extensions
 
 PEER = Address(Role.WORKER, 0, 0)
 

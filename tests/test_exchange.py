@@ -13,7 +13,7 @@ from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client import Client, JobError, PeerLost, StepEnd
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.optim.adapter import describe
-from topotrain.launch.runtime.client_extensions import client_extensions
+from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.launch.runtime.process_host import ConditionWaiter
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.parameters.flat_parameters import describe_model

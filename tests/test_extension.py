@@ -9,8 +9,8 @@ from benchmarks.core import HOME, Core
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
-from topotrain.core.server.extension import ExtensionHooks, ServerExtension, overriding
 from topotrain.core.server.server import Server
+from topotrain.core.server.server_extension import ExtensionHooks, ServerExtension, overriding
 
 A = Address(Role.WORKER, 0, 0)
 

@@ -37,10 +37,10 @@ for top in ("core", "comm") if simulated else ("core.server", "comm"):
     for module in pkgutil.walk_packages(base.__path__, f"topotrain.{top}."):
         importlib.import_module(module.name)
 
-from topotrain.launch.runtime import server_extensions
+from topotrain.launch.runtime import server_composition
 if stays:  # the package is there, for these modules
-    installed = server_extensions.installed
-    server_extensions.installed = lambda name: name != package and installed(name)
+    installed = server_composition.installed
+    server_composition.installed = lambda name: name != package and installed(name)
 
 from benchmarks.core import Core
 core = Core()

@@ -19,7 +19,7 @@ from topotrain.core.server.parameter_shard import to_power
 from topotrain.core.server.server import _MAX_HELD, Server
 from topotrain.extensions.replication.state_machine import UNCOUNTED
 from topotrain.launch.runtime.process_host import _ServerResident
-from topotrain.launch.runtime.server_extensions import make_server
+from topotrain.launch.runtime.server_composition import make_server
 from topotrain.training.data.lease_queue import LeaseQueue
 
 COMMIT = m.Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, False, b"\xff", b"", b"", b"", ())

@@ -11,7 +11,7 @@ from topotrain.core.server.server import Server
 from topotrain.extensions.elastic.eligibility import refusal
 from topotrain.extensions.elastic.membership import STREAMS, CoordinatorAnswers, Members, answer, questions
 from topotrain.extensions.tables.table_server import TableServer
-from topotrain.launch.runtime.server_extensions import make_server
+from topotrain.launch.runtime.server_composition import make_server
 
 A, B, OTHER = (Address(Role.WORKER, *place) for place in ((0, 0), (0, 1), (1, 0)))
 

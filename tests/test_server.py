@@ -14,7 +14,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION, int_to_bits
 from topotrain.core.optim.adapter import describe, hyper
-from topotrain.launch.runtime.server_extensions import make_server
+from topotrain.launch.runtime.server_composition import make_server
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import plan_of
 

@@ -17,8 +17,8 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.client.body_codec import BodyCodec
+from topotrain.core.client.client_extension import ClientExtension, LateSteps, overrides
 from topotrain.core.client.client_types import JobError, PeerLost, StepEnd, StepOutcome, Waiter, present_body
-from topotrain.core.client.extension import ClientExtension, LateSteps, overrides
 from topotrain.core.client.model_buffers import ModelBufferClient
 from topotrain.core.client.optimizer_state import OptimizerStateClient
 from topotrain.core.model import shared_windows

@@ -5,7 +5,7 @@ import torch
 from topotrain.config.sharding import Bucket, Piece
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.client.extension import ClientAccess, ClientExtension
+from topotrain.core.client.client_extension import ClientAccess, ClientExtension
 from topotrain.core.model.schema import torch_dtype
 
 

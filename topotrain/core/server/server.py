@@ -41,13 +41,13 @@ from topotrain.core.server.consistency import (
     LoopExits,
     pairs,
 )
-from topotrain.core.server.extension import ExtensionHooks, Outbox, ServerExtension
 from topotrain.core.server.gradient_staging import GradientStaging, ReducedBucket
 from topotrain.core.server.group_sync import Distance
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
 from topotrain.core.server.parameter_shard import ParameterShard, global_norm, step_factor
 from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.sample_counts import SampleCounts
+from topotrain.core.server.server_extension import ExtensionHooks, Outbox, ServerExtension
 from topotrain.core.server.shutdown import Shutdown
 from topotrain.core.server.startup import Startup
 from topotrain.extensions.backup_workers.quorum import BackupWorkers

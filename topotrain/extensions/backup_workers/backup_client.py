@@ -2,8 +2,8 @@
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.client.client_extension import ClientAccess, LateSteps
 from topotrain.core.client.client_types import StepOutcome
-from topotrain.core.client.extension import ClientAccess, LateSteps
 from topotrain.extensions.backup_workers.quorum import values_round
 
 

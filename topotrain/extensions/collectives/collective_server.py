@@ -20,8 +20,8 @@ from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.model.schema import Allocate, FlatBuffers, torch_dtype
 from topotrain.core.protocol.message_validation import check_bits
-from topotrain.core.server.extension import ServerExtension
 from topotrain.core.server.server import Deliver, Server
+from topotrain.core.server.server_extension import ServerExtension
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.extensions.collectives.algorithms import (
     VALUES,

@@ -19,7 +19,7 @@ from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client import Client, PeerLost, StepEnd, Waiter
-from topotrain.core.client.extension import ClientExtension
+from topotrain.core.client.client_extension import ClientExtension
 from topotrain.extensions.collectives.torch_backend import (
     DEADLINE,
     CollectiveError,

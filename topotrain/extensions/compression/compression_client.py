@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from topotrain.config.job import Cluster
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.core.client.body_codec import BodyCodec
+from topotrain.core.client.client_extension import ClientAccess, ClientExtension
 from topotrain.core.client.client_types import StepEnd, StepOutcome
-from topotrain.core.client.extension import ClientAccess, ClientExtension
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.extensions.compression.message_filter import WorkerEncoding
 

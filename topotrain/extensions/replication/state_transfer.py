@@ -31,11 +31,11 @@ from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.optim.adapter import HyperCheck
 from topotrain.core.protocol.message_validation import MessageValidator
 from topotrain.core.server import consistency, gradient_staging, nonfinite, pull_replies, sample_counts, shutdown
-from topotrain.core.server.extension import ServerExtension
 from topotrain.core.server.gradient_staging import GradientStaging
 from topotrain.core.server.group_sync import NoSync
 from topotrain.core.server.parameter_shard import ParameterShard, UpdateUnit
 from topotrain.core.server.server import Server
+from topotrain.core.server.server_extension import ServerExtension
 from topotrain.core.server.startup import Startup
 from topotrain.extensions.checkpointing import server_snapshots, snapshot_coordinator
 from topotrain.extensions.checkpointing.data_position import DataPosition

@@ -4,8 +4,8 @@ import torch
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.client.client_extension import ClientAccess, ClientExtension
 from topotrain.core.client.client_types import present_body
-from topotrain.core.client.extension import ClientAccess, ClientExtension
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, PartialState, cut, room
 
 

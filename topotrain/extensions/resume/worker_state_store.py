@@ -11,7 +11,7 @@ import torch
 
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message, ProtocolError, WorkerStatePart, WorkerStateRequest
-from topotrain.core.server.extension import ServerExtension
+from topotrain.core.server.server_extension import ServerExtension
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant
 
 PART = 16 << 20

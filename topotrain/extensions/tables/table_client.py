@@ -32,7 +32,7 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, StepEnd
-from topotrain.core.client.extension import ClientExtension
+from topotrain.core.client.client_extension import ClientExtension
 from topotrain.extensions.tables.row_optimizers import check_rule
 from topotrain.extensions.tables.table_spec import Ids, TableSpec, pack_ids, unpack_ids
 

@@ -36,8 +36,8 @@ from topotrain.extensions.collectives.torch_client import TorchCollectiveClient,
 from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
-from topotrain.launch.runtime.client_extensions import client_extensions
-from topotrain.launch.runtime.server_extensions import make_server
+from topotrain.launch.runtime.client_composition import client_extensions
+from topotrain.launch.runtime.server_composition import make_server
 from topotrain.parallel.runtime.network_channel import NetworkChannel
 
 # --- servers -----------------------------------------------------------------------------------------------------

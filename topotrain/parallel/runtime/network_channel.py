@@ -22,7 +22,7 @@ from topotrain.comm.transport import TransportError
 from topotrain.config.sharding import ITEM_BYTES
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import Client, PeerLost
-from topotrain.core.client.extension import ClientExtension
+from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.model.schema import torch_dtype
 from topotrain.core.protocol import Activation, ActivationHello, Message, ProtocolError
 from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey

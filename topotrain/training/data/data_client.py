@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.client.extension import ClientAccess, ClientExtension
+from topotrain.core.client.client_extension import ClientAccess, ClientExtension
 from topotrain.training.data.lease_queue import LEAVES
 
 T = TypeVar("T", bound=m.Message)

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.model.schema import Allocate
-from topotrain.core.server.extension import ServerExtension
 from topotrain.core.server.server import Deliver, Server
+from topotrain.core.server.server_extension import ServerExtension
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.extensions.elastic.eligibility import singly
 

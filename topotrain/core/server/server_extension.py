@@ -1,6 +1,6 @@
 """What a feature outside the core adds to a server: its own messages, and hooks into the life of a step and of a group.
 
-A server is given its extensions when it is made, and knows none of them by name. `launch.runtime.server_extensions` is
+A server is given its extensions when it is made, and knows none of them by name. `launch.runtime.server_composition` is
 the one place that does. Every method of `ServerExtension` does nothing by default. A server looks once which extension
 overrides which method (`ExtensionHooks`), so that a hook without a user costs an empty loop.
 

@@ -6,7 +6,7 @@ the model.
 
 from topotrain.config.job import Compression
 from topotrain.config.topology import Topology
-from topotrain.core.client.extension import ClientExtension
+from topotrain.core.client.client_extension import ClientExtension
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.compression.compression_client import CompressionClient
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
