@@ -388,3 +388,9 @@ def test_a_file_that_is_none_is_refused_and_nobody_waits_for_it(files, tmp_path,
     make(Path(name))
     with ended_after(20), pytest.raises(ConfigError, match=f"no readable {name} .*{kind}"):
         latest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["w" * n for n in range(1, 18)])
+def test_the_tensors_of_a_file_stand_at_aligned_places(name):
+    layout = lay_out([TensorDescription(name, "complex128", (3,), (1,))], {})
+    assert len(layout.header) % 64 == layout.entries[name].begin % 64 == 0

@@ -53,7 +53,7 @@ _ITEM_BYTES = {
     "float8_e4m3fnuz": 1,
     "float8_e5m2fnuz": 1,  # of buffers only
 }
-_ALIGN = 8
+_LENGTH_BYTES, _ALIGN = 8, 64
 MOST_HEADER = 100_000_000
 """Maximum bytes of a header that readers of the format accept."""
 
@@ -144,12 +144,13 @@ def lay_out(tensors: Iterable[TensorDescription], metadata: Mapping[str, str]) -
         begins.append(at)
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGN)
+    # A complex128 tensor at an address that is no multiple of 16 crashes torch's kernels, and readers map the file.
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGN)
     if len(text) > MOST_HEADER:
         raise ValueError(f"{len(ordered)} tensors: a header of {len(text)} bytes, at most {MOST_HEADER}")
-    first = _ALIGN + len(text)
+    first = _LENGTH_BYTES + len(text)
     entries = {told.name: FileTensor(told, first + begin) for told, begin in zip(ordered, begins, strict=True)}
-    return FlatFile(len(text).to_bytes(_ALIGN, "little") + text, entries, first + at)
+    return FlatFile(len(text).to_bytes(_LENGTH_BYTES, "little") + text, entries, first + at)
 
 
 def said_of(paired: Sequence[str]) -> dict[str, str]:
