@@ -17,6 +17,7 @@ from vault import Net, Vault, equal, read
 
 from topotrain.config.job import ConfigError, Slicing
 from topotrain.config.topology import Address, Role
+from topotrain.core.model.safetensors_layout import TensorDescription, lay_out
 from topotrain.extensions.checkpointing.checkpoint_reader import (
     ASIDE,
     FOLDER,
