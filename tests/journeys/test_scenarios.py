@@ -133,7 +133,7 @@ def test_the_forkserver_dies(shop: Shop) -> None:
 
 
 def test_a_worker_dies_while_a_snapshot_is_written_and_takes_its_loaders_along(shop: Shop) -> None:
-    ended = doomed(shop, SYNC, ["worker 0/1:Deposit:0"] * 2, "--loaders", "2", extra=OFTEN)
+    ended = doomed(shop, SYNC, ["worker 0/1:WorkerStatePart:0"] * 2, "--loaders", "2", extra=OFTEN)
     assert [who for who, _ in right(ended)] == ["worker 0/1"] * 2
     gone(shop)
 
