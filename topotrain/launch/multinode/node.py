@@ -21,7 +21,7 @@ from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, Unk
 from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.topology import Topology, layout
-from topotrain.core.events import Event, Notice
+from topotrain.core.events import Counted, Event, Notice
 from topotrain.launch import AlwaysTaken, JobOutcome, OnEvent, Outlet, UnitPlace
 from topotrain.launch.agent import temporary_folders
 from topotrain.launch.agent.children import EntryPoints
@@ -227,9 +227,8 @@ class Node:
             end = _agree(company, outcome, notes, heard, again, hear)
             if heard.came:
                 self.outlet.hurry()
-            for other, events in sorted(company.reports.items()):
-                for event in events if other != rank else ():
-                    on_event(event)
+            for event in _reported(company, rank, notes):
+                on_event(event)
             self._leave(hall, root, company, end)
             whole = replace(outcome, code=end.code, cause=end.failed, seconds=time.monotonic() - began)
             return NodeResult(whole, end, job, topology, rank)
@@ -282,6 +281,16 @@ def _where(topology: Topology) -> dict[str, int]:
     """Return the unit of each process and unit name."""
     found = {str(who): unit.rank for unit in topology.units for who in (*unit.workers, *unit.servers)}
     return found | {f"unit {unit.rank}": unit.rank for unit in topology.units}
+
+
+def _reported(company: NodeMembership, rank: int, own: UnitReport) -> Iterator[Event]:
+    """Yield the events of the other units, then the servers' counts of samples.
+
+    A report drops the counts of a group whose workers start, so the counts of this unit are repeated behind all starts.
+    """
+    events = [event for other, told in sorted(company.reports.items()) if other != rank for event in told]
+    yield from (event for event in events if not isinstance(event, Counted))
+    yield from (event for event in (*events, *own.events) if isinstance(event, Counted))
 
 
 def _agree(

@@ -20,6 +20,8 @@ from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.config.job import ConfigError
 from topotrain.core.events import (
+    Apart,
+    Counted,
     Event,
     Failed,
     Final,
@@ -408,6 +410,9 @@ class NodeMembership:
         self._stores.registry.end(self._stores.record.id, state)
 
 
+_OF_A_REPORT = (Started, Serving, StepDone, Skipped, Finished, Metrics, Final, Counted, Apart)
+
+
 class UnitReport:
     """The events of a unit that a report needs.
 
@@ -419,7 +424,7 @@ class UnitReport:
 
     def __call__(self, event: Event) -> None:
         """Record one event."""
-        if isinstance(event, Started | Serving | StepDone | Skipped | Finished | Metrics | Final):
+        if isinstance(event, _OF_A_REPORT):
             self._last[(type(event).__name__, getattr(event, "who", ""))] = event
 
     @property
