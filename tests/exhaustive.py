@@ -5,6 +5,7 @@ does around them is told again here in a few lines, and a worker is an automaton
 messages. A pause of a process needs no action of its own: everything else may happen before its next message.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from types import MethodType
@@ -45,7 +46,7 @@ class Shard:
     topology: Topology
     net: "World"
     order: ApplyOrder = field(default_factory=ApplyOrder)
-    streams: AppliedBatches = field(default_factory=AppliedBatches)
+    applied: AppliedBatches = field(default_factory=AppliedBatches)
     cells: dict[tuple[int, int], int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     staged: dict[int, Push] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         self.log = None if self.me.index else DecisionLog(self.topology.shards)
-        self.regroup = ElasticGroups(self.me, self.job, self.topology, self, self.log, None, self.send)
+        self.regroup = ElasticGroups(self.me, self.job, self.topology, self, self.log, self.send)
 
     def send(self, to: Address, message: object) -> None:
         if to.role is Role.WORKER and not self.regroup.members.hears(to):
@@ -96,7 +97,7 @@ class Shard:
                     self._carry_out(decision)
                 self._decide()
             case m.AppliedBatchesRequest():
-                self.send(sender, m.AppliedBatchesReply(message.stream, self.streams.count(message.stream)))
+                self.send(sender, m.AppliedBatchesReply(message.stream, self.applied.count(message.stream)))
             case _:
                 self.regroup.take(sender, message)
 
@@ -113,13 +114,19 @@ class Shard:
             return
         push = self.staged.pop(group, None)
         assert push is not None and push.step == decision.step, f"{self.me}: {decision} is not staged"
-        if self.streams.verdict((group, push.seq, push.seq)) == "new":
-            self.streams.record((group, push.seq, push.seq))
+        if self.applied.verdict((group, push.seq, push.seq)) == "new":
+            self.applied.record((group, push.seq, push.seq))
             self.cells[group, push.seq] = self.cells.get((group, push.seq), 0) + 1
         self.steps[group] = push.step + 1
         self.send(Address(Role.WORKER, group, 0), m.Applied(push.step, 0, 0, False, 0.0))
 
     # what `ElasticGroups` asks of its home
+
+    def streams(self, group: int) -> tuple[int, ...]:
+        return ()
+
+    def restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> None:
+        pass
 
     def begun(self, group: int) -> bool:
         return True
@@ -138,7 +145,7 @@ class Shard:
         self.staged.pop(group, None)
 
     def count(self, stream: int) -> int:
-        return self.streams.count(stream)
+        return self.applied.count(stream)
 
     def complete(self) -> bool:
         return True

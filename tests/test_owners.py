@@ -145,7 +145,7 @@ def test_memory_in_files_is_zeroed_and_a_folder_that_has_no_room_is_told(tmp_pat
     made = in_file(tmp_path)(1000, torch.float64)
     assert made.shape == (1000,) and not made.any() and not in_file(tmp_path)(0, torch.float32).numel()
     made.fill_(1.0)
-    with pytest.raises(ConfigError, match=r"workspace = .*nowhere.*no room for 8 bytes more"):
+    with pytest.raises(ConfigError, match=r"workspace = .*nowhere.*no space for 8 more bytes"):
         in_file(tmp_path / "nowhere")(1, torch.float64)
 
 

@@ -36,6 +36,7 @@ from topotrain.launch.control_socket import ask
 from topotrain.launch.recovery.recovery_actions import RestartJob
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, recovery
 from topotrain.launch.recovery.resize import RequestSnapshot, ResizeRefused, ResizeRequest, RestartResized, resized
+from topotrain.parallel.api.prepare_split import SplitExtension
 from topotrain.parallel.capture import device_scopes
 from topotrain.training.worker_limits import bound
 
@@ -218,6 +219,7 @@ def said(fields: dict[str, Any], model: nn.Module, loader: Any, cut: bool = Fals
     cluster = fields.pop("cluster", SANDBLASTER)
     place = SimpleNamespace(job=job(cluster, **fields), topology=layout(cluster))
     here = SimpleNamespace(is_main=main, me=Address(Role.WORKER, 0, 0), place=place, emit=found.append)
+    here.names_workers = SplitExtension().splits
     bound(here, model, loader, cut)  # type: ignore[arg-type]
     return found
 
