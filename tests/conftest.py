@@ -5,6 +5,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; child processes inherit it
 
 import sys
+import threading
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -41,6 +42,15 @@ def nothing_prepared() -> Iterator[None]:
     yield
     if (context := sys.modules.get("topotrain.training.context")) is not None:
         context.forget()
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept_in_stores() -> Iterator[None]:
+    """Servers that a test has left behind stop looking after their store, which opens files and may be gone."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "kept values" and (look_after := getattr(thread, "_target", None)) is not None:
+            look_after.__self__.close()
 
 
 @pytest.fixture(scope="session")
