@@ -379,11 +379,10 @@ def run_hosted(
         return RouterConfig(job, topology, Identity(job.name, bytes(32), 0, 0, job.digest()), open_store(url), sockets)
 
     traffic: list[tuple[int, int]] = []
-    hosted: list[Any] = []  # servers that nobody would end after an error of the script
 
     def servers_of(unit: int) -> None:
         found = topology.units[unit].servers
-        traffic.append(serve(place(), found, lambda me, urls: None, crew.trouble, opened=hosted.append))
+        traffic.append(serve(place(), found, lambda me, urls: None, crew.trouble))
 
     homes = [
         threading.Thread(target=crew._guarded, args=(None, lambda n=unit.rank: servers_of(n)), daemon=True)
@@ -405,8 +404,6 @@ def run_hosted(
         home.join(PATIENCE_S if not crew.errors else 0.0)
     shutil.rmtree(sockets, ignore_errors=True)
     if crew.errors:
-        for servers in hosted:
-            servers._roads.close()
         raise crew.errors[0]
     assert not any(home.is_alive() for home in homes), "a server did not end"
     if topology.inline:

@@ -11,7 +11,7 @@ from types import FrameType
 def main() -> None:
     """The console script: never returns, raises SystemExit with the code of the command."""
     usual = signal.default_int_handler
-    early = signal.getsignal(signal.SIGINT) is usual  # else it is ignored, or somebody else's
+    early = signal.getsignal(signal.SIGINT) is usual  # else it is ignored, or handled by another library
     if early:
         signal.signal(signal.SIGINT, _end)
     from topotrain.tools.cli.app import main as command

@@ -36,7 +36,7 @@ class BodyCodec:
 
 
 def not_coded(message: ReducedGradient | Values, bucket: Bucket) -> bool:
-    """False, for a message whose body is not encoded. Raises ProtocolError for one that says that it is."""
+    """Return False for a body that is not encoded. Raises ProtocolError for a message that claims to be encoded."""
     if isinstance(message, Values) and message.coded:
         _refuse(bucket)
     return False

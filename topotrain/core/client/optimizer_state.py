@@ -44,7 +44,7 @@ class OptimizerStateClient(ClientExtension):
         return torch.empty(piece.hi - piece.lo, dtype=torch_dtype(self._client.map.spaces[bucket.space].dtype))
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """A server has told a part. Raises ProtocolError where nobody has asked."""
+        """Take a part from a server. Raises ProtocolError for one that was not requested."""
         assert isinstance(message, m.StatePart)
         if message.key:
             _piece(self._client.bucket(sender, message.bucket), message.piece)
