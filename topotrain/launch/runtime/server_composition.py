@@ -1,6 +1,6 @@
 """Which extensions a server has: the only place that names them.
 
-The core knows none of them (see `core.server.extension`). Their order here is the order in which a server asks them.
+The core knows none of them (see `core.server.server_extension`). Their order here is the order in which a server asks them.
 An extension whose package or module is not there is left out, so that a feature is deleted with its folder.
 """
 
