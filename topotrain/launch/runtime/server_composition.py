@@ -1,7 +1,7 @@
 """Which extensions a server has: the only place that names them.
 
-The core knows none of them (see `core.server.server_extension`). Their order here is the order in which a server asks them.
-An extension whose package or module is not there is left out, so that a feature is deleted with its folder.
+The core knows none of them (see `core.server.server_extension`). Their order here is the order in which a server asks
+them. An extension whose package or module is not there is left out, so that a feature is deleted with its folder.
 """
 
 from collections.abc import Iterator
