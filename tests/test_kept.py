@@ -70,6 +70,25 @@ def test_after_closing_nothing_is_written_and_no_thread_is_left(store: Store) ->
     assert set(threading.enumerate()) <= before
 
 
+def test_values_may_be_closed_while_their_thread_is_being_started(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, failed = MaintainedValues(store), []
+    closing = threading.Thread(target=values.close)
+    start = threading.Thread.start
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+
+    def slow_start(thread: threading.Thread) -> None:
+        start(closing)
+        closing.join(0.1)  # it waits here, or tries to join what has not been started
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow_start)
+    values.keep("a", b"1")
+    closing.join(20)
+    assert not failed and not closing.is_alive()
+
+
 def test_a_store_that_is_away_is_asked_again(store: Store, folder: Path) -> None:
     values = MaintainedValues(store)
     values.set("a", b"1")

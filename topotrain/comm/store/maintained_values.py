@@ -49,9 +49,11 @@ class MaintainedValues:
 
     def close(self) -> None:
         """Stop maintaining all values."""
-        self._closed.set()
-        if self._thread is not None:
-            self._thread.join(_CLOSING_S)
+        with self._lock:  # `keep` may be starting the thread: one that has not started cannot be joined
+            self._closed.set()
+            thread = self._thread
+        if thread is not None:
+            thread.join(_CLOSING_S)
 
     def _look_after(self) -> None:
         while not self._closed.wait(LOOK_S):
