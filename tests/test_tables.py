@@ -294,7 +294,7 @@ def test_any_interleaving_of_async_pushes_adds_up(said: list[tuple[int, list[tup
         bench.book.handle(Address(Role.WORKER, 0, worker), message)
     ((_, reply),) = bench.say(0, m.TablePull, 0, 1, 0, pack_ids(np.arange(10, dtype=np.int64)))
     assert reply.body.tolist() == total
-    assert not any(client.early for client in bench.book._clients.values())  # nothing is kept for ever
+    assert not any(client.early for client in bench.book._workers.values())  # nothing is kept for ever
 
 
 # --- sync ------------------------------------------------------------------------------------------------------------
