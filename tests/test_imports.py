@@ -66,7 +66,7 @@ LIGHT = """
     extensions/collectives/collective_rules.py extensions/compression/compression_rules.py parallel/split_rules.py
     core/optim/state_table.py extensions/elastic/eligibility.py
     extensions/replication/replica_placement.py core/model/safetensors_layout.py
-    extensions/tables/table_file_layout.py
+    extensions/checkpointing/table_file_layout.py
 """
 """Read by the command line before torch is imported."""
 

@@ -28,9 +28,9 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.ordered_sum import canonical_mean
-from topotrain.extensions.tables.row_optimizers import make_rule, rule_text
+from topotrain.extensions.tables.row_optimizers import make_optimizer, optimizer_text
 from topotrain.extensions.tables.row_storage import RowIndex, RowStorage
-from topotrain.extensions.tables.table_client import TableClient, dense_spec
+from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_server import TableServer
 from topotrain.extensions.tables.table_spec import TableSpec, initial_rows, pack_ids
 from topotrain.launch.runtime.process_host import WorkerConnections, serve
@@ -39,7 +39,7 @@ QUIET = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 def rule(cls: type[torch.optim.Optimizer], **more: Any) -> str:
-    return rule_text(cls([nn.Parameter(torch.zeros(1))], **more))
+    return optimizer_text(cls([nn.Parameter(torch.zeros(1))], **more))
 
 
 SGD = rule(torch.optim.SGD, lr=1.0)
@@ -118,7 +118,7 @@ def test_many_rows_in_many_blocks() -> None:
     ids = dice.permutation(100_000)[:60_000].astype(np.int64) * 1001
     values = torch.arange(180_000, dtype=torch.float32).view(-1, 3)
     for part in range(0, 60_000, 7_000):
-        rows.give(ids[part : part + 7_000], values[part : part + 7_000])
+        rows.assign(ids[part : part + 7_000], values[part : part + 7_000])
     assert rows.count == 60_000 and rows.value_bytes < 2 * values.nbytes
     assert len(rows._ends) > 2
     order = dice.permutation(60_000)
@@ -188,8 +188,8 @@ def test_sparse_rules_have_torchs_bits(name: str, width: int) -> None:
     before, pushed, after = sparse_steps(cls, more, width, 6)
     spec = TableSpec("t", 40, width, optimizer=rule(cls, **more))
     rows = RowStorage(spec, 0, 1)
-    rows.give(np.arange(40, dtype=np.int64), before)
-    how = make_rule(rows, spec.optimizer)
+    rows.assign(np.arange(40, dtype=np.int64), before)
+    how = make_optimizer(rows, spec.optimizer)
     for ids, grad in pushed:
         how.apply(rows.slots(ids.numpy()), grad.clone())
     assert torch.equal(rows.gather(rows.slots(np.arange(40, dtype=np.int64))), after)
@@ -306,7 +306,7 @@ def test_sync_equals_one_process(seed: int, optimizer: str) -> None:
     spec = TableSpec("t", 30, 4, mode="sync", optimizer=optimizer, init="normal 0 1")
     town, turns = Town(job(2, 2, 2), seed, STORM), 4
     rows = RowStorage(spec, 0, 1)
-    how = make_rule(rows, optimizer) if optimizer else None
+    how = make_optimizer(rows, optimizer) if optimizer else None
 
     def pushes_of(me: Address, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
         dice = torch.Generator().manual_seed(100 * turn + 10 * me.group + me.index)
@@ -674,6 +674,18 @@ def test_the_mean_counts_weights_as_dense_gradients_do() -> None:
 
 # --- dense keys ------------------------------------------------------------------------------------------------------
 
+BLOCK = 1 << 14  # elements of a row: a multiple of 64, so that an update cut there has the bits of the whole
+
+
+def dense_spec(name: str, numel: int, **more: Any) -> TableSpec:
+    """The table of a key of so many elements, as rows of BLOCK elements."""
+    width = max(1, min(numel, BLOCK))
+    return TableSpec(name, max(1, -(-numel // width)), width, dense=True, **{"init": "given", **more})
+
+
+def blocks(spec: TableSpec, value: torch.Tensor) -> tuple[range, torch.Tensor]:
+    return range(spec.rows), nn.functional.pad(value, (0, spec.rows * spec.width - len(value))).view(-1, spec.width)
+
 
 @pytest.mark.parametrize("numel", [1, 63, 16384, 50_001])
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -688,16 +700,16 @@ def test_a_dense_key_has_torchs_bits(cls: Any, mode: str, numel: int) -> None:
 
     def script(seat: Seat) -> None:
         door = door_of(seat)
-        door.open(dense_spec("key", numel, mode=mode, first=1))
-        door.give_dense("key", start)
+        spec = dense_spec("key", numel, mode=mode, first=1)
+        door.open(spec)
+        door.assign("key", *blocks(spec, start))
         door.set_optimizer("key", rule(cls, **more))
-        found = torch.empty(numel)
         for grad in grads:
             value.grad = grad.clone()
             optimizer.step()
-            door.push_dense("key", grad)
-            door.wait_dense(door.pull_dense_async("key"), found)
-            assert torch.equal(found, value.detach())
+            door.push("key", *blocks(spec, grad))
+            found = door.pull("key", range(spec.rows))
+            assert torch.equal(found.view(-1)[:numel], value.detach())
         assert sum(size.value_bytes for size in door.stats("key")) >= 4 * numel
         door.close()
 
@@ -712,15 +724,13 @@ def test_mixed_modes_without_optimizer_assign_and_add() -> None:
         for mode in ("sync", "async"):
             door.open(dense_spec(mode, 5, mode=mode))
             if rank == 0:
-                door.give_dense(mode, torch.full((5,), 7.0))
+                door.assign(mode, [0], torch.full((1, 5), 7.0))
         door.barrier()
-        found = torch.empty(5)
         for mode in ("sync", "async"):
-            door.push_dense(mode, torch.full((5,), 1.0 + rank))
+            door.push(mode, [0], torch.full((1, 5), 1.0 + rank))
         door.barrier()
         for mode, wanted in (("sync", 3.0), ("async", 10.0)):
-            door.wait_dense(door.pull_dense_async(mode), found)
-            assert found.tolist() == [wanted] * 5
+            assert door.pull(mode, [0]).tolist() == [[wanted] * 5]
         door.close()
 
     town.play(script)
@@ -750,7 +760,7 @@ def test_the_worker_says_what_cannot_be() -> None:
                 door.pull("t", ids)
             with pytest.raises(IndexError, match=f"row {ids[0]} of table 't'"):
                 door.push("t", ids, torch.ones(1, 2))
-        with pytest.raises(ValueError, match="3 elements for 1 rows of table 't', whose rows have 2"):
+        with pytest.raises(ValueError, match="3 elements for 1 rows of table 't', which has rows of 2"):
             door.push("t", [1], torch.ones(3))
         with pytest.raises(IndexError, match="whole numbers"):
             door.pull("t", torch.ones(2))
@@ -765,7 +775,7 @@ def test_a_row_that_was_not_given() -> None:
 
         def script(door: TableClient, dense: bool = dense) -> None:
             door.open(TableSpec("t", 10, 2, mode="async", init="given", dense=dense))
-            door.give("t", [1, 2], torch.ones(2, 2))
+            door.assign("t", [1, 2], torch.ones(2, 2))
             assert door.pull("t", [2, 1]).tolist() == [[1, 1], [1, 1]]
             with pytest.raises(JobError, match="row 3 of table 't' has not been given"):
                 door.pull("t", [1, 3])

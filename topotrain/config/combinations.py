@@ -1,4 +1,4 @@
-"""Combinations of fields that are refused: those of the job itself, and those of the packages behind its fields.
+"""Combinations of fields that are refused: the job's own, and those of packages.
 
 A package that is optional keeps the combinations that it excludes in a module of its own. The root of topotrain, which
 alone may name all packages, lists these modules. They are imported when the first job is checked. If a package is
@@ -36,7 +36,10 @@ _MODULES: list[str] = []
 
 
 def contribute(*modules: str) -> None:
-    """Name modules of packages, each with its combinations in `COMBINATIONS`, before the first job is checked."""
+    """Name modules of packages that have combinations in `COMBINATIONS`.
+
+    This must happen before the first job is checked.
+    """
     _MODULES.extend(modules)
 
 

@@ -156,7 +156,7 @@ def rule_of(kind: Any) -> Rule:
 
 
 class Checked:
-    """A block that applies each field's rule, then the table of its class and those of the packages.
+    """A block that checks its fields, and then their combinations.
 
     A rule may turn a list into a tuple, and a name into an enum.
     """

@@ -54,7 +54,7 @@ from topotrain.extensions.checkpointing.snapshot_coordinator import (
     WriteSnapshot,
     texts,
 )
-from topotrain.extensions.tables.table_file_layout import StoredTable, file_of, tables_file
+from topotrain.extensions.checkpointing.table_file_layout import StoredTable, file_of, tables_file
 
 KEPT = 2
 STEPS = "step-"

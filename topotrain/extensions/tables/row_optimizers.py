@@ -30,7 +30,7 @@ Settings = Mapping[str, Any]
 Clip = tuple[float, float] | None
 
 
-def rule_text(optimizer: Optimizer, group: int = 0, cls: type | None = None) -> str:
+def optimizer_text(optimizer: Optimizer, group: int = 0, cls: type | None = None) -> str:
     """Return the text for `TableSpec.optimizer` of a parameter group of an optimizer.
 
     A user's own class is named by its module, which must be the job's `import`.
@@ -79,7 +79,7 @@ class RowOptimizer(Protocol):
         ...
 
 
-def make_rule(rows: RowStorage, text: str, import_module: str = "", clip: Clip = None) -> RowOptimizer:
+def make_optimizer(rows: RowStorage, text: str, import_module: str = "", clip: Clip = None) -> RowOptimizer:
     """Make the optimizer of a table. Existing state of its rows is dropped.
 
     Args:
@@ -99,14 +99,14 @@ def make_rule(rows: RowStorage, text: str, import_module: str = "", clip: Clip =
     return SparseOptimizer(rows, text, clip)
 
 
-def check_rule(spec: TableSpec, text: str, import_module: str = "") -> None:
+def check_optimizer(spec: TableSpec, text: str, import_module: str = "") -> None:
     """Check that the table can have this optimizer.
 
     Raises:
         ConfigError: it cannot.
     """
     small = TableSpec(spec.name, 1, 1, spec.dtype, "async", init="zeros", dense=spec.dense)
-    make_rule(RowStorage(small, 0, 1), text, import_module)
+    make_optimizer(RowStorage(small, 0, 1), text, import_module)
 
 
 # --- sparse --------------------------------------------------------------------------------------------------------
@@ -165,6 +165,10 @@ class SparseOptimizer:
         self._name, self._settings = _sparse_settings(text)
         self.pushes = 0
         """Number of pushes applied."""
+
+    def restore(self, pushes: int) -> None:
+        """Continue after this number of pushes."""
+        self.pushes = pushes
 
     def set(self, text: str) -> bool:
         """Take new settings. Returns False if the text is of another optimizer.

@@ -172,7 +172,7 @@ class RowStorage:
             self._grow(self._next_block())
         return torch.from_numpy(slots)
 
-    def give(self, ids: Ids, rows: torch.Tensor) -> None:
+    def assign(self, ids: Ids, rows: torch.Tensor) -> None:
         """Set rows to these values."""
         if self._index is None:
             slots = torch.from_numpy(ids // self._shards)

@@ -1,4 +1,4 @@
-"""Gradients of table rows in the steps of a worker group: their means, and their part of the shard's vote."""
+"""Gradients of table rows in a step: means, and their part of the vote."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,7 +19,10 @@ Means = dict[str, tuple[Ids, torch.Tensor]]
 
 
 def nonfinite_limit(job: Job) -> int:
-    """Return how many changes of a table in a row may not be finite; 0: the job does not check them."""
+    """Return the number of consecutive non-finite changes at which a table fails.
+
+    0: the job does not check them.
+    """
     return 0 if job.nonfinite is NonFinite.kAllow else NonfiniteLimit(job.nonfinite).most
 
 
@@ -53,7 +56,7 @@ class StepGradients:
         return known
 
     def amend_vote(self, vote: m.StepVote, commits: Mapping[int, m.Commit]) -> m.StepVote:
-        """Return the shard's vote on a staged step, with the rows of the step taken into account."""
+        """Return the shard's vote with the rows of the step taken into account."""
         commit, checked = commits[0], self._checks or commits[0].check_finite
         if not self._tables or not (checked or commit.clip_norm > 0):
             return vote

@@ -7,9 +7,8 @@
 * A mistake of a script is reported to all workers. ProtocolError is for messages that no correct worker sends.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -59,7 +58,7 @@ class _WorkerTables:
         self.early.setdefault(number, message)
 
     def next_message(self) -> m.Message | None:
-        """Return the message whose turn it is, if it is here."""
+        """Return the next message in order, if it is here."""
         message = self.early.pop(self.next, None)
         if message is not None:
             self.next += 1
@@ -111,7 +110,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
         return bool(self._tables)
 
     def refuses_regroup(self) -> str:
-        """Return why no group can restart by itself: the rows that it has pushed stay in the table."""
+        """See `ServerExtension`: the rows that a group has pushed stay in the table."""
         return TABLES if self._tables else ""
 
     @property
@@ -139,7 +138,10 @@ class TableServer(ServerExtension, SnapshotParticipant):
         return torch.empty(len(_ids(table, message.ids)) * table.spec.width, dtype=table.spec.torch_dtype)
 
     def handle(self, sender: Address, message: m.Message) -> Outbox:
-        """Handle a message about tables, and those that have waited for it. A repeated message is ignored."""
+        """Handle a message about tables, and the later ones that came before it.
+
+        A repeated message is ignored.
+        """
         worker = self._worker(sender)
         number = getattr(message, "number", -1)
         if number < worker.next:
@@ -148,12 +150,35 @@ class TableServer(ServerExtension, SnapshotParticipant):
         worker.receive(number, message)
         while (now := worker.next_message()) is not None:
             try:
-                _HANDLERS[type(now)](self, sender, worker, now)
+                self._handle(sender, worker, now)
             except ConfigError as error:
                 self._replies.fail(f"tables: {error}", config=True)
             except LookupError as error:
                 self._replies.fail(f"tables: {error.args[0]}")
         return self._replies.take_all()
+
+    def _handle(self, sender: Address, worker: _WorkerTables, message: m.Message) -> None:
+        match message:
+            case m.TablePush():
+                self._push(sender, worker.table(message.table), message)
+            case m.TablePull():
+                self._pull(sender, worker.table(message.table), message)
+            case m.TableStep():
+                worker.commit_rows(message.step)
+            case m.TableAssign():
+                self._assign(worker, message)
+            case m.TableRule():
+                worker.table(message.table).set_optimizer(sender, message.since, message.optimizer)
+            case m.TableOpen():
+                self._open(worker, message)
+            case m.TableBarrier():
+                self._barriers.arrive(sender, message.round)
+            case m.TableStatsRequest():
+                self._stats(sender, worker.table(message.table), message)
+            case m.TableList():
+                self._list(sender, worker.table(message.table), message)
+            case m.TablesFinished():
+                self._finish(sender)
 
     def _worker(self, sender: Address) -> _WorkerTables:
         worker = self._workers.get(sender)
@@ -161,7 +186,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
             raise m.ProtocolError(f"{sender} has no tables")
         return worker
 
-    def _open(self, sender: Address, worker: _WorkerTables, message: m.TableOpen) -> None:
+    def _open(self, worker: _WorkerTables, message: m.TableOpen) -> None:
         spec = TableSpec.from_text(message.spec)
         known = self._tables.get(spec.name)
         if known is None:
@@ -175,10 +200,9 @@ class TableServer(ServerExtension, SnapshotParticipant):
             self._replies.fail(text, config=True)
             return
         worker.tables[message.table] = known
-        self._replies.send(sender, m.TableOpen(0, message.table, ""))
+        self._replies.send(worker.worker, m.TableOpen(0, message.table, ""))
 
-    def _push(self, sender: Address, worker: _WorkerTables, message: m.TablePush) -> None:
-        table = worker.table(message.table)
+    def _push(self, sender: Address, table: TableShard, message: m.TablePush) -> None:
         ids, rows = _rows(table, message)
         # The step may have been applied without this worker.
         if isinstance(table, StepTable) and message.turn < self._pulls.steps_over(sender.group):
@@ -188,48 +212,37 @@ class TableServer(ServerExtension, SnapshotParticipant):
             self._replies.fail(text)
         self._pulls.reply_ready()
 
-    def _assign(self, sender: Address, worker: _WorkerTables, message: m.TableAssign) -> None:
+    def _assign(self, worker: _WorkerTables, message: m.TableAssign) -> None:
         table = worker.table(message.table)
         ids, rows = _rows(table, message)
         # Rows that a script assigns before its first step are older than the restored ones.
         if rows is not None and not (table.restored and worker.steps == 0):
-            table.rows.give(ids, rows)
+            table.rows.assign(ids, rows)
 
-    def _set_optimizer(self, sender: Address, worker: _WorkerTables, message: m.TableRule) -> None:
-        worker.table(message.table).set_rule(sender, message.since, message.optimizer)
-
-    def _pull(self, sender: Address, worker: _WorkerTables, message: m.TablePull) -> None:
-        table = worker.table(message.table)
+    def _pull(self, sender: Address, table: TableShard, message: m.TablePull) -> None:
         table.rows.check(_ids(table, message.ids), unique=False)
         self._pulls.add(sender, table, message)
         self._pulls.reply_ready()
 
-    def _stats(self, sender: Address, worker: _WorkerTables, message: m.TableStatsRequest) -> None:
-        table = worker.table(message.table)
+    def _stats(self, sender: Address, table: TableShard, message: m.TableStatsRequest) -> None:
         rows = table.rows
         sizes = rows.count, rows.value_bytes, table.state_bytes, rows.index_bytes
         self._replies.send(sender, m.TableStats(message.round, *sizes))
 
-    def _list(self, sender: Address, worker: _WorkerTables, message: m.TableList) -> None:
-        ids = worker.table(message.table).rows.ids()
+    def _list(self, sender: Address, table: TableShard, message: m.TableList) -> None:
+        ids = table.rows.ids()
         if message.first < 0:
             raise m.ProtocolError(f"rows from number {message.first} on")
         part = ids[message.first : message.first + m.MAX_IDS]
         self._replies.send(sender, m.TableIds(message.round, pack_ids(part)))
 
-    def _barrier(self, sender: Address, worker: _WorkerTables, message: m.TableBarrier) -> None:
-        self._barriers.arrive(sender, message.round)
-
-    def _finish(self, sender: Address, worker: _WorkerTables, message: m.TablesFinished) -> None:
+    def _finish(self, sender: Address) -> None:
         self._barriers.finish(sender)
         for table in self._tables.values():
             if text := table.ended(sender):
                 self._replies.fail(text)
 
     # --- a step of the model ---------------------------------------------------------------------------------------
-
-    def _end_of_rows(self, sender: Address, worker: _WorkerTables, message: m.TableStep) -> None:
-        worker.commit_rows(message.step)
 
     def may_stage(self, group: int, step: int) -> bool:
         """Whether all rows of this step are here."""
@@ -253,7 +266,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
         return self._replies.take_all()
 
     def step_over(self, group: int, step: int) -> Outbox:
-        """Drop the rows of a step that was applied or skipped, and reply to the pulls that have waited for it."""
+        """Drop the rows of a step that is over, and reply to the pulls that waited for it."""
         self._replies.begin()
         self._pulls.step_over(group, step)
         self._gradients.drop(group, step)
@@ -291,17 +304,3 @@ def _rows(table: TableShard, message: m.TablePush | m.TableAssign) -> tuple[Ids,
     if size != len(ids) * table.spec.row_bytes:
         raise m.ProtocolError(f"table {table.spec.name!r}: {size} bytes for {len(ids)} rows of {width}")
     return ids, None if body is None else body.view(table.spec.torch_dtype).view(-1, width)
-
-
-_HANDLERS: Mapping[type[m.Message], Callable[..., Any]] = {
-    m.TableOpen: TableServer._open,
-    m.TablePush: TableServer._push,
-    m.TableStep: TableServer._end_of_rows,
-    m.TablePull: TableServer._pull,
-    m.TableAssign: TableServer._assign,
-    m.TableRule: TableServer._set_optimizer,
-    m.TableStatsRequest: TableServer._stats,
-    m.TableBarrier: TableServer._barrier,
-    m.TableList: TableServer._list,
-    m.TablesFinished: TableServer._finish,
-}

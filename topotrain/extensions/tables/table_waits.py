@@ -95,7 +95,9 @@ class WaitingPulls:
 
 
 class TableBarriers:
-    """Barriers of all workers of a job. The barrier at the end of all scripts has a number below 0.
+    """Barriers of all workers of a job.
+
+    The barrier at the end of all scripts has a number below 0.
 
     Args:
         workers: all workers of the job.

@@ -6,7 +6,7 @@ weight elsewhere must call `state_dict()`, which pulls all rows.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import StepEnd
-from topotrain.extensions.tables.frontend.embedding import Embedding, forget_with
-from topotrain.extensions.tables.frontend.table_registry import TableOptimizer, keeping
-from topotrain.extensions.tables.row_optimizers import check_rule, rule_text
+from topotrain.extensions.tables.frontend.embedding import Embedding, clear_with
+from topotrain.extensions.tables.frontend.table_registry import TableOptimizer, tables_of
+from topotrain.extensions.tables.row_optimizers import check_optimizer, optimizer_text
 from topotrain.extensions.tables.table_spec import TableSpec
 from topotrain.training.context import Context
 from topotrain.training.worker import Worker
@@ -48,8 +48,10 @@ class SparseWeight:
         """Return the description of the table for the servers."""
         rows, width = self.weight.shape
         kind = str(self.weight.dtype).removeprefix("torch.")
-        spec = TableSpec(self.table, rows, width, kind, "step", rule_text(optimizer, self.group), "given", dense=False)
-        check_rule(spec, spec.optimizer)
+        spec = TableSpec(
+            self.table, rows, width, kind, "step", optimizer_text(optimizer, self.group), "given", dense=False
+        )
+        check_optimizer(spec, spec.optimizer)
         return spec
 
 
@@ -71,7 +73,7 @@ def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
             entry.names.append(f"{name}.weight".lstrip(".").replace("_orig_mod.", ""))
             entry.modules.append(module)
     for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             entry_of = found.get(id(parameter))
             if entry_of is not None and module not in entry_of.modules:
                 raise ConfigError(
@@ -83,14 +85,11 @@ def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
     for key, entry in found.items():
         if key not in groups:
             raise ConfigError("optimizer", entry.table, "must be in a parameter group, or have requires_grad=False")
-        entry.group = groups[key]
-    return list(found.values())
+    return [replace(entry, group=groups[key]) for key, entry in found.items()]
 
 
 class RowPaths:
-    """Pushes and pulls rows of one worker.
-
-    They are rows of its sparse weights and of its `tt.Embedding`s.
+    """The rows of one worker's sparse weights and `tt.Embedding`s.
 
     Raises:
         ConfigError: the job's layout does not support tables, or a table is not part of the model.
@@ -112,16 +111,15 @@ class RowPaths:
                 raise ConfigError(
                     f"cluster.{name}", getattr(here.place.job.cluster, name), "must be 1 with tables or sparse weights"
                 )
-        self._kept = kept = keeping(here)
-        here.tables.rows = self
+        self._kept = kept = tables_of(here)
         for entry in weights:
             spec = entry.spec(optimizer)
-            self._rules[entry.table] = TableOptimizer(partial(rule_text, optimizer, entry.group, type(optimizer)))
+            self._rules[entry.table] = TableOptimizer(partial(optimizer_text, optimizer, entry.group, type(optimizer)))
             kept.open(spec)
             optimizer.state.pop(entry.weight, None)  # the servers keep the state by rows
             if kept.rank == 0:
                 for lo, hi in _chunks(entry.weight):
-                    kept.give(entry.table, torch.arange(lo, hi), entry.weight.detach()[lo:hi].cpu())
+                    kept.assign(entry.table, torch.arange(lo, hi), entry.weight.detach()[lo:hi].cpu())
             for module in entry.modules:
                 self._watch(module, entry)
         if weights:
@@ -145,11 +143,11 @@ class RowPaths:
         for hook in self._hooks:
             hook.remove()
 
-    def follow(self, worker: Worker) -> None:
+    def attach(self, worker: Worker) -> None:
         """Push rows with the steps of the worker."""
         if self._weights or self._tables:
             worker.before_commit.append(self.push)
-            forget_with(worker.optimizer, self._tables)
+            clear_with(worker.optimizer, self._tables)
 
     def push(self, step: int, end: StepEnd) -> None:
         """Push the gradients of rows, as this worker's part of a step."""
@@ -158,7 +156,7 @@ class RowPaths:
         for table in self._tables:
             table.push(step)
         for entry in self._weights:
-            self._rules[entry.table].tell(self._kept, [entry.table])
+            self._rules[entry.table].send_changes(self._kept, [entry.table])
             self._kept.push_step(entry.table, *_rows(entry), step)
 
     def fetch(self) -> None:

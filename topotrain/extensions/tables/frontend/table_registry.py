@@ -9,7 +9,7 @@ import torch
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Unrepeatable
 from topotrain.extensions.elastic.eligibility import TABLES
-from topotrain.extensions.tables.row_optimizers import RowOptimizer, make_rule
+from topotrain.extensions.tables.row_optimizers import RowOptimizer, make_optimizer
 from topotrain.extensions.tables.row_storage import RowStorage
 from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_spec import TableSpec
@@ -45,11 +45,11 @@ class TableBackend(Protocol):
         """Create a table."""
         ...
 
-    def rule(self, name: str, text: str) -> None:
+    def set_optimizer(self, name: str, text: str) -> None:
         """Set the optimizer from the next push on."""
         ...
 
-    def give(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def assign(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Set rows to these values."""
         ...
 
@@ -98,17 +98,17 @@ class LocalTables:
     def open(self, spec: TableSpec) -> None:
         """See `TableBackend`."""
         rows = RowStorage(spec, 0, 1)
-        self._tables[spec.name] = rows, make_rule(rows, spec.optimizer) if spec.optimizer else None
+        self._tables[spec.name] = rows, make_optimizer(rows, spec.optimizer) if spec.optimizer else None
 
-    def rule(self, name: str, text: str) -> None:
+    def set_optimizer(self, name: str, text: str) -> None:
         """See `TableBackend`."""
         rows, rule = self._tables[name]
         if rule is None or not rule.set(text):
-            self._tables[name] = rows, make_rule(rows, text)
+            self._tables[name] = rows, make_optimizer(rows, text)
 
-    def give(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def assign(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """See `TableBackend`."""
-        self._tables[name][0].give(ids.numpy(), rows)
+        self._tables[name][0].assign(ids.numpy(), rows)
 
     def push(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """See `TableBackend`."""
@@ -164,9 +164,8 @@ class JobTables:
         if place.job.cluster.backup:
             accepted = "must be 0 for a job with tables or sparse weights: rows are pushed by all workers of a step"
             raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
-        self.door = TableClient(here.connect().exchange, place.topology, place.job)
+        self.client = TableClient(here.connect().exchange, place.topology, place.job)
         self.specs: list[TableSpec] = []
-        self.rows: Any = None  # sparse_embedding.RowPaths, once a model is prepared that has tables
         self._here = here
         self._numbers = 0
 
@@ -199,72 +198,72 @@ class JobTables:
         """
         if any(known.name == spec.name for known in self.specs):
             raise ConfigError("table.name", spec.name, "is in use already; every table of a job needs its own name")
-        self.door.open(spec)
+        self.client.open(spec)
         self.specs.append(spec)
 
-    def rule(self, name: str, text: str) -> None:
+    def set_optimizer(self, name: str, text: str) -> None:
         """See `TableBackend`."""
-        self.door.set_optimizer(name, text)
+        self.client.set_optimizer(name, text)
 
-    def give(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def assign(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """See `TableBackend`."""
-        self.door.give(name, ids, rows)
+        self.client.assign(name, ids, rows)
 
     def push(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """See `TableBackend`."""
-        self.door.push(name, ids, rows)
+        self.client.push(name, ids, rows)
 
     def push_step(self, name: str, ids: torch.Tensor, rows: torch.Tensor, step: int) -> None:
         """See `TableBackend`. The client knows the worker's next step."""
-        self.door.push(name, ids, rows)
+        self.client.push(name, ids, rows)
 
     def pull(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """See `TableBackend`."""
-        return self.door.pull(name, ids)
+        return self.client.pull(name, ids)
 
     def pull_all(self, wanted: list[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
         """See `TableBackend`."""
-        asked = [self.door.pull_async(name, ids) for name, ids in wanted]
-        return [self.door.wait(pull) for pull in asked]
+        asked = [self.client.pull_async(name, ids) for name, ids in wanted]
+        return [self.client.wait(pull) for pull in asked]
 
     def touched(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """See `TableBackend`."""
-        for ids in self.door.touched(name):
-            yield ids, self.door.pull(name, ids)
+        for ids in self.client.touched(name):
+            yield ids, self.client.pull(name, ids)
 
     def stats(self, name: str) -> list[dict[str, Any]]:
         """See `TableBackend`."""
         return [
             {"server": str(server), "rows": size.rows, "bytes": size.value_bytes + size.state_bytes + size.index_bytes}
-            for server, size in zip(self._here.connect().exchange.servers, self.door.stats(name), strict=True)
+            for server, size in zip(self._here.connect().exchange.servers, self.client.stats(name), strict=True)
         ]
 
     def barrier(self) -> None:
         """See `TableBackend`."""
-        self.door.barrier()
+        self.client.barrier()
 
 
 class TableOptimizer:
     """The optimizer of tables as the servers know it.
 
     Args:
-        read: returns the optimizer's present text (`row_optimizers.rule_text`).
+        read: returns the optimizer's present text (`row_optimizers.optimizer_text`).
     """
 
     def __init__(self, read: Callable[[], str]) -> None:
         self._read = read
         self.text = read()
 
-    def tell(self, kept: TableBackend, tables: Iterable[str]) -> None:
+    def send_changes(self, kept: TableBackend, tables: Iterable[str]) -> None:
         """Send changed settings of the optimizer to these tables before a push."""
         text = self._read()
         if text != self.text:
             self.text = text
             for name in tables:
-                kept.rule(name, text)
+                kept.set_optimizer(name, text)
 
 
-def keeping(here: Context | None) -> TableBackend:
+def tables_of(here: Context | None) -> TableBackend:
     """Return the tables of this process."""
     if here is None:
         return LocalTables()
