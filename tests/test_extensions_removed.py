@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 STILL_NEEDED = {
-    "extensions.tables": ("table_file_layout", "table_messages"),
+    "extensions.tables": ("table_file_layout",),
 }
 """By extension: modules that the protocol or another extension imports still."""
 
