@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 from topotrain.config.job import Job as Conf
 from topotrain.config.topology import Address
 from topotrain.core.profiling.spans import SILENT
-from topotrain.core.protocol import Lease, LeaseRequest
 from topotrain.extensions.resume.script_resume import ScriptResume
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, WorkerStateStore, cut
 from topotrain.training.data import batch_ranges
+from topotrain.training.data.data_messages import Lease, LeaseRequest
 from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
 from topotrain.training.rng_state import RngState
 from topotrain.training.worker import WorkerStats

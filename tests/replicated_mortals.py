@@ -20,6 +20,7 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import Client
 from topotrain.core.model.schema import Schema
 from topotrain.core.optim.adapter import describe
+from topotrain.extensions.elastic.membership_messages import GroupLeft
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
@@ -136,7 +137,7 @@ class MortalTown(ReplicatedTown):
         """The launcher tells the coordinator that a group has gone."""
         if self.home[DESK].alive:  # else its successor is told
             house = self.home[DESK].leads[DESK]
-            house.say(house.lead.hear(DESK, m.GroupLeft(group, self.gone[group])))
+            house.say(house.lead.hear(DESK, GroupLeft(group, self.gone[group])))
 
     def replace(self, dead: Any) -> None:
         super().replace(dead)

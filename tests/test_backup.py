@@ -12,10 +12,11 @@ from topotrain.config.sharding import cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.events import Notice
-from topotrain.core.protocol import Commit, Push, StepCatchUp, StepVote
+from topotrain.core.protocol import Commit, Push, StepVote
 from topotrain.core.server.commit_agreement import StepError
 from topotrain.core.server.consistency import SHOWS, DecisionLog
 from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.extensions.backup_workers.backup_messages import StepCatchUp
 from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay
 from topotrain.tools.monitor.stragglers import stragglers

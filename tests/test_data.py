@@ -31,7 +31,8 @@ from torch.utils.data import (
 from topotrain.compat.integrations.external_loop import ExternalAccounting
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest, Message
+from topotrain.core.protocol import Message
+from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
 from topotrain.training.data.lease_queue import LeaseQueue
 from topotrain.training.data.sampling import CHUNK, cut, draw_epoch, pack, received

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import ProtocolError, WorkerStatePart, WorkerStateRequest, decode, encode
+from topotrain.core.protocol import ProtocolError, decode, encode
 from topotrain.extensions.resume import worker_state_store
+from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, WorkerStateRequest
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, WorkerStateStore
 
 ME, OTHER = Address(Role.WORKER, 0, 1), Address(Role.WORKER, 1, 0)

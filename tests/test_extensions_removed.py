@@ -14,9 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-STILL_NEEDED = {
-    "extensions.tables": ("table_messages",),
-}
+STILL_NEEDED = {}
 """By extension: modules that the protocol or another extension imports still."""
 
 PROGRAM = """

@@ -10,6 +10,7 @@ from topotrain.core import protocol as m
 from topotrain.core.server.server import Server
 from topotrain.extensions.elastic.eligibility import refusal
 from topotrain.extensions.elastic.membership import STREAMS, CoordinatorAnswers, Members, answer, questions
+from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams
 from topotrain.extensions.tables.table_server import TableServer
 from topotrain.launch.runtime.server_composition import make_server
 
@@ -62,9 +63,7 @@ def test_what_the_desk_asks_comes_in_parts_and_back_whole():
     parts = [answer(question, lambda stream: stream % 7, False) for question in asked]
     assert answers.take(parts[2]) is None and answers.take(parts[2]) is None and answers.take(parts[0]) is None
     assert answers.take(parts[1]) == {stream: stream % 7 for stream in streams}
-    assert questions(3, 2, ()) == [m.AppliedBatchesOfStreams(3, 2, 0, 1, ())], (
-        "the group comes back without a lease, too"
-    )
+    assert questions(3, 2, ()) == [AppliedBatchesOfStreams(3, 2, 0, 1, ())], "the group comes back without a lease, too"
 
 
 def test_an_answer_to_an_earlier_question_is_no_part_of_a_later_one():

@@ -15,6 +15,7 @@ from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION, int_to_bits
 from topotrain.core.optim.adapter import describe, hyper
 from topotrain.launch.runtime.server_composition import make_server
+from topotrain.training.data.data_messages import Lease, LeaseRequest
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import plan_of
 
@@ -635,8 +636,8 @@ def test_the_servers_go_on_when_group_0_ends():
 
 def test_questions_about_data_go_to_server_0_0():
     hall = started(nworker_groups=2, nserver_groups=2)
-    hall.say(worker(1), server(), m.LeaseRequest(0, 0, 3, 0, 0, False))
-    (lease,) = hall.heard(worker(1), m.Lease)
+    hall.say(worker(1), server(), LeaseRequest(0, 0, 3, 0, 0, False))
+    (lease,) = hall.heard(worker(1), Lease)
     assert (lease.epoch, lease.first) == (0, 0)
     with pytest.raises(m.ProtocolError, match="server 1/0 does not accept LeaseRequest from worker 1/0"):
-        hall.say(worker(1), server(1), m.LeaseRequest(0, 0, 3, 0, 0, False))
+        hall.say(worker(1), server(1), LeaseRequest(0, 0, 3, 0, 0, False))

@@ -15,6 +15,7 @@ from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server import Server
 from topotrain.extensions.compression.message_filter import ServerEncoding
 from topotrain.extensions.elastic.membership import ElasticGroups, Members
+from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultSchedule
 from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.trial import Trial
@@ -107,7 +108,7 @@ def test_the_others_read_what_the_dead_left_and_do_not_wait_for_them(name):
 
 def test_when_nobody_dies_nothing_is_said_of_it():
     found = place("hogwild of pairs", 0)
-    kinds = trace(found, m.WorkerRejoined, m.RestartRequest, m.AppliedBatchesOfStreams, m.AppliedBatchesRequest)
+    kinds = trace(found, m.WorkerRejoined, RestartRequest, AppliedBatchesOfStreams, m.AppliedBatchesRequest)
     assert not found.run().wrong() and not kinds
 
 

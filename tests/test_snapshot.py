@@ -20,6 +20,7 @@ from topotrain.extensions.checkpointing.snapshot_coordinator import (
     WriteSnapshot,
     texts,
 )
+from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
 
 
 class Archive:
@@ -36,7 +37,7 @@ class Archive:
 
     def ask(self) -> None:
         me = Address(Role.SERVER, 0, 0)
-        self.town.houses[me].handle(me, m.SnapshotRequest())
+        self.town.houses[me].handle(me, SnapshotRequest())
 
     def work(self, me: Address, what: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
         if isinstance(what, DropSnapshot):
@@ -56,7 +57,7 @@ class Archive:
         said = texts(what.number, stage, answer)
         self.town.sim.actor(f"host {me} {what.number} {stage}", lambda: self.say(me, said))
 
-    def say(self, me: Address, said: list[m.SnapshotPart]) -> None:
+    def say(self, me: Address, said: list[SnapshotPart]) -> None:
         for part in said:
             self.town.houses[me].handle(me, part)
 
@@ -423,19 +424,19 @@ def test_the_last_one_is_behind_the_very_next_step():
     def script(seat: Seat) -> None:
         seat.open()
         if seat.me.group == 0:
-            town.houses[me].handle(me, m.SnapshotRequest(last=True))  # nothing is there yet
+            town.houses[me].handle(me, SnapshotRequest(last=True))  # nothing is there yet
         for step in range(4):
             seat.step(seat.numbers())
             seat.sleep(0.1, 0.1)
             if seat.me.group == 0 and step == 1:
-                town.houses[me].handle(me, m.SnapshotRequest(last=True))
+                town.houses[me].handle(me, SnapshotRequest(last=True))
         seat.finish()
 
     town.play(script)
     assert [drop.number for drop in archive.dropped] == [0]
     ((why, _),) = taken(archive)
     assert why == "end" and archive.published[0].facts["version"] in (4, 5, 6)
-    town.houses[me].handle(me, m.SnapshotRequest(last=True))  # the job ends by itself
+    town.houses[me].handle(me, SnapshotRequest(last=True))  # the job ends by itself
     assert len(archive.dropped) == 1
 
 
@@ -541,7 +542,7 @@ def test_an_announcement_that_is_said_again_freezes_nobody_again():
     heard: list[int] = []
 
     def repeat(sender: Address, to: Address, message: m.Message) -> None:
-        if isinstance(message, m.SnapshotPart) and message.stage == CUT and not heard:
+        if isinstance(message, SnapshotPart) and message.stage == CUT and not heard:
             heard.append(message.number)
             town.sim.at(town.sim.now + 0.5, lambda: town.houses[to].handle(sender, message))
 

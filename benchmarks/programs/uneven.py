@@ -1,6 +1,6 @@
 """A script that sleeps for every sample, with one slow worker, or with a pause of one worker now and then.
 
-The slow worker sleeps four times as long. A pause is ten times as long as a step, in every fifth step, of one worker
+The slow worker sleeps four times as long. In every fifth step one worker sleeps four times as long, one worker
 after the other. Worker (0,0) writes the seconds of the last epoch to a file. The first epoch warms up.
 """
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
 
-SAMPLES, EPOCHS = 640, 3
+SAMPLES, EPOCHS = 1280, 2
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
             began = time.perf_counter()
         for inputs, labels in loader:
             pauses = options.pauses and step % 5 == 0 and step // 5 % 4 == tt.rank()
-            time.sleep(each * len(inputs) * (10 if pauses else 1))
+            time.sleep(each * len(inputs) * (4 if pauses else 1))
             step += 1
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), labels).backward()

@@ -50,11 +50,20 @@ from topotrain.core.server.sample_counts import SampleCounts
 from topotrain.core.server.server_extension import ExtensionHooks, Outbox, ServerExtension
 from topotrain.core.server.shutdown import Shutdown
 from topotrain.core.server.startup import Startup
+from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepCaughtUp
 from topotrain.extensions.backup_workers.quorum import BackupWorkers
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots, WorkerStates, takes_snapshots, unread
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant, SnapshotSource, restore
 from topotrain.extensions.checkpointing.snapshot_coordinator import CUT
+from topotrain.extensions.checkpointing.snapshot_messages import Remainder, SnapshotPart, SnapshotRequest
 from topotrain.extensions.elastic.membership import ElasticGroups
+from topotrain.extensions.elastic.membership_messages import (
+    AppliedBatchesOfStreams,
+    GroupLeaveRequest,
+    GroupLeft,
+    RestartRequest,
+)
+from topotrain.training.data.data_messages import Lease
 
 Out = list[tuple[Address, m.Message]]
 Deliver = Callable[[Address, m.Message], None]
@@ -203,7 +212,7 @@ class Server:
     def _send(self, to: Address, message: m.Message) -> None:
         if self._members.changed and to.role is Role.WORKER and not self._members.hears(to):
             return
-        if isinstance(message, m.Lease):  # also one that was given back by the dead
+        if isinstance(message, Lease):  # also one that was given back by the dead
             self.snapshots.leased(message)
         if to == self.me:
             self._inside.append((to, message))
@@ -244,7 +253,7 @@ class Server:
         ):
             coded = model.encoding.landing(sender, bucket) if isinstance(message, m.Push) else None
             return model.flats.view(f"push {sender.group}/{sender.index}", bucket) if coded is None else coded
-        if isinstance(message, m.Delta | m.MasterValue | m.RingOffer | m.RingReply | m.Remainder | m.FinalValue):
+        if isinstance(message, m.Delta | m.MasterValue | m.RingOffer | m.RingReply | Remainder | m.FinalValue):
             return model.flats.view(f"from {sender.group}", bucket)
         return None
 
@@ -706,7 +715,7 @@ class Server:
 
     # --- backup workers (`backup`) -------------------------------------------------------------------------------
 
-    def _catch_up(self, sender: Address, message: m.StepCatchUp) -> None:
+    def _catch_up(self, sender: Address, message: StepCatchUp) -> None:
         if self._backup is not None:
             self._backup.ask(sender, message)
 
@@ -720,7 +729,7 @@ class Server:
         for values in self.readers.show(self._known, worker.index, values_round, self.version):
             self._send(worker, values)
         step = self._known.staging[worker.group].step
-        self._send(worker, m.StepCaughtUp(number, step, self.version, snapshot))
+        self._send(worker, StepCaughtUp(number, step, self.version, snapshot))
 
     def decide(self) -> None:
         """A step may need fewer contributions than before."""
@@ -859,14 +868,14 @@ class Server:
         others = [g for g in self.groups if g != group and self._runs(g)]
         return "" if others else "no other group trains that could read what it leaves"
 
-    def _part(self, sender: Address, message: m.GroupLeaveRequest) -> None:
+    def _part(self, sender: Address, message: GroupLeaveRequest) -> None:
         if message.incarnation < self._members.asked(message.group):
             return
         self._parting.add(message.group)
         for extension in self._hooks.group_leaves:
             self._send_all(extension.group_leaves(message.group))
 
-    def _left(self, sender: Address, message: m.GroupLeft) -> None:
+    def _left(self, sender: Address, message: GroupLeft) -> None:
         self._regroup.leave(message.group, message.incarnation)
 
     def _go_without(self, group: int, incarnation: int) -> None:
@@ -892,7 +901,7 @@ class Server:
                 raise m.ProtocolError(f"{sender} is far ahead of a snapshot that {self.me} does not know")
             self._ahead.append((sender, replace(message, body=body.clone())))
             return
-        if isinstance(message, m.Remainder):
+        if isinstance(message, Remainder):
             self.snapshots.remainder(sender.group, message, body)
             return
         agreement = self._known.agreement
@@ -1015,7 +1024,7 @@ class Server:
     # --- snapshots (`snapshot_coordinator`)
     # ------------------------------------------------------------------------------
 
-    def _snapshot_ask(self, sender: Address, message: m.SnapshotRequest) -> None:
+    def _snapshot_ask(self, sender: Address, message: SnapshotRequest) -> None:
         if message.last:
             self._snapshot_last()
         elif not self.snapshots.unkept and self.complete() and (self._common or not self._topology.synced):
@@ -1056,7 +1065,7 @@ class Server:
             self.snapshots.rest()
             self._freeze()
 
-    def _snapshot_part(self, sender: Address, message: m.SnapshotPart) -> None:
+    def _snapshot_part(self, sender: Address, message: SnapshotPart) -> None:
         if sender.role is not Role.SERVER:
             raise m.ProtocolError(f"{sender} has no part in a snapshot")
         if message.stage == CUT:
@@ -1116,7 +1125,7 @@ def _first(texts: Iterable[str]) -> str:
     return next(filter(None, texts), "")
 
 
-_OF_MEMBERS = (m.WorkerRejoined, m.RestartRequest, m.AppliedBatchesOfStreams)
+_OF_MEMBERS = (m.WorkerRejoined, RestartRequest, AppliedBatchesOfStreams)
 
 # Steps are decided only where the model is known; changes of members are decided before, too.
 _BEFORE_MODEL = (
@@ -1124,7 +1133,7 @@ _BEFORE_MODEL = (
     m.SharedBuffer,
     m.StepDecision,
     m.StepDecisionRequest,
-    m.GroupLeft,
+    GroupLeft,
     *_OF_MEMBERS,
 )
 
@@ -1142,17 +1151,17 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.StepVote: Server._staged,
     m.StepDecision: Server._apply,
     m.StepDecisionRequest: Server._ask_apply,
-    m.StepCatchUp: Server._catch_up,
+    StepCatchUp: Server._catch_up,
     m.GroupIdle: Server._rest,
     m.LoopExited: Server._left_early,
     m.Finish: Server._finish,
-    **dict.fromkeys((m.Delta, m.MasterValue, m.RingOffer, m.RingReply, m.Remainder), Server._neighbor),
+    **dict.fromkeys((m.Delta, m.MasterValue, m.RingOffer, m.RingReply, Remainder), Server._neighbor),
     **dict.fromkeys((m.Drained, m.FinalValue, m.FinalRequest, m.ModelBufferValue, m.BufferRequest), Server._close),
     **dict.fromkeys(_OF_MEMBERS, Server._of_members),
     m.AppliedBatchesRequest: Server._applied_ask,
     **dict.fromkeys((m.StateRequest, m.StatePart), Server._state),
-    m.SnapshotRequest: Server._snapshot_ask,
-    m.SnapshotPart: Server._snapshot_part,
-    m.GroupLeaveRequest: Server._part,
-    m.GroupLeft: Server._left,
+    SnapshotRequest: Server._snapshot_ask,
+    SnapshotPart: Server._snapshot_part,
+    GroupLeaveRequest: Server._part,
+    GroupLeft: Server._left,
 }

@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from topotrain.config.topology import Address
-from topotrain.core.protocol import Applied, Message, ProtocolError, StepCatchUp, StepDecision, StepMissed
+from topotrain.core.protocol import Applied, Message, ProtocolError, StepDecision
 from topotrain.core.server.consistency import SHOWS, DecisionLog
 from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepMissed
 
 _FIRST_ROUND = 1 << 40
 

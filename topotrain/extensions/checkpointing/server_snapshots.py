@@ -14,7 +14,7 @@ from topotrain.config.intervals import Rhythm, wants_snapshots
 from topotrain.config.job import Agreement, Apply, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.optim.state_table import StateError, from_rows, to_rows
-from topotrain.core.protocol import Delta, Lease, Message, ProtocolError, Remainder, SnapshotPart
+from topotrain.core.protocol import Delta, Message, ProtocolError
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.data_position import DataPosition
@@ -40,6 +40,8 @@ from topotrain.extensions.checkpointing.snapshot_coordinator import (
     WriteSnapshot,
     texts,
 )
+from topotrain.extensions.checkpointing.snapshot_messages import Remainder, SnapshotPart
+from topotrain.training.data.data_messages import Lease
 
 Send = Callable[[Address, Message], None]
 

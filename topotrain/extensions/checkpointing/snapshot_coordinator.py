@@ -23,9 +23,10 @@ import torch
 
 from topotrain.config.topology import Address
 from topotrain.core.optim.state_table import StateError, Table, from_rows, merge, to_rows
-from topotrain.core.protocol import MAX_TEXT, Message, ProtocolError, SnapshotPart
+from topotrain.core.protocol import MAX_TEXT, Message, ProtocolError
 from topotrain.extensions.checkpointing.data_position import STATIC, DataPosition
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard
+from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart
 
 FROZEN, LAYOUT, WRITTEN, PUBLISHED, CUT = 0, 1, 2, 3, 4
 """SnapshotPart.stage."""

@@ -34,6 +34,7 @@ from topotrain.extensions.collectives.algorithms import (
     children,
     up,
 )
+from topotrain.extensions.collectives.collective_messages import CollectivePart
 from topotrain.extensions.collectives.precomputed_gradients import PrecomputedGradients
 
 
@@ -87,7 +88,7 @@ class CollectiveServer(Server):
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `wire.Endpoint.place`)."""
         self.manners.check(sender, message)
-        if self._model is not None and isinstance(message, m.CollectivePart):
+        if self._model is not None and isinstance(message, CollectivePart):
             self._way.bucket(message.bucket)
             # What is passed on, or to the worker, is best in memory of our own: a view of a view would be copied.
             return self._way.relay.place(sender.index, message, viewable and message.up)
@@ -180,7 +181,7 @@ class CollectiveServer(Server):
 
     # --- the collective ------------------------------------------------------------------------------------------
 
-    def _hop(self, sender: Address, message: m.CollectivePart) -> None:
+    def _hop(self, sender: Address, message: CollectivePart) -> None:
         bucket = self._way.bucket(message.bucket)
         self._way.elements(bucket, message.body)
         check_bits(message.present, len(bucket.pieces), f"{sender}: pieces")
@@ -294,5 +295,5 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., Any]] = {
     m.Push: CollectiveServer._push,
     m.BackwardEnd: CollectiveServer._backward_end,
     m.Commit: CollectiveServer._commit,
-    m.CollectivePart: CollectiveServer._hop,
+    CollectivePart: CollectiveServer._hop,
 }

@@ -20,9 +20,10 @@ from typing import Protocol
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
-from topotrain.core.protocol import AppliedBatchesOfStreams, Fail, Message, RestartRequest, WorkerRejoined
+from topotrain.core.protocol import Fail, Message, WorkerRejoined
 from topotrain.core.server.consistency import AWAY, DecisionLog
 from topotrain.extensions.elastic.eligibility import refusal, singly
+from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
 
 STREAMS = 2000
 """Data streams in one `AppliedBatchesOfStreams`."""

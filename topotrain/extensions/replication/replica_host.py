@@ -27,10 +27,11 @@ from topotrain.comm.security.handshake import Peer
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.config.topology import Address, Role
 from topotrain.core.profiling.spans import Recorder
-from topotrain.core.protocol import Message, ProtocolError, ReplicaReleased
+from topotrain.core.protocol import Message, ProtocolError
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
 from topotrain.extensions.replication.replica_placement import ReplicaSet
+from topotrain.extensions.replication.replication_messages import ReplicaReleased
 from topotrain.extensions.replication.state_machine import Out, Primary, ReplicatedServer, Standby
 from topotrain.extensions.replication.state_transfer import portray, restore
 

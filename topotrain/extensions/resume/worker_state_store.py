@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Message, ProtocolError, WorkerStatePart, WorkerStateRequest
+from topotrain.core.protocol import Message, ProtocolError
 from topotrain.core.server.server_extension import ServerExtension
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant
+from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, WorkerStateRequest
 
 PART = 16 << 20
 """Bytes of a part, but for the last."""

@@ -34,6 +34,23 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, StepEnd
 from topotrain.core.client.client_extension import ClientExtension
 from topotrain.extensions.tables.row_optimizers import check_optimizer
+from topotrain.extensions.tables.table_messages import (
+    MAX_IDS,
+    TABLE_REPLIES,
+    TableAssign,
+    TableBarrier,
+    TableIds,
+    TableList,
+    TableOpen,
+    TablePull,
+    TablePush,
+    TableRows,
+    TableRule,
+    TablesFinished,
+    TableStats,
+    TableStatsRequest,
+    TableStep,
+)
 from topotrain.extensions.tables.table_spec import Ids, TableSpec, pack_ids, unpack_ids
 
 
@@ -82,7 +99,7 @@ class TableClient(ClientExtension):
         ConfigError: the layout has not just one server group.
     """
 
-    messages = m.TABLE_ANSWERS
+    messages = TABLE_REPLIES
 
     def __init__(self, exchange: Client, topology: Topology, job: Job) -> None:
         groups = job.cluster.nserver_groups
@@ -111,7 +128,7 @@ class TableClient(ClientExtension):
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
         """Return the memory for rows, or None for a repeated reply."""
-        number = message.round if isinstance(message, m.TableRows) else -1
+        number = message.round if isinstance(message, TableRows) else -1
         pull = self._under_way.get(number)
         if pull is None or number not in pull.rounds:
             return None
@@ -120,18 +137,18 @@ class TableClient(ClientExtension):
 
     def handle(self, sender: Address, message: m.Message) -> None:
         """Record a reply."""
-        if isinstance(message, m.TableOpen):
+        if isinstance(message, TableOpen):
             self._opened.add((sender, message.table))
-        elif isinstance(message, m.TableRows):
+        elif isinstance(message, TableRows):
             pull = self._under_way.pop(message.round, None)
             if pull is not None:
                 del pull.rounds[message.round]
-        elif isinstance(message, m.TableStats):
+        elif isinstance(message, TableStats):
             size = TableSize(message.rows, message.value_bytes, message.state_bytes, message.index_bytes)
             self._sizes[message.round] = size
-        elif isinstance(message, m.TableBarrier):
+        elif isinstance(message, TableBarrier):
             self._barriers.add((sender, message.round))
-        elif isinstance(message, m.TableIds):
+        elif isinstance(message, TableIds):
             self._lists[message.round] = unpack_ids(message.ids)
 
     def before_commit(self, step: int, end: StepEnd) -> None:
@@ -139,7 +156,7 @@ class TableClient(ClientExtension):
         self._steps = step + 1
         if any(table.spec.mode == "step" for table in self._tables.values()):
             for server in self._servers:
-                self._send(server, m.TableStep, step)
+                self._send(server, TableStep, step)
 
     # --- tables --------------------------------------------------------------------------------------------------
 
@@ -162,7 +179,7 @@ class TableClient(ClientExtension):
         table = _Open(spec, len(self._tables))
         text = spec.to_text()
         for server in self._servers:
-            self._send(server, m.TableOpen, table.number, text)
+            self._send(server, TableOpen, table.number, text)
         self._exchange.wait_until(lambda: all((s, table.number) in self._opened for s in self._servers))
         self._tables[spec.name] = table
 
@@ -183,7 +200,7 @@ class TableClient(ClientExtension):
         check_optimizer(table.spec, text, self._job.import_)
         since = self._steps if table.spec.mode == "step" else table.pushes + 1
         for server in self._servers:
-            self._send(server, m.TableRule, table.number, since, text)
+            self._send(server, TableRule, table.number, since, text)
 
     def pull(self, name: str, ids: torch.Tensor | Iterable[int]) -> torch.Tensor:
         """Return rows, (number of ids, width). See `pull_async`."""
@@ -219,7 +236,7 @@ class TableClient(ClientExtension):
                     self._under_way[self._round] = pull
                     asks.append((server, self._round, pack_ids(ordered[at:end])))
         for server, number, raw in asks:
-            self._send(server, m.TablePull, table.number, number, seen, raw)
+            self._send(server, TablePull, table.number, number, seen, raw)
         return pull
 
     def wait(self, pull: PendingPull) -> torch.Tensor:
@@ -246,14 +263,14 @@ class TableClient(ClientExtension):
         number = table.next_push()
         turn = self._steps if table.spec.mode == "step" else number
         for server, last, raw, body in self._parts(table.spec, named, values):
-            self._send(server, m.TablePush, table.number, turn, last, raw, body=body)
+            self._send(server, TablePush, table.number, turn, last, raw, body=body)
 
     def assign(self, name: str, ids: torch.Tensor | Iterable[int], rows: torch.Tensor) -> None:
         """Set rows to these values, and wait until the servers have them."""
         table = self._table(name)
         named, values = self._sorted(table.spec, self._ids(name, ids), rows)
         for server, _, raw, body in self._parts(table.spec, named, values):
-            self._send(server, m.TableAssign, table.number, raw, body=body)
+            self._send(server, TableAssign, table.number, raw, body=body)
         self.stats(name)  # a server replies to it after the rows that were sent before
 
     def stats(self, name: str) -> list[TableSize]:
@@ -263,7 +280,7 @@ class TableClient(ClientExtension):
         for server in self._servers:
             self._round += 1
             rounds[server] = number = self._round
-            self._send(server, m.TableStatsRequest, table.number, number)
+            self._send(server, TableStatsRequest, table.number, number)
         self._exchange.wait_until(lambda: self._sizes.keys() >= set(rounds.values()))
         return [self._sizes.pop(rounds[server]) for server in self._servers]
 
@@ -278,10 +295,10 @@ class TableClient(ClientExtension):
             while more:
                 self._round += 1
                 number = self._round
-                self._send(server, m.TableList, table.number, number, first)
+                self._send(server, TableList, table.number, number, first)
                 self._exchange.wait_until(lambda r=number: r in self._lists)  # type: ignore[misc]
                 ids = self._lists.pop(number)
-                first, more = first + len(ids), len(ids) == m.MAX_IDS
+                first, more = first + len(ids), len(ids) == MAX_IDS
                 ids = np.sort(ids)
                 for at in range(0, len(ids), table.spec.part_rows):
                     yield torch.from_numpy(ids[at : at + table.spec.part_rows])
@@ -297,7 +314,7 @@ class TableClient(ClientExtension):
         self._barriers_met += 0 if last else 1
         count = -1 if last else self._barriers_met
         for server in self._servers:
-            self._send(server, m.TableBarrier, count)
+            self._send(server, TableBarrier, count)
         self._exchange.wait_until(lambda: all((server, count) in self._barriers for server in self._servers))
 
     def close(self) -> None:
@@ -308,7 +325,7 @@ class TableClient(ClientExtension):
         if not self._closed:
             self._closed = True
             for server in self._servers:
-                self._send(server, m.TablesFinished)
+                self._send(server, TablesFinished)
 
     # --- parts ---------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,27 @@ from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.optim.adapter import clip_bounds
 from topotrain.core.optim.state_table import StateError
-from topotrain.core.protocol.message_validation import TABLE_WORDS
 from topotrain.core.server.server_extension import Outbox, ServerExtension
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotParticipant, SnapshotSource
 from topotrain.extensions.elastic.eligibility import TABLES
 from topotrain.extensions.tables.push_modes import KINDS, StepTable, SyncTable, TableShard
 from topotrain.extensions.tables.step_gradients import StepGradients, nonfinite_limit
+from topotrain.extensions.tables.table_messages import (
+    MAX_IDS,
+    TABLE_REQUESTS,
+    TableAssign,
+    TableBarrier,
+    TableIds,
+    TableList,
+    TableOpen,
+    TablePull,
+    TablePush,
+    TableRule,
+    TablesFinished,
+    TableStats,
+    TableStatsRequest,
+    TableStep,
+)
 from topotrain.extensions.tables.table_snapshot import StoredRows, TableCopier
 from topotrain.extensions.tables.table_spec import Ids, TableSpec, difference, pack_ids, unpack_ids
 from topotrain.extensions.tables.table_waits import TableBarriers, TableReplies, WaitingPulls
@@ -79,7 +94,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
         source: the snapshot that the job goes on from.
     """
 
-    messages = before_model = TABLE_WORDS
+    messages = before_model = TABLE_REQUESTS
 
     def __init__(self, me: Address, job: Job, topology: Topology, source: SnapshotSource | None = None) -> None:
         self._me = me
@@ -132,7 +147,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor:
         """Return memory for the rows of a message. Raises ProtocolError."""
-        if not isinstance(message, m.TablePush | m.TableAssign):
+        if not isinstance(message, TablePush | TableAssign):
             return super().place(sender, message)
         table = self._worker(sender).table(message.table)
         return torch.empty(len(_ids(table, message.ids)) * table.spec.width, dtype=table.spec.torch_dtype)
@@ -159,25 +174,25 @@ class TableServer(ServerExtension, SnapshotParticipant):
 
     def _handle(self, sender: Address, worker: _WorkerTables, message: m.Message) -> None:
         match message:
-            case m.TablePush():
+            case TablePush():
                 self._push(sender, worker.table(message.table), message)
-            case m.TablePull():
+            case TablePull():
                 self._pull(sender, worker.table(message.table), message)
-            case m.TableStep():
+            case TableStep():
                 worker.commit_rows(message.step)
-            case m.TableAssign():
+            case TableAssign():
                 self._assign(worker, message)
-            case m.TableRule():
+            case TableRule():
                 worker.table(message.table).set_optimizer(sender, message.since, message.optimizer)
-            case m.TableOpen():
+            case TableOpen():
                 self._open(worker, message)
-            case m.TableBarrier():
+            case TableBarrier():
                 self._barriers.arrive(sender, message.round)
-            case m.TableStatsRequest():
+            case TableStatsRequest():
                 self._stats(sender, worker.table(message.table), message)
-            case m.TableList():
+            case TableList():
                 self._list(sender, worker.table(message.table), message)
-            case m.TablesFinished():
+            case TablesFinished():
                 self._finish(sender)
 
     def _worker(self, sender: Address) -> _WorkerTables:
@@ -186,7 +201,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
             raise m.ProtocolError(f"{sender} has no tables")
         return worker
 
-    def _open(self, worker: _WorkerTables, message: m.TableOpen) -> None:
+    def _open(self, worker: _WorkerTables, message: TableOpen) -> None:
         spec = TableSpec.from_text(message.spec)
         known = self._tables.get(spec.name)
         if known is None:
@@ -200,9 +215,9 @@ class TableServer(ServerExtension, SnapshotParticipant):
             self._replies.fail(text, config=True)
             return
         worker.tables[message.table] = known
-        self._replies.send(worker.worker, m.TableOpen(0, message.table, ""))
+        self._replies.send(worker.worker, TableOpen(0, message.table, ""))
 
-    def _push(self, sender: Address, table: TableShard, message: m.TablePush) -> None:
+    def _push(self, sender: Address, table: TableShard, message: TablePush) -> None:
         ids, rows = _rows(table, message)
         # The step may have been applied without this worker.
         if isinstance(table, StepTable) and message.turn < self._pulls.steps_over(sender.group):
@@ -212,29 +227,29 @@ class TableServer(ServerExtension, SnapshotParticipant):
             self._replies.fail(text)
         self._pulls.reply_ready()
 
-    def _assign(self, worker: _WorkerTables, message: m.TableAssign) -> None:
+    def _assign(self, worker: _WorkerTables, message: TableAssign) -> None:
         table = worker.table(message.table)
         ids, rows = _rows(table, message)
         # Rows that a script assigns before its first step are older than the restored ones.
         if rows is not None and not (table.restored and worker.steps == 0):
             table.rows.assign(ids, rows)
 
-    def _pull(self, sender: Address, table: TableShard, message: m.TablePull) -> None:
+    def _pull(self, sender: Address, table: TableShard, message: TablePull) -> None:
         table.rows.check(_ids(table, message.ids), unique=False)
         self._pulls.add(sender, table, message)
         self._pulls.reply_ready()
 
-    def _stats(self, sender: Address, table: TableShard, message: m.TableStatsRequest) -> None:
+    def _stats(self, sender: Address, table: TableShard, message: TableStatsRequest) -> None:
         rows = table.rows
         sizes = rows.count, rows.value_bytes, table.state_bytes, rows.index_bytes
-        self._replies.send(sender, m.TableStats(message.round, *sizes))
+        self._replies.send(sender, TableStats(message.round, *sizes))
 
-    def _list(self, sender: Address, table: TableShard, message: m.TableList) -> None:
+    def _list(self, sender: Address, table: TableShard, message: TableList) -> None:
         ids = table.rows.ids()
         if message.first < 0:
             raise m.ProtocolError(f"rows from number {message.first} on")
-        part = ids[message.first : message.first + m.MAX_IDS]
-        self._replies.send(sender, m.TableIds(message.round, pack_ids(part)))
+        part = ids[message.first : message.first + MAX_IDS]
+        self._replies.send(sender, TableIds(message.round, pack_ids(part)))
 
     def _finish(self, sender: Address) -> None:
         self._barriers.finish(sender)
@@ -296,7 +311,7 @@ def _ids(table: TableShard, raw: bytes) -> Ids:
     return ids
 
 
-def _rows(table: TableShard, message: m.TablePush | m.TableAssign) -> tuple[Ids, torch.Tensor | None]:
+def _rows(table: TableShard, message: TablePush | TableAssign) -> tuple[Ids, torch.Tensor | None]:
     ids = _ids(table, message.ids)
     table.rows.check(ids, unique=True)
     body, width = message.body, table.spec.width

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
 from topotrain.extensions.tables.push_modes import StepTable, TableShard
+from topotrain.extensions.tables.table_messages import TableBarrier, TablePull, TableRows
 from topotrain.extensions.tables.table_spec import unpack_ids
 
 _MAX_BARRIERS = 1 << 10
@@ -53,7 +54,7 @@ class WaitingPulls:
 
     def __init__(self, replies: TableReplies) -> None:
         self._replies = replies
-        self._pulls: list[tuple[Address, TableShard, m.TablePull]] = []
+        self._pulls: list[tuple[Address, TableShard, TablePull]] = []
         self._steps: dict[int, int] = {}  # group -> its steps that are over
 
     def steps_over(self, group: int) -> int:
@@ -64,7 +65,7 @@ class WaitingPulls:
         """Record that a step of a worker group is over."""
         self._steps[group] = step + 1
 
-    def add(self, sender: Address, table: TableShard, message: m.TablePull) -> None:
+    def add(self, sender: Address, table: TableShard, message: TablePull) -> None:
         """Let a pull wait.
 
         Raises:
@@ -86,7 +87,7 @@ class WaitingPulls:
             except LookupError as error:
                 self._replies.fail(f"tables: {error.args[0]}")
                 continue
-            self._replies.send(sender, m.TableRows(message.round, body=rows.view(-1) if rows.numel() else None))
+            self._replies.send(sender, TableRows(message.round, body=rows.view(-1) if rows.numel() else None))
 
     def _may_read(self, sender: Address, table: TableShard, seen: int) -> bool:
         if isinstance(table, StepTable):
@@ -129,7 +130,7 @@ class TableBarriers:
         if len(arrived) == len(self._workers):
             del self._arrived[number]
             self.last_passed = self.last_passed or number < 0
-            self._replies.broadcast(m.TableBarrier(0, number))
+            self._replies.broadcast(TableBarrier(0, number))
 
     def finish(self, sender: Address) -> None:
         """Record that a worker uses no table any more. It still comes to the last barrier."""

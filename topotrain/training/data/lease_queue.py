@@ -14,17 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import (
-    DrawnBatches,
-    DrawRequest,
-    Fail,
-    Lease,
-    LeaseRelease,
-    LeaseRequest,
-    Message,
-    ProtocolError,
-)
+from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.server_extension import ServerExtension
+from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 
 LONGEST = 32  # batches in a lease: a group that dies or leaves gives back at most this many
 _MOST_EPOCHS = 1 << 16  # open at a time: one that groups leave early stays so
