@@ -48,7 +48,7 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
         row("", "one slow worker, equal shares: an epoch", found["equal shares"].figure, "s"),
         row("", "one slow worker, shares [4, 4, 4, 1]", shares, unit, "", note),
         row("", "pauses, no backup worker: an epoch", found["all workers"].figure, "s"),
-        row("", "pauses, backup: 1", backup, unit, "", "theory below 1.6: the work of a late worker is done twice"),
+        row("", "pauses, backup: 1", backup, unit, "", "the work of a late worker is done twice"),
     ]
 
 

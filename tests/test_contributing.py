@@ -1,4 +1,4 @@
-"""The example of CONTRIBUTING is an extension that works: its blocks are written into a folder, and a server runs it."""
+"""The worked example of CONTRIBUTING is written into a folder, and a server runs it."""
 
 import re
 import subprocess
