@@ -25,7 +25,7 @@ from topotrain.core.optim.adapter import describe
 from topotrain.core.server.server import Server
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.state_machine import Primary, ReplicatedServer, Standby
-from topotrain.extensions.replication.state_transfer import portray, restore
+from topotrain.extensions.replication.state_transfer import restore, save
 from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.server_composition import make_server
@@ -145,7 +145,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
         servers = self.topology.servers(0)
         for me in servers:
             self.processes[me.index] = self.home[me] = Process(me.index)
-            self.settle_lead(self.home[me], Primary(ReplicatedServer(partial(self.make, me)), portray))
+            self.settle_lead(self.home[me], Primary(ReplicatedServer(partial(self.make, me)), save))
         for me in servers:
             for peer in peers(me, self.topology):
                 self.wire.connect(me, peer, "")
@@ -242,7 +242,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
             heir = next(p for p in self.processes.values() if me in p.shadows and p.alive)
             copy = heir.shadows.pop(me).shadow.copy
             assert copy is not None
-            house = self.settle_lead(heir, Primary(copy, portray))
+            house = self.settle_lead(heir, Primary(copy, save))
             house.say(house.lead.orphaned())
         coordinator, *others = self.topology.servers(0)
         for me in others:

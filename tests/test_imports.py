@@ -53,7 +53,8 @@ PURE = """
     extensions/compression/* extensions/elastic/eligibility.py extensions/elastic/membership.py
     extensions/replication/buffer_views.py
     extensions/replication/replica_checksum.py extensions/replication/replica_placement.py
-    extensions/replication/state_machine.py extensions/replication/state_transfer.py
+    extensions/replication/state_codec.py extensions/replication/state_machine.py
+    extensions/replication/state_transfer.py
     extensions/resume/worker_state_store.py extensions/tables/push_modes.py extensions/tables/row_optimizers.py
     extensions/tables/row_storage.py extensions/tables/table_*.py
 """

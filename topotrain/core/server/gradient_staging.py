@@ -17,6 +17,7 @@ from topotrain.config.sharding import Bucket, Segment
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, per_bucket, per_piece
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
 from topotrain.core.server.commit_agreement import StepError, agree
+from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.nonfinite import NOBODY, look, spoiled
 from topotrain.core.server.ordered_sum import Part, Tree, canonical_mean
 
@@ -566,3 +567,42 @@ class GradientStaging:
     def weight(self) -> float:
         """Sum of the weights of the step's commits."""
         return sum(commit.weight for commit in self.commits.values())
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`. The sums are in the group's buffers, which the shard has."""
+        return {
+            "reductions": {number: field_values(reduction) for number, reduction in self._reductions.items()},
+            "closed": self._closed,
+            "edits": self._edits,
+            "present": self._present,
+            "in_total": self._in_total,
+            "unsummed": self._unsummed,
+            "looked": self._looked,
+            "last": self._last,
+            "doubtful": self._doubtful,
+            "suspects": self._suspects,
+            "commits": self.commits,
+            "staged": self.staged,
+            "complete": self.complete,
+            "step": self.step,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._reductions = {
+            number: _Reduction(
+                {b: dict(by) for b, by in pushes.items()}, dict(ends), done, contributed, dict(written), end
+            )
+            for number, (pushes, ends, done, contributed, written, end) in state["reductions"].items()
+        }
+        self._closed, self._edits, self._present = state["closed"], dict(state["edits"]), list(state["present"])
+        self._in_total, self._unsummed = set(state["in_total"]), set(state["unsummed"])
+        self._looked, self._last = dict(state["looked"]), dict(state["last"])
+        self._doubtful, self._suspects = set(state["doubtful"]), dict(state["suspects"])
+        self.commits, self.complete = dict(state["commits"]), set(state["complete"])
+        self.staged, self.step = state["staged"], state["step"]
+
+    def kept_buffers(self) -> list[str]:
+        """Return the names of the group's buffers that count now, even if no message is a view of them."""
+        sums = ["mean", "total"] if self._reductions or self.commits or self.staged else []
+        return [*sums, "out"] if self._workers > 1 else sums  # other workers are sent the same values later

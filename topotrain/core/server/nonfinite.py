@@ -12,6 +12,7 @@ import torch
 from topotrain.config.job import NonFinite
 from topotrain.config.sharding import Bucket
 from topotrain.core.model.finite import all_finite, reals
+from topotrain.core.server.component_state import State
 
 NOBODY = -1  # instead of a worker: the sum is not finite; instead of a parameter: it is a table's
 _MOST_IN_A_ROW = 3
@@ -60,6 +61,14 @@ class NonfiniteLimit:
     def forget(self, group: int) -> None:
         """The group is started again."""
         self._counts.pop(group, None)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"counts": self._counts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._counts = {group: dict(counts) for group, counts in state["counts"].items()}
 
 
 def complaint(who: str, parameter: str, step: int, times: int, why: str = "") -> str:

@@ -20,12 +20,13 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import int_to_bits
 from topotrain.core.model import shared_windows
-from topotrain.core.model.schema import Allocate
+from topotrain.core.model.schema import Allocate, FlatBuffers, parse_schema
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.profiling.message_spans import handling
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol.message_validation import MessageValidator, check_bits
 from topotrain.core.server.commit_agreement import StepError
+from topotrain.core.server.component_state import Component, State, load_states, states_of
 from topotrain.core.server.consistency import (
     AWAY,
     IS_BACK,
@@ -1118,6 +1119,80 @@ class Server:
             return
         for part in self._known.state.tell(message.round, sender.index):
             self._send(sender, part)
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State | None:
+        """Return the state between two messages, see `component_state`. None: not possible after this message."""
+        parts = states_of(self._components)
+        if parts is None or self._inside:
+            return None
+        return {
+            "schema": "" if self._model is None else self._model.schema.text(),
+            "parts": parts,
+            "drawer": self._drawer,
+            "initialised": self._initialised,
+            "ready_groups": self._ready_groups,
+            "common": self._common,
+            "early": self._early,
+            "ahead": self._ahead,
+            "rested": self._rested,
+            "version": self.version,
+            "hyper": self._hyper,
+            "hyper_of": self._hyper_of,
+            "applied": self._applied,
+            "taken": self._taken,
+            "finished": self._finished,
+            "away": self._away,
+            "parting": self._parting,
+            "paused": self._paused,
+            "returned": self._returned,
+            "good_hyper": self._good_hyper,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict` of another copy of this server. Raises ProtocolError."""
+        if self._model is None and state["schema"]:
+            self.make_model(state["schema"])
+        load_states(self._components, state["parts"])
+        self._drawer, self._early, self._ahead = list(state["drawer"]), list(state["early"]), list(state["ahead"])
+        self._initialised, self._ready_groups = set(state["initialised"]), set(state["ready_groups"])
+        self._common, self.version = state["common"], state["version"]
+        self._hyper, self._hyper_of = dict(state["hyper"]), dict(state["hyper_of"])
+        self._rested, self._applied, self._taken = dict(state["rested"]), dict(state["applied"]), dict(state["taken"])
+        self._finished = {group: dict(finished) for group, finished in state["finished"].items()}
+        self._away, self._parting = set(state["away"]), set(state["parting"])
+        self._paused, self._returned = set(state["paused"]), set(state["returned"])
+        self._good_hyper = state["good_hyper"]
+
+    def make_model(self, schema: str) -> None:
+        """Make the model of another copy of this server from its description."""
+        self._model = self._opening.mold(parse_schema(schema))
+
+    @property
+    def buffers(self) -> FlatBuffers | None:
+        """The buffers of values and gradients, once the model is known."""
+        return None if self._model is None else self._model.flats
+
+    @property
+    def _components(self) -> dict[str, Component]:
+        parts: dict[str, Component] = {
+            "startup": self._opening,
+            "replies": self.readers,
+            "clocks": self.clocks,
+            "order": self._order,
+            "batches": self._streams,
+            "samples": self._samples,
+            "nonfinite": self._strikes,
+            "shutdown": self._ending,
+            "groups": self._regroup,
+            "snapshots": self.snapshots,
+            **{f"exits {group}": exits for group, exits in self._exits.items()},
+            **{type(extension).__name__: extension for extension in self.extensions},
+        }
+        if self._log is not None:
+            parts["log"] = self._log
+        return parts if self._model is None else {**parts, "shard": self._model}
 
 
 def _first(texts: Iterable[str]) -> str:

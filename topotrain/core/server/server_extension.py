@@ -14,6 +14,7 @@ import torch
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.server.component_state import State
 
 Outbox = Sequence[tuple[Address, m.Message]]
 
@@ -25,12 +26,6 @@ class ServerExtension:
     """The types of messages that this extension handles."""
     before_model: tuple[type[m.Message], ...] = ()
     """Those of `messages` that it handles before the server knows the model; the others are held until then."""
-
-    state_types: tuple[type, ...] = ()
-    """Classes of the objects in its fields, by which its state is copied to a second copy of the server.
-
-    Empty: there is nothing to copy as long as `has_begun` is false, and a server cannot be copied while it is true.
-    """
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -71,6 +66,13 @@ class ServerExtension:
     def has_begun(self) -> bool:
         """Whether workers have already left something here that no later worker would repeat."""
         return False
+
+    def state_dict(self) -> State | None:
+        """The state, from which a second copy of the server is made, see `component_state`. None: not possible now."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict` of the same extension of another copy."""
 
     def refuses_regroup(self) -> str:
         """Why no worker group can restart, leave or join while the others go on; empty: they can."""

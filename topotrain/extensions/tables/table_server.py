@@ -18,6 +18,7 @@ from topotrain.core import protocol as m
 from topotrain.core.model.finite import all_finite
 from topotrain.core.optim.adapter import clip_bounds
 from topotrain.core.optim.state_table import StateError
+from topotrain.core.server.component_state import State
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit
 from topotrain.core.server.parameter_shard import norm_of, to_power
 from topotrain.core.server.server_extension import ServerExtension
@@ -364,6 +365,25 @@ class TableServer(ServerExtension, SnapshotParticipant):
             table.drop(group, step)
         self._answer_held()
         return self._out
+
+    def state_dict(self) -> State | None:
+        """Return the state, see `component_state`. None: not possible once there is a table."""
+        if self._tables:
+            return None
+        clients = {
+            worker: (client.next, client.early, client.early_bytes, client.steps, client.bye)
+            for worker, client in self._clients.items()
+        }
+        return {"clients": clients, "over": self._over, "barriers": self._barriers, "at_end": self._at_end}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._clients = {
+            worker: _Client(number, dict(early), early_bytes, {}, steps, bye)
+            for worker, (number, early, early_bytes, steps, bye) in state["clients"].items()
+        }
+        self._barriers = {number: set(there) for number, there in state["barriers"].items()}
+        self._over, self._at_end = dict(state["over"]), state["at_end"]
 
 
 def _ids(table: TableShard, raw: bytes) -> Ids:
