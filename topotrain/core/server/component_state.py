@@ -8,15 +8,12 @@ component has from its constructor are not part of the state.
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from typing import Any, Protocol
 
 State = dict[str, Any]
 
 
-def field_values(record: "DataclassInstance") -> tuple[Any, ...]:
+def field_values(record: Any) -> tuple[Any, ...]:
     """Return the values of a dataclass in the order of its fields, so that `cls(*values)` equals it."""
     return tuple(getattr(record, field.name) for field in fields(record))
 
