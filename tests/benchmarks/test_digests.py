@@ -16,7 +16,7 @@ from benchmarks import digests
 from benchmarks.digests import CASES, Case, Entry, JobFailed, Verdict, compare, digest, parameters, rows, settle
 from benchmarks.sides import Refused
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECORDED = json.loads(digests.RECORD.read_text(encoding="utf-8"))
 BY_NAME = {case.name: case for case in CASES}
 

@@ -30,7 +30,7 @@ from topotrain.config.job import (
 from topotrain.config.job_file import dumps, from_dict, load, load_with_warnings, loads
 from topotrain.config.proto_schema import new, read_proto, repeated
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROTO = read_proto((ROOT / "topotrain" / "config" / "job.proto").read_text(encoding="utf-8"))
 
 SINGA_JOB = """

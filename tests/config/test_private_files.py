@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from patience import ended_after
+from wait_limit import ended_after
 
 from topotrain.comm.store import StoreError
 from topotrain.comm.store.file_store import FileStore

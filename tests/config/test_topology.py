@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from topotrain.config.job import Cluster, ConfigError
 from topotrain.config.topology import MOST, Address, Role, Topology, layout, validate
 
-DOCS = Path(__file__).parents[1] / "docs" / "topologies.md"
+DOCS = Path(__file__).parents[2] / "docs" / "topologies.md"
 UP_TO = 16
 SANDBLASTER = Cluster(nworkers_per_group=3, nservers_per_group=2, server_worker_separate=True)
 ALL_REDUCE = Cluster(nworkers_per_group=3, nservers_per_group=3)

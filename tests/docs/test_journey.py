@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from arrangement import PATIENCE_S, Trainer, job_of, run_local
+from in_process_job import PATIENCE_S, Trainer, job_of, run_local
 from torch import nn
 
 import topotrain
@@ -25,7 +25,7 @@ from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message, Push
 
-PAGE = Path(__file__).parents[1] / "docs" / "journey.md"
+PAGE = Path(__file__).parents[2] / "docs" / "journey.md"
 PACKAGE = Path(topotrain.__file__).parent
 WEIGHT, ELEMENT = 0, 255  # the element: the last one of the first parameter
 COORDINATOR, HOME = Address(Role.SERVER, 0, 0), Address(Role.SERVER, 0, 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 STILL_NEEDED = {
     "extensions.tables": ("table_file_layout", "table_messages"),
@@ -47,7 +47,7 @@ core = Core()
 core.steps(3)
 assert core.server.version == 3
 if simulated:
-    sys.path.insert(0, str(root / "tests"))
+    sys.path[:0] = [str(root / "tests" / folder) for folder in ("support", "core/server")]
     import test_server, test_sim_commit
     test_server.test_groups_are_staged_apart_and_applied_one_after_the_other()
     test_sim_commit.test_pushes_of_a_dead_step_do_not_reach_the_next_one()

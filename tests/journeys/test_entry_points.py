@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from job_runner import PROGRAMS, Shop, free_ports
 from programs import doors
 from safetensors.torch import load_file
 from shells import ended, open_shells
-from shop import PROGRAMS, Shop, free_ports
 
 pytestmark = pytest.mark.journey
 

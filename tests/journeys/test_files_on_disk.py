@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from job_runner import ALLREDUCE, SANDBLASTER, Shop
 from safetensors.torch import load_file
-from shop import ALLREDUCE, SANDBLASTER, Shop
 
 pytestmark = pytest.mark.journey
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shop import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, Shop
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, Shop
 
 pytestmark = pytest.mark.journey
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, Shop
+from process_pool import client
 from safetensors.torch import load_file
-from shop import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, Shop
-from warm import client
 
 pytestmark = pytest.mark.journey
 

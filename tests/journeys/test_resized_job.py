@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shop import ALLREDUCE, SANDBLASTER, Ended, Shop
+from job_runner import ALLREDUCE, SANDBLASTER, Ended, Shop
 
 pytestmark = pytest.mark.journey
 

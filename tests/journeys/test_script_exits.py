@@ -1,8 +1,8 @@
 """Scripts that end their own processes: in the middle of a loop that is a death, after it the result comes home."""
 
 import pytest
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, Shop, free_ports
 from shells import Shells, ended
-from shop import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, Shop, free_ports
 
 pytestmark = pytest.mark.journey
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, Ended, Shop
 from programs import rows
-from shop import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, Ended, Shop
 
 from topotrain.extensions.tables.frontend.table_export import read_parts
 from topotrain.launch.agent import forkserver

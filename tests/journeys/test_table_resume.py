@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from job_runner import DOWNPOUR, Ended, Shop
+from process_pool import client
 from safetensors.torch import load_file
-from shop import DOWNPOUR, Ended, Shop
 from test_recovery_job import survive
 from test_resume import SYNC, resumed
-from warm import client
 
 from topotrain.extensions.tables.frontend.table_export import read_parts
 

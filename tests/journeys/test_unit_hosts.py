@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts_town import TOKEN, UNIT, Job, Town, Unit, hastily, port
+from job_runner import PROGRAMS, Shop
+from process_pool import client
 from safetensors.torch import load_file
-from shop import PROGRAMS, Shop
-from warm import client
+from unit_hosts import TOKEN, UNIT, Job, Town, Unit, hastily, port
 
 pytestmark = pytest.mark.journey
 

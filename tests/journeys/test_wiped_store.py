@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redisserver
-from hosts_town import wait
-from shop import DOWNPOUR, Ended, Shop
-from wiping import wipe
+import redis_server
+from folder_wipe import wipe
+from job_runner import DOWNPOUR, Ended, Shop
+from unit_hosts import wait
 
 from topotrain.comm.store import open_store, serve_store
 from topotrain.comm.store.discovery.job_registry import Registry
@@ -60,19 +60,19 @@ def _tcp(stack: ExitStack) -> Meeting:
 
 
 def _redis(stack: ExitStack, folder: Path, flushed: bool) -> Meeting:
-    if redisserver.MISSING:
-        pytest.skip(redisserver.MISSING)
+    if redis_server.MISSING:
+        pytest.skip(redis_server.MISSING)
     first = stack.enter_context(ExitStack())
-    url = first.enter_context(redisserver.redis_server(folder))
+    url = first.enter_context(redis_server.redis_server(folder))
 
     def lose() -> None:
         if not flushed:
             first.close()
-            stack.enter_context(redisserver.redis_server(folder, port=parse(url).port))
+            stack.enter_context(redis_server.redis_server(folder, port=parse(url).port))
             return
         import redis
 
-        with redis.Redis(port=parse(url).port, password=redisserver.PASSWORD) as client:
+        with redis.Redis(port=parse(url).port, password=redis_server.PASSWORD) as client:
             client.flushall()
 
     return Meeting(url, lose)

@@ -8,8 +8,8 @@ import threading
 from contextlib import suppress
 
 import pytest
-from patience import ended_after
 from rich.console import Console
+from wait_limit import ended_after
 
 from topotrain.core.events import Output, StepDone
 from topotrain.launch.agent.pipes import OutputReader

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.launch_targets import CALLS, MARK, launch, marked, parts, processes, small_job, wait_for
+from tests.support.launch_targets import CALLS, MARK, launch, marked, parts, processes, small_job, wait_for
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
 from topotrain.core.events import Exited, Failed, Incident, Notice, Output, Saved, Serving, Started, Unsaved, from_json
@@ -231,7 +231,7 @@ class Process:
     """A launcher in a process of its own."""
 
     def __init__(self, folder, args):
-        command = [sys.executable, "-m", "tests.launch_targets", str(folder), *args]
+        command = [sys.executable, "-m", "tests.support.launch_targets", str(folder), *args]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, start_new_session=True)
 

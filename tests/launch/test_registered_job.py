@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.launch_targets import CALLS, parts, small_job
+from tests.support.launch_targets import CALLS, parts, small_job
 from topotrain.comm.store import open_store
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.config.job import ConfigError

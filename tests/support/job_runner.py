@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from process_pool import client
 from safetensors.torch import load_file
-from warm import client
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parents[1] / "programs"
 SANDBLASTER = "nworkers_per_group: 3 nservers_per_group: 2 server_worker_separate: true"
 ALLREDUCE = "nworkers_per_group: 3 nservers_per_group: 3"
 DOWNPOUR = "nworker_groups: 2 nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"

@@ -27,7 +27,7 @@ from topotrain.launch.local import LocalLauncher
 from topotrain.launch.runtime.child_channel import ChildChannel
 from topotrain.launch.runtime.sigterm import SigtermHandler
 
-PLAY = "tests.launch_targets:play"
+PLAY = "tests.support.launch_targets:play"
 CALLS = EntryPoints(PLAY, PLAY, ())
 MARK = "TOPOTRAIN_TEST"
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-import audit
+import unpickle_audit
 
 PRELOAD = (
     "torch",
@@ -45,7 +45,7 @@ _SIZE = struct.Struct("!I")
 
 def client(warm_at: str) -> list[str]:
     """What stands for `python` in a command line: it is forked, and whoever runs this sees its streams and its end."""
-    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("warm_client.py")), warm_at]
+    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("process_pool_client.py")), warm_at]
 
 
 # ---- those who ask ---------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def start(folder: Path, more: Sequence[str] = (), environ: Mapping[str, str] | N
         listener.listen(64)
         listeners.append(listener)
         words.append(str(listener.fileno()))
-    everything = {**os.environ, **THREADS, "PYTHONPATH": str(Path(__file__).parents[1]), **(environ or {})}
+    everything = {**os.environ, **THREADS, "PYTHONPATH": str(Path(__file__).parents[2]), **(environ or {})}
     with listeners[0], listeners[1], open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             [*words, *PRELOAD, *more],
@@ -262,13 +262,13 @@ def run(words: Sequence[str]) -> None:
 
 
 def guard_servers() -> None:
-    """The server processes of jobs that are forked from here end as soon as they unpickle anything (audit.py)."""
+    """Server processes that are forked from here end as soon as they unpickle anything (unpickle_audit.py)."""
     process = sys.modules.get("topotrain.launch.runtime.entry_points")
     if process is not None:
         run_servers = process.run_servers
 
         def guarded(*args: object) -> int:
-            audit.in_servers()
+            unpickle_audit.in_servers()
             return run_servers(*args)  # type: ignore[no-any-return]
 
         process.run_servers = guarded  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""`python -I -S warm_client.py SOCKET WORDS…`: be `python WORDS…`, forked by whoever listens there (warm.py).
+"""`python -I -S process_pool_client.py SOCKET WORDS…`: be `python WORDS…`, forked from `process_pool`.
 
 A shell's commands are made so: this process has the shell's streams, hands them over, and ends as the fork ends.
 """

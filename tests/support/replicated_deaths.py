@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from replicated import ReplicatedTown
+from replicated_cluster import ReplicatedTown
 from torch import nn
 
 from topotrain.config.job import Job

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from cables import Cable
+from job_runner import PROGRAMS, Shop
 from safetensors.torch import load_file
-from shop import PROGRAMS, Shop
+from two_hosts import Cable
 
 UNIT = (sys.executable, "-m", "topotrain", "unit")
 TOKEN = "a" * 64
@@ -38,8 +38,8 @@ import sys
 from contextlib import closing
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-import warm
-with closing(warm.start(Path(sys.argv[1]))) as running:
+import process_pool
+with closing(process_pool.start(Path(sys.argv[1]))) as running:
     print(running.served, running.path, flush=True)
     sys.stdin.read()
 """
@@ -190,7 +190,7 @@ class Town(Cable):
         return self._paths[number][0]
 
     def warm_at(self, number: int) -> str:
-        """Who makes processes on a host that are as those of a shell there (warm.py)."""
+        """Who makes processes on a host that are as those of a shell there (process_pool.py)."""
         return self._paths[number][1]
 
     def listening(self, number: int) -> "Listening":

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.launch_targets import CALLS, small_job
+from tests.support.launch_targets import CALLS, small_job
 from topotrain.comm.store import StoreError
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Topology

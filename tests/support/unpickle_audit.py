@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-OURS = str(Path(__file__).parents[1] / "topotrain") + os.sep
+OURS = str(Path(__file__).parents[2] / "topotrain") + os.sep
 _IMPORTER = "<frozen importlib"
 EXIT = 97
 """Of a process in which it happened."""

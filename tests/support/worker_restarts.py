@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy
 import torch
-from test_data import Office, Seat, flat
+from divided_loaders import Office, Seat, flat
 from torch.utils.data import DataLoader
 
 from topotrain.config.job import Job as Conf

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from arrangement import (
+from in_process_job import (
     adagrad,
     adam,
     building,

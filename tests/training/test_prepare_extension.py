@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_front import jobs, loader, mlp, plain, train, unfused
+from script_job import jobs, loader, mlp, plain, train, unfused
 from torch import nn
 
 import topotrain as tt

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from arrangement import Cnn, adam, building, images, job_of, mlp, reference, run_hosted, usual_loop, vectors
-from wire_town import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
+from in_process_job import Cnn, adam, building, images, job_of, mlp, reference, run_hosted, usual_loop, vectors
+from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
 
 from topotrain.comm.emulation import link as emulated
 from topotrain.comm.emulation.link import (

@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_town import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
+from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
 
 from topotrain.comm.security import handshake
 from topotrain.comm.security.handshake import CODES, HandshakeTimeout, NotOurProtocol, Peer, answer, dial

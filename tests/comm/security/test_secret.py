@@ -67,7 +67,7 @@ def test_what_is_no_file_is_refused(tmp_path):
 def test_processes_that_come_together_agree(tmp_path):
     code = "import os; from topotrain.comm.security.secret import load_secret; print(load_secret(os.environ).hex())"
     environ = {key: text for key, text in os.environ.items() if not key.startswith("TOPOTRAIN_TOKEN")}
-    environ |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+    environ |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
     words = [sys.executable, "-c", code]
     processes = [subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(6)]
     assert len({process.communicate(timeout=60)[0] for process in processes}) == 1

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from queue import Queue
 
 import pytest
-from garbage import SEED, Dice, share
-from wire_town import SERVER, TOKEN, WORKER, Recorder, Town, identity
+from random_frames import SEED, Dice, share
+from transport_pairs import SERVER, TOKEN, WORKER, Recorder, Town, identity
 
 from topotrain.comm.security import handshake
 from topotrain.comm.security.handshake import Peer, answer, dial

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from arrangement import building, job_of, reference, run_hosted, usual_loop, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_town import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
+from in_process_job import building, job_of, reference, run_hosted, usual_loop, vectors
+from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
 
 from topotrain.comm import router
 from topotrain.comm.emulation.link import EmulatedNetwork
@@ -31,6 +31,7 @@ from topotrain.config.job import Link
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Push, Values
 
+ROOT = Path(__file__).parents[3]
 CERTIFICATE = Certificate.make()
 RAW = torch.arange(5 * PIECE // 16, dtype=torch.int32).numpy().tobytes()  # a piece and a quarter
 
@@ -546,7 +547,7 @@ FAR, NEAR = "10.203.7.1", "10.203.7.2"
 
 LISTENING = """
 import sys
-from wire_town import *
+from transport_pairs import *
 from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.core.protocol import Values
 wire, here = TcpTransport(identity(), host=sys.argv[1]), Recorder()
@@ -559,7 +560,7 @@ wire.close()
 
 CALLING = """
 import json, socket, sys
-from wire_town import *
+from transport_pairs import *
 from topotrain.comm.transport import TransportError
 from topotrain.comm.security.handshake import dial
 from topotrain.comm.transport.tcp import TcpTransport
@@ -614,7 +615,7 @@ def machines():
 
 
 def test_two_machines_talk_and_neither_takes_plain_words(machines):
-    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests' / 'support'}:{ROOT}"}
 
     def start(name, program, address):
         command = ["ip", "netns", "exec", name, sys.executable, "-c", program, address]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from wiping import wipe
+from folder_wipe import wipe
 
 from topotrain.comm.store import StoreError, maintained_values, open_store
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry

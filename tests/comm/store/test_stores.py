@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import redisserver
+import redis_server
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ from topotrain.comm.store.store_url import parse
 from topotrain.comm.store.tcp_store import TcpStore
 
 SECRET = bytes(range(32))
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 ATTEMPT = TcpStore._attempt
 
 
@@ -36,12 +36,12 @@ def redis_urls(tmp_path_factory):
     running, urls = [], {}
 
     def url_of(scheme):
-        if redisserver.MISSING:
-            pytest.skip(redisserver.MISSING)
+        if redis_server.MISSING:
+            pytest.skip(redis_server.MISSING)
         if scheme == "rediss" and not shutil.which("openssl"):
             pytest.skip("openssl is not installed")
         if scheme not in urls:
-            running.append(redisserver.redis_server(tmp_path_factory.mktemp(scheme), scheme == "rediss"))
+            running.append(redis_server.redis_server(tmp_path_factory.mktemp(scheme), scheme == "rediss"))
             urls[scheme] = running[-1].__enter__()
         return urls[scheme]
 

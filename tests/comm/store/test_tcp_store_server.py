@@ -409,7 +409,7 @@ def test_a_torch_store_that_is_not_there_is_told(monkeypatch):
 
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[1] / "docs" / "rendezvous.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "rendezvous.md").read_text(encoding="utf-8")
     code = page.split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "docs/rendezvous.md", "exec"), {})

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from redisserver import MISSING, redis_server
+from redis_server import MISSING, redis_server
 from torch import distributed, nn
 from torch.distributed import DistStoreError, HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
@@ -29,7 +29,7 @@ from topotrain.comm.torch_store import init_method
 from topotrain.comm.torch_store.c10d_store import LONGEST, TorchStore, encode, rendezvous
 from topotrain.comm.torch_store.elastic_backend import StoreBackend, address, create
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 100
 SHORT = timedelta(milliseconds=20)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from wire_town import SERVER, WAIT, WORKER, Pair, Recorder, Town, place_new
+from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, place_new
 
 from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.connection import Connection

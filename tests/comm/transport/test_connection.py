@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_town import SERVER, WORKER, Recorder, place_new, place_view
+from transport_pairs import SERVER, WORKER, Recorder, place_new, place_view
 
 from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.connection import Connection

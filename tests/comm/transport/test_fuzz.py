@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from garbage import COUNT, SEED, Dice, share
 from hypothesis import given
 from hypothesis import strategies as st
+from random_frames import COUNT, SEED, Dice, share
 from simulation import Seat, Town, job, zeros
-from vault import Vault
-from wire_town import SERVER, WORKER, Recorder, identity, place_new
+from snapshot_files import Vault
+from transport_pairs import SERVER, WORKER, Recorder, identity, place_new
 
 from topotrain.comm.security.handshake import NotOurProtocol, answer
 from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from wire_town import Pair, Town
+from transport_pairs import Pair, Town
 
 from topotrain.comm.transport import interrupt_guard
 from topotrain.comm.transport.frame_writer import FrameWriter

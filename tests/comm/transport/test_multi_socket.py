@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_town import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
+from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
 
 from topotrain.comm.security.handshake import SocketNumber, dial
 from topotrain.comm.transport import Refused, TransportError

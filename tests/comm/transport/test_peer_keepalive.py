@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from cables import Cable
-from wire_town import SERVER, WAIT, WORKER, Recorder, identity
+from transport_pairs import SERVER, WAIT, WORKER, Recorder, identity
+from two_hosts import Cable
 
 from topotrain.comm.transport.peer_keepalive import KernelSignals, SilenceTimer
 from topotrain.comm.transport.tcp import TcpTransport

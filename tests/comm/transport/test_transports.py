@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from wire_town import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity, place_view
+from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity, place_view
 
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.comm.transport.frame import HEADER_BYTES

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from redisserver import MISSING, PASSWORD, redis_server
+from redis_server import MISSING, PASSWORD, redis_server
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

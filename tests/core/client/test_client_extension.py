@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_exchange import ME, SERVERS, Door, applied, end
+from single_client import ME, SERVERS, Door, applied, end
 
 from topotrain.config.job import Cluster, Compression
 from topotrain.config.topology import Address, Role, layout

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from arrangement import Trainer, building, job_of, plain, run_hosted, run_local, usual_loop
+from in_process_job import Trainer, building, job_of, plain, run_hosted, run_local, usual_loop
 from torch import nn
 
 from topotrain.config.job import Job, Updater

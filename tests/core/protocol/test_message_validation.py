@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_server import Hall, server, started, worker
+from single_servers import Hall, server, started, worker
 
 from topotrain.config.job import Algorithm, Cluster
 from topotrain.config.topology import Address, layout

@@ -5,7 +5,7 @@ Over TCP the kernel copies once on each side besides; bodies are received right 
 
 import pytest
 import torch
-from arrangement import building, cross_entropy, job_of, mlp, run_hosted, run_local, sgd, vectors
+from in_process_job import building, cross_entropy, job_of, mlp, run_hosted, run_local, sgd, vectors
 
 from topotrain.comm.transport.inprocess import InProcessTransport
 from topotrain.config.job import Grads, Road

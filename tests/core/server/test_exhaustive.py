@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from exhaustive import Scope, search
+from exhaustive_search import Scope, search
 
 from topotrain.core.server.consistency import DecisionLog
 from topotrain.extensions.elastic.membership import Members

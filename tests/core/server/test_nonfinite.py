@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.arrangement import (
+from tests.support.in_process_job import (
     Result,
     adam,
     building,
@@ -29,7 +29,7 @@ from tests.arrangement import (
     usual_loop,
     vectors,
 )
-from tests.simulation import STORM, Seat, Town, job, same, total
+from tests.support.simulation import STORM, Seat, Town, job, same, total
 from topotrain.config.job import Algorithm, Apply, Compression, Engine, Grads, Job, NonFinite, Pull, Reduce, Road
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address, Role, layout

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from patience import ended_after
 from safetensors import safe_open
 from safetensors.torch import load_file
+from snapshot_files import Net, Vault, equal, read
 from torch import nn
-from vault import Net, Vault, equal, read
+from wait_limit import ended_after
 
 from topotrain.config.job import ConfigError, Slicing
 from topotrain.config.topology import Address, Role

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from snapshot_files import Vault, equal, read
 from torch import nn
-from vault import Vault, equal, read
 
 from topotrain.config import private_files
 from topotrain.config.job import ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from arrangement import (
+from in_process_job import (
     Result,
     Trainer,
     Transformer,
@@ -29,7 +29,8 @@ from arrangement import (
     usual_loop,
     vectors,
 )
-from test_worker import (
+from torch import nn
+from training_loops import (
     ALWAYS,
     accumulate,
     alternating_parts,
@@ -39,7 +40,6 @@ from test_worker import (
     never_zero,
     two_losses,
 )
-from torch import nn
 
 from topotrain.config.job import Algorithm, Apply, ConfigError, Engine, Grads, Job, Reduce, Road, Slicing, Updater
 from topotrain.config.topology import layout

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from arrangement import (
+from in_process_job import (
     Result,
     WorkerHandle,
     building,
@@ -18,8 +18,8 @@ from arrangement import (
     usual_loop,
     vectors,
 )
+from simulated_downpour import downpour
 from simulation import STORM, VIEWS, Town, job, same
-from test_sim_downpour import downpour
 from torch import nn
 
 from topotrain.config.job import Cluster, Compression, Job

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from replicated import ReplicatedTown, flats_of
+from replicated_cluster import ReplicatedTown, flats_of
 from simulation import Seat, job
 
 from topotrain.config.topology import Address, Role

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arrangement import (
+from in_process_job import (
     Result,
     WorkerHandle,
     _Crew,

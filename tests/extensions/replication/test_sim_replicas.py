@@ -9,8 +9,8 @@ from collections import deque
 from functools import cache
 
 import pytest
-from replicated import ReplicatedTown
-from replicated_mortals import MortalTown
+from replicated_cluster import ReplicatedTown
+from replicated_deaths import MortalTown
 from simulation import job
 
 from topotrain.config.topology import Address, Role

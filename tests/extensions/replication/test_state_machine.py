@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from replicated import ReplicatedTown, flats_of
+from replicated_cluster import ReplicatedTown, flats_of
 from simulation import Seat, job
 
 from topotrain.config.job import Apply, Grads

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from arrangement import mlp
+from divided_loaders import KINDS, Numbers, Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lives import Life, Past, Script, Shape
+from in_process_job import mlp
 from safetensors.torch import load, save
-from test_data import KINDS, Numbers, Stream
-from test_front import jobs, loader
+from script_job import jobs, loader
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
+from worker_restarts import Life, Past, Script, Shape
 
 import topotrain as tt
 from topotrain.compat.integrations.external_loop import tie

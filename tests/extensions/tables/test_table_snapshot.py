@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from simulation import STORM, Seat, Town, job
-from test_snapshot import Archive
+from snapshot_archive import Archive
+from snapshot_files import Vault
 from test_tables import Bench, door_of, rule
-from vault import Vault
 
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from arrangement import Plain, Script, building, job_of, plain, run_hosted, run_local
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process_job import Plain, Script, building, job_of, plain, run_hosted, run_local
 from simulation import STORM, Seat, Town, job
 from torch import nn
 

@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from tests.launch_targets import MARK, PLAY, marked, wait_for
+from tests.support.launch_targets import MARK, PLAY, marked, wait_for
 from topotrain.core.events import Failed, Notice, from_json
 from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.pipes import LineReader
@@ -105,7 +105,7 @@ def test_an_exception_is_told_printed_and_becomes_the_exit_code(host):
     assert failed.traceback == (host.folder / "err").read_text()
     assert host.exit(host.spawn("misconfigured")) == 2
     assert host.heard(Failed).kind == "config"
-    assert host.exit(host.spawn("finish", call="tests.launch_targets:nobody")) == 1
+    assert host.exit(host.spawn("finish", call="tests.support.launch_targets:nobody")) == 1
     assert "nobody" in host.heard(Failed).text
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch_targets import CALLS, MARK, marked, parts, small_job, wait_for
+from tests.support.launch_targets import CALLS, MARK, marked, parts, small_job, wait_for
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import Exited, Failed, Notice, Output, Serving, Started, from_json
 from topotrain.launch import UnitPlace, arguments, choose_cause

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from arrangement import Reference, Result, reference, run_local
+from in_process_job import Reference, Result, reference, run_local
 from torch import nn
 
 import topotrain as tt

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from job_runner import PROGRAMS
 from safetensors.torch import load_file
-from shop import PROGRAMS
 
 from topotrain.comm.store import StoreError
 from topotrain.config import job_file

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from wiping import wipe
+from folder_wipe import wipe
 
-from tests.launch_targets import MARK, marked, parts, small_job, wait_for
+from tests.support.launch_targets import MARK, marked, parts, small_job, wait_for
 from topotrain.comm.store import StoreError, maintained_values, open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.config import job_file
@@ -461,7 +461,7 @@ def units(tmp_path, mark):
         url = url or (tmp_path / "store").as_uri() + "?job=play"
         text = "" if bare else json.dumps(counts)
         words = [str(tmp_path / name), str(rank), str(nprocs), url, text, *args]
-        started.append(Unit(rank, [sys.executable, "-m", "tests.part_targets", *words]))
+        started.append(Unit(rank, [sys.executable, "-m", "tests.support.unit_targets", *words]))
         return started[-1]
 
     yield start
@@ -638,7 +638,7 @@ def test_a_typo_is_refused_at_once(tmp_path, words, said):
     (tmp_path / "a.conf").touch()
     (tmp_path / "train.py").touch()
     command = [sys.executable, "-m", "topotrain", "unit", *words.split()]
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[3])
     environ |= {"TOPOTRAIN_TOKEN": WORD, "PYTHONPATH": root}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

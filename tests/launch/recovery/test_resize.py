@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.launch_targets import MARK, launch, marked, parts, processes, wait_for
+from tests.support.launch_targets import MARK, launch, marked, parts, processes, wait_for
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, ConfigError, Job, Placement
 from topotrain.config.topology import Address, Role, layout

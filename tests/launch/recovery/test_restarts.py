@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.launch_targets import CALLS, MARK, launch, marked, parts, processes, wait_for
+from tests.support.launch_targets import CALLS, MARK, launch, marked, parts, processes, wait_for
 from topotrain.core.events import Exited, Failed, Frozen, Incident, Lost, Notice, Output, Started, Thawed
 from topotrain.launch.local import LocalLauncher
 from topotrain.launch.recovery import resume_point, stopped_processes

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from arrangement import (
+from in_process_job import (
     Cnn,
     Transformer,
     adam,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from split_town import Roads, Town, together
+from split_workers import Roads, Town, together
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from arrangement import job_of, run_hosted, run_local
+from in_process_job import job_of, run_hosted, run_local
 from torch import nn
 
 import topotrain.training.parameters.flat_parameters

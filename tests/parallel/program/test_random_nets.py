@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from split_town import Block, Group
+from split_workers import Block, Group
 from torch import nn
 
 

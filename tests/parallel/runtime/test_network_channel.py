@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from arrangement import building, job_of, run_hosted, usual_loop, vectors
+from in_process_job import building, job_of, run_hosted, usual_loop, vectors
 
 from topotrain.comm.transport import TransportError
 from topotrain.config.job import ConfigError, Grads

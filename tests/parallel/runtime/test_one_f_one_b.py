@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_town import BATCH, NUMBER, OWN, WHOLE, Cut, Roads, Town, at, mean_gradients, rows, together
+from split_workers import BATCH, NUMBER, OWN, WHOLE, Cut, Roads, Town, at, mean_gradients, rows, together
 from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F

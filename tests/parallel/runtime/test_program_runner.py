@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_town import BATCH, NUMBER, SAME, WHOLE, Cut, Roads, Town, at, feature, mean_gradients, rows, together
+from split_workers import BATCH, NUMBER, SAME, WHOLE, Cut, Roads, Town, at, feature, mean_gradients, rows, together
 from torch import nn
 from torch.nn import functional as F
 

@@ -22,7 +22,7 @@ from topotrain.launch import JobOutcome, OnEvent
 from topotrain.tools.cli import app
 from topotrain.tools.monitor import job_report
 
-DOCS = Path(__file__).parents[1] / "docs" / "reference.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference.md"
 DOWNPOUR = """
 cluster {
   nworker_groups: 2
@@ -565,12 +565,12 @@ def test_ctrl_c_while_the_command_still_imports_ends_it_in_order(tmp_path: Path)
         "os.kill(os.getpid(), signal.SIGINT)\n"
         "while True: signal.sigtimedwait([signal.SIGUSR1], 0.01)\n"
     )
-    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}"}
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}
     command = [sys.executable, "-m", "topotrain", "run", "job.conf", "train.py"]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (130, "topotrain: error: ended by SIGINT, nothing was started\n")
 
 
 def test_the_console_script_is_that_command() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["scripts"] == {"topotrain": "topotrain.__main__:main"}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from vault import Vault
+from snapshot_files import Vault
 
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.job_file import dumps

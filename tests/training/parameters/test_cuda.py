@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from arrangement import (
+from in_process_job import (
     Cnn,
     Transformer,
     building,
@@ -19,7 +19,7 @@ from arrangement import (
     usual_loop,
     vectors,
 )
-from shop import ALLREDUCE, Shop
+from job_runner import ALLREDUCE, Shop
 from torch import nn
 
 import topotrain as tt

@@ -10,9 +10,9 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
-import test_worker
 import torch
-from arrangement import (
+from training_loops import ALWAYS, clip_norm, clip_value, edit, edit_between_backwards
+from in_process_job import (
     Cnn,
     Transformer,
     adam,
@@ -162,14 +162,19 @@ either = pytest.mark.parametrize(("made", "shared"), [("bounced", False), ("late
 
 @either
 @pytest.mark.parametrize("layout", ["sandblaster", "one"])
-@pytest.mark.parametrize("script", test_worker.ALWAYS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("script", ALWAYS, ids=lambda f: f.__name__)
 def test_the_unchanged_loop(script, layout, shared, made):
     assert run_local(job_of(layout), building(), script, shared).same_bits(
         reference(job_of(layout), building(), script)
     )
 
 
-EDITS = [test_worker.clip_norm, test_worker.clip_value, test_worker.edit, test_worker.edit_between_backwards]
+EDITS = [clip_norm, clip_value, edit, edit_between_backwards]
+    training_loops.clip_norm,
+    clip_value,
+    training_loops.edit,
+    training_loops.edit_between_backwards,
+]
 
 
 @either
@@ -184,7 +189,7 @@ def test_what_the_script_does_to_a_gradient_counts(script, layout, shared, made)
 @every_ferry
 def test_edits_of_hidden_gradients_are_refused(made):
     with pytest.raises(RuntimeError, match=r"kVisible, tt\.clip_grad_norm_, or updater"):
-        run_local(job_of(grads=Grads.kHidden), building(), test_worker.clip_value)
+        run_local(job_of(grads=Grads.kHidden), building(), clip_value)
 
 
 @every_ferry

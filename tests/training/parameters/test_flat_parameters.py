@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from arrangement import Cnn, Transformer, building, cross_entropy, job_of, mlp, run_local, vectors
+from in_process_job import Cnn, Transformer, building, cross_entropy, job_of, mlp, run_local, vectors
 from torch import nn
 from torch.nn.utils import prune
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from arrangement import (
+from in_process_job import (
     Transformer,
     building,
     cross_entropy,

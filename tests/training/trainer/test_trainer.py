@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from arrangement import mlp
+from in_process_job import mlp
+from process_pool import Warm, client
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_front import jobs, loader, unfused
+from script_job import jobs, loader, unfused
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from warm import Warm, client
 
 import topotrain as tt
 from topotrain.config import job_file
@@ -31,7 +31,7 @@ from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.trainer.evaluation import BackgroundEvaluator
 from topotrain.training.trainer.parameter_files import ParameterFiles, load_checkpoints
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 SGD = Updater(
     type="kSGD",
     momentum=0.9,

@@ -13,7 +13,7 @@ from topotrain.comm.store import StoreError, open_store, serve_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, UnknownJob, stop_key
 from topotrain.tools.cli import app
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[4]
 SECRET = bytes(range(32))
 EARLY = JobRecord("early", "digits", started=1000.0, units=3, hosts=("10.0.0.1", "10.0.0.2"))
 LATE = JobRecord("late-1", "zahlen\x1b[2J", started=2000.0)

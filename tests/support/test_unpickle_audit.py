@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from pathlib import Path
 
-import audit
 import pytest
+import unpickle_audit
 
 from topotrain.config.job import Cluster
 from topotrain.config.topology import Address, Role, layout
@@ -38,8 +38,9 @@ import colorsys, topotrain.config.field_checks
 
 
 def run(code: str) -> "subprocess.CompletedProcess[str]":
-    here = Path(__file__).parent
-    setup = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]; import audit; audit.in_servers()\n"
+    support = Path(unpickle_audit.__file__).parent
+    paths = [str(support), str(support.parents[1])]
+    setup = f"import sys; sys.path[:0] = {paths!r}; import unpickle_audit; unpickle_audit.in_servers()\n"
     return subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, timeout=120)
 
 
@@ -57,12 +58,12 @@ def test_what_a_server_does_anyway_is_no_offense() -> None:
 )
 def test_whoever_unpickles_in_a_server_ends_it(code: str, text: str) -> None:
     done = run(code)
-    assert done.returncode == audit.EXIT
+    assert done.returncode == unpickle_audit.EXIT
     assert text in done.stderr
 
 
 def test_the_watched_functions_are_there() -> None:
-    for path, name in audit._DOORS:
+    for path, name in unpickle_audit._DOORS:
         assert f"def {name}(" in Path(path).read_text(encoding="utf-8"), f"{path} has no function {name}"
 
 
@@ -74,5 +75,5 @@ def test_a_door_in_this_process_is_watched_too(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(type(door._manners), "check", lambda *_: pickle.loads(raw))
     with pytest.raises(AssertionError, match=r"audit: unpickled fractions.Fraction in handle on MainThread"):
         door.handle(server, Applied(0, 0, 0, False, 0.0))
-    assert audit.FOUND
-    audit.FOUND.clear()
+    assert unpickle_audit.FOUND
+    unpickle_audit.FOUND.clear()

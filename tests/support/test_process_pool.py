@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from warm import Forked, client
+from process_pool import Forked, client
 
 PROBE = """
 import os, signal, sys
