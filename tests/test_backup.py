@@ -16,6 +16,7 @@ from topotrain.core.protocol import Commit, Push, StepCatchUp, StepVote
 from topotrain.core.server.commit_agreement import StepError
 from topotrain.core.server.consistency import SHOWS, DecisionLog
 from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.server.step_policy import StepPolicy
 from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay
 from topotrain.tools.monitor.stragglers import stragglers
@@ -73,18 +74,25 @@ def staged(*members: int, step: int = 0, refused: tuple[int, ...] = ()) -> StepV
     return StepVote(0, step, True, 0.0, False, 0, 0, refused, members)
 
 
+class Two(StepPolicy):
+    """The contributions of two workers make a step."""
+
+    def enough(self, members):
+        return len(members) >= 2
+
+
 def test_a_step_is_made_of_what_all_shards_have():
     log = DecisionLog(2)
     log.staged(0, staged(0))
     log.staged(0, staged(0, 1, 2))
-    assert log.ready(lambda members: True) == []
+    assert log.ready(StepPolicy()) == []
     log.staged(1, staged(2, 3))
-    assert log.ready(lambda members: len(members) >= 2) == []
+    assert log.ready(Two()) == []
     log.staged(1, staged(1, 2, 3))
-    assert log.ready(lambda members: len(members) >= 2) == [(0, 0)]
+    assert log.ready(Two()) == [(0, 0)]
     assert log.decide(0, 0).members == (1, 2)
     log.staged(1, staged(0, 1, 2, 3))
-    assert log.ready(lambda members: True) == [], "said of a step that is decided"
+    assert log.ready(StepPolicy()) == [], "said of a step that is decided"
 
 
 def test_only_a_members_gradient_is_refused():

@@ -60,6 +60,7 @@ print(f"{len(gone)} modules masked; not needed any more: {unused}")
     ("extension", "simulated"),
     [
         ("extensions.tables", True),
+        ("extensions.backup_workers", True),
         ("extensions.resume", False),  # the client, which a simulation needs, imports its messages' layout
         ("training.data.lease_queue", False),  # the client, which a simulation needs, imports a constant of it
     ],

@@ -29,7 +29,6 @@ UPWARD = """
     core.protocol>training.data.data_messages
     core.server.parameter_shard>extensions.collectives.precomputed_gradients
     core.server.parameter_shard>extensions.compression.message_filter
-    core.server.server>extensions.backup_workers.quorum
     core.server.server>extensions.checkpointing.server_snapshots
     core.server.server>extensions.checkpointing.shard_snapshot
     core.server.server>extensions.checkpointing.snapshot_coordinator

@@ -9,6 +9,7 @@ extensions where several have something to send.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +19,19 @@ from topotrain.core import protocol as m
 Outbox = Sequence[tuple[Address, m.Message]]
 
 
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A step of a worker group that is over.
+
+    commits: of the workers whose gradients made the step, by index. applied: the reply to them.
+    """
+
+    group: int
+    step: int
+    commits: Mapping[int, m.Commit]
+    applied: m.Applied
+
+
 class ServerExtension:
     """One feature of one server. A subclass overrides what it needs."""
 
@@ -25,6 +39,9 @@ class ServerExtension:
     """The types of messages that this extension handles."""
     before_model: tuple[type[m.Message], ...] = ()
     """Those of `messages` that it handles before the server knows the model; the others are held until then."""
+
+    decrees: tuple[int, ...] = ()
+    """Values of `StepDecision.change` of which `on_decree` is told."""
 
     state_types: tuple[type, ...] = ()
     """Classes of the objects in its fields, by which its state is copied to a second copy of the server.
@@ -62,11 +79,33 @@ class ServerExtension:
         """
         return ()
 
-    def step_over(self, group: int, step: int) -> Outbox:
+    def step_over(self, result: StepResult) -> Outbox:
         """The step was applied or skipped. What is returned is sent before the replies to the step's workers."""
         return ()
 
-    # --- the life of a group and of the job ------------------------------------------------------------------------
+    # --- entries of the decision log that are no step ----------------------------------------------------------------
+
+    def on_decree(self, decision: m.StepDecision) -> Outbox:
+        """A decision whose `change` is one of `decrees` is carried out on this shard."""
+        return ()
+
+    # --- a worker, a group, and the job ------------------------------------------------------------------------------
+
+    def on_finish(self, worker: Address) -> None:
+        """The script of a worker has come to its end."""
+
+    def reset_group(self, group: int, ended: bool) -> None:
+        """The workers of a group are gone: what they have sent counts only as far as it is applied.
+
+        ended: all their scripts had come to their end.
+        """
+
+    def reset_worker(self, worker: Address) -> None:
+        """The same of one worker, whose group goes on without it."""
+
+    def snapshot_under_way(self) -> int:
+        """The number of the snapshot for which workers leave their states now; 0: none."""
+        return 0
 
     def has_begun(self) -> bool:
         """Whether workers have already left something here that no later worker would repeat."""
@@ -121,6 +160,14 @@ class ExtensionHooks:
         self.amend_vote = overriding(extensions, ServerExtension.amend_vote)
         self.apply_step = overriding(extensions, ServerExtension.apply_step)
         self.step_over = overriding(extensions, ServerExtension.step_over)
+        self.on_decree = {
+            change: tuple(each for each in extensions if change in each.decrees)
+            for change in {change for extension in extensions for change in extension.decrees}
+        }
+        self.on_finish = overriding(extensions, ServerExtension.on_finish)
+        self.reset_group = overriding(extensions, ServerExtension.reset_group)
+        self.reset_worker = overriding(extensions, ServerExtension.reset_worker)
+        self.snapshot_under_way = overriding(extensions, ServerExtension.snapshot_under_way)
         self.has_begun = overriding(extensions, ServerExtension.has_begun)
         self.refuses_regroup = overriding(extensions, ServerExtension.refuses_regroup)
         self.refuses_leave = overriding(extensions, ServerExtension.refuses_leave)

@@ -7,7 +7,7 @@ worker sees a mean (`grads: kHidden`), nothing comes down, and the gateway of a 
 New values go the same way down: an all-gather.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.model.schema import Allocate, FlatBuffers, torch_dtype
 from topotrain.core.protocol.message_validation import check_bits
 from topotrain.core.server.server import Deliver, Server
-from topotrain.core.server.server_extension import ServerExtension
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.extensions.collectives.algorithms import (
     VALUES,
@@ -66,9 +65,8 @@ class CollectiveServer(Server):
         shared: bool = False,
         deliver: Deliver | None = None,
         resumed: SnapshotSource | None = None,
-        extensions: Sequence[ServerExtension] = (),
     ) -> None:
-        super().__init__(me, job, topology, allocate, shared, deliver, resumed, extensions)
+        super().__init__(me, job, topology, allocate, shared, deliver, resumed)
         self._worker = Address(Role.WORKER, me.group, me.index)
         self._algorithm = job.cluster.algorithm
         self._divide = job.reduce is Reduce.kMean
@@ -87,11 +85,11 @@ class CollectiveServer(Server):
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `wire.Endpoint.place`)."""
         self.manners.check(sender, message)
-        if self._model is not None and isinstance(message, m.CollectivePart):
+        if self.model is not None and isinstance(message, m.CollectivePart):
             self._way.bucket(message.bucket)
             # What is passed on, or to the worker, is best in memory of our own: a view of a view would be copied.
             return self._way.relay.place(sender.index, message, viewable and message.up)
-        if self._model is not None and isinstance(message, m.Push):
+        if self.model is not None and isinstance(message, m.Push):
             self._check_beside(sender)
             bucket = self._way.bucket(message.bucket)
             return None if viewable and not self._way.is_leaf(bucket) else self._way.flats.view("push", bucket)
@@ -189,12 +187,12 @@ class CollectiveServer(Server):
     def _carry(self, outs: list[Out]) -> None:
         for out in outs:
             if isinstance(out, SendPart):
-                self._send(Address(Role.SERVER, self.me.group, out.to), out.hop)
+                self.send(Address(Role.SERVER, self.me.group, out.to), out.hop)
             elif isinstance(out, CompleteSum):
                 self._total(out)
             elif out.hop.ordinal == VALUES:
                 hop = out.hop
-                self._send(self._worker, m.Values(hop.step, hop.bucket, hop.version, body=hop.body))
+                self.send(self._worker, m.Values(hop.step, hop.bucket, hop.version, body=hop.body))
             else:
                 self._result(out)
 
@@ -224,16 +222,16 @@ class CollectiveServer(Server):
         backward.told += 1
         if mean is not None:
             backward.contributed |= 1 << bucket.id
-            self._send(self._worker, m.ReducedGradient(step, ordinal, bucket.id, present, body=mean))
+            self.send(self._worker, m.ReducedGradient(step, ordinal, bucket.id, present, body=mean))
         count = len(self._known.map.buckets)
         if backward.told == count:
             del self._backwards[step, ordinal]
             self._given.reduced(ordinal)
-            self._send(self._worker, m.BackwardReduced(step, ordinal, int_to_bits(backward.contributed, count)))
+            self.send(self._worker, m.BackwardReduced(step, ordinal, int_to_bits(backward.contributed, count)))
 
     # --- new values ----------------------------------------------------------------------------------------------
 
-    def _send(self, to: Address, message: m.Message) -> None:
+    def send(self, to: Address, message: m.Message) -> None:
         """As a server sends; but what a step has made of the values goes to the other workers by way of their gateways.
 
         So does not what one worker asks for alone (it has no number of a step), nor what is said a second time.
@@ -249,7 +247,7 @@ class CollectiveServer(Server):
                 told.add(to)
                 if to != self._worker:
                     return
-        super()._send(to, message)
+        super().send(to, message)
 
     @property
     def _own_buckets(self) -> tuple[int, int]:

@@ -109,7 +109,7 @@ class _Classes:
 
 
 _OWN: Mapping[str, frozenset[str]] = {
-    "Server": frozenset({"_model", "_resumed", "_workers", "_hooks", "spans"}),
+    "Server": frozenset({"model", "_resumed", "_workers", "hooks", "_policy", "spans"}),
     "Startup": frozenset({"schema", "buffers", "_map", "_windows", "_whole"}),
     "GradientStaging": frozenset({"_scratch", "_tree"}),
     "ServerSnapshots": frozenset({"_freezer", "_frozen", "_participants", "_keepers"}),
@@ -127,7 +127,7 @@ def quiet(server: Server) -> bool:
         return False
     if any(extension.has_begun() for extension in server.extensions):
         return False
-    return server._model is None or not server._model.state._loading
+    return server.model is None or not server.model.state._loading
 
 
 def portray(copy: ReplicatedServer) -> torch.Tensor | None:
@@ -138,7 +138,7 @@ def portray(copy: ReplicatedServer) -> torch.Tensor | None:
     """
     if not quiet(copy.server):
         return None
-    teller = _Teller(copy.server._model, _Classes(copy.server))
+    teller = _Teller(copy.server.model, _Classes(copy.server))
     return teller.bytes({"server": teller.tell(copy.server), "lines": teller.tell(copy.lines), **teller.model()})
 
 
@@ -154,7 +154,7 @@ def restore(copy: ReplicatedServer, data: torch.Tensor) -> None:
         server = copy.server
         if tree["schema"]:
             _mold(server, tree["schema"])
-        reader = _Reader(server._model, tensors, tree["sizes"], _Classes(server))
+        reader = _Reader(server.model, tensors, tree["sizes"], _Classes(server))
         reader.fill(server, tree["server"])
         reader.model(tree)
         copy.lines = reader.read(tree["lines"], {})
@@ -164,7 +164,7 @@ def restore(copy: ReplicatedServer, data: torch.Tensor) -> None:
 
 def _mold(server: Server, text: str) -> None:
     """Make the server's model, as `Server._open` does when a worker has described it."""
-    server._model = server._opening.mold(parse_schema(text))
+    server.model = server._opening.mold(parse_schema(text))
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
@@ -177,6 +177,7 @@ class _Teller:
         self._model, self._classes = model, classes
         self._tensors: list[torch.Tensor] = []
         self._views = None if model is None else BufferViews(model.flats, frozenset({VALUES}))
+        self._known: set[int] = set()  # objects that were told already: several parts of a server refer to one
 
     def tell(self, value: Any) -> Any:
         kind = type(value)
@@ -194,6 +195,10 @@ class _Teller:
         if callable(value) or isinstance(value, _NEVER):
             return {"k": 0}
         if self._classes.known.get(kind.__name__) is kind:
+            if kind not in self._classes.data:
+                if id(value) in self._known:
+                    return {"k": 0}
+                self._known.add(id(value))
             own = _OWN.get(kind.__name__, ())
             return {"o": [kind.__name__, {n: self.tell(v) for n, v in _fields(value) if n not in own}]}
         if isinstance(value, ServerExtension) and not value.has_begun():

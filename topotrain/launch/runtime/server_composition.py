@@ -12,6 +12,7 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.model.schema import Allocate
 from topotrain.core.server.server import Deliver, Server
 from topotrain.core.server.server_extension import ServerExtension
+from topotrain.core.server.step_policy import makes_partial_steps
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.extensions.elastic.eligibility import singly
 
@@ -31,18 +32,26 @@ def make_server(
         from topotrain.extensions.collectives.collective_server import CollectiveServer
 
         kind = CollectiveServer
-    extensions = server_extensions(me, job, topology, resumed)
-    return kind(me, job, topology, allocate, shared, deliver, resumed, extensions)
+    server = kind(me, job, topology, allocate, shared, deliver, resumed)
+    server.attach(server_extensions(server, job, topology, resumed))
+    return server
 
 
 def server_extensions(
-    me: Address, job: Job, topology: Topology, resumed: SnapshotSource | None = None
+    server: Server, job: Job, topology: Topology, resumed: SnapshotSource | None = None
 ) -> tuple[ServerExtension, ...]:
-    """The extensions of the server at an address, in order; resumed: the snapshot that the job goes on from."""
-    return tuple(_extensions(me, job, topology, resumed))
+    """The extensions of a server, in order; resumed: the snapshot that the job goes on from."""
+    return tuple(_extensions(server, job, topology, resumed))
 
 
-def _extensions(me: Address, job: Job, topology: Topology, resumed: SnapshotSource | None) -> Iterator[ServerExtension]:
+def _extensions(
+    server: Server, job: Job, topology: Topology, resumed: SnapshotSource | None
+) -> Iterator[ServerExtension]:
+    me = server.me
+    if makes_partial_steps(job):
+        from topotrain.extensions.backup_workers.quorum import BackupWorkers
+
+        yield BackupWorkers(server, job, topology)
     if installed("extensions.tables"):
         from topotrain.extensions.tables.table_server import TableServer
 
