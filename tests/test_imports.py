@@ -27,8 +27,6 @@ UPWARD = """
     core.protocol>extensions.elastic.membership_messages
     core.protocol>extensions.tables.table_messages
     core.protocol>training.data.data_messages
-    core.server.parameter_shard>extensions.collectives.precomputed_gradients
-    core.server.parameter_shard>extensions.compression.message_filter
     core.server.server>extensions.checkpointing.server_snapshots
     core.server.server>extensions.checkpointing.shard_snapshot
     core.server.server>extensions.checkpointing.snapshot_coordinator
@@ -48,6 +46,7 @@ PURE = """
     extensions/checkpointing/server_snapshots.py extensions/checkpointing/shard_snapshot.py
     extensions/checkpointing/snapshot_coordinator.py extensions/collectives/algorithms.py
     extensions/collectives/collective_server.py extensions/collectives/precomputed_gradients.py
+    extensions/backup_workers/quorum_pushes.py
     extensions/compression/* extensions/elastic/eligibility.py extensions/elastic/membership.py
     extensions/elastic/membership_messages.py extensions/replication/buffer_views.py
     extensions/replication/replica_checksum.py extensions/replication/replica_placement.py

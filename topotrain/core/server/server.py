@@ -3,7 +3,7 @@
 One `Server` is one shard of one server group. It keeps the values and the optimizer state of its slice, stages what
 the worker groups send, and is the one place where a parameter changes its value. It knows no socket, thread or clock:
 the host hands it messages (one at a time) and carries its answers, and a simulation does the same with a pretended
-network. What differs between the frameworks is decided elsewhere: whom a gradient waits for in `gradient_staging` and
+network. What differs between the frameworks is decided elsewhere: whom a gradient waits for in `gradients` and
 `consistency`, how server groups agree in `group_sync`, the arithmetic of an update in `update`.
 """
 
@@ -40,7 +40,7 @@ from topotrain.core.server.consistency import (
     LoopExits,
     pairs,
 )
-from topotrain.core.server.gradient_staging import GradientStaging, ReducedBucket
+from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket
 from topotrain.core.server.group_sync import Distance
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
 from topotrain.core.server.parameter_shard import ParameterShard, global_norm, step_factor
@@ -93,7 +93,7 @@ class Server:
         self.groups = topology.worker_groups_of(me.group)
         self._workers = {group: topology.workers(group) for group in self.groups}
         self._deliver = deliver
-        self._opening = Startup(me, job, topology, allocate, shared, self._arrived, self.send)
+        self._opening = Startup(me, job, topology, allocate, shared, self.send)
         self.model: ParameterShard | None = None
         self._drawer: list[tuple[Address, m.Message]] = []
         self._initialised: set[int] = set()
@@ -145,6 +145,7 @@ class Server:
         """Give the server its extensions, once, before its first message."""
         self.extensions = tuple(extensions)
         self.hooks = ExtensionHooks(self.extensions)
+        self._handlers = {**_HANDLERS, **dict.fromkeys(self.hooks.handlers, Server._extension)}
         self._policy = next((each for each in self.extensions if isinstance(each, StepPolicy)), ALL_WORKERS)
         self.snapshots.add(tuple(each for each in self.extensions if isinstance(each, SnapshotParticipant)))
 
@@ -199,7 +200,7 @@ class Server:
         return sender.role is Role.SERVER or isinstance(message, m.WorkerRejoined) or self._members.hears(sender)
 
     def _handler(self, message: m.Message) -> Callable[..., None]:
-        return _HANDLERS.get(type(message), Server._extension)
+        return self._handlers.get(type(message), Server._extension)
 
     def send(self, to: Address, message: m.Message) -> None:
         """Send a message; one to this server itself is handled after the message in hand."""
@@ -223,7 +224,7 @@ class Server:
         self.manners.check(sender, message)
         extension = self.hooks.handlers.get(type(message))
         if extension is not None:
-            return extension.place(sender, message)
+            return extension.place(sender, message, viewable)
         model = self.model
         if model is None:
             return None
@@ -244,7 +245,7 @@ class Server:
             and sender.role is Role.WORKER
             and sender.group in self.groups
         ):
-            coded = model.encoding.landing(sender, bucket) if isinstance(message, m.Push) else None
+            coded = model.codec.landing(sender, bucket) if isinstance(message, m.Push) else None
             return model.flats.view(f"push {sender.group}/{sender.index}", bucket) if coded is None else coded
         if isinstance(message, m.Delta | m.MasterValue | m.RingOffer | m.RingReply | m.Remainder | m.FinalValue):
             return model.flats.view(f"from {sender.group}", bucket)
@@ -291,7 +292,7 @@ class Server:
         if self.model is not None or not self._opening.complete:
             return
         try:
-            self.model = self._opening.open()
+            self.model = self._opening.open(self.hooks)
         except (ValueError, TypeError, ImportError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
             self.send(sender, m.Fail(f"{self.me} cannot build the optimizer: {error}", True))
             return
@@ -398,41 +399,46 @@ class Server:
         """Answer the held replies whose time has come."""
         if self.model is not None:
             for worker, reply in self.readers.release(self.model, self.version, self._may_read):
-                self.send(worker, reply)
+                self._send_reply(worker, reply)
+
+    def _send_reply(self, worker: Address, reply: m.Message) -> None:
+        if self.hooks.route_values is not None and isinstance(reply, m.Values):
+            self._send_all(self.hooks.route_values.route_values(worker, reply))
+        else:
+            self.send(worker, reply)
 
     # --- a step --------------------------------------------------------------------------------------------------
 
     def _push(self, sender: Address, message: m.Push) -> None:
-        staging = self._current(sender, message.step)
+        staging = self.current_source(sender, message.step)
         if staging is not None:
             bucket = self._known.bucket(message.bucket)
             check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
-            body = self._known.encoding.push(sender, message, bucket, self._known.values(message.bucket))
+            body = self._known.codec.push(sender, message, bucket, self._known.values(message.bucket))
             self._tell_means(sender.group, message.ordinal, staging.push(sender.index, message, body))
 
     def _backward_end(self, sender: Address, message: m.BackwardEnd) -> None:
-        staging = self._current(sender, message.step)
+        self._known.staging[sender.group].check(sender, message)
+        staging = self.current_source(sender, message.step)
         if staging is not None:
-            self._check_pushed(sender, message)
             self._check_together(sender, message)
             self._tell_means(sender.group, message.ordinal, staging.end(sender.index, message))
             if staging.waits:
                 self._check_nobody_left(sender.group)
+            for extension in self.hooks.backward_ended:
+                self._send_all(extension.backward_ended(sender, message))
 
-    def _check_pushed(self, sender: Address, message: m.BackwardEnd) -> None:
-        if not self._topology.collective:  # else nobody reads it
-            if not self._known.staging[sender.group].visible:
-                raise m.ProtocolError(f"{sender} ends a backward, where what is pushed counts when it is committed")
-            check_bits(message.pushed, len(self._known.buckets), f"{sender}: the buckets of a backward")
-
-    def _tell_means(self, group: int, ordinal: int, ready: list[ReducedBucket]) -> None:
+    def _tell_means(self, group: int, ordinal: int, ready: Iterable[ReducedBucket]) -> None:
         staging = self._known.staging[group]
         for reduced in ready:
+            if self._known.on_arrival:
+                self.update_on_arrival(group, reduced)
+                continue
             if reduced.mean is None:
                 continue
             bucket = self._known.bucket(reduced.bucket)
             present = int_to_bits(reduced.present, len(bucket.pieces))
-            body = self._known.encoding.mean_body(group, bucket, reduced.mean)
+            body = self._known.codec.mean_body(group, bucket, reduced.mean)
             mean = m.ReducedGradient(staging.step, ordinal, reduced.bucket, present, body=body)
             for worker in self._workers[group]:
                 self.send(worker, mean)
@@ -442,16 +448,17 @@ class Server:
             written = int_to_bits(closed[1], sum(len(bucket.pieces) for bucket in self._known.buckets))
             for worker in self._workers[group]:
                 self.send(worker, m.BackwardReduced(staging.step, ordinal, bits, written if closed[1] else b""))
-        self._try_stage(group)
+        self.try_stage(group)
 
     def _rates(self, sender: Address, message: m.StepRates) -> None:
         self._check_hyper(message.hyper)
         self._hyper_of[sender] = self._hyper[sender.group] = message.hyper
 
-    def _arrived(self, group: int, bucket: Bucket, present: int, gradient: torch.Tensor) -> None:
-        """A mean is there, and is applied on arrival; who waits for nobody gets the new values at once."""
+    def update_on_arrival(self, group: int, reduced: ReducedBucket) -> None:
+        """Apply a mean that is there (`apply: kOnArrival`). Workers that wait for no other group get the values."""
+        bucket = self._known.bucket(reduced.bucket)
         with self.spans.span("apply", group=group, bucket=bucket.id):
-            self._known.update_now(bucket, present, gradient, self._hyper[group])
+            self._known.update_now(reduced, self._hyper[group])
         self._show_early(group, bucket, self.version, True)
 
     def _show_early(self, group: int, bucket: Bucket, version: int, wanted: bool) -> None:
@@ -459,7 +466,7 @@ class Server:
         if wanted and self._common and self._job.cluster.max_staleness is None and not self._partial:
             step = self._known.staging[group].step
             for worker, values in self.readers.stream(self._known, group, bucket, step, version):
-                self.send(worker, values)
+                self._send_reply(worker, values)
 
     def _left_early(self, sender: Address, message: m.LoopExited) -> None:
         self._exits[sender.group].left(sender.index, message.exits, (message.step, float(message.backwards)))
@@ -469,10 +476,10 @@ class Server:
         self._exits[sender.group].works(sender.index, message.exits, (message.step, backward))
 
     def _edit(self, sender: Address, message: m.GradientOverride) -> None:
-        staging = self._current(sender, message.step)
+        staging = self.current_source(sender, message.step)
         if staging is not None:
             staging.edit(message, self._known.body(message))
-            self._try_stage(sender.group)
+            self.try_stage(sender.group)
 
     def _commit(self, sender: Address, message: m.Commit) -> None:
         staging = self._known.staging[sender.group]
@@ -482,7 +489,7 @@ class Server:
             self.readers.repeat(sender, self._applied[sender.group], message.fetch)
             self._release()
             return
-        if self._current(sender, message.step) is None:
+        if self.current_source(sender, message.step) is None:
             return
         self._check_commit(sender, message)
         if not self._partial:
@@ -492,15 +499,15 @@ class Server:
         hyper = message.hyper or self._hyper_of.get(sender, b"")
         self._hyper_of[sender] = self._hyper[sender.group] = hyper
         staging.commit(sender.index, replace(message, hyper=hyper))
-        self._try_stage(sender.group)
+        self.try_stage(sender.group)
+        for extension in self.hooks.committed:
+            self._send_all(extension.committed(sender, message))
 
     def _check_commit(self, sender: Address, message: m.Commit) -> None:
         known, where = self._known, f"{sender}: the commit of step {message.step}"
         for bits in (message.edited, message.dropped):
             check_bits(bits, known.pieces, where)
-        beside = self._topology.relayed and sender.index == self.me.index  # it speaks of the whole model
-        if len(message.revisions) != len(known.map.buckets if beside else known.buckets):
-            raise m.ProtocolError(f"{where}: revisions of {len(message.revisions)} buckets")
+        known.staging[sender.group].check(sender, message)
         if message.samples < 0:
             raise m.ProtocolError(f"{where}: {message.samples} samples")
         self._check_hyper(message.hyper)
@@ -515,19 +522,21 @@ class Server:
             raise StepError(str(error)) from error
         self._good_hyper = hyper
 
-    def _current(self, sender: Address, step: int) -> GradientStaging | None:
-        """The group's staging, if the message is of its current step; an older message has been dealt with."""
+    def current_source(self, sender: Address, step: int) -> GradientSource | None:
+        """The gradient source of a worker's group, if a message is of its current step; None: the step is over.
+
+        Raises:
+            StepError: the worker is in a later step than its group.
+        """
         staging = self._known.staging[sender.group]
         if step > staging.step:
             raise StepError(f"worker {sender.index} is in step {step}, the group in step {staging.step}")
         return staging if step == staging.step else None
 
-    def _try_stage(self, group: int) -> None:
+    def try_stage(self, group: int) -> None:
+        """Send a vote if the step of a group has all that it needs on this shard."""
         staging = self._known.staging[group]
-        if staging.backup:
-            if staging.completed():
-                self.send(self._coordinator, self._vote(group))
-        elif self._may_stage(group, staging.step) and staging.try_stage():
+        if self._may_stage(group, staging.step) and staging.try_stage():
             self.send(self._coordinator, self._vote(group))
 
     def _may_stage(self, group: int, step: int) -> bool:
@@ -611,7 +620,7 @@ class Server:
                 self.version += 1
                 if self._common:
                     self._meet(self._known.agreement.updated(self._known.touched(group)))
-        self._known.encoding.step_done(group, new and not skipped, commit.inv_scale)
+        self._known.codec.step_done(group, new and not skipped, commit.inv_scale)
         snapshot = self.snapshots.step(group, max(commit.marks[::3], default=0) >> 32)
         leaves = group in self._parting
         done = (staging.step, self.version, staleness, skipped, norm, snapshot, decision.refused, leaves)
@@ -655,7 +664,7 @@ class Server:
         self._regroup.again()
         if self.model is not None:
             for group, staging in self.model.staging.items():
-                if staging.staged or staging.complete:
+                if staging.staged or staging.members:
                     self.send(self._coordinator, self._vote(group))
         self.send(self._coordinator, m.StepDecisionRequest(self._order.next))
         self._go_on()
@@ -772,7 +781,7 @@ class Server:
             self._hyper_of.pop(worker, None)
         if self.model is not None:
             self.model.staging[group].restart()
-            self.model.encoding.forget(group)
+            self.model.codec.forget(group)
         self.readers.forget(group)
         self._strikes.forget(group)
         self._parting.discard(group)
@@ -983,7 +992,7 @@ class Server:
         if self.snapshots.hears_of_states_in(extension):
             self._snapshot_goes_on()
         if extension in self.hooks.may_stage and self.model is not None and sender.group in self.model.staging:
-            self._try_stage(sender.group)
+            self.try_stage(sender.group)
 
     # --- data and optimizer state --------------------------------------------------------------------------------
 

@@ -11,13 +11,15 @@ At the end of an epoch the workers that came late have batches left. Who has non
 from collections.abc import Collection
 
 from topotrain.config.job import Job
+from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core.protocol import Commit, Message, ProtocolError, StepCatchUp, StepCaughtUp, StepDecision, StepMissed
 from topotrain.core.server.consistency import SHOWS
-from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import Outbox, ServerExtension, StepResult
 from topotrain.core.server.step_policy import StepPolicy
+from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
 
 _FIRST_ROUND = 1 << 40
 
@@ -133,6 +135,10 @@ class BackupWorkers(ServerExtension, StepPolicy):
             self._quorum.gone(worker.index)
             self._announce(self._quorum.released())
 
+    def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
+        """As `ServerExtension.gradient_source`."""
+        return QuorumPushes(settings)
+
     # --- on the coordinator ----------------------------------------------------------------------------------------
 
     def enough(self, members: Collection[int]) -> bool:
@@ -168,8 +174,9 @@ class BackupWorkers(ServerExtension, StepPolicy):
         self._send_missed(sender, message.step)
         return False
 
-    def choose(self, staging: GradientStaging, decision: StepDecision) -> None:
+    def choose(self, staging: GradientSource, decision: StepDecision) -> None:
         """As `StepPolicy.choose`."""
+        assert isinstance(staging, QuorumPushes)
         members = decision.members
         if not members or list(members) != sorted(staging.complete.intersection(members)):
             raise ProtocolError(f"step {decision.step} is made of {members}, and {sorted(staging.complete)} are here")

@@ -30,9 +30,11 @@ from topotrain.core.model.schema import Schema, SchemaParts, parse_schema, torch
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.optim.adapter import HyperCheck
 from topotrain.core.protocol.message_validation import MessageValidator
-from topotrain.core.server import consistency, gradient_staging, nonfinite, pull_replies, sample_counts, shutdown
-from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.server import consistency, nonfinite, pull_replies, sample_counts, shutdown
+from topotrain.core.server.gradients import backward_means
+from topotrain.core.server.gradients.gradient_source import GradientSource, GroupBuffers, SourceSettings
 from topotrain.core.server.group_sync import NoSync
+from topotrain.core.server.ordered_sum import OrderedMean
 from topotrain.core.server.parameter_shard import ParameterShard, UpdateUnit
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import ServerExtension
@@ -51,6 +53,9 @@ _NEVER: tuple[type, ...] = (
     MessageValidator,
     Schema,
     SliceMap,
+    SourceSettings,
+    GroupBuffers,
+    OrderedMean,
     Bucket,
     Rhythm,
     Enum,
@@ -63,7 +68,7 @@ _DATA: tuple[type, ...] = (
     ReliableChannel,
     SchemaParts,
     pull_replies._Held,
-    gradient_staging._Reduction,
+    backward_means.Backward,
     consistency._Vote,
     membership._Group,
     snapshot_coordinator._UnderWay,
@@ -76,7 +81,7 @@ _DATA: tuple[type, ...] = (
 _PARTS: tuple[type, ...] = (
     Server,
     Startup,
-    GradientStaging,
+    backward_means.BackwardsOfStep,
     HyperCheck,
     pull_replies.PullReplies,
     consistency.Clocks,
@@ -105,13 +110,13 @@ class _Classes:
         more = tuple(cls for extension in server.extensions for cls in extension.state_types)
         self.data = frozenset((*_DATA, *more))
         extensions = (type(extension) for extension in server.extensions if extension.state_types)
-        self.known: Mapping[str, type] = {cls.__name__: cls for cls in (*self.data, *_PARTS, *extensions)}
+        sources = () if server.model is None else map(type, server.model.staging.values())
+        self.known: Mapping[str, type] = {cls.__name__: cls for cls in (*self.data, *_PARTS, *extensions, *sources)}
 
 
 _OWN: Mapping[str, frozenset[str]] = {
-    "Server": frozenset({"model", "_resumed", "_workers", "hooks", "_policy", "spans"}),
+    "Server": frozenset({"model", "_resumed", "_workers", "hooks", "_handlers", "_policy", "spans"}),
     "Startup": frozenset({"schema", "buffers", "_map", "_windows", "_whole"}),
-    "GradientStaging": frozenset({"_scratch", "_tree"}),
     "ServerSnapshots": frozenset({"_freezer", "_frozen", "_participants", "_keepers"}),
     "ElasticGroups": frozenset({"_home"}),
 }
@@ -164,7 +169,7 @@ def restore(copy: ReplicatedServer, data: torch.Tensor) -> None:
 
 def _mold(server: Server, text: str) -> None:
     """Make the server's model, as `Server._open` does when a worker has described it."""
-    server.model = server._opening.mold(parse_schema(text))
+    server.model = server._opening.mold(parse_schema(text), server.hooks)
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
@@ -241,15 +246,15 @@ class _Teller:
         return {**told, "parts": [[list(astuple(where)), self._own(part)] for where, part in self._views.wanted()]}
 
     @staticmethod
-    def _want(views: BufferViews, group: int, staging: GradientStaging) -> None:
+    def _want(views: BufferViews, group: int, staging: GradientSource) -> None:
         """Record buffers that the server uses by name.
 
         These are the sums of a step in progress, and the values that a group was sent last.
         """
-        if staging._reductions or staging.commits or staging.staged:
+        if staging.begun:
             views.want(f"mean {group}")
             views.want(f"total {group}")
-        if staging._workers > 1:
+        if staging.workers > 1:
             views.want(f"out {group}")
 
     def _update(self, unit: UpdateUnit) -> Any:

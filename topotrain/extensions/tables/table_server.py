@@ -107,10 +107,10 @@ class TableServer(ServerExtension, SnapshotParticipant):
             raise StateError(self.unkept)
         return self._copier.freeze(frozen, self._tables.values())
 
-    def place(self, sender: Address, message: m.Message) -> torch.Tensor:
+    def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where rows are to be received. Raises ProtocolError."""
         if not isinstance(message, m.TablePush | m.TableAssign):
-            return super().place(sender, message)
+            return super().place(sender, message, viewable)
         table = self._table(sender, message.table)
         return torch.empty(len(_ids(table, message.ids)) * table.spec.width, dtype=table.spec.torch_dtype)
 
