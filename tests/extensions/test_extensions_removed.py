@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 STILL_NEEDED = {
+    "extensions.backup_workers": ("replay_batches",),
     "extensions.tables": ("table_file_layout",),
 }
 """By extension: modules that the protocol or another extension imports still."""
@@ -60,6 +61,7 @@ print(f"{len(gone)} modules masked; not needed any more: {unused}")
     ("extension", "simulated"),
     [
         ("extensions.tables", True),
+        ("extensions.backup_workers", True),
         ("extensions.resume", False),  # the client, which a simulation needs, imports its messages' layout
         ("training.data.lease_queue", False),  # the client, which a simulation needs, imports a constant of it
     ],

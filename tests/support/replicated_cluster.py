@@ -278,8 +278,8 @@ class ReplicatedTown(sim_cluster.SimCluster):
 
 
 def flats_of(server: Server) -> list[torch.Tensor]:
-    assert server._model is not None
-    return [server._model.flats.flat("values", s.index).clone() for s in server._model.map.spaces]
+    assert server.model is not None
+    return [server.model.flats.flat("values", s.index).clone() for s in server.model.map.spaces]
 
 
 class TcpLike(SimulatedTransport):

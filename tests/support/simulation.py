@@ -184,7 +184,7 @@ def books(town: Town, group: int = 0) -> list[Book]:
     """Have every shard of a server group watched from here on."""
 
     def watch(server: Server) -> Book:
-        book, carry_out, send = Book(server), server._carry_out, server._send
+        book, carry_out, send = Book(server), server._carry_out, server.send
 
         def noted(decision: m.StepDecision) -> None:
             if not decision.change:
@@ -195,7 +195,7 @@ def books(town: Town, group: int = 0) -> list[Book]:
             book.send(message, to)
             send(to, message)
 
-        server._carry_out, server._send = noted, sent  # type: ignore[method-assign]
+        server._carry_out, server.send = noted, sent  # type: ignore[method-assign]
         return book
 
     return [watch(town.houses[me].server) for me in town.topology.servers(group)]

@@ -33,10 +33,11 @@ class UpdateCounter(ServerExtension):
         self.updates[group] = self.updates.get(group, 0) + 1
         return ()
 
-    def step_over(self, group, step):
-        assert self.updates[group] == step + 1, "the values change before the step is over"
-        self.over.append((group, step))
-        return [(A, TableBarrier(0, step))]
+    def step_over(self, result):
+        assert self.updates[result.group] == result.step + 1, "the values change before the step is over"
+        assert result.applied.version == result.step + 1 and sorted(result.commits) == [0, 1]
+        self.over.append((result.group, result.step))
+        return [(A, TableBarrier(0, result.step))]
 
 
 class Gate(ServerExtension):
@@ -82,10 +83,12 @@ def test_what_an_extension_returns_is_sent_before_the_replies_of_the_step():
 
 def test_a_message_of_an_extension_is_answered_before_there_is_a_model():
     job = Job(cluster=Cluster(nworkers_per_group=2, server_worker_separate=True))
-    server = Server(HOME, job, layout(job.cluster), torch.zeros, extensions=[UpdateCounter()])
+    server = Server(HOME, job, layout(job.cluster), torch.zeros)
+    server.attach([UpdateCounter()])
     assert server.handle(A, TableStatsRequest(0, 0, 7)) == [(A, TableStats(7, 0, 0, 0, 0))]
     waits = Gate()
-    later = Server(HOME, job, layout(job.cluster), torch.zeros, extensions=[waits])
+    later = Server(HOME, job, layout(job.cluster), torch.zeros)
+    later.attach([waits])
     assert later.handle(A, TableStatsRequest(0, 0, 7)) == [] and not waits.opened, "it is held until then"
 
 

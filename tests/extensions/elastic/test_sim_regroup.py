@@ -10,7 +10,7 @@ from topotrain.config.job import Compression
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client
 from topotrain.core.server.consistency import RESTARTS, RESTS, DecisionLog
-from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.server.gradients.gradient_source import GradientSource
 from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server import Server
 from topotrain.extensions.compression.message_filter import ServerEncoding
@@ -282,12 +282,12 @@ def streams_forgotten(patch):
 
 def staging_kept(patch):
     """What the dead have pushed stays in the step."""
-    patch.setattr(GradientStaging, "restart", lambda self: setattr(self, "step", 0))
+    patch.setattr(GradientSource, "restart", lambda self: setattr(self, "step", 0))
 
 
 def steps_kept(patch):
     """The shard goes on counting the group's steps."""
-    patch.setattr(GradientStaging, "restart", lambda self: self._reset())
+    patch.setattr(GradientSource, "restart", lambda self: self._reset())
 
 
 def readers_kept(patch):

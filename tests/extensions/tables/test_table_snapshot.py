@@ -21,6 +21,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.events import Event
 from topotrain.core.optim.state_table import StateError, merge, to_rows
+from topotrain.core.server.server_extension import StepResult
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, Manifest, hashed, latest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, SnapshotWriter
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, ShardFreezer
@@ -261,7 +262,9 @@ class Second(Bench):
         self.say(0, TableStep, step)
         commit = m.Commit(step, 1, 1.0, 1.0, False, 0.0, 2.0, True, b"", b"", b"", b"", ())
         out: list[Any] = self.book.apply_step(0, step, {0: commit}, 1.0)
-        return out + list(self.book.step_over(0, step))
+        return out + list(
+            self.book.step_over(StepResult(0, step, {0: commit}, m.Applied(step, step + 1, 0, False, 0.0)))
+        )
 
     def row(self) -> list[float]:
         (table,) = self.book._tables.values()

@@ -28,6 +28,7 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.core.server.server_extension import StepResult
 from topotrain.extensions.tables.row_optimizers import make_rule, rule_text
 from topotrain.extensions.tables.row_storage import RowIndex, RowStorage
 from topotrain.extensions.tables.table_client import TableClient, dense_spec
@@ -596,7 +597,7 @@ def test_a_pull_waits_for_the_step_that_was_left_to_the_servers() -> None:
     assert bench.book.may_stage(0, 0) and not bench.book.may_stage(0, 1)
     commit = m.Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, True, b"", b"", b"", b"", ())
     assert bench.book.apply_step(0, 0, {0: commit}, 1.0) == []
-    ((to, reply),) = bench.book.step_over(0, 0)
+    ((to, reply),) = bench.book.step_over(StepResult(0, 0, {0: commit}, m.Applied(0, 1, 0, False, 0.0)))
     assert to == Address(Role.WORKER, 0, 0) and reply.body is not None and reply.body.tolist() == [-1.0]
 
 

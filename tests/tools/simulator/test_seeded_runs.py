@@ -140,7 +140,7 @@ def without_one(patch):
     patch.setattr(
         DecisionLog,
         "ready",
-        lambda self: sorted(key for key, vote in self._votes.items() if len(vote.shards) >= max(1, self._shards - 1)),
+        lambda self, *_: sorted(key for key, vote in self._votes.items() if len(vote.shards) >= max(1, self._shards - 1)),
     )
 
 
@@ -178,7 +178,7 @@ def frozen_late(patch):
 
 def silent_leases(patch):
     """A snapshot knows only of leases that were told in answer to a question."""
-    patch.setattr(Server, "_send", _without_noting(Server._send))
+    patch.setattr(Server, "send", _without_noting(Server.send))
 
 
 def _without_noting(send):

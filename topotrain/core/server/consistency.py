@@ -10,12 +10,13 @@ truth: a shard that missed one asks for it by number and never guesses (two-phas
 in order everywhere is state-machine replication, Schneider 1990).
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from topotrain.core.protocol import ProtocolError, StepDecision, StepVote
 from topotrain.core.server.commit_agreement import StepError
 from topotrain.core.server.component_state import State, field_values
+from topotrain.core.server.step_policy import ALL_WORKERS, StepPolicy
 
 
 class Clocks:
@@ -160,13 +161,10 @@ class DecisionLog:
         """Steps that some shard has staged, and of which nothing is decided."""
         return len(self._votes)
 
-    def ready(self, enough: Callable[[Collection[int]], bool] = lambda _: True) -> list[tuple[int, int]]:
-        """(group, step) pairs that all shards have staged, in group order.
-
-        enough: with backup workers, whether contributions of these of them make a step.
-        """
+    def ready(self, policy: StepPolicy = ALL_WORKERS) -> list[tuple[int, int]]:
+        """(group, step) pairs that all shards have staged, in group order; policy: which contributions make a step."""
         staged = {key: vote for key, vote in self._votes.items() if len(vote.shards) == self._shards}
-        return sorted(key for key, vote in staged.items() if not vote.members or enough(vote.common))
+        return sorted(key for key, vote in staged.items() if not vote.members or policy.enough(vote.common))
 
     def decide(self, group: int, step: int) -> StepDecision:
         """Record the decision to apply a ready step. It stands from here on."""

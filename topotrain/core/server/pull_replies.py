@@ -135,7 +135,7 @@ class PullReplies:
             for index in self._owners(model, bucket):
                 yield Address(Role.WORKER, group, index), Values(step, bucket.id, version)
             return
-        model.encoding.show(group, bucket, model.values(bucket.id), anew=False)
+        model.codec.show(group, bucket, model.values(bucket.id), anew=False)
         values = self._message(model, group, bucket, step, version, new=True)
         for index in self._owners(model, bucket):
             yield Address(Role.WORKER, group, index), values
@@ -162,7 +162,7 @@ class PullReplies:
             if step == held.round and bucket.id in early:
                 continue
             if new:
-                model.encoding.show(group, bucket, model.values(bucket.id), anew=held.applied is None)
+                model.codec.show(group, bucket, model.values(bucket.id), anew=held.applied is None)
             # The first of a group has everything shown, for the others too: their moment is this one.
             values = self._message(model, group, bucket, held.round, self.pulled[group], new)
             if held.worker.index in self._owners(model, bucket):
@@ -172,7 +172,7 @@ class PullReplies:
         self, model: ParameterShard, group: int, bucket: Bucket, number: int, version: int, new: bool
     ) -> Values:
         """What the group is shown of a bucket; new: it is the first of the group's workers that is shown this."""
-        difference = model.encoding.difference(group, bucket)
+        difference = model.codec.difference(group, bucket)
         if difference is not None:
             return Values(number, bucket.id, version, coded=True, body=difference)
         if self._apart:

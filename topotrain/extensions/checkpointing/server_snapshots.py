@@ -84,7 +84,6 @@ class ServerSnapshots:
         me, job, topology: the server.
         source: what the job started from, if it goes on from a snapshot.
         send: how the server sends.
-        participants: what else of the server is in every snapshot.
     """
 
     def __init__(
@@ -94,10 +93,9 @@ class ServerSnapshots:
         topology: Topology,
         source: SnapshotSource | None,
         send: Send,
-        participants: Sequence[SnapshotParticipant] = (),
     ) -> None:
-        self._me, self._send, self._participants = me, send, participants
-        self._keepers = tuple(each for each in participants if type(each).taken is not SnapshotParticipant.taken)
+        self._me, self._send = me, send
+        self.add(())
         self._groups = topology.worker_groups_of(me.group)
         self._servers = topology.servers(me.group)
         self._across = topology.server_groups if topology.synced else 0
@@ -135,6 +133,11 @@ class ServerSnapshots:
         self._ends = False
         self._announced = self._due = self._laid = 0
         self._untold: dict[int, int] = {}
+
+    def add(self, participants: Sequence[SnapshotParticipant]) -> None:
+        """What else of the server is in every snapshot."""
+        self._participants = participants
+        self._keepers = tuple(each for each in participants if type(each).taken is not SnapshotParticipant.taken)
 
     @property
     def under_way(self) -> int:

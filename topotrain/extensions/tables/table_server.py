@@ -21,7 +21,7 @@ from topotrain.core.optim.state_table import StateError
 from topotrain.core.server.component_state import State
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit
 from topotrain.core.server.parameter_shard import norm_of, to_power
-from topotrain.core.server.server_extension import ServerExtension
+from topotrain.core.server.server_extension import ServerExtension, StepResult
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotParticipant, SnapshotSource
 from topotrain.extensions.elastic.eligibility import TABLES
 from topotrain.extensions.tables.push_modes import KINDS, StepTable, SyncTable, TableShard
@@ -124,10 +124,10 @@ class TableServer(ServerExtension, SnapshotParticipant):
             raise StateError(self.unkept)
         return self._copier.freeze(frozen, self._tables.values())
 
-    def place(self, sender: Address, message: m.Message) -> torch.Tensor:
+    def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where rows are to be received. Raises ProtocolError."""
         if not isinstance(message, TablePush | TableAssign):
-            return super().place(sender, message)
+            return super().place(sender, message, viewable)
         table = self._table(sender, message.table)
         return torch.empty(len(_ids(table, message.ids)) * table.spec.width, dtype=table.spec.torch_dtype)
 
@@ -356,9 +356,10 @@ class TableServer(ServerExtension, SnapshotParticipant):
                     self._fail(f"tables: {error}", config=False)
         return self._out
 
-    def step_over(self, group: int, step: int) -> Out:
+    def step_over(self, result: StepResult) -> Out:
         """The step is applied, or skipped: its rows are forgotten, and who waited for it reads."""
         self._out = []
+        group, step = result.group, result.step
         self._means.pop((group, step), None)
         self._over[group] = step + 1
         for table in self._of_steps:
