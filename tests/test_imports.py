@@ -24,10 +24,6 @@ ROOF = ("__init__.py", "__main__.py")  # above every package: they may import al
 LARGEST_FOLDER = 15
 
 UPWARD = """
-    core.server.parameter_shard>extensions.collectives.precomputed_gradients
-    core.server.parameter_shard>extensions.compression.message_filter
-    core.server.server>extensions.backup_workers.backup_messages
-    core.server.server>extensions.backup_workers.quorum
     core.server.server>extensions.checkpointing.server_snapshots
     core.server.server>extensions.checkpointing.shard_snapshot
     core.server.server>extensions.checkpointing.snapshot_coordinator
@@ -52,10 +48,12 @@ PURE = """
     extensions/checkpointing/snapshot_coordinator.py extensions/collectives/algorithms.py
     extensions/collectives/collective_rules.py
     extensions/collectives/collective_server.py extensions/collectives/precomputed_gradients.py
+    extensions/backup_workers/quorum_pushes.py
     extensions/compression/* extensions/elastic/eligibility.py extensions/elastic/membership.py
     extensions/replication/buffer_views.py
     extensions/replication/replica_checksum.py extensions/replication/replica_placement.py
-    extensions/replication/state_machine.py extensions/replication/state_transfer.py
+    extensions/replication/state_codec.py extensions/replication/state_machine.py
+    extensions/replication/state_transfer.py
     extensions/resume/worker_state_store.py extensions/tables/push_modes.py extensions/tables/row_optimizers.py
     extensions/tables/row_storage.py extensions/tables/table_*.py parallel/split_rules.py
 """

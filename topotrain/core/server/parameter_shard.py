@@ -4,9 +4,8 @@ It is made when the first worker has said which model the job trains. Nothing he
 `server` does.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,14 +17,16 @@ from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.finite import all_finite
 from topotrain.core.model.schema import Allocate, FlatBuffers, Schema, effective, typed
+from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate, clip_bounds
-from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.server.component_state import State
+from topotrain.core.server.gradients.backward_means import ArrivalMeans, ReturnedMeans, SharedMemoryMeans
+from topotrain.core.server.gradients.committed_pushes import CommittedPushes
+from topotrain.core.server.gradients.gradient_source import GradientSource, GroupBuffers, ReducedBucket, SourceSettings
 from topotrain.core.server.group_sync import GroupSync, MasterSync, NoSync, RingSync
 from topotrain.core.server.nonfinite import NOBODY
-from topotrain.extensions.collectives.precomputed_gradients import PrecomputedGradients
-from topotrain.extensions.compression.message_filter import ServerEncoding
-
-Arrived = Callable[[int, Bucket, int, torch.Tensor], None]
+from topotrain.core.server.server_codec import ServerBodyCodec
+from topotrain.core.server.server_extension import ExtensionHooks
 
 _MOST_ENTRIES = 32  # of a parameter's state
 
@@ -122,6 +123,11 @@ class OptimizerState:
                 loaded = loaded.as_strided(described.shape, described.stride)
             unit.update.load_state(key, part.key, loaded)
 
+    @property
+    def loading(self) -> bool:
+        """Whether parts of an entry have come, and others have not."""
+        return bool(self._loading)
+
 
 @dataclass(slots=True)
 class ParameterShard:
@@ -132,10 +138,10 @@ class ParameterShard:
     buckets: tuple[Bucket, ...]
     flats: FlatBuffers
     units: tuple[UpdateUnit, ...]
-    staging: dict[int, GradientStaging]
+    staging: dict[int, GradientSource]
     agreement: GroupSync
     state: OptimizerState
-    encoding: ServerEncoding
+    codec: ServerBodyCodec
     hyper: HyperCheck
     on_arrival: bool = False
     checked: bool = False
@@ -184,8 +190,9 @@ class ParameterShard:
     def vote(self, group: int, applied: int, incarnation: int = 0) -> m.StepVote:
         """What this shard has to say about the group's staged step; `applied`: decisions carried out so far."""
         staging = self.staging[group]
-        if staging.backup:
-            refused, members = self._refused(staging) if self.checked else (), tuple(sorted(staging.complete))
+        members = staging.members
+        if members:
+            refused = self._refused(staging) if self.checked else ()
             return m.StepVote(group, staging.step, True, 0.0, False, applied, incarnation, refused, members)
         commit = staging.commits[0]
         refused = self._refused(staging) if self.checked and not commit.check_finite else ()
@@ -202,12 +209,12 @@ class ParameterShard:
             power = max(norms, default=0.0) if infinity else sum(to_power(norm, commit.clip_type) for norm in norms)
         return m.StepVote(group, staging.step, finite, power, infinity, applied, incarnation)
 
-    def _refused(self, staging: GradientStaging) -> tuple[int, ...]:
+    def _refused(self, staging: GradientSource) -> tuple[int, ...]:
         """Under a GradScaler an overflow is nobody's fault; else this is in `message.StepVote.refused`."""
         found = sorted(staging.spoilers().items())
         return tuple(n for worker, key in found for n in (worker, self.map.segments[key].parameter))
 
-    def _may_go_on(self, staging: GradientStaging, refused: tuple[int, ...]) -> bool:
+    def _may_go_on(self, staging: GradientSource, refused: tuple[int, ...]) -> bool:
         """Whether a step may be applied without those workers: their part is in no mean yet, and in no norm."""
         if self.on_arrival:
             return True
@@ -253,12 +260,14 @@ class ParameterShard:
         if any(gradient is not None for gradient in grads.values()):
             unit.update.apply(hyper, grads, staleness)
 
-    def update_now(self, bucket: Bucket, present: int, gradient: torch.Tensor, hyper: bytes) -> None:
-        """One bucket's values take a gradient that has just arrived."""
+    def update_now(self, reduced: ReducedBucket, hyper: bytes) -> None:
+        """Update one bucket's values with a gradient that has just arrived."""
+        bucket, gradient = self.bucket(reduced.bucket), reduced.mean
+        assert gradient is not None
         grads: dict[int, torch.Tensor | None] = {
             piece.segment: gradient[piece.lo - bucket.lo : piece.hi - bucket.lo]
             for i, piece in enumerate(bucket.pieces)
-            if present >> i & 1
+            if reduced.present >> i & 1
         }
         if grads:
             self.units[bucket.id - self.buckets[0].id].update.apply(hyper, grads)
@@ -266,6 +275,43 @@ class ParameterShard:
     @staticmethod
     def _scaled(gradient: torch.Tensor, factor: float) -> torch.Tensor:
         return gradient if factor == 1.0 else gradient * factor
+
+    def state_dict(self) -> State | None:
+        """Return the state, see `component_state`. None: not possible while optimizer state is being loaded."""
+        codec = self.codec.state_dict()
+        if self.state.loading or codec is None:
+            return None
+        return {
+            "buffers": list(self._kept_buffers()),
+            "updates": [unit.update.state_dict() for unit in self.units],
+            "staging": {group: staging.state_dict() for group, staging in self.staging.items()},
+            "hyper": self.hyper.state_dict(),
+            "agreement": self.agreement.state_dict(),
+            "codec": codec,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        for name, space, theirs in state["buffers"]:
+            ours = self.flats.flat(name, space)
+            if ours.data_ptr() != theirs.data_ptr():  # a state transfer fills the buffers themselves
+                ours.copy_(theirs)
+        for unit, update in zip(self.units, state["updates"], strict=True):
+            unit.update.load_state_dict(update)
+        for group, staging in self.staging.items():
+            staging.load_state_dict(state["staging"][group])
+        self.hyper.load_state_dict(state["hyper"])
+        self.agreement.load_state_dict(state["agreement"])
+        self.codec.load_state_dict(state["codec"])
+
+    def _kept_buffers(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Yield the buffers that count even if no message is a view of them, as (name, space, buffer)."""
+        names = {VALUES}
+        for group, staging in self.staging.items():
+            names.update(f"{name} {group}" for name in staging.kept_buffers())
+        for (name, space), flat in sorted(self.flats.held(), key=lambda held: held[0]):
+            if name in names:
+                yield name, space, flat
 
 
 def norm_of(gradient: torch.Tensor, kind: float) -> float:
@@ -297,42 +343,72 @@ def step_factor(commit: m.Commit, norm: float) -> float:
     return factor
 
 
+@dataclass(frozen=True, slots=True)
+class ShardMemory:
+    """The memory of a server's shard.
+
+    Attributes:
+        allocate: allocate(numel, dtype) -> zeroed 1-D tensor.
+        shared: workers and servers of a host see one another's memory.
+        windows: parts of parameter buffers that other processes see, too, by name and space.
+    """
+
+    allocate: Allocate
+    shared: bool = False
+    windows: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+
+
 def open_model(
     me: Address,
     job: Job,
     topology: Topology,
     schema: Schema,
     slice_map: SliceMap,
-    allocate: Allocate,
-    windows: Mapping[tuple[str, int], torch.Tensor],
-    shared: bool,
-    arrived: Arrived,
+    memory: ShardMemory,
+    hooks: ExtensionHooks,
 ) -> ParameterShard:
-    """Make the shard of server `me`; `windows` are its parts of parameter buffers, by name and space.
-
-    arrived: with `apply: kOnArrival`, told (worker group, bucket, pieces, mean) of each mean when it is there.
+    """Make the shard of server `me`.
 
     Raises what the optimizer's class raises for settings that it does not take.
     """
     job = effective(job, schema.parameters)
-    flats = FlatBuffers(slice_map, me.index, allocate)
-    for (name, space), flat in windows.items():
+    flats = FlatBuffers(slice_map, me.index, memory.allocate)
+    for (name, space), flat in memory.windows.items():
         flats.put(name, space, flat)
     buckets = slice_map.buckets_of(me.index)
     correct = corrector(job, groups_apart(topology))
     units = _units(job, schema, slice_map, buckets, flats, correct)
-    encoding = ServerEncoding(job.cluster, slice_map, me.index, flats)
+    codec = hooks.server_codec(slice_map, me.index, flats)
     staging = {}
     for group in topology.worker_groups_of(me.group):
-        reader = me.index % topology.workers_per_group if shared and topology.sees_memory(group) else None
-        staging[group] = _staging(job, topology, group, buckets, flats, reader, arrived, encoding)
+        seen = memory.shared and topology.sees_memory(group)
+        settings = SourceSettings(
+            workers=topology.workers_per_group,
+            tree=topology.sum_tree(group),
+            buckets=buckets,
+            buffers=GroupBuffers(flats, group),
+            visible=job.apply is Apply.kOnArrival or (job.grads is Grads.kVisible and topology.workers_per_group > 1),
+            divide=job.reduce is Reduce.kMean,
+            checked=job.nonfinite is not NonFinite.kAllow,
+            reader=me.index % topology.workers_per_group if seen else None,
+            codec=codec,
+        )
+        staging[group] = hooks.gradient_source(job, slice_map, settings) or _source(job, settings)
     agreement = _agreement(me.group, job, topology, buckets, flats)
     state = OptimizerState(slice_map, flats, units)
     on_arrival = job.apply is Apply.kOnArrival
     hyper = HyperCheck(OptimizerSpec.from_text(schema.optimizer), job.import_)
     checked = job.nonfinite is not NonFinite.kAllow
     home = (schema, slice_map, buckets, flats, units, staging, agreement)
-    return ParameterShard(*home, state, encoding, hyper, on_arrival, checked)
+    return ParameterShard(*home, state, codec, hyper, on_arrival, checked)
+
+
+def _source(job: Job, settings: SourceSettings) -> GradientSource:
+    if job.apply is Apply.kOnArrival:
+        return ArrivalMeans(settings)
+    if not settings.visible:
+        return CommittedPushes(settings)
+    return ReturnedMeans(settings) if settings.reader is None else SharedMemoryMeans(settings)
 
 
 def _units(
@@ -379,39 +455,6 @@ def _bucket(buckets: tuple[Bucket, ...], number: int) -> Bucket:
     if not buckets or not buckets[0].id <= number <= buckets[-1].id:
         raise m.ProtocolError(f"bucket {number} is not mine")
     return buckets[number - buckets[0].id]
-
-
-def _staging(
-    job: Job,
-    topology: Topology,
-    group: int,
-    buckets: tuple[Bucket, ...],
-    flats: FlatBuffers,
-    reader: int | None,
-    arrived: Arrived,
-    encoding: ServerEncoding,
-) -> GradientStaging:
-    on_arrival = job.apply is Apply.kOnArrival
-    workers = topology.workers_per_group
-    staging: Callable[..., GradientStaging] = GradientStaging
-    if topology.collective:
-        hidden = job.grads is Grads.kHidden  # no worker sees a mean that it could hand in
-        staging = partial(PrecomputedGradients, totals=hidden and topology.relayed, foreign=topology.foreign)
-    return staging(
-        workers,
-        topology.sum_tree(group),
-        buckets,
-        lambda name, bucket: flats.view(f"{name} {group}", bucket),
-        lambda name, segment: flats.segment(f"{name} {group}", segment),
-        visible=on_arrival or (job.grads is Grads.kVisible and workers > 1),
-        divide=job.reduce is Reduce.kMean,
-        reader=None if on_arrival else reader,
-        arrived=partial(arrived, group) if on_arrival else None,
-        told=partial(encoding.mean, group),
-        checked=job.nonfinite is not NonFinite.kAllow,
-        sees=reader is not None,
-        backup=job.cluster.backup > 0,
-    )
 
 
 def _agreement(group: int, job: Job, topology: Topology, buckets: tuple[Bucket, ...], flats: FlatBuffers) -> GroupSync:

@@ -15,6 +15,7 @@ from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.protocol import Applied, Fetch, Message, ProtocolError, Values
+from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.parameter_shard import ParameterShard
 
 _MOST_HELD = 64  # replies to one worker
@@ -134,7 +135,7 @@ class PullReplies:
             for index in self._owners(model, bucket):
                 yield Address(Role.WORKER, group, index), Values(step, bucket.id, version)
             return
-        model.encoding.show(group, bucket, model.values(bucket.id), anew=False)
+        model.codec.show(group, bucket, model.values(bucket.id), anew=False)
         values = self._message(model, group, bucket, step, version, new=True)
         for index in self._owners(model, bucket):
             yield Address(Role.WORKER, group, index), values
@@ -161,7 +162,7 @@ class PullReplies:
             if step == held.round and bucket.id in early:
                 continue
             if new:
-                model.encoding.show(group, bucket, model.values(bucket.id), anew=held.applied is None)
+                model.codec.show(group, bucket, model.values(bucket.id), anew=held.applied is None)
             # The first of a group has everything shown, for the others too: their moment is this one.
             values = self._message(model, group, bucket, held.round, self.pulled[group], new)
             if held.worker.index in self._owners(model, bucket):
@@ -171,7 +172,7 @@ class PullReplies:
         self, model: ParameterShard, group: int, bucket: Bucket, number: int, version: int, new: bool
     ) -> Values:
         """What the group is shown of a bucket; new: it is the first of the group's workers that is shown this."""
-        difference = model.encoding.difference(group, bucket)
+        difference = model.codec.difference(group, bucket)
         if difference is not None:
             return Values(number, bucket.id, version, coded=True, body=difference)
         if self._apart:
@@ -218,3 +219,23 @@ class PullReplies:
     def _fill(self, model: ParameterShard, name: str, bucket: Bucket) -> None:
         if name != VALUES:
             model.flats.view(name, bucket).copy_(model.values(bucket.id))
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "copies": self._copies,
+            "pulled": self.pulled,
+            "asked": self.asked,
+            "fetched": self._fetched,
+            "shown": self._shown,
+            "streamed": self._streamed,
+            "fixed": self._fixed,
+            "held": [field_values(held) for held in self._held],
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._copies, self.pulled, self.asked = dict(state["copies"]), dict(state["pulled"]), set(state["asked"])
+        self._fetched, self._shown, self._fixed = dict(state["fetched"]), dict(state["shown"]), dict(state["fixed"])
+        self._streamed = {group: (step, set(buckets)) for group, (step, buckets) in state["streamed"].items()}
+        self._held = [_Held(*values) for values in state["held"]]

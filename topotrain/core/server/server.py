@@ -3,7 +3,7 @@
 One `Server` is one shard of one server group. It keeps the values and the optimizer state of its slice, stages what
 the worker groups send, and is the one place where a parameter changes its value. It knows no socket, thread or clock:
 the host hands it messages (one at a time) and carries its answers, and a simulation does the same with a pretended
-network. What differs between the frameworks is decided elsewhere: whom a gradient waits for in `gradient_staging` and
+network. What differs between the frameworks is decided elsewhere: whom a gradient waits for in `gradients` and
 `consistency`, how server groups agree in `group_sync`, the arithmetic of an update in `update`.
 """
 
@@ -20,19 +20,19 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import int_to_bits
 from topotrain.core.model import shared_windows
-from topotrain.core.model.schema import Allocate
+from topotrain.core.model.schema import Allocate, FlatBuffers, parse_schema
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.profiling.message_spans import handling
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol.message_validation import MessageValidator, check_bits
 from topotrain.core.server.commit_agreement import StepError
+from topotrain.core.server.component_state import Component, State, load_states, states_of
 from topotrain.core.server.consistency import (
     AWAY,
     IS_BACK,
     REPLACED,
     RESTARTS,
     RESTS,
-    SHOWS,
     SNAPSHOT,
     AppliedBatches,
     ApplyOrder,
@@ -41,17 +41,16 @@ from topotrain.core.server.consistency import (
     LoopExits,
     pairs,
 )
-from topotrain.core.server.gradient_staging import GradientStaging, ReducedBucket
+from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket
 from topotrain.core.server.group_sync import Distance
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
 from topotrain.core.server.parameter_shard import ParameterShard, global_norm, step_factor
 from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.sample_counts import SampleCounts
-from topotrain.core.server.server_extension import ExtensionHooks, Outbox, ServerExtension
+from topotrain.core.server.server_extension import ExtensionHooks, Outbox, ServerExtension, StepResult
 from topotrain.core.server.shutdown import Shutdown
 from topotrain.core.server.startup import Startup
-from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepCaughtUp
-from topotrain.extensions.backup_workers.quorum import BackupWorkers
+from topotrain.core.server.step_policy import ALL_WORKERS, StepPolicy, makes_partial_steps
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots, WorkerStates, takes_snapshots, unread
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant, SnapshotSource, restore
 from topotrain.extensions.checkpointing.snapshot_coordinator import CUT
@@ -83,7 +82,6 @@ class Server:
         deliver: told every answer as soon as there is one, so that it is on its way while the next is computed;
             without it, `handle` returns them all.
         resumed: the snapshot that the job goes on from, instead of the values that worker (0,0) gives.
-        extensions: what this server does besides, see `extension`.
     """
 
     def __init__(
@@ -95,11 +93,8 @@ class Server:
         shared: bool = False,
         deliver: Deliver | None = None,
         resumed: SnapshotSource | None = None,
-        extensions: Sequence[ServerExtension] = (),
     ) -> None:
         self.me = me
-        self.extensions = tuple(extensions)
-        self._hooks = ExtensionHooks(self.extensions)
         self.spans: Recorder = SILENT
         self._job = job
         self._topology = topology
@@ -107,8 +102,8 @@ class Server:
         self.groups = topology.worker_groups_of(me.group)
         self._workers = {group: topology.workers(group) for group in self.groups}
         self._deliver = deliver
-        self._opening = Startup(me, job, topology, allocate, shared, self._arrived, self._send)
-        self._model: ParameterShard | None = None
+        self._opening = Startup(me, job, topology, allocate, shared, self.send)
+        self.model: ParameterShard | None = None
         self._drawer: list[tuple[Address, m.Message]] = []
         self._initialised: set[int] = set()
         self._ready_groups: set[int] = set()
@@ -119,9 +114,9 @@ class Server:
         self.version = 0
         private = len(self.groups) == 1 and not topology.synced
         lazy = job.pull is Pull.kLazy
-        spare = job.cluster.backup
+        self._partial = makes_partial_steps(job)
         self.readers = PullReplies(
-            self.groups, topology.workers_per_group, private, self._opening.buffers, lazy, spare > 0
+            self.groups, topology.workers_per_group, private, self._opening.buffers, lazy, self._partial
         )
         self._hyper = dict.fromkeys(self.groups, b"")
         self._hyper_of: dict[Address, bytes] = {}
@@ -137,24 +132,31 @@ class Server:
         for group in self.groups:
             if group != 0 and job.warmup_steps:
                 self.clocks.leave(group)
-        self._log = DecisionLog(topology.shards) if me.index == 0 else None
+        self.log = DecisionLog(topology.shards) if me.index == 0 else None
+        """Of the coordinator, shard 0."""
         self._order = ApplyOrder()
-        home = (self, self._log, self._tell_shards, self._send)
-        self._backup = BackupWorkers(self._workers[self.groups[0]], spare, *home) if spare else None
         first = 0 if resumed is None else unread(resumed)
         self._streams = AppliedBatches(first, takes_snapshots(job, topology))
         self._samples = SampleCounts(topology, me.group, {} if resumed is None else resumed.samples)
         self._strikes = NonfiniteLimit(job.nonfinite)
         self._ending = Shutdown(me, topology)
-        self._regroup = ElasticGroups(me, job, topology, self, self._log, self._send)
+        self._regroup = ElasticGroups(me, job, topology, self, self.log, self.send)
         self._members = self._regroup.members
         self._resumed = resumed
-        participants = tuple(each for each in self.extensions if isinstance(each, SnapshotParticipant))
-        self.snapshots = ServerSnapshots(me, job, topology, resumed, self._send, participants)
+        self.snapshots = ServerSnapshots(me, job, topology, resumed, self.send)
         self.manners = MessageValidator(me, topology, shared)
         self._good_hyper = b""
         self._out: Out = []
         self._inside: list[tuple[Address, m.Message]] = []
+        self.attach(())
+
+    def attach(self, extensions: Sequence[ServerExtension]) -> None:
+        """Give the server its extensions, once, before its first message."""
+        self.extensions = tuple(extensions)
+        self.hooks = ExtensionHooks(self.extensions)
+        self._handlers = {**_HANDLERS, **dict.fromkeys(self.hooks.handlers, Server._extension)}
+        self._policy = next((each for each in self.extensions if isinstance(each, StepPolicy)), ALL_WORKERS)
+        self.snapshots.add(tuple(each for each in self.extensions if isinstance(each, SnapshotParticipant)))
 
     # --- the door ------------------------------------------------------------------------------------------------
 
@@ -182,13 +184,13 @@ class Server:
                 # It was held, and it is not the fault of whoever is being heard now.
                 if sender == self.me:
                     raise RuntimeError(f"{self.me} contradicts itself: {error}") from error
-                self._send(sender, m.Fail(f"{self.me} refuses what {sender} said: {error}"))
+                self.send(sender, m.Fail(f"{self.me} refuses what {sender} said: {error}"))
 
     def _take(self, sender: Address, message: m.Message) -> None:
         if self._members.changed and not self._is_heard(sender, message):
             return
         kind = type(message)
-        if self._model is None and kind not in _BEFORE_MODEL and kind not in self._hooks.before_model:
+        if self.model is None and kind not in _BEFORE_MODEL and kind not in self.hooks.before_model:
             # Only a road that reorders lets anything overtake the model's description.
             self._hold(sender, message)
             return
@@ -207,9 +209,10 @@ class Server:
         return sender.role is Role.SERVER or isinstance(message, m.WorkerRejoined) or self._members.hears(sender)
 
     def _handler(self, message: m.Message) -> Callable[..., None]:
-        return _HANDLERS.get(type(message), Server._extension)
+        return self._handlers.get(type(message), Server._extension)
 
-    def _send(self, to: Address, message: m.Message) -> None:
+    def send(self, to: Address, message: m.Message) -> None:
+        """Send a message; one to this server itself is handled after the message in hand."""
         if self._members.changed and to.role is Role.WORKER and not self._members.hears(to):
             return
         if isinstance(message, Lease):  # also one that was given back by the dead
@@ -223,15 +226,15 @@ class Server:
 
     def _fail_group(self, group: int, text: str, quarantine: bool = False) -> None:
         for worker in self._workers.get(group, ()):
-            self._send(worker, m.Fail(f"worker group {group}: {text}", quarantine=quarantine))
+            self.send(worker, m.Fail(f"worker group {group}: {text}", quarantine=quarantine))
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `wire.Endpoint.place`)."""
         self.manners.check(sender, message)
-        extension = self._hooks.handlers.get(type(message))
+        extension = self.hooks.handlers.get(type(message))
         if extension is not None:
-            return extension.place(sender, message)
-        model = self._model
+            return extension.place(sender, message, viewable)
+        model = self.model
         if model is None:
             return None
         if isinstance(message, m.SharedBuffer):
@@ -251,7 +254,7 @@ class Server:
             and sender.role is Role.WORKER
             and sender.group in self.groups
         ):
-            coded = model.encoding.landing(sender, bucket) if isinstance(message, m.Push) else None
+            coded = model.codec.landing(sender, bucket) if isinstance(message, m.Push) else None
             return model.flats.view(f"push {sender.group}/{sender.index}", bucket) if coded is None else coded
         if isinstance(message, m.Delta | m.MasterValue | m.RingOffer | m.RingReply | Remainder | m.FinalValue):
             return model.flats.view(f"from {sender.group}", bucket)
@@ -259,8 +262,8 @@ class Server:
 
     @property
     def _known(self) -> ParameterShard:
-        assert self._model is not None
-        return self._model
+        assert self.model is not None
+        return self.model
 
     # --- joining -------------------------------------------------------------------------------------------------
 
@@ -272,7 +275,7 @@ class Server:
             self._open(sender)
         text = self._opening.difference(sender, schema)
         if text:
-            self._send(sender, m.Fail(f"the models of a job's workers must be the same: {text}", True))
+            self.send(sender, m.Fail(f"the models of a job's workers must be the same: {text}", True))
         elif sender.role is Role.SERVER:
             self._ready_groups.add(sender.group)
             self._share()
@@ -285,7 +288,7 @@ class Server:
             self._opening.window(message)
             self._open(sender)
             return
-        if self._model is None:
+        if self.model is None:
             self._hold(sender, message)
             return
         if message.name != "grad":
@@ -295,20 +298,20 @@ class Server:
 
     def _open(self, sender: Address) -> None:
         """Make the model once its description, and the memory that it lives in, are here."""
-        if self._model is not None or not self._opening.complete:
+        if self.model is not None or not self._opening.complete:
             return
         try:
-            self._model = self._opening.open()
+            self.model = self._opening.open(self.hooks)
         except (ValueError, TypeError, ImportError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
-            self._send(sender, m.Fail(f"{self.me} cannot build the optimizer: {error}", True))
+            self.send(sender, m.Fail(f"{self.me} cannot build the optimizer: {error}", True))
             return
-        if self._resumed is not None and not self._resume(self._model, self._resumed, sender):
-            self._model = None
+        if self._resumed is not None and not self._resume(self.model, self._resumed, sender):
+            self.model = None
             return
-        schema = self._model.schema
+        schema = self.model.schema
         self._ending.expect_buffers(len(schema.buffers))
         for part in schema.parts() if self.me.group != 0 else ():
-            self._send(Address(Role.SERVER, 0, self.me.index), part)
+            self.send(Address(Role.SERVER, 0, self.me.index), part)
         self._inside.extend(self._drawer)
         self._drawer = []
         if self.complete():
@@ -319,7 +322,7 @@ class Server:
         try:
             restore(model, source, self.me.index)
         except ConfigError as error:
-            self._send(sender, m.Fail(str(error), True))
+            self.send(sender, m.Fail(str(error), True))
             return False
         if self.me.group == 0:
             self._initialised = {bucket.id for bucket in model.buckets}
@@ -337,7 +340,7 @@ class Server:
         """Server group 0 refuses this group's model."""
         for group in self.groups:
             for worker in self._workers[group]:
-                self._send(worker, message)
+                self.send(worker, message)
 
     def _init(self, sender: Address, message: m.Init) -> None:
         if message.bucket in self._initialised:
@@ -367,7 +370,7 @@ class Server:
         for group in others:
             for bucket in self._known.buckets:
                 body = self._known.values(bucket.id).clone()
-                self._send(Address(Role.SERVER, group, self.me.index), m.Init(bucket.id, body=body))
+                self.send(Address(Role.SERVER, group, self.me.index), m.Init(bucket.id, body=body))
         self._common_start()
 
     def _common_start(self) -> None:
@@ -403,70 +406,76 @@ class Server:
 
     def _release(self) -> None:
         """Answer the held replies whose time has come."""
-        if self._model is not None:
-            for worker, reply in self.readers.release(self._model, self.version, self._may_read):
-                self._send(worker, reply)
+        if self.model is not None:
+            for worker, reply in self.readers.release(self.model, self.version, self._may_read):
+                self._send_reply(worker, reply)
+
+    def _send_reply(self, worker: Address, reply: m.Message) -> None:
+        if self.hooks.route_values is not None and isinstance(reply, m.Values):
+            self._send_all(self.hooks.route_values.route_values(worker, reply))
+        else:
+            self.send(worker, reply)
 
     # --- a step --------------------------------------------------------------------------------------------------
 
     def _push(self, sender: Address, message: m.Push) -> None:
-        staging = self._current(sender, message.step)
+        staging = self.current_source(sender, message.step)
         if staging is not None:
             bucket = self._known.bucket(message.bucket)
             check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
-            body = self._known.encoding.push(sender, message, bucket, self._known.values(message.bucket))
+            body = self._known.codec.push(sender, message, bucket, self._known.values(message.bucket))
             self._tell_means(sender.group, message.ordinal, staging.push(sender.index, message, body))
 
     def _backward_end(self, sender: Address, message: m.BackwardEnd) -> None:
-        staging = self._current(sender, message.step)
+        self._known.staging[sender.group].check(sender, message)
+        staging = self.current_source(sender, message.step)
         if staging is not None:
-            self._check_pushed(sender, message)
             self._check_together(sender, message)
             self._tell_means(sender.group, message.ordinal, staging.end(sender.index, message))
             if staging.waits:
                 self._check_nobody_left(sender.group)
+            for extension in self.hooks.backward_ended:
+                self._send_all(extension.backward_ended(sender, message))
 
-    def _check_pushed(self, sender: Address, message: m.BackwardEnd) -> None:
-        if not self._topology.collective:  # else nobody reads it
-            if not self._known.staging[sender.group].visible:
-                raise m.ProtocolError(f"{sender} ends a backward, where what is pushed counts when it is committed")
-            check_bits(message.pushed, len(self._known.buckets), f"{sender}: the buckets of a backward")
-
-    def _tell_means(self, group: int, ordinal: int, ready: list[ReducedBucket]) -> None:
+    def _tell_means(self, group: int, ordinal: int, ready: Iterable[ReducedBucket]) -> None:
         staging = self._known.staging[group]
         for reduced in ready:
+            if self._known.on_arrival:
+                self.update_on_arrival(group, reduced)
+                continue
             if reduced.mean is None:
                 continue
             bucket = self._known.bucket(reduced.bucket)
             present = int_to_bits(reduced.present, len(bucket.pieces))
-            body = self._known.encoding.mean_body(group, bucket, reduced.mean)
+            body = self._known.codec.mean_body(group, bucket, reduced.mean)
             mean = m.ReducedGradient(staging.step, ordinal, reduced.bucket, present, body=body)
             for worker in self._workers[group]:
-                self._send(worker, mean)
+                self.send(worker, mean)
         closed = staging.closed(ordinal)
         if closed is not None and not self._known.on_arrival:
             bits = int_to_bits(closed[0], len(self._known.buckets))
             written = int_to_bits(closed[1], sum(len(bucket.pieces) for bucket in self._known.buckets))
             for worker in self._workers[group]:
-                self._send(worker, m.BackwardReduced(staging.step, ordinal, bits, written if closed[1] else b""))
-        self._try_stage(group)
+                self.send(worker, m.BackwardReduced(staging.step, ordinal, bits, written if closed[1] else b""))
+        self.try_stage(group)
 
     def _rates(self, sender: Address, message: m.StepRates) -> None:
         self._check_hyper(message.hyper)
         self._hyper_of[sender] = self._hyper[sender.group] = message.hyper
 
-    def _arrived(self, group: int, bucket: Bucket, present: int, gradient: torch.Tensor) -> None:
-        """A mean is there, and is applied on arrival; who waits for nobody gets the new values at once."""
+    def update_on_arrival(self, group: int, reduced: ReducedBucket) -> None:
+        """Apply a mean that is there (`apply: kOnArrival`). Workers that wait for no other group get the values."""
+        bucket = self._known.bucket(reduced.bucket)
         with self.spans.span("apply", group=group, bucket=bucket.id):
-            self._known.update_now(bucket, present, gradient, self._hyper[group])
+            self._known.update_now(reduced, self._hyper[group])
         self._show_early(group, bucket, self.version, True)
 
     def _show_early(self, group: int, bucket: Bucket, version: int, wanted: bool) -> None:
         """A bucket is new: who waits for it, and for no other group, has it before the next one is computed."""
-        if wanted and self._common and self._job.cluster.max_staleness is None and self._backup is None:
+        if wanted and self._common and self._job.cluster.max_staleness is None and not self._partial:
             step = self._known.staging[group].step
             for worker, values in self.readers.stream(self._known, group, bucket, step, version):
-                self._send(worker, values)
+                self._send_reply(worker, values)
 
     def _left_early(self, sender: Address, message: m.LoopExited) -> None:
         self._exits[sender.group].left(sender.index, message.exits, (message.step, float(message.backwards)))
@@ -476,40 +485,38 @@ class Server:
         self._exits[sender.group].works(sender.index, message.exits, (message.step, backward))
 
     def _edit(self, sender: Address, message: m.GradientOverride) -> None:
-        staging = self._current(sender, message.step)
+        staging = self.current_source(sender, message.step)
         if staging is not None:
             staging.edit(message, self._known.body(message))
-            self._try_stage(sender.group)
+            self.try_stage(sender.group)
 
     def _commit(self, sender: Address, message: m.Commit) -> None:
         staging = self._known.staging[sender.group]
-        if self._backup is not None:
-            self._backup.works(sender, message.marks)
-            if message.step < staging.step and self._backup.too_late(sender, message.step):
-                return
+        if not self._policy.accepts_commit(sender, message, staging.step):
+            return
         if message.step == staging.step - 1 and sender.group in self._applied:
             self.readers.repeat(sender, self._applied[sender.group], message.fetch)
             self._release()
             return
-        if self._current(sender, message.step) is None:
+        if self.current_source(sender, message.step) is None:
             return
         self._check_commit(sender, message)
-        if self._backup is None:
+        if not self._partial:
             self._check_nobody_left(sender.group)
             self._check_together(sender, message)
         # A worker says its hyper-parameters when they have changed; the group must agree about all of them.
         hyper = message.hyper or self._hyper_of.get(sender, b"")
         self._hyper_of[sender] = self._hyper[sender.group] = hyper
         staging.commit(sender.index, replace(message, hyper=hyper))
-        self._try_stage(sender.group)
+        self.try_stage(sender.group)
+        for extension in self.hooks.committed:
+            self._send_all(extension.committed(sender, message))
 
     def _check_commit(self, sender: Address, message: m.Commit) -> None:
         known, where = self._known, f"{sender}: the commit of step {message.step}"
         for bits in (message.edited, message.dropped):
             check_bits(bits, known.pieces, where)
-        beside = self._topology.relayed and sender.index == self.me.index  # it speaks of the whole model
-        if len(message.revisions) != len(known.map.buckets if beside else known.buckets):
-            raise m.ProtocolError(f"{where}: revisions of {len(message.revisions)} buckets")
+        known.staging[sender.group].check(sender, message)
         if message.samples < 0:
             raise m.ProtocolError(f"{where}: {message.samples} samples")
         self._check_hyper(message.hyper)
@@ -524,28 +531,30 @@ class Server:
             raise StepError(str(error)) from error
         self._good_hyper = hyper
 
-    def _current(self, sender: Address, step: int) -> GradientStaging | None:
-        """The group's staging, if the message is of its current step; an older message has been dealt with."""
+    def current_source(self, sender: Address, step: int) -> GradientSource | None:
+        """The gradient source of a worker's group, if a message is of its current step; None: the step is over.
+
+        Raises:
+            StepError: the worker is in a later step than its group.
+        """
         staging = self._known.staging[sender.group]
         if step > staging.step:
             raise StepError(f"worker {sender.index} is in step {step}, the group in step {staging.step}")
         return staging if step == staging.step else None
 
-    def _try_stage(self, group: int) -> None:
+    def try_stage(self, group: int) -> None:
+        """Send a vote if the step of a group has all that it needs on this shard."""
         staging = self._known.staging[group]
-        if staging.backup:
-            if staging.completed():
-                self._send(self._coordinator, self._vote(group))
-        elif self._may_stage(group, staging.step) and staging.try_stage():
-            self._send(self._coordinator, self._vote(group))
+        if self._may_stage(group, staging.step) and staging.try_stage():
+            self.send(self._coordinator, self._vote(group))
 
     def _may_stage(self, group: int, step: int) -> bool:
-        gates = self._hooks.may_stage
+        gates = self.hooks.may_stage
         return not gates or all(extension.may_stage(group, step) for extension in gates)
 
     def _vote(self, group: int) -> m.StepVote:
         vote = self._known.vote(group, self._order.next, self._members.incarnation(group))
-        for extension in () if vote.members else self._hooks.amend_vote:
+        for extension in () if vote.members else self.hooks.amend_vote:
             vote = extension.amend_vote(vote, self._known.staging[group].commits)
         return vote
 
@@ -556,25 +565,26 @@ class Server:
     # --- the decision --------------------------------------------------------------------------------------------
 
     def _staged(self, sender: Address, message: m.StepVote) -> None:
-        assert self._log is not None
+        assert self.log is not None
         self._check_refused(message)
         if any(not 0 <= index < self._topology.workers_per_group for index in message.members):
             raise m.ProtocolError(f"step {message.step} of group {message.group}: no such workers: {message.members}")
-        self._log.staged(sender.index, message)
-        self._decide()
+        self.log.staged(sender.index, message)
+        self.decide()
 
-    def _decide(self) -> None:
-        if self._log is None:
+    def decide(self) -> None:
+        """On the coordinator: decide every step that is ready."""
+        if self.log is None:
             return
-        for group, step in self._log.ready() if self._backup is None else self._log.ready(self._backup.enough):
+        for group, step in self.log.ready(self._policy):
             if self.clocks.may_decide(group):
                 self._snapshot_before(group)
-                self._tell_shards(self._log.decide(group, step))
+                self.tell_shards(self.log.decide(group, step))
 
     def _ask_apply(self, sender: Address, message: m.StepDecisionRequest) -> None:
-        assert self._log is not None
-        for decision in self._log.since(message.index):
-            self._send(sender, decision)
+        assert self.log is not None
+        for decision in self.log.since(message.index):
+            self.send(sender, decision)
 
     def _apply(self, sender: Address, message: m.StepDecision) -> None:
         for decision in self._order.arrive(message):
@@ -583,22 +593,22 @@ class Server:
             except (StepError, ConfigError) as error:
                 self._fail_group(decision.group, str(error))
         self._share()
-        self._decide()
+        self.decide()
         self._release()
 
     def _carry_out(self, decision: m.StepDecision) -> None:
         if decision.change:
             self._change(decision)
             return
-        group, late = decision.group, list[int]()
-        if self._model is not None and self._backup is not None:
-            late = self._backup.choose(self._model.staging[group], decision)
-            self._hyper[group] = self._model.staging[group].hyper
-        elif self._model is None or not self._model.staging[group].staged:
-            raise m.ProtocolError(f"a decision about step {decision.step} of group {group}, which is not staged here")
-        staging, step = self._model.staging[group], decision.step
+        group, step = decision.group, decision.step
+        if self.model is None:
+            raise m.ProtocolError(f"a decision about step {step} of group {group} before there is a model")
+        staging = self.model.staging[group]
+        self._policy.choose(staging, decision)
+        if self._partial:
+            self._hyper[group] = staging.hyper
         refused = dict(self._check_refused(decision))
-        skipped = decision.found_inf or (bool(refused) and not self._model.refuse(group, refused.keys()))
+        skipped = decision.found_inf or (bool(refused) and not self.model.refuse(group, refused.keys()))
         commit, marks = staging.first, staging.marks
         staleness = self.version - self.readers.pulled[group]
         norm = global_norm(decision.power, commit)
@@ -613,24 +623,23 @@ class Server:
                 self._samples.applied(group, staging.commits, refused.keys())
                 for bucket in self._known.apply(group, self._hyper[group], commit, norm, staleness):
                     self._show_early(group, bucket, self.version + 1, commit.fetch)
-                for extension in self._hooks.apply_step:
+                for extension in self.hooks.apply_step:
                     factor = step_factor(commit, norm)
                     self._send_all(extension.apply_step(group, staging.step, staging.commits, factor))
                 self.version += 1
                 if self._common:
                     self._meet(self._known.agreement.updated(self._known.touched(group)))
-        self._known.encoding.step_done(group, new and not skipped, commit.inv_scale)
+        self._known.codec.step_done(group, new and not skipped, commit.inv_scale)
         snapshot = self.snapshots.step(group, max(commit.marks[::3], default=0) >> 32)
         leaves = group in self._parting
         done = (staging.step, self.version, staleness, skipped, norm, snapshot, decision.refused, leaves)
-        self._applied[group] = m.Applied(*done)
+        self._applied[group] = applied = m.Applied(*done)
         for worker in self._workers[group]:
             if worker.index in staging.commits:
-                self.readers.reply(worker, self._applied[group], staging.commits[worker.index].fetch)
-        if self._backup is not None:
-            self._backup.carried_out(step, staging.commits, late, self._applied[group])
-        for extension in self._hooks.step_over:
-            self._send_all(extension.step_over(group, staging.step))
+                self.readers.reply(worker, applied, staging.commits[worker.index].fetch)
+        result = StepResult(group, staging.step, staging.commits, applied)
+        for extension in self.hooks.step_over:
+            self._send_all(extension.step_over(result))
         staging.next_step()
         self.clocks.tick(group)
         self._taken[group] += 1
@@ -662,11 +671,11 @@ class Server:
         """After a connection was made anew: say again what is staged and undecided, and ask what was decided."""
         self._out = []
         self._regroup.again()
-        if self._model is not None:
-            for group, staging in self._model.staging.items():
-                if staging.staged or staging.complete:
-                    self._send(self._coordinator, self._vote(group))
-        self._send(self._coordinator, m.StepDecisionRequest(self._order.next))
+        if self.model is not None:
+            for group, staging in self.model.staging.items():
+                if staging.staged or staging.members:
+                    self.send(self._coordinator, self._vote(group))
+        self.send(self._coordinator, m.StepDecisionRequest(self._order.next))
         self._go_on()
         return self._out
 
@@ -676,21 +685,23 @@ class Server:
         live = group in self.clocks.live()
         if message.resting:
             if live and not over:
-                self._decree(group, 0, RESTS)
+                self.decree(group, 0, RESTS)
             return
         if not over:
             self._rested[group] = wait
             if not live and self._runs(group):
-                self._decree(group, self.clocks.entry(group), IS_BACK)
-        self._send(sender, message)
+                self.decree(group, self.clocks.entry(group), IS_BACK)
+        self.send(sender, message)
 
-    def _decree(self, group: int, clock: int, change: int) -> None:
-        if self._log is not None:
-            self._tell_shards(self._log.decree(group, clock, change))
+    def decree(self, group: int, clock: int, change: int, members: tuple[int, ...] = ()) -> None:
+        """On the coordinator: have all shards carry out a change between the same two steps."""
+        if self.log is not None:
+            self.tell_shards(self.log.decree(group, clock, change, members))
 
-    def _tell_shards(self, decision: m.StepDecision) -> None:
+    def tell_shards(self, decision: m.StepDecision) -> None:
+        """Send a decision to all shards of this server group."""
         for server in self._topology.servers(self.me.group):
-            self._send(server, decision)
+            self.send(server, decision)
 
     def _change(self, decision: m.StepDecision) -> None:
         if decision.change in (RESTARTS, RESTS):
@@ -706,34 +717,12 @@ class Server:
         elif decision.change == SNAPSHOT:
             self.snapshots.announce(decision.step)
             self._freeze_at_rest()
-        elif decision.change == SHOWS and self._backup is not None:
-            self._backup.catch_up(decision)
         elif decision.change == IS_BACK:
             self._paused.discard(decision.group)
             if self._runs(decision.group):
                 self.clocks.join(decision.group, decision.step)
-
-    # --- backup workers (`backup`) -------------------------------------------------------------------------------
-
-    def _catch_up(self, sender: Address, message: StepCatchUp) -> None:
-        if self._backup is not None:
-            self._backup.ask(sender, message)
-
-    def show(self, worker: Address, number: int, values_round: int, snapshot: int) -> None:
-        """Send a worker the values, and say in which step its group is: the answer to its StepCatchUp of this number.
-
-        values_round: the round that the values' messages have.
-        """
-        if self._model is None:
-            raise m.ProtocolError(f"{worker} is to be shown values before there are any")
-        for values in self.readers.show(self._known, worker.index, values_round, self.version):
-            self._send(worker, values)
-        step = self._known.staging[worker.group].step
-        self._send(worker, StepCaughtUp(number, step, self.version, snapshot))
-
-    def decide(self) -> None:
-        """A step may need fewer contributions than before."""
-        self._decide()
+        for extension in self.hooks.on_decree.get(decision.change, ()):
+            self._send_all(extension.on_decree(decision))
 
     # --- a group that comes back (`membership`) ------------------------------------------------------------------
 
@@ -749,11 +738,11 @@ class Server:
 
     def begun(self, group: int) -> bool:
         """Whether workers of the group have begun to train here."""
-        return group in self.readers.asked or any(each.has_begun() for each in self._hooks.has_begun)
+        return group in self.readers.asked or any(each.has_begun() for each in self.hooks.has_begun)
 
     def objection(self) -> str:
         """Why no group can be started again by itself."""
-        return _first(extension.refuses_regroup() for extension in self._hooks.refuses_regroup)
+        return _first(extension.refuses_regroup() for extension in self.hooks.refuses_regroup)
 
     def ended(self, group: int) -> bool:
         """Whether all scripts of the group have come to their end."""
@@ -771,23 +760,25 @@ class Server:
     @property
     def undecided(self) -> int:
         """On shard 0: steps of which nothing is decided, though some shard has all it needs for them."""
-        return 0 if self._log is None else self._log.undecided
+        return 0 if self.log is None else self.log.undecided
 
     def streams(self, group: int) -> list[int]:
         """The data streams of a group of which `restarted` needs to know how many batches are applied."""
-        return [stream for extension in self._hooks.streams for stream in extension.streams(group)]
+        return [stream for extension in self.hooks.streams for stream in extension.streams(group)]
 
     def restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> None:
         """Tell the extensions that the workers of a group are replaced, see `ServerExtension.group_restarted`."""
-        for extension in self._hooks.group_restarted:
+        for extension in self.hooks.group_restarted:
             self._send_all(extension.group_restarted(group, applied, ended))
 
     def complete(self) -> bool:
         """Whether the values are known here."""
-        return self._model is not None and len(self._initialised) == len(self._known.buckets)
+        return self.model is not None and len(self._initialised) == len(self._known.buckets)
 
     def forget(self, group: int, ended: bool) -> None:
         """Forget what a group has said, but for what is applied."""
+        for extension in self.hooks.reset_group:
+            extension.reset_group(group, ended)
         if self.snapshots.under_way:
             self.snapshots.bereft(group, self._states())
         self._ending.forget(group, ended)
@@ -797,12 +788,10 @@ class Server:
         self._opening.forget(self._workers[group])
         for worker in self._workers[group]:
             self._hyper_of.pop(worker, None)
-        if self._model is not None:
-            self._model.staging[group].restart()
-            self._model.encoding.forget(group)
+        if self.model is not None:
+            self.model.staging[group].restart()
+            self.model.codec.forget(group)
         self.readers.forget(group)
-        if self._backup is not None:
-            self._backup.forget()
         self._strikes.forget(group)
         self._parting.discard(group)
         self._rested.pop(group, None)
@@ -826,17 +815,17 @@ class Server:
         self._opening.forget([worker])
         self._hyper_of.pop(worker, None)
         self.readers.forget_one(worker)
-        if self._model is not None:
-            self._model.staging[worker.group].forget(worker.index)
-        if self._backup is not None:
-            self._backup.replaced(worker, self.snapshots.under_way)
+        if self.model is not None:
+            self.model.staging[worker.group].forget(worker.index)
+        for extension in self.hooks.reset_worker:
+            extension.reset_worker(worker)
 
     def is_back(self, group: int) -> None:
         """Others may have to wait for the group again; those that warm up begin together."""
         if group in self._away:
             self._away.discard(group)
             self._ending.back(group)
-            for extension in self._hooks.group_returns:
+            for extension in self.hooks.group_returns:
                 extension.group_returns(group)
         self._rejoin(group)
 
@@ -844,7 +833,7 @@ class Server:
         if group in self.clocks.live() or not self._runs(group):
             return
         if self._common or group == 0:
-            self._decree(group, self.clocks.entry(group), IS_BACK)
+            self.decree(group, self.clocks.entry(group), IS_BACK)
         else:
             self._returned.add(group)
 
@@ -862,7 +851,7 @@ class Server:
             return "the job is coming to its end" if any(map(self.ended, self.groups)) else ""
         if self.ended(group):
             return "its scripts have come to their end"
-        why = _first(extension.refuses_leave() for extension in self._hooks.refuses_leave)
+        why = _first(extension.refuses_leave() for extension in self.hooks.refuses_leave)
         if why:
             return why
         others = [g for g in self.groups if g != group and self._runs(g)]
@@ -872,7 +861,7 @@ class Server:
         if message.incarnation < self._members.asked(message.group):
             return
         self._parting.add(message.group)
-        for extension in self._hooks.group_leaves:
+        for extension in self.hooks.group_leaves:
             self._send_all(extension.group_leaves(message.group))
 
     def _left(self, sender: Address, message: GroupLeft) -> None:
@@ -886,7 +875,7 @@ class Server:
         self._ending.away(group)
         self.clocks.leave(group)
         self._group_over(group)
-        if self._model is not None:
+        if self.model is not None:
             self._snapshot_goes_on()
             self._drain()
 
@@ -915,7 +904,7 @@ class Server:
         for group, message in out:
             if isinstance(message, m.Delta):
                 message = replace(message, cut=self.snapshots.cut)
-            self._send(Address(Role.SERVER, group, self.me.index), message)
+            self.send(Address(Role.SERVER, group, self.me.index), message)
 
     # --- the end -------------------------------------------------------------------------------------------------
 
@@ -923,15 +912,15 @@ class Server:
         group = self._finished[sender.group]
         group[sender.index] = message.steps
         staging = self._known.staging[sender.group]
-        if self._backup is not None:
-            self._backup.finish(sender)
-        elif staging.waits:
+        if not self._partial and staging.waits:
             self._check_nobody_left(sender.group)
+        for extension in self.hooks.on_finish:
+            extension.on_finish(sender)
         self._snapshot_goes_on()
         if not self._runs(sender.group):
             self.clocks.leave(sender.group)
             self._share()
-            self._decide()
+            self.decide()
             self._release()
         self._drain()
 
@@ -953,7 +942,7 @@ class Server:
         """Once every worker group here has ended and nothing is under way: say so, and hand on the final values."""
         if not any(self._runs(g) for g in self.groups) and self._known.agreement.drained():
             for to, message in self._ending.drained(self._known.buckets, self._final_view):
-                self._send(to, message)
+                self.send(to, message)
 
     def _final_view(self, bucket: Bucket) -> torch.Tensor:
         return self._known.values(bucket.id)
@@ -965,12 +954,12 @@ class Server:
             raise m.ProtocolError(f"{sender} speaks of buffer {message.index} of group {message.group}")
         body = self._known.body(message) if isinstance(message, m.FinalValue) else message.body
         for to, reply in self._ending.take(sender, message, body, self._known.buckets, self._final_view):
-            self._send(to, reply)
+            self.send(to, reply)
         if isinstance(message, m.ModelBufferValue) and message.index < 0:
             self._group_over(message.group)
 
     def _group_over(self, group: int) -> None:
-        for extension in self._hooks.group_over:
+        for extension in self.hooks.group_over:
             self._send_all(extension.group_over(group))
 
     def has_finished(self, worker: Address) -> bool:
@@ -988,38 +977,38 @@ class Server:
 
     @property
     def _scripts_over(self) -> bool:
-        return any(extension.scripts_over() for extension in self._hooks.scripts_over)
+        return any(extension.scripts_over() for extension in self.hooks.scripts_over)
 
     @property
     def distance(self) -> Distance:
         """How far the other server groups were away, so far."""
-        return Distance() if self._model is None else self._model.agreement.distance
+        return Distance() if self.model is None else self.model.agreement.distance
 
     @property
     def done(self) -> bool:
         """Nothing is left for this server to do."""
         if self._opening.schema is None:  # a job may have used only an extension
-            return any(extension.is_done() for extension in self._hooks.is_done)
+            return any(extension.is_done() for extension in self.hooks.is_done)
         return self._ending.done
 
     # --- extensions ----------------------------------------------------------------------------------------------
 
     def _extension(self, sender: Address, message: m.Message) -> None:
-        extension = self._hooks.handlers.get(type(message))
+        extension = self.hooks.handlers.get(type(message))
         if extension is None:
             raise m.ProtocolError(f"{self.me} has no extension that handles {type(message).__name__}")
         self._send_all(extension.handle(sender, message))
         if self.snapshots.hears_of_states_in(extension):
             self._snapshot_goes_on()
-        if extension in self._hooks.may_stage and self._model is not None and sender.group in self._model.staging:
-            self._try_stage(sender.group)
+        if extension in self.hooks.may_stage and self.model is not None and sender.group in self.model.staging:
+            self.try_stage(sender.group)
 
     # --- data and optimizer state --------------------------------------------------------------------------------
 
     def _applied_ask(self, sender: Address, message: m.AppliedBatchesRequest) -> None:
         group = sender.group
         count = self._taken[group] if message.stream < 0 else self._streams.count(message.stream, group)
-        self._send(sender, m.AppliedBatchesReply(message.stream, count))
+        self.send(sender, m.AppliedBatchesReply(message.stream, count))
 
     # --- snapshots (`snapshot_coordinator`)
     # ------------------------------------------------------------------------------
@@ -1047,10 +1036,10 @@ class Server:
     def _announce(self, number: int) -> None:
         if not number:
             return
-        self._decree(self.groups[0], number, SNAPSHOT)
+        self.decree(self.groups[0], number, SNAPSHOT)
         if self.snapshots.book is not None:
             for other, message in self.snapshots.book.cut(number):
-                self._send(other, message)
+                self.send(other, message)
 
     def _freeze(self) -> None:
         """If a snapshot is due, this is the moment; what other groups have sent behind theirs was waiting for it."""
@@ -1061,7 +1050,7 @@ class Server:
 
     def _freeze_at_rest(self) -> None:
         """A group of several in which nobody trains any more takes no step behind which it could."""
-        if self._model is not None and not any(self._runs(group) for group in self.groups):
+        if self.model is not None and not any(self._runs(group) for group in self.groups):
             self.snapshots.rest()
             self._freeze()
 
@@ -1069,7 +1058,7 @@ class Server:
         if sender.role is not Role.SERVER:
             raise m.ProtocolError(f"{sender} has no part in a snapshot")
         if message.stage == CUT:
-            self._decree(self.groups[0], message.number, SNAPSHOT)
+            self.decree(self.groups[0], message.number, SNAPSHOT)
             return
         self.snapshots.take(sender, message)
         self._snapshot_goes_on()
@@ -1095,7 +1084,7 @@ class Server:
         """What a manifest says of this moment."""
         hyper = {group: text.decode() for group, text in self._hyper.items()}
         clocks = {group: self.clocks.clock(group) for group in self.groups}
-        readers = {group: range(len(self._workers[group])) if self._backup else (group,) for group in self.groups}
+        readers = {group: range(len(self._workers[group])) if self._partial else (group,) for group in self.groups}
         version: dict[str, Any] = {
             "version": self.version,
             "model": self._known.schema.text(),
@@ -1108,7 +1097,7 @@ class Server:
 
     def _send_all(self, out: Outbox) -> None:
         for to, reply in out:
-            self._send(to, reply)
+            self.send(to, reply)
 
     def _state(self, sender: Address, message: Any) -> None:
         if isinstance(message, m.StatePart):
@@ -1117,7 +1106,81 @@ class Server:
                 self._known.state.load(message)
             return
         for part in self._known.state.tell(message.round, sender.index):
-            self._send(sender, part)
+            self.send(sender, part)
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State | None:
+        """Return the state between two messages, see `component_state`. None: not possible after this message."""
+        parts = states_of(self._components)
+        if parts is None or self._inside:
+            return None
+        return {
+            "schema": "" if self.model is None else self.model.schema.text(),
+            "parts": parts,
+            "drawer": self._drawer,
+            "initialised": self._initialised,
+            "ready_groups": self._ready_groups,
+            "common": self._common,
+            "early": self._early,
+            "ahead": self._ahead,
+            "rested": self._rested,
+            "version": self.version,
+            "hyper": self._hyper,
+            "hyper_of": self._hyper_of,
+            "applied": self._applied,
+            "taken": self._taken,
+            "finished": self._finished,
+            "away": self._away,
+            "parting": self._parting,
+            "paused": self._paused,
+            "returned": self._returned,
+            "good_hyper": self._good_hyper,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict` of another copy of this server. Raises ProtocolError."""
+        if self.model is None and state["schema"]:
+            self.make_model(state["schema"])
+        load_states(self._components, state["parts"])
+        self._drawer, self._early, self._ahead = list(state["drawer"]), list(state["early"]), list(state["ahead"])
+        self._initialised, self._ready_groups = set(state["initialised"]), set(state["ready_groups"])
+        self._common, self.version = state["common"], state["version"]
+        self._hyper, self._hyper_of = dict(state["hyper"]), dict(state["hyper_of"])
+        self._rested, self._applied, self._taken = dict(state["rested"]), dict(state["applied"]), dict(state["taken"])
+        self._finished = {group: dict(finished) for group, finished in state["finished"].items()}
+        self._away, self._parting = set(state["away"]), set(state["parting"])
+        self._paused, self._returned = set(state["paused"]), set(state["returned"])
+        self._good_hyper = state["good_hyper"]
+
+    def make_model(self, schema: str) -> None:
+        """Make the model of another copy of this server from its description."""
+        self.model = self._opening.mold(parse_schema(schema), self.hooks)
+
+    @property
+    def buffers(self) -> FlatBuffers | None:
+        """The buffers of values and gradients, once the model is known."""
+        return None if self.model is None else self.model.flats
+
+    @property
+    def _components(self) -> dict[str, Component]:
+        parts: dict[str, Component] = {
+            "startup": self._opening,
+            "replies": self.readers,
+            "clocks": self.clocks,
+            "order": self._order,
+            "batches": self._streams,
+            "samples": self._samples,
+            "nonfinite": self._strikes,
+            "shutdown": self._ending,
+            "groups": self._regroup,
+            "snapshots": self.snapshots,
+            **{f"exits {group}": exits for group, exits in self._exits.items()},
+            **{type(extension).__name__: extension for extension in self.extensions},
+        }
+        if self.log is not None:
+            parts["log"] = self.log
+        return parts if self.model is None else {**parts, "shard": self.model}
 
 
 def _first(texts: Iterable[str]) -> str:
@@ -1151,7 +1214,6 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.StepVote: Server._staged,
     m.StepDecision: Server._apply,
     m.StepDecisionRequest: Server._ask_apply,
-    StepCatchUp: Server._catch_up,
     m.GroupIdle: Server._rest,
     m.LoopExited: Server._left_early,
     m.Finish: Server._finish,

@@ -6,15 +6,15 @@ server of a group gives the buffers out, and the model is made when they are her
 
 from collections.abc import Callable, Iterable
 
-import torch
-
 from topotrain.config.job import Job
-from topotrain.config.sharding import Bucket, SliceMap
+from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model import shared_windows
 from topotrain.core.model.schema import Allocate, Schema, SchemaParts, difference, slice_map_for
-from topotrain.core.server.parameter_shard import ParameterShard, open_model
+from topotrain.core.server.component_state import State
+from topotrain.core.server.parameter_shard import ParameterShard, ShardMemory, open_model
+from topotrain.core.server.server_extension import ExtensionHooks
 
 
 class Startup:
@@ -22,8 +22,7 @@ class Startup:
 
     Args:
         me, job, topology, allocate, shared: as for `server.Server`.
-        arrived: told of each mean that is there (see `model.open_model`).
-        send: called with what is to be said.
+        send: send(to, message).
     """
 
     def __init__(
@@ -33,11 +32,10 @@ class Startup:
         topology: Topology,
         allocate: Allocate,
         shared: bool,
-        arrived: Callable[[int, Bucket, int, torch.Tensor], None],
         send: Callable[[Address, m.Message], None],
     ) -> None:
         self._me, self._job, self._topology, self._allocate = me, job, topology, allocate
-        self._shared, self._arrived, self._send = shared, arrived, send
+        self._shared, self._send = shared, send
         self.buffers = shared_windows.buffers_of(topology, me.group) if shared else {}
         self.schema: Schema | None = None
         self._map: SliceMap | None = None
@@ -129,14 +127,28 @@ class Startup:
         where = (self._topology, self._map, self._me.group, self._me.index)
         return not self.buffers or self._windows.keys() >= shared_windows.expected(*where)
 
-    def open(self) -> ParameterShard:
+    def open(self, hooks: ExtensionHooks) -> ParameterShard:
         """Make the model; raises whatever an optimizer's constructor may."""
         assert self.schema is not None
         assert self._map is not None
-        where = (self._me, self._job, self._topology, self.schema, self._map)
-        return open_model(*where, self._allocate, self._windows, self._shared, self._arrived)
+        memory = ShardMemory(self._allocate, self._shared, self._windows)
+        return open_model(self._me, self._job, self._topology, self.schema, self._map, memory, hooks)
 
-    def mold(self, schema: Schema) -> ParameterShard:
+    def mold(self, schema: Schema, hooks: ExtensionHooks) -> ParameterShard:
         """The model of another copy of this server. Raises ValueError."""
         self.schema, self._map = schema, slice_map_for(schema.parameters, self._topology)
-        return self.open()
+        return self.open(hooks)
+
+    def state_dict(self) -> State | None:
+        """Return the state, see `component_state`. None: not possible while shared memory waits for the description."""
+        if self._early:
+            return None
+        parts = {sender: parts.state_dict() for sender, parts in self._parts.items()}
+        return {"who_first": self._who_first, "parts": parts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._who_first, self._parts = state["who_first"], {}
+        for sender, parts in state["parts"].items():
+            self._parts[sender] = SchemaParts()
+            self._parts[sender].load_state_dict(parts)

@@ -18,6 +18,7 @@ from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.body_codec import BodyCodec, not_coded
 from topotrain.core.model.schema import FlatBuffers, torch_dtype, typed
 from topotrain.core.protocol import ProtocolError, Push, ReducedGradient, Values
+from topotrain.core.server.server_codec import ServerBodyCodec, body_of
 from topotrain.extensions.compression.codecs import Codec, ScratchMemory
 from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for, working_dtype
 
@@ -176,7 +177,7 @@ class WorkerEncoding(BodyCodec):
         return stream
 
 
-class ServerEncoding:
+class ServerEncoding(ServerBodyCodec):
     """A server's side, for all its worker groups. For one thread at a time, but for `landing`.
 
     Args:
@@ -203,16 +204,14 @@ class ServerEncoding:
 
     def push(self, worker: Address, message: Push, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
         """A worker's gradient as elements like those of `like`. Raises ProtocolError if the body is none."""
-        if message.body is None:
-            raise ProtocolError("Push without a body")
+        body = body_of(message)
         codec = self._codecs.of(bucket)
         if codec is None:
-            return typed(message.body, like)
+            return typed(body, like)
         gradient = self._flats.view(f"push {worker.group}/{worker.index}", bucket)
         now = (message.step, message.ordinal)
         if now > self._taken.get((worker, bucket.id), (-1, -1)):  # else said twice
-            data = message.body
-            _decoded(lambda: codec.decode(data, gradient))
+            _decoded(lambda: codec.decode(body, gradient))
             self._taken[worker, bucket.id] = now
         return gradient
 
@@ -269,6 +268,9 @@ class ServerEncoding:
         """The body for what was shown last; None: the values travel as they are."""
         coded = (group, bucket.id) in self._coded
         return self._codecs.room(f"coded values {group}", bucket) if coded else None
+
+    def state_dict(self) -> None:
+        """Return None: a second copy is not possible, since errors of earlier encodings are not transferred."""
 
 
 def _differences(cluster: Cluster) -> bool:

@@ -21,6 +21,7 @@ import torch
 
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
+from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.consistency import AWAY
 from topotrain.core.server.server import Server
 from topotrain.extensions.elastic.membership_messages import GroupLeft
@@ -105,6 +106,21 @@ class ReplicatedServer:
         self.events = 0
         self._before = 0  # the version of the values, one event ago
 
+    def state_dict(self) -> State | None:
+        """Return the state of server and channels, see `component_state`. None: not possible now."""
+        server = self.server.state_dict()
+        if server is None:
+            return None
+        return {"server": server, "lines": {peer: field_values(line) for peer, line in self.lines.items()}}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.server.load_state_dict(state["server"])
+        self.lines = {
+            peer: ReliableChannel(said, heard, deque(kept), life)
+            for peer, (said, heard, kept, life) in state["lines"].items()
+        }
+
     def take(self, event: int, who: Address, count: int = 0, message: m.Message | None = None) -> Out:
         """Handle the next event and return the messages to send, which are counted.
 
@@ -164,11 +180,11 @@ class Primary:
 
     Args:
         copy: the state from which it continues.
-        portray: returns the whole state of a copy as bytes (1-D uint8), or None if that is not possible now.
+        save: returns the whole state of a copy as bytes (1-D uint8), or None if that is not possible now.
     """
 
-    def __init__(self, copy: ReplicatedServer, portray: Callable[[ReplicatedServer], torch.Tensor | None]) -> None:
-        self.copy, self._portray = copy, portray
+    def __init__(self, copy: ReplicatedServer, save: Callable[[ReplicatedServer], torch.Tensor | None]) -> None:
+        self.copy, self._save = copy, save
         self.me = copy.server.me
         self.shadow = Address(Role.SHADOW, self.me.group, self.me.index)
         self.up: set[Address] = set()  # peers with a connection
@@ -257,7 +273,7 @@ class Primary:
         return self._release(self.copy.events)
 
     def _join_if_quiet(self) -> Out:
-        data = self._portray(self.copy) if self._wanted else None
+        data = self._save(self.copy) if self._wanted else None
         if data is None:
             return []
         self._wanted, self.joined = False, True

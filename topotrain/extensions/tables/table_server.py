@@ -17,7 +17,8 @@ from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.optim.adapter import clip_bounds
 from topotrain.core.optim.state_table import StateError
-from topotrain.core.server.server_extension import Outbox, ServerExtension
+from topotrain.core.server.component_state import State
+from topotrain.core.server.server_extension import Outbox, ServerExtension, StepResult
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotParticipant, SnapshotSource
 from topotrain.extensions.elastic.eligibility import TABLES
 from topotrain.extensions.tables.push_modes import KINDS, StepTable, SyncTable, TableShard
@@ -145,10 +146,10 @@ class TableServer(ServerExtension, SnapshotParticipant):
 
     # --- messages ------------------------------------------------------------------------------------------------
 
-    def place(self, sender: Address, message: m.Message) -> torch.Tensor:
+    def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Return memory for the rows of a message. Raises ProtocolError."""
         if not isinstance(message, TablePush | TableAssign):
-            return super().place(sender, message)
+            return super().place(sender, message, viewable)
         table = self._worker(sender).table(message.table)
         return torch.empty(len(_ids(table, message.ids)) * table.spec.width, dtype=table.spec.torch_dtype)
 
@@ -280,13 +281,31 @@ class TableServer(ServerExtension, SnapshotParticipant):
             self._replies.fail(f"tables: {text}")
         return self._replies.take_all()
 
-    def step_over(self, group: int, step: int) -> Outbox:
+    def step_over(self, result: StepResult) -> Outbox:
         """Drop the rows of a step that is over, and reply to the pulls that waited for it."""
         self._replies.begin()
-        self._pulls.step_over(group, step)
-        self._gradients.drop(group, step)
+        self._pulls.step_over(result.group, result.step)
+        self._gradients.drop(result.group, result.step)
         self._pulls.reply_ready()
         return self._replies.take_all()
+
+    def state_dict(self) -> State | None:
+        """Return the state, see `component_state`. None: not possible once there is a table."""
+        if self._tables:
+            return None
+        workers = {
+            worker: (known.next, known.early, known.early_bytes, known.steps) for worker, known in self._workers.items()
+        }
+        return {"workers": workers, "pulls": self._pulls.state_dict(), "barriers": self._barriers.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._workers = {
+            worker: _WorkerTables(worker, number, dict(early), early_bytes, steps=steps)
+            for worker, (number, early, early_bytes, steps) in state["workers"].items()
+        }
+        self._pulls.load_state_dict(state["pulls"])
+        self._barriers.load_state_dict(state["barriers"])
 
 
 def _make(spec: TableSpec, shard: int, shards: int, workers: Sequence[Address], job: Job) -> TableShard:

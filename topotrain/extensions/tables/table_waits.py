@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.server.component_state import State
 from topotrain.extensions.tables.push_modes import StepTable, TableShard
 from topotrain.extensions.tables.table_messages import TableBarrier, TablePull, TableRows
 from topotrain.extensions.tables.table_spec import unpack_ids
@@ -89,6 +90,14 @@ class WaitingPulls:
                 continue
             self._replies.send(sender, TableRows(message.round, body=rows.view(-1) if rows.numel() else None))
 
+    def state_dict(self) -> State:
+        """Return the state of a server without tables, on which no pull waits."""
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._steps = dict(state["steps"])
+
     def _may_read(self, sender: Address, table: TableShard, seen: int) -> bool:
         if isinstance(table, StepTable):
             return self.steps_over(sender.group) >= seen
@@ -136,6 +145,15 @@ class TableBarriers:
         """Record that a worker uses no table any more. It still comes to the last barrier."""
         self._finished.add(sender)
         self._check()
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"arrived": self._arrived, "finished": self._finished, "last_passed": self.last_passed}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._arrived = {number: set(arrived) for number, arrived in state["arrived"].items()}
+        self._finished, self.last_passed = set(state["finished"]), state["last_passed"]
 
     def _check(self) -> None:
         for number, arrived in self._arrived.items():

@@ -7,7 +7,6 @@ the model.
 from topotrain.config.job import Compression
 from topotrain.config.topology import Topology
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.compression.compression_client import CompressionClient
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.training.data.data_client import DataClient
@@ -18,6 +17,8 @@ def client_extensions(topology: Topology) -> tuple[ClientExtension, ...]:
     cluster = topology.cluster
     found: list[ClientExtension] = [DataClient(cluster.max_staleness is not None), WorkerStateClient()]
     if cluster.backup:
+        from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
+
         found.append(BackupWorkersClient())
     if cluster.compression is not Compression.kNone:
         found.append(CompressionClient(cluster))

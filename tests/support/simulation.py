@@ -1,0 +1,201 @@
+"""A whole job on the simulated road: the real servers, the real doors of the workers, a pretended network.
+
+`SimCluster` builds every server and every worker's Exchange of a layout. Two kinds of workers live there: a `Seat` has
+no model and pushes the whole numbers that a test gives it (sums of them are exact), `SimCluster.worker` is the real
+thing with a model, an optimizer and a loader.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from topotrain.config.job import Cluster, Job, Reduce
+from topotrain.config.sharding import Parameter, SliceMap
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.protocol import Message
+from topotrain.core.server.server import Server
+from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay
+from topotrain.tools.simulator import sim_cluster
+from topotrain.tools.simulator.fault_schedule import STORM, VIEWS
+from topotrain.tools.simulator.sim_cluster import parameters, zeros
+from topotrain.tools.simulator.sim_network import NetworkFaults
+from topotrain.training.adopted_optimizer import adopt
+from topotrain.training.data.data_client import DataClient
+from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.worker import Worker
+
+__all__ = ["STORM", "VIEWS", "parameters", "zeros"]
+
+SMALL = (*parameters(70, 200), Parameter("wide", (128,), (1,), "float64", True))
+"""Two dtypes, hence two buckets on most shards, and padding inside one of them."""
+
+
+def job(groups: int = 1, workers: int = 1, shards: int = 1, **more: Any) -> Job:
+    """A job of so many worker groups, workers per group and servers per group; `more` are fields of Job or Cluster."""
+    known = Cluster.__dataclass_fields__
+    cluster = {name: more.pop(name) for name in list(more) if name in known}
+    cluster.setdefault("server_worker_separate", True)
+    inside = Cluster(nworker_groups=groups, nworkers_per_group=workers, nservers_per_group=shards, **cluster)
+    return Job(**{"reduce": Reduce.kSum, "cluster": inside, **more})
+
+
+class Town(sim_cluster.SimCluster):
+    """A town with a test's scripts in it, and with real workers."""
+
+    def __init__(
+        self,
+        job: Job,
+        seed: int = 0,
+        weather: NetworkFaults | None = None,
+        schema: tuple[Parameter, ...] = SMALL,
+        rate: float = 1.0,
+    ) -> None:
+        super().__init__(job, seed, weather, schema, rate)
+
+    def seat(self, group: int, index: int = 0) -> "Seat":
+        return Seat(self, Address(Role.WORKER, group, index))
+
+    def play(self, script: Callable[["Seat"], None], workers: Sequence[Address] | None = None) -> "Town":
+        """Run the script on every worker, each in a seat of its own, until all ended and nothing is under way."""
+        for me in self.workers if workers is None else workers:
+            self.sim.actor(str(me), lambda me=me: script(Seat(self, me)))
+        self.sim.run()
+        return self
+
+    def values(self, group: int = 0) -> list[torch.Tensor]:
+        """The values that the servers of a group hold, one tensor per parameter."""
+        found = [torch.full((p.count,), torch.nan, dtype=getattr(torch, p.dtype)) for p in self.schema.parameters]
+        for segment in self.map.segments:
+            flats = self.server(group, segment.shard)._known.flats
+            part = flats.segment("values", segment)
+            found[segment.parameter][segment.start : segment.start + segment.hi - segment.lo] = part
+        return found
+
+    # --- the real thing ------------------------------------------------------------------------------------------
+
+    def worker(
+        self,
+        me: Address,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        flats: dict[int, torch.Tensor] | None = None,
+    ) -> Worker:
+        """What `tt.prepare` makes of a model and an optimizer. `flats`: memory for the parameters, by space."""
+
+        def make(slice_map: SliceMap) -> FlatBuffers:
+            made = FlatBuffers(slice_map, None, zeros)
+            for space, flat in (flats or {}).items():
+                made.put("params", space, flat)
+            return made
+
+        worker = Worker(me, self.job, self.topology, describe_model(model), optimizer, self.doors[me], make)
+        worker.start()
+        adopt(optimizer, worker)
+        return worker
+
+    def loader(self, worker: Worker, loader: DataLoader[Any], mode: str) -> ShardedLoader:
+        """What `tt.prepare` makes of a loader."""
+        me = worker.me
+        plan = DataPlan(
+            group=me.group,
+            groups=self.topology.worker_groups,
+            index=me.index,
+            workers=self.topology.workers_per_group,
+            shares=(),
+            mode=mode,  # type: ignore[arg-type]
+            per_worker_batch=self.job.per_worker_batch,
+            seed=self.job.seed,
+            min_share=1,
+            is_main=me.group == me.index == 0,
+            own_streams=self.job.cluster.backup > 0,
+        )
+        replay = LateBatchReplay(worker) if self.job.cluster.backup else None
+        return ShardedLoader(loader, plan, worker.exchange.extension(DataClient), worker, replay)
+
+
+class Seat(sim_cluster.SimWorker):
+    """A seat with dice of its own."""
+
+    def numbers(self, low: int = -100, high: int = 100, scale: float = 1.0) -> list[torch.Tensor]:
+        """Whole numbers times a scale, others at every step of every worker."""
+        dice = torch.Generator().manual_seed(hash((self.town.sim.seed, *self.me, self.steps)) & 0x7FFF_FFFF)
+        return [
+            torch.randint(low, high, p.shape, generator=dice).to(getattr(torch, p.dtype)) * scale
+            for p in self.town.map.parameters
+        ]
+
+
+def total(gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The sum of many gradients, exact, in double."""
+    return [torch.stack([g[i].double() for g in gradients]).sum(0) for i in range(len(gradients[0]))]
+
+
+def same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(a.double(), b.double()) for a, b in zip(found, wanted, strict=True))
+
+
+def trace(town: Town, *kinds: type[Message]) -> list[tuple[float, Address, Address, Message]]:
+    """What arrives from here on, of these kinds: (time, sender, receiver, message)."""
+    seen: list[tuple[float, Address, Address, Message]] = []
+
+    def observe(sender: Address, to: Address, message: Message) -> None:
+        if not kinds or isinstance(message, kinds):
+            seen.append((town.sim.now, sender, to, message))
+
+    town.wire.observers.append(observe)
+    return seen
+
+
+@dataclass
+class Book:
+    """What one server did, written down by the test: the updates in their order, and when each group read."""
+
+    server: Server
+    applied: list[tuple[int, int]] = field(default_factory=list)  # (worker group, step)
+    read: dict[int, int] = field(default_factory=dict)  # group -> updates that its present values have in them
+    said: set[tuple[int, int]] = field(default_factory=set)  # (group, number of the read)
+    staleness: list[int] = field(default_factory=list)
+    leads: list[int] = field(default_factory=list)  # at each read, over the slowest group that has not ended
+
+    def count(self, group: int) -> int:
+        return sum(g == group for g, _ in self.applied)
+
+    def update(self, decision: m.StepDecision) -> None:
+        self.staleness.append(len(self.applied) - self.read[decision.group])
+        self.applied.append((decision.group, decision.step))
+
+    def send(self, message: Message, to: Address) -> None:
+        if isinstance(message, m.Values) and to.role is Role.WORKER and (to.group, message.round) not in self.said:
+            self.said.add((to.group, message.round))
+            self.read[to.group] = len(self.applied)
+            ended = [g for g, f in self.server._finished.items() if len(f) == self.server._topology.workers_per_group]
+            running = [self.count(g) for g in self.server.groups if g not in ended or g == to.group]
+            self.leads.append(self.count(to.group) - min(running))
+
+
+def books(town: Town, group: int = 0) -> list[Book]:
+    """Have every shard of a server group watched from here on."""
+
+    def watch(server: Server) -> Book:
+        book, carry_out, send = Book(server), server._carry_out, server.send
+
+        def noted(decision: m.StepDecision) -> None:
+            if not decision.change:
+                book.update(decision)
+            carry_out(decision)
+
+        def sent(to: Address, message: Message) -> None:
+            book.send(message, to)
+            send(to, message)
+
+        server._carry_out, server.send = noted, sent  # type: ignore[method-assign]
+        return book
+
+    return [watch(town.houses[me].server) for me in town.topology.servers(group)]
