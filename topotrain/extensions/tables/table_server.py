@@ -290,7 +290,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
         return self._replies.take_all()
 
     def state_dict(self) -> State | None:
-        """Return the state, see `component_state`. None: not possible once there is a table."""
+        """Return the state, see `component_state`. None: there is a table."""
         if self._tables:
             return None
         workers = {
