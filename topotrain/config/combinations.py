@@ -46,7 +46,8 @@ def contribute(*modules: str) -> None:
 @cache
 def contributed() -> tuple[Combination, ...]:
     """Return the combinations of all packages that are there."""
-    there = [name for name in _MODULES if find_spec(name.rpartition(".")[0])]
+    # In this order: to look for a module imports its package.
+    there = [name for name in _MODULES if find_spec(name.rpartition(".")[0]) and find_spec(name)]
     return tuple(row for name in there for row in import_module(name).COMBINATIONS)
 
 

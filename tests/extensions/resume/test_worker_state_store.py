@@ -20,7 +20,7 @@ def blob(*numbers: int) -> torch.Tensor:
 
 def leave(book: WorkerStateStore, who: Address, number: int, data: torch.Tensor, parts: int | None = None) -> None:
     for message in worker_state_store.cut(who, number, data)[:parts]:
-        body = book.place(who, message).copy_(message.body)
+        body = book.place(who, message, False).copy_(message.body)
         assert book.handle(who, replace(message, body=body)) == []
 
 
