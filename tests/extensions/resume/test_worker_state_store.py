@@ -97,6 +97,6 @@ def test_snapshots_are_kept_until_they_are_written_and_no_more_than_two():
 )
 def test_what_no_correct_worker_says_is_refused(change):
     with pytest.raises(ProtocolError):
-        WorkerStateStore().place(ME, replace(WorkerStatePart(0, 1, EPOCH, 0, 1, 3), **change))
+        WorkerStateStore().place(ME, replace(WorkerStatePart(0, 1, EPOCH, 0, 1, 3), **change), False)
     with pytest.raises(ProtocolError, match="without a body"):
         WorkerStateStore().handle(ME, WorkerStatePart(0, 1, EPOCH, 0, 1, 3))
