@@ -17,11 +17,9 @@ class ResumeExtension(PrepareExtension):
     """Continues a script in a fresh process, and a job from its last snapshot."""
 
     def script_position(self, here: Context, worker: Worker, optimizer: Optimizer) -> ScriptPosition | None:
-        """See `PrepareExtension`."""
         return ScriptResume(here, worker, optimizer)
 
     def resume_hint(self, workspace: Path) -> str:
-        """See `PrepareExtension`."""
         folder = workspace / FOLDER
         for number in reversed(numbers(folder)):
             with suppress(ConfigError):

@@ -116,7 +116,6 @@ class ScriptResume:
             self._here.kept[name].load_state_dict(unpack(condition.kept[name], condition.tensors))
 
     def opening(self, sight: EpochStart) -> tuple[ResumePoint, bool]:
-        """See `distributed_loader.ResumeRecorder`."""
         earlier, condition = self._earlier, self._earlier.condition
         opening, device = earlier.opening(sight), self._worker.exchange.device
         self._generators, kept_iterator = sight.generators, False
@@ -142,7 +141,6 @@ class ScriptResume:
         return opening, kept_iterator
 
     def opened(self) -> None:
-        """See `distributed_loader.ResumeRecorder`."""
         if self._moment:
             put_back(self._moment, self._generators, self._worker.exchange.device)
         self._moment = {}
@@ -177,7 +175,6 @@ class ScriptResume:
             raise GroupLeaving
 
     def given(self) -> None:
-        """See `distributed_loader.ResumeRecorder`."""
         if self._begins:
             self._begin()
         elif self._saves and (mark := self._rates.mark()) != self._marked:

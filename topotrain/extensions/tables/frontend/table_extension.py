@@ -19,28 +19,22 @@ class TableExtension(PrepareExtension):
         self._rows: RowPaths | None = None
 
     def set_aside(self, here: Context, request: PrepareRequest) -> Sequence[nn.Parameter]:
-        """As `PrepareExtension` has it."""
         self._sparse = find_sparse(request.model, request.optimizer)
         return [entry.weight for entry in self._sparse]
 
     def connected(self, here: Context, request: PrepareRequest) -> None:
-        """As `PrepareExtension` has it."""
         self._rows = RowPaths(here, request.model, self._sparse, request.optimizer)
 
     def attach(self, here: Context, worker: Worker) -> None:
-        """As `PrepareExtension` has it."""
         if self._rows is not None:
             self._rows.attach(worker)
 
     def stop_pushing(self, here: Context) -> None:
-        """As `PrepareExtension` has it."""
         stop_pushing(here)
 
     def export(self, here: Context) -> dict[str, torch.Tensor]:
-        """As `PrepareExtension` has it."""
         return export_tables(here, self._rows)
 
     def close(self, here: Context) -> None:
-        """As `PrepareExtension` has it."""
         if self._rows is not None:
             self._rows.release()

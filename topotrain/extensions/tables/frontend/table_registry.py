@@ -83,7 +83,7 @@ class TableBackend(Protocol):
 
 
 class LocalTables:
-    """Tables in this process, for one worker."""
+    """The `TableBackend` of an ordinary process: its tables are in the process."""
 
     rank, workers, import_module = 0, 1, ""
     _numbers = count()  # of the process, since each table has a `LocalTables` of its own
@@ -92,26 +92,21 @@ class LocalTables:
         self._tables: dict[str, tuple[RowStorage, RowOptimizer | None]] = {}
 
     def next_number(self) -> int:
-        """See `TableBackend`."""
         return next(self._numbers)
 
     def open(self, spec: TableSpec) -> None:
-        """See `TableBackend`."""
         rows = RowStorage(spec, 0, 1)
         self._tables[spec.name] = rows, make_optimizer(rows, spec.optimizer) if spec.optimizer else None
 
     def set_optimizer(self, name: str, text: str) -> None:
-        """See `TableBackend`."""
         rows, rule = self._tables[name]
         if rule is None or not rule.set(text):
             self._tables[name] = rows, make_optimizer(rows, text)
 
     def assign(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `TableBackend`."""
         self._tables[name][0].assign(ids.numpy(), rows)
 
     def push(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `TableBackend`."""
         held, rule = self._tables[name]
         slots = held.slots(ids.numpy())
         if rule is not None:
@@ -122,20 +117,16 @@ class LocalTables:
             held.scatter(slots, held.gather(slots).add_(rows))
 
     def push_step(self, name: str, ids: torch.Tensor, rows: torch.Tensor, step: int) -> None:
-        """See `TableBackend`."""
         self.push(name, ids, rows)
 
     def pull(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """See `TableBackend`."""
         held, _ = self._tables[name]
         return held.gather(held.slots(ids.numpy()))
 
     def pull_all(self, wanted: list[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """See `TableBackend`."""
         return [self.pull(name, ids) for name, ids in wanted]
 
     def touched(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See `TableBackend`."""
         held, _ = self._tables[name]
         found, many = torch.from_numpy(held.ids()), held.spec.part_rows
         for at in range(0, len(found), many):
@@ -143,7 +134,6 @@ class LocalTables:
             yield ids, self.pull(name, ids)
 
     def stats(self, name: str) -> list[dict[str, Any]]:
-        """See `TableBackend`."""
         held, rule = self._tables[name]
         state = 0 if rule is None else rule.state_bytes
         return [{"server": "here", "rows": held.count, "bytes": held.value_bytes + state + held.index_bytes}]
@@ -153,7 +143,7 @@ class LocalTables:
 
 
 class JobTables:
-    """Tables on the servers of a job, for one worker.
+    """The `TableBackend` of a worker of a job: its tables are on the servers.
 
     Raises:
         ConfigError: the job has backup workers, or a layout without tables.
@@ -171,22 +161,18 @@ class JobTables:
 
     @property
     def rank(self) -> int:
-        """See `TableBackend`."""
         return self._here.number
 
     @property
     def workers(self) -> int:
-        """See `TableBackend`."""
         topology = self._here.place.topology
         return topology.worker_groups * topology.workers_per_group
 
     @property
     def import_module(self) -> str:
-        """See `TableBackend`."""
         return self._here.place.job.import_
 
     def next_number(self) -> int:
-        """See `TableBackend`."""
         self._numbers += 1
         return self._numbers - 1
 
@@ -202,15 +188,12 @@ class JobTables:
         self.specs.append(spec)
 
     def set_optimizer(self, name: str, text: str) -> None:
-        """See `TableBackend`."""
         self.client.set_optimizer(name, text)
 
     def assign(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `TableBackend`."""
         self.client.assign(name, ids, rows)
 
     def push(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `TableBackend`."""
         self.client.push(name, ids, rows)
 
     def push_step(self, name: str, ids: torch.Tensor, rows: torch.Tensor, step: int) -> None:
@@ -218,28 +201,23 @@ class JobTables:
         self.client.push(name, ids, rows)
 
     def pull(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """See `TableBackend`."""
         return self.client.pull(name, ids)
 
     def pull_all(self, wanted: list[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """See `TableBackend`."""
         asked = [self.client.pull_async(name, ids) for name, ids in wanted]
         return [self.client.wait(pull) for pull in asked]
 
     def touched(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See `TableBackend`."""
         for ids in self.client.touched(name):
             yield ids, self.client.pull(name, ids)
 
     def stats(self, name: str) -> list[dict[str, Any]]:
-        """See `TableBackend`."""
         return [
             {"server": str(server), "rows": size.rows, "bytes": size.value_bytes + size.state_bytes + size.index_bytes}
             for server, size in zip(self._here.connect().exchange.servers, self.client.stats(name), strict=True)
         ]
 
     def barrier(self) -> None:
-        """See `TableBackend`."""
         self.client.barrier()
 
 
