@@ -16,7 +16,7 @@ from topotrain.core.protocol import Commit, Push, StepCatchUp, StepVote
 from topotrain.core.server.commit_agreement import StepError
 from topotrain.core.server.consistency import SHOWS, DecisionLog
 from topotrain.core.server.gradient_staging import GradientStaging
-from topotrain.core.server.step_policy import StepPolicy
+from topotrain.core.server.steps.step_policy import StepPolicy
 from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay
 from topotrain.tools.monitor.stragglers import stragglers

@@ -29,10 +29,6 @@ UPWARD = """
     core.protocol>training.data.data_messages
     core.server.parameter_shard>extensions.collectives.precomputed_gradients
     core.server.parameter_shard>extensions.compression.message_filter
-    core.server.server>extensions.checkpointing.server_snapshots
-    core.server.server>extensions.checkpointing.shard_snapshot
-    core.server.server>extensions.checkpointing.snapshot_coordinator
-    core.server.server>extensions.elastic.membership
 """
 """What still imports a later package, as importing>imported."""
 

@@ -78,7 +78,7 @@ def skipped(result: Result) -> dict[tuple[int, int], int]:
 
 def finite(result: Result) -> bool:
     """The job's values, and what every server and every worker has of them."""
-    held = [server._known.values(bucket.id) for server in result.servers for bucket in server._known.buckets]
+    held = [server.state.known.values(bucket.id) for server in result.servers for bucket in server.state.known.buckets]
     mine = [parameter.detach().reshape(-1) for handle in result.workers for parameter in handle.model.parameters()]
     return all(bool(torch.isfinite(values).all()) for values in (*result.values.values(), *held, *mine))
 

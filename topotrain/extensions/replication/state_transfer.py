@@ -30,16 +30,25 @@ from topotrain.core.model.schema import Schema, SchemaParts, parse_schema, torch
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.optim.adapter import HyperCheck
 from topotrain.core.protocol.message_validation import MessageValidator
-from topotrain.core.server import consistency, gradient_staging, nonfinite, pull_replies, sample_counts, shutdown
+from topotrain.core.server import consistency, gradient_staging, nonfinite, pull_replies, shutdown
 from topotrain.core.server.gradient_staging import GradientStaging
 from topotrain.core.server.group_sync import NoSync
+from topotrain.core.server.groups.group_exchange import GroupExchange
+from topotrain.core.server.groups.worker_groups import WorkerGroups
+from topotrain.core.server.message_queue import MessageQueue
+from topotrain.core.server.model_start import ModelStart
 from topotrain.core.server.parameter_shard import ParameterShard, UpdateUnit
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import ServerExtension
+from topotrain.core.server.shard_state import ShardState
 from topotrain.core.server.startup import Startup
+from topotrain.core.server.steps.decisions import Decisions
+from topotrain.core.server.steps.pulls import Pulls
+from topotrain.core.server.steps.sample_counts import SampleCounts
+from topotrain.core.server.steps.step_pipeline import StepPipeline
 from topotrain.extensions.checkpointing import server_snapshots, snapshot_coordinator
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.data_position import DataPosition
-from topotrain.extensions.elastic import membership
 from topotrain.extensions.replication.buffer_views import BufferRange, BufferViews
 from topotrain.extensions.replication.state_machine import ReliableChannel, ReplicatedServer
 
@@ -65,7 +74,6 @@ _DATA: tuple[type, ...] = (
     pull_replies._Held,
     gradient_staging._Reduction,
     consistency._Vote,
-    membership._Group,
     snapshot_coordinator._UnderWay,
 )
 """Classes of objects with a short lifetime: a new object is made from the fields.
@@ -75,6 +83,14 @@ _DATA: tuple[type, ...] = (
 
 _PARTS: tuple[type, ...] = (
     Server,
+    ShardState,
+    MessageQueue,
+    WorkerGroups,
+    GroupExchange,
+    Pulls,
+    StepPipeline,
+    Decisions,
+    ModelStart,
     Startup,
     GradientStaging,
     HyperCheck,
@@ -84,12 +100,9 @@ _PARTS: tuple[type, ...] = (
     consistency.DecisionLog,
     consistency.ApplyOrder,
     consistency.AppliedBatches,
-    sample_counts.SampleCounts,
+    SampleCounts,
     nonfinite.NonfiniteLimit,
     shutdown.Shutdown,
-    membership.ElasticGroups,
-    membership.Members,
-    membership.CoordinatorAnswers,
     server_snapshots.ServerSnapshots,
     snapshot_coordinator.SnapshotCoordinator,
     snapshot_coordinator.TextParts,
@@ -102,18 +115,23 @@ class _Classes:
     """The classes whose objects travel between copies of one server, by name."""
 
     def __init__(self, server: Server) -> None:
-        more = tuple(cls for extension in server.extensions for cls in extension.state_types)
+        more = tuple(cls for extension in server.hooks.extensions for cls in extension.state_types)
         self.data = frozenset((*_DATA, *more))
-        extensions = (type(extension) for extension in server.extensions if extension.state_types)
+        extensions = (type(extension) for extension in server.hooks.extensions if extension.state_types)
         self.known: Mapping[str, type] = {cls.__name__: cls for cls in (*self.data, *_PARTS, *extensions)}
 
 
 _OWN: Mapping[str, frozenset[str]] = {
-    "Server": frozenset({"model", "_resumed", "_workers", "hooks", "_policy", "spans"}),
+    "Server": frozenset({"hooks", "spans", "_core_handlers", "_handlers"}),
+    "ShardState": frozenset({"model", "start"}),
+    "MessageQueue": frozenset({"_hooks", "out", "_pending"}),
+    "WorkerGroups": frozenset({"workers"}),
+    "GroupExchange": frozenset({"_hooks"}),
+    "StepPipeline": frozenset({"_hooks", "_spans"}),
+    "Decisions": frozenset({"_hooks"}),
     "Startup": frozenset({"schema", "buffers", "_map", "_windows", "_whole"}),
     "GradientStaging": frozenset({"_scratch", "_tree"}),
     "ServerSnapshots": frozenset({"_freezer", "_frozen", "_participants", "_keepers"}),
-    "ElasticGroups": frozenset({"_home"}),
 }
 """Fields that a new object already has, or makes itself."""
 
@@ -123,9 +141,9 @@ def quiet(server: Server) -> bool:
 
     It cannot during a snapshot, while optimizer state is loaded, or before an early message was handled.
     """
-    if server._inside or server._opening.early or server.snapshots._frozen:
+    if not server.queue.empty or server.startup.early or snapshots_of(server)._frozen:
         return False
-    if any(extension.has_begun() for extension in server.extensions):
+    if any(extension.has_begun() for extension in server.hooks.extensions):
         return False
     return server.model is None or not server.model.state._loading
 
@@ -139,7 +157,14 @@ def portray(copy: ReplicatedServer) -> torch.Tensor | None:
     if not quiet(copy.server):
         return None
     teller = _Teller(copy.server.model, _Classes(copy.server))
-    return teller.bytes({"server": teller.tell(copy.server), "lines": teller.tell(copy.lines), **teller.model()})
+    return teller.bytes(
+        {
+            "server": teller.tell(copy.server),
+            "extensions": teller.tell(copy.server.hooks.extensions),
+            "lines": teller.tell(copy.lines),
+            **teller.model(),
+        }
+    )
 
 
 def restore(copy: ReplicatedServer, data: torch.Tensor) -> None:
@@ -156,6 +181,7 @@ def restore(copy: ReplicatedServer, data: torch.Tensor) -> None:
             _mold(server, tree["schema"])
         reader = _Reader(server.model, tensors, tree["sizes"], _Classes(server))
         reader.fill(server, tree["server"])
+        reader.read(tree["extensions"], server.hooks.extensions)
         reader.model(tree)
         copy.lines = reader.read(tree["lines"], {})
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RuntimeError) as error:
@@ -164,7 +190,7 @@ def restore(copy: ReplicatedServer, data: torch.Tensor) -> None:
 
 def _mold(server: Server, text: str) -> None:
     """Make the server's model, as `Server._open` does when a worker has described it."""
-    server.model = server._opening.mold(parse_schema(text))
+    server.state.open(server.startup.mold(parse_schema(text)))
 
 
 # --- writing -----------------------------------------------------------------------------------------------------

@@ -100,9 +100,11 @@ class WorkerStateStore(ServerExtension, SnapshotParticipant):
     def __init__(self) -> None:
         self._boxes: dict[Address, _Box] = {}
 
-    def place(self, sender: Address, message: Message) -> torch.Tensor:
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         """As `room`, for what a worker says of itself."""
-        return room(sender, message) if isinstance(message, WorkerStatePart) else super().place(sender, message)
+        return (
+            room(sender, message) if isinstance(message, WorkerStatePart) else super().place(sender, message, viewable)
+        )
 
     def handle(self, sender: Address, message: Message) -> Replies:
         """Take a part, or tell what is here."""

@@ -21,7 +21,7 @@ from topotrain.core.optim.state_table import StateError
 from topotrain.core.protocol.message_validation import TABLE_WORDS
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit
 from topotrain.core.server.parameter_shard import norm_of, to_power
-from topotrain.core.server.server_extension import ServerExtension, StepResult
+from topotrain.core.server.server_extension import RegroupExtension, StepResult
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotParticipant, SnapshotSource
 from topotrain.extensions.elastic.eligibility import TABLES
 from topotrain.extensions.tables.push_modes import KINDS, StepTable, SyncTable, TableShard
@@ -49,7 +49,7 @@ class _Client:
     bye: bool = False
 
 
-class TableServer(ServerExtension, SnapshotParticipant):
+class TableServer(RegroupExtension, SnapshotParticipant):
     """The tables of one server.
 
     Args:
@@ -107,10 +107,10 @@ class TableServer(ServerExtension, SnapshotParticipant):
             raise StateError(self.unkept)
         return self._copier.freeze(frozen, self._tables.values())
 
-    def place(self, sender: Address, message: m.Message) -> torch.Tensor:
+    def place(self, sender: Address, message: m.Message, viewable: bool = False) -> torch.Tensor | None:
         """Where rows are to be received. Raises ProtocolError."""
         if not isinstance(message, m.TablePush | m.TableAssign):
-            return super().place(sender, message)
+            return super().place(sender, message, viewable)
         table = self._table(sender, message.table)
         return torch.empty(len(_ids(table, message.ids)) * table.spec.width, dtype=table.spec.torch_dtype)
 

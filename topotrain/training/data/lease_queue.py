@@ -24,7 +24,7 @@ from topotrain.core.protocol import (
     Message,
     ProtocolError,
 )
-from topotrain.core.server.server_extension import ServerExtension
+from topotrain.core.server.server_extension import RegroupExtension
 
 LONGEST = 32  # batches in a lease: a group that dies or leaves gives back at most this many
 _MOST_EPOCHS = 1 << 16  # open at a time: one that groups leave early stays so
@@ -123,7 +123,7 @@ class _Epoch:
             self.give_back([])
 
 
-class LeaseQueue(ServerExtension):
+class LeaseQueue(RegroupExtension):
     """The queue of every open epoch; lives in server (0,0).
 
     Args:
