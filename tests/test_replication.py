@@ -189,7 +189,7 @@ def test_a_server_in_the_middle_of_a_step_is_told_with_what_is_under_way() -> No
         assert data is not None
         restore(twin, data)
         again = portray(twin)
-        under_way = sum(len(staging._reductions) for staging in lead.copy.server._known.staging.values())
+        under_way = sum(len(staging._backwards._known) for staging in lead.copy.server._known.staging.values())
         told.append((under_way, again is not None and torch.equal(data, again)))
 
     town.wire.observers.append(look)
