@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from topotrain.core.protocol import ProtocolError, StepDecision, StepVote
 from topotrain.core.server.commit_agreement import StepError
+from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.step_policy import ALL_WORKERS, StepPolicy
 
 
@@ -83,6 +84,14 @@ class Clocks:
         if self._bound != 0:
             return True
         return all(self._clock[g] > self._clock[group] for g in self.live() if g < group)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"clock": self._clock, "away": self._away}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._clock, self._away = dict(state["clock"]), set(state["away"])
 
 
 RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS, REPLACED = 1, 2, 3, 4, 5, 6, 7  # Apply.change
@@ -226,6 +235,28 @@ class DecisionLog:
         for index in [i for i in self._log if i < min(self._applied)]:
             del self._log[index]
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "votes": {key: field_values(vote) for key, vote in self._votes.items()},
+            "log": self._log,
+            "decided": self._decided,
+            "incarnations": self._incarnations,
+            "replaced": self._replaced,
+            "applied": self._applied,
+            "next": self._next,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._votes = {
+            key: _Vote(set(shards), finite, power, dict(refused), dict(members))
+            for key, (shards, finite, power, refused, members) in state["votes"].items()
+        }
+        self._log, self._decided = dict(state["log"]), dict(state["decided"])
+        self._incarnations, self._replaced = dict(state["incarnations"]), dict(state["replaced"])
+        self._applied, self._next = list(state["applied"]), state["next"]
+
 
 class ApplyOrder:
     """One shard's position in the list of decisions. Early decisions are held."""
@@ -244,6 +275,14 @@ class ApplyOrder:
             now.append(self._early.pop(self.next))
             self.next += 1
         return now
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"next": self.next, "early": self._early}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.next, self._early = state["next"], dict(state["early"])
 
 
 class LoopExits:
@@ -294,6 +333,15 @@ class LoopExits:
                 f"worker {leaver} of the group left the loop over its data early, after {exit_place[0]} steps, while "
                 f"worker {other} goes on; all workers of a synchronous group must leave together, or none"
             )
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"made": self._made, "works": self._works}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._made = {worker: dict(made) for worker, made in state["made"].items()}
+        self._works = dict(state["works"])
 
 
 STATIC = 0x8000_0000  # marks a data stream that is no lease
@@ -381,6 +429,22 @@ class AppliedBatches:
     def reads(self, reader: int) -> int:
         """The last epoch of which a reader's batches are applied."""
         return max(self._first, self._reads.get(reader, 0))
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "last": self._last,
+            "first": self._first,
+            "reads": self._reads,
+            "forgotten": self._forgotten,
+            "closed": self._closed,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._last = {reader: dict(streams) for reader, streams in state["last"].items()}
+        self._reads, self._forgotten = dict(state["reads"]), dict(state["forgotten"])
+        self._first, self._closed = state["first"], state["closed"]
 
 
 def _reader(stream: int, group: int) -> int:

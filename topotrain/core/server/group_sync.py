@@ -26,6 +26,7 @@ import torch
 
 from topotrain.config.sharding import Bucket
 from topotrain.core.protocol import Delta, MasterValue, Message, RingOffer, RingReply
+from topotrain.core.server.component_state import State, field_values
 
 View = Callable[[int], torch.Tensor]
 Out = list[tuple[int, Message]]  # (server group, message)
@@ -107,6 +108,14 @@ class GroupSync(Protocol):
         """After `drain`: whether no message of this server is under way."""
         ...
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        ...
+
 
 class NoSync:
     """A single server group, or groups that are not synchronized."""
@@ -131,6 +140,12 @@ class NoSync:
 
     def drained(self) -> bool:
         return True
+
+    def state_dict(self) -> State:
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        pass
 
 
 class MasterSync:
@@ -236,6 +251,28 @@ class MasterSync:
     def drained(self) -> bool:
         return self._draining and not self._waiting and not any(self._updates.values())
 
+    def state_dict(self) -> State:
+        return {
+            "snap": self._snap,
+            "sent": self._sent,
+            "updates": self._updates,
+            "round": self._round,
+            "waiting": self._waiting,
+            "taken": self._taken,
+            "made": self._made,
+            "made_by": self._made_by,
+            "seen": self._seen,
+            "distance": field_values(self.distance),
+            "draining": self._draining,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self._snap, self._sent = dict(state["snap"]), dict(state["sent"])
+        self._updates, self._round, self._waiting = dict(state["updates"]), dict(state["round"]), set(state["waiting"])
+        self._taken, self._made, self._made_by = dict(state["taken"]), dict(state["made"]), dict(state["made_by"])
+        self._seen, self._draining = dict(state["seen"]), state["draining"]
+        self.distance = Distance(*state["distance"])
+
 
 class RingSync:
     """Pairwise averaging with the right neighbor in the ring of server groups.
@@ -309,3 +346,20 @@ class RingSync:
 
     def drained(self) -> bool:
         return self._draining and not self._waiting
+
+    def state_dict(self) -> State:
+        return {
+            "updates": self._updates,
+            "round": self._round,
+            "waiting": self._waiting,
+            "answers": self._answers,
+            "made": self._made,
+            "seen": self._seen,
+            "distance": field_values(self.distance),
+            "draining": self._draining,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self._updates, self._round, self._waiting = dict(state["updates"]), dict(state["round"]), set(state["waiting"])
+        self._answers, self._made, self._seen = dict(state["answers"]), dict(state["made"]), dict(state["seen"])
+        self.distance, self._draining = Distance(*state["distance"]), state["draining"]

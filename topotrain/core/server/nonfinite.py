@@ -12,6 +12,7 @@ import torch
 from topotrain.config.job import NonFinite
 from topotrain.config.sharding import Bucket
 from topotrain.core.model.finite import all_finite, reals
+from topotrain.core.server.component_state import State
 from topotrain.core.server.ordered_sum import Part
 
 NOBODY = -1  # instead of a worker: the sum is not finite; instead of a parameter: it is a table's
@@ -74,6 +75,14 @@ class NonfiniteLimit:
     def forget(self, group: int) -> None:
         """Forget a group that is started again."""
         self._counts.pop(group, None)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"counts": self._counts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._counts = {group: dict(counts) for group, counts in state["counts"].items()}
 
 
 def complaint(who: str, parameter: str, step: int, times: int, why: str = "") -> str:

@@ -17,7 +17,9 @@ from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.finite import all_finite
 from topotrain.core.model.schema import Allocate, FlatBuffers, Schema, effective, typed
+from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate, clip_bounds
+from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.backward_means import ArrivalMeans, ReturnedMeans, SharedMemoryMeans
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 from topotrain.core.server.gradients.gradient_source import GradientSource, GroupBuffers, ReducedBucket, SourceSettings
@@ -120,6 +122,11 @@ class OptimizerState:
                 described = self._map.parameters[self._map.segments[key].parameter]
                 loaded = loaded.as_strided(described.shape, described.stride)
             unit.update.load_state(key, part.key, loaded)
+
+    @property
+    def loading(self) -> bool:
+        """Whether parts of an entry have come, and others have not."""
+        return bool(self._loading)
 
 
 @dataclass(slots=True)
@@ -276,6 +283,43 @@ class ParameterShard:
     @staticmethod
     def _scaled(gradient: torch.Tensor, factor: float) -> torch.Tensor:
         return gradient if factor == 1.0 else gradient * factor
+
+    def state_dict(self) -> State | None:
+        """Return the state, see `component_state`. None: not possible while optimizer state is being loaded."""
+        codec = self.codec.state_dict()
+        if self.state.loading or codec is None:
+            return None
+        return {
+            "buffers": list(self._kept_buffers()),
+            "updates": [unit.update.state_dict() for unit in self.units],
+            "staging": {group: staging.state_dict() for group, staging in self.staging.items()},
+            "hyper": self.hyper.state_dict(),
+            "agreement": self.agreement.state_dict(),
+            "codec": codec,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        for name, space, theirs in state["buffers"]:
+            ours = self.flats.flat(name, space)
+            if ours.data_ptr() != theirs.data_ptr():  # a state transfer fills the buffers themselves
+                ours.copy_(theirs)
+        for unit, update in zip(self.units, state["updates"], strict=True):
+            unit.update.load_state_dict(update)
+        for group, staging in self.staging.items():
+            staging.load_state_dict(state["staging"][group])
+        self.hyper.load_state_dict(state["hyper"])
+        self.agreement.load_state_dict(state["agreement"])
+        self.codec.load_state_dict(state["codec"])
+
+    def _kept_buffers(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Yield the buffers that count even if no message is a view of them, as (name, space, buffer)."""
+        names = {VALUES}
+        for group, staging in self.staging.items():
+            names.update(f"{name} {group}" for name in staging.kept_buffers())
+        for (name, space), flat in sorted(self.flats.held(), key=lambda held: held[0]):
+            if name in names:
+                yield name, space, flat
 
 
 def norm_of(gradient: torch.Tensor, kind: float) -> float:

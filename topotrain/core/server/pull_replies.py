@@ -15,6 +15,7 @@ from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.protocol import Applied, Fetch, Message, ProtocolError, Values
+from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.parameter_shard import ParameterShard
 
 _MOST_HELD = 64  # replies to one worker
@@ -226,3 +227,23 @@ class PullReplies:
     def _fill(self, model: ParameterShard, name: str, bucket: Bucket) -> None:
         if name != VALUES:
             model.flats.view(name, bucket).copy_(model.values(bucket.id))
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "copies": self._copies,
+            "pulled": self.pulled,
+            "asked": self.asked,
+            "fetched": self._fetched,
+            "shown": self._shown,
+            "streamed": self._streamed,
+            "fixed": self._fixed,
+            "held": [field_values(held) for held in self._held],
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._copies, self.pulled, self.asked = dict(state["copies"]), dict(state["pulled"]), set(state["asked"])
+        self._fetched, self._shown, self._fixed = dict(state["fetched"]), dict(state["shown"]), dict(state["fixed"])
+        self._streamed = {group: (step, set(buckets)) for group, (step, buckets) in state["streamed"].items()}
+        self._held = [_Held(*values) for values in state["held"]]

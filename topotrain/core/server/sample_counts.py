@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import Commit
+from topotrain.core.server.component_state import State
 
 
 class SampleCounts:
@@ -34,3 +35,11 @@ class SampleCounts:
         for index, commit in commits.items():
             if index not in refused:
                 self.counts[Address(Role.WORKER, group, index)] += commit.samples
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.counts = dict(state["counts"])

@@ -20,12 +20,13 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import int_to_bits
 from topotrain.core.model import shared_windows
-from topotrain.core.model.schema import Allocate
+from topotrain.core.model.schema import Allocate, FlatBuffers, parse_schema
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.profiling.message_spans import handling
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol.message_validation import MessageValidator, check_bits
 from topotrain.core.server.commit_agreement import StepError
+from topotrain.core.server.component_state import Component, State, load_states, states_of
 from topotrain.core.server.consistency import (
     AWAY,
     IS_BACK,
@@ -53,7 +54,15 @@ from topotrain.core.server.step_policy import ALL_WORKERS, StepPolicy, makes_par
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots, WorkerStates, takes_snapshots, unread
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant, SnapshotSource, restore
 from topotrain.extensions.checkpointing.snapshot_coordinator import CUT
+from topotrain.extensions.checkpointing.snapshot_messages import Remainder, SnapshotPart, SnapshotRequest
 from topotrain.extensions.elastic.membership import ElasticGroups
+from topotrain.extensions.elastic.membership_messages import (
+    AppliedBatchesOfStreams,
+    GroupLeaveRequest,
+    GroupLeft,
+    RestartRequest,
+)
+from topotrain.training.data.data_messages import Lease
 
 Out = list[tuple[Address, m.Message]]
 Deliver = Callable[[Address, m.Message], None]
@@ -206,7 +215,7 @@ class Server:
         """Send a message; one to this server itself is handled after the message in hand."""
         if self._members.changed and to.role is Role.WORKER and not self._members.hears(to):
             return
-        if isinstance(message, m.Lease):  # also one that was given back by the dead
+        if isinstance(message, Lease):  # also one that was given back by the dead
             self.snapshots.leased(message)
         if to == self.me:
             self._inside.append((to, message))
@@ -247,7 +256,7 @@ class Server:
         ):
             coded = model.codec.landing(sender, bucket) if isinstance(message, m.Push) else None
             return model.flats.view(f"push {sender.group}/{sender.index}", bucket) if coded is None else coded
-        if isinstance(message, m.Delta | m.MasterValue | m.RingOffer | m.RingReply | m.Remainder | m.FinalValue):
+        if isinstance(message, m.Delta | m.MasterValue | m.RingOffer | m.RingReply | Remainder | m.FinalValue):
             return model.flats.view(f"from {sender.group}", bucket)
         return None
 
@@ -848,14 +857,14 @@ class Server:
         others = [g for g in self.groups if g != group and self._runs(g)]
         return "" if others else "no other group trains that could read what it leaves"
 
-    def _part(self, sender: Address, message: m.GroupLeaveRequest) -> None:
+    def _part(self, sender: Address, message: GroupLeaveRequest) -> None:
         if message.incarnation < self._members.asked(message.group):
             return
         self._parting.add(message.group)
         for extension in self.hooks.group_leaves:
             self._send_all(extension.group_leaves(message.group))
 
-    def _left(self, sender: Address, message: m.GroupLeft) -> None:
+    def _left(self, sender: Address, message: GroupLeft) -> None:
         self._regroup.leave(message.group, message.incarnation)
 
     def _go_without(self, group: int, incarnation: int) -> None:
@@ -881,7 +890,7 @@ class Server:
                 raise m.ProtocolError(f"{sender} is far ahead of a snapshot that {self.me} does not know")
             self._ahead.append((sender, replace(message, body=body.clone())))
             return
-        if isinstance(message, m.Remainder):
+        if isinstance(message, Remainder):
             self.snapshots.remainder(sender.group, message, body)
             return
         agreement = self._known.agreement
@@ -1004,7 +1013,7 @@ class Server:
     # --- snapshots (`snapshot_coordinator`)
     # ------------------------------------------------------------------------------
 
-    def _snapshot_ask(self, sender: Address, message: m.SnapshotRequest) -> None:
+    def _snapshot_ask(self, sender: Address, message: SnapshotRequest) -> None:
         if message.last:
             self._snapshot_last()
         elif not self.snapshots.unkept and self.complete() and (self._common or not self._topology.synced):
@@ -1045,7 +1054,7 @@ class Server:
             self.snapshots.rest()
             self._freeze()
 
-    def _snapshot_part(self, sender: Address, message: m.SnapshotPart) -> None:
+    def _snapshot_part(self, sender: Address, message: SnapshotPart) -> None:
         if sender.role is not Role.SERVER:
             raise m.ProtocolError(f"{sender} has no part in a snapshot")
         if message.stage == CUT:
@@ -1099,13 +1108,87 @@ class Server:
         for part in self._known.state.tell(message.round, sender.index):
             self.send(sender, part)
 
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State | None:
+        """Return the state between two messages, see `component_state`. None: not possible after this message."""
+        parts = states_of(self._components)
+        if parts is None or self._inside:
+            return None
+        return {
+            "schema": "" if self.model is None else self.model.schema.text(),
+            "parts": parts,
+            "drawer": self._drawer,
+            "initialised": self._initialised,
+            "ready_groups": self._ready_groups,
+            "common": self._common,
+            "early": self._early,
+            "ahead": self._ahead,
+            "rested": self._rested,
+            "version": self.version,
+            "hyper": self._hyper,
+            "hyper_of": self._hyper_of,
+            "applied": self._applied,
+            "taken": self._taken,
+            "finished": self._finished,
+            "away": self._away,
+            "parting": self._parting,
+            "paused": self._paused,
+            "returned": self._returned,
+            "good_hyper": self._good_hyper,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict` of another copy of this server. Raises ProtocolError."""
+        if self.model is None and state["schema"]:
+            self.make_model(state["schema"])
+        load_states(self._components, state["parts"])
+        self._drawer, self._early, self._ahead = list(state["drawer"]), list(state["early"]), list(state["ahead"])
+        self._initialised, self._ready_groups = set(state["initialised"]), set(state["ready_groups"])
+        self._common, self.version = state["common"], state["version"]
+        self._hyper, self._hyper_of = dict(state["hyper"]), dict(state["hyper_of"])
+        self._rested, self._applied, self._taken = dict(state["rested"]), dict(state["applied"]), dict(state["taken"])
+        self._finished = {group: dict(finished) for group, finished in state["finished"].items()}
+        self._away, self._parting = set(state["away"]), set(state["parting"])
+        self._paused, self._returned = set(state["paused"]), set(state["returned"])
+        self._good_hyper = state["good_hyper"]
+
+    def make_model(self, schema: str) -> None:
+        """Make the model of another copy of this server from its description."""
+        self.model = self._opening.mold(parse_schema(schema), self.hooks)
+
+    @property
+    def buffers(self) -> FlatBuffers | None:
+        """The buffers of values and gradients, once the model is known."""
+        return None if self.model is None else self.model.flats
+
+    @property
+    def _components(self) -> dict[str, Component]:
+        parts: dict[str, Component] = {
+            "startup": self._opening,
+            "replies": self.readers,
+            "clocks": self.clocks,
+            "order": self._order,
+            "batches": self._streams,
+            "samples": self._samples,
+            "nonfinite": self._strikes,
+            "shutdown": self._ending,
+            "groups": self._regroup,
+            "snapshots": self.snapshots,
+            **{f"exits {group}": exits for group, exits in self._exits.items()},
+            **{type(extension).__name__: extension for extension in self.extensions},
+        }
+        if self.log is not None:
+            parts["log"] = self.log
+        return parts if self.model is None else {**parts, "shard": self.model}
+
 
 def _first(texts: Iterable[str]) -> str:
     """The first text that is not empty; empty: all are."""
     return next(filter(None, texts), "")
 
 
-_OF_MEMBERS = (m.WorkerRejoined, m.RestartRequest, m.AppliedBatchesOfStreams)
+_OF_MEMBERS = (m.WorkerRejoined, RestartRequest, AppliedBatchesOfStreams)
 
 # Steps are decided only where the model is known; changes of members are decided before, too.
 _BEFORE_MODEL = (
@@ -1113,7 +1196,7 @@ _BEFORE_MODEL = (
     m.SharedBuffer,
     m.StepDecision,
     m.StepDecisionRequest,
-    m.GroupLeft,
+    GroupLeft,
     *_OF_MEMBERS,
 )
 
@@ -1134,13 +1217,13 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.GroupIdle: Server._rest,
     m.LoopExited: Server._left_early,
     m.Finish: Server._finish,
-    **dict.fromkeys((m.Delta, m.MasterValue, m.RingOffer, m.RingReply, m.Remainder), Server._neighbor),
+    **dict.fromkeys((m.Delta, m.MasterValue, m.RingOffer, m.RingReply, Remainder), Server._neighbor),
     **dict.fromkeys((m.Drained, m.FinalValue, m.FinalRequest, m.ModelBufferValue, m.BufferRequest), Server._close),
     **dict.fromkeys(_OF_MEMBERS, Server._of_members),
     m.AppliedBatchesRequest: Server._applied_ask,
     **dict.fromkeys((m.StateRequest, m.StatePart), Server._state),
-    m.SnapshotRequest: Server._snapshot_ask,
-    m.SnapshotPart: Server._snapshot_part,
-    m.GroupLeaveRequest: Server._part,
-    m.GroupLeft: Server._left,
+    SnapshotRequest: Server._snapshot_ask,
+    SnapshotPart: Server._snapshot_part,
+    GroupLeaveRequest: Server._part,
+    GroupLeft: Server._left,
 }

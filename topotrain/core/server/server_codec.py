@@ -11,6 +11,7 @@ from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
 from topotrain.core.model.schema import typed
 from topotrain.core.protocol import ProtocolError, Push
+from topotrain.core.server.component_state import State
 
 
 class ServerBodyCodec:
@@ -50,6 +51,13 @@ class ServerBodyCodec:
     def difference(self, group: int, bucket: Bucket) -> torch.Tensor | None:
         """The encoded body of the values shown last. None: they travel as they are."""
         return None
+
+    def state_dict(self) -> State | None:
+        """Return the state, see `component_state`. None: a second copy is not possible."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
 
 
 def body_of(message: Push) -> torch.Tensor:

@@ -18,6 +18,7 @@ from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
 from topotrain.core.server.server_codec import ServerBodyCodec
 
@@ -47,12 +48,6 @@ class ServerExtension:
 
     decrees: tuple[int, ...] = ()
     """Values of `StepDecision.change` of which `on_decree` is told."""
-
-    state_types: tuple[type, ...] = ()
-    """Classes of the objects in its fields, by which its state is copied to a second copy of the server.
-
-    Empty: there is nothing to copy as long as `has_begun` is false, and a server cannot be copied while it is true.
-    """
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -146,6 +141,13 @@ class ServerExtension:
     def has_begun(self) -> bool:
         """Whether workers have already left something here that no later worker would repeat."""
         return False
+
+    def state_dict(self) -> State | None:
+        """The state, from which a second copy of the server is made, see `component_state`. None: not possible now."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict` of the same extension of another copy."""
 
     def refuses_regroup(self) -> str:
         """Why no worker group can restart, leave or join while the others go on; empty: they can."""

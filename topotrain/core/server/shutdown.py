@@ -17,6 +17,7 @@ from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema
+from topotrain.core.server.component_state import State
 
 Out = list[tuple[Address, m.Message]]
 View = Callable[[Bucket], torch.Tensor]
@@ -176,3 +177,27 @@ class Shutdown:
             return None
         found: Out = [(to, m.ModelBufferValue(*key, body=self._buffers[key])) for key in wanted]
         return [*found, (to, m.ModelBufferValue(len(there), -1))]
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "drained": self._drained,
+            "handed_on": self._handed_on,
+            "finals": self._finals,
+            "final": self._final,
+            "asks": self._asks,
+            "answered": {kind.KIND for kind in self._answered},
+            "buffers": self._buffers,
+            "buffers_here": self._buffers_here,
+            "buffers_from": self._buffers_from,
+            "buffers_each": self._buffers_each,
+            "away": self._away,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._drained, self._away = set(state["drained"]), set(state["away"])
+        self._handed_on, self._finals, self._final = state["handed_on"], dict(state["finals"]), state["final"]
+        self._asks, self._answered = list(state["asks"]), set(map(m.kind_of, state["answered"]))
+        self._buffers, self._buffers_here = dict(state["buffers"]), set(state["buffers_here"])
+        self._buffers_from, self._buffers_each = set(state["buffers_from"]), state["buffers_each"]

@@ -12,6 +12,7 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model import shared_windows
 from topotrain.core.model.schema import Allocate, Schema, SchemaParts, difference, slice_map_for
+from topotrain.core.server.component_state import State
 from topotrain.core.server.parameter_shard import ParameterShard, ShardMemory, open_model
 from topotrain.core.server.server_extension import ExtensionHooks
 
@@ -145,3 +146,17 @@ class Startup:
         """The model of another copy of this server. Raises ValueError."""
         self.schema, self._map = schema, slice_map_for(schema.parameters, self._topology)
         return self.open(hooks)
+
+    def state_dict(self) -> State | None:
+        """Return the state, see `component_state`. None: not possible while shared memory waits for the description."""
+        if self._early:
+            return None
+        parts = {sender: parts.state_dict() for sender, parts in self._parts.items()}
+        return {"who_first": self._who_first, "parts": parts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._who_first, self._parts = state["who_first"], {}
+        for sender, parts in state["parts"].items():
+            self._parts[sender] = SchemaParts()
+            self._parts[sender].load_state_dict(parts)

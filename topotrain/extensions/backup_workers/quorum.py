@@ -13,12 +13,14 @@ from collections.abc import Collection
 from topotrain.config.job import Job
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
-from topotrain.core.protocol import Commit, Message, ProtocolError, StepCatchUp, StepCaughtUp, StepDecision, StepMissed
+from topotrain.core.protocol import Commit, Message, ProtocolError, StepDecision
+from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import SHOWS
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import Outbox, ServerExtension, StepResult
 from topotrain.core.server.step_policy import StepPolicy
+from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepCaughtUp, StepMissed
 from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
 
 _FIRST_ROUND = 1 << 40
@@ -94,6 +96,22 @@ class Quorum:
             self._idle.discard(worker)
         return found
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "waiting": self._waiting,
+            "through": self._through,
+            "idle": self._idle,
+            "finished": self._finished,
+            "asked": self._asked,
+            "dead": self._dead,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._waiting, self._through, self._asked = dict(state["waiting"]), dict(state["through"]), dict(state["asked"])
+        self._idle, self._finished, self._dead = set(state["idle"]), set(state["finished"]), set(state["dead"])
+
 
 class BackupWorkers(ServerExtension, StepPolicy):
     """The rule of one shard for the late workers of its group.
@@ -105,7 +123,6 @@ class BackupWorkers(ServerExtension, StepPolicy):
 
     messages = (StepCatchUp,)
     decrees = (SHOWS,)
-    state_types = (Quorum,)
 
     def __init__(self, server: Server, job: Job, topology: Topology) -> None:
         self._server = server
@@ -219,3 +236,15 @@ class BackupWorkers(ServerExtension, StepPolicy):
             server.send(worker, values)
         step = server.model.staging[worker.group].step
         server.send(worker, StepCaughtUp(number, step, server.version, snapshot))
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As `ServerExtension.state_dict`."""
+        own = {"counted": self._counted, "owed": self._owed, "late": self._late}
+        return {"quorum": self._quorum.state_dict(), **own}
+
+    def load_state_dict(self, state: State) -> None:
+        """As `ServerExtension.load_state_dict`."""
+        self._quorum.load_state_dict(state["quorum"])
+        self._counted, self._owed, self._late = dict(state["counted"]), dict(state["owed"]), list(state["late"])

@@ -5,6 +5,7 @@ from collections.abc import Collection
 import torch
 
 from topotrain.core.bitmaps import NO_REVISION
+from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 
 
@@ -69,3 +70,12 @@ class QuorumPushes(CommittedPushes):
                 if segment is not None:
                     found[worker] = segment
         return found
+
+    def state_dict(self) -> State:
+        """As `GradientSource.state_dict`."""
+        return {**super().state_dict(), "complete": self.complete}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        super().load_state_dict(state)
+        self.complete = set(state["complete"])

@@ -34,6 +34,7 @@ from topotrain.extensions.collectives.algorithms import (
     children,
     up,
 )
+from topotrain.extensions.collectives.collective_messages import CollectivePart
 from topotrain.extensions.collectives.precomputed_gradients import (
     EditedTotals,
     Gateway,
@@ -84,7 +85,7 @@ class CollectiveServer(ServerExtension):
         allocate: as for `Server`.
     """
 
-    messages = (m.CollectivePart, m.Push)
+    messages = (CollectivePart, m.Push)
 
     def __init__(self, server: Server, job: Job, topology: Topology, allocate: Allocate) -> None:
         self._server = server
@@ -120,7 +121,7 @@ class CollectiveServer(ServerExtension):
         """As `ServerExtension.place`."""
         if self._server.model is None:
             return None
-        if isinstance(message, m.CollectivePart):
+        if isinstance(message, CollectivePart):
             self._relay.bucket(message.bucket)
             # A part that is passed on is best in memory of this process: a view of a view would be copied.
             return self._relay.relay.place(sender.index, message, viewable and message.up)
@@ -134,7 +135,7 @@ class CollectiveServer(ServerExtension):
         """As `ServerExtension.handle`."""
         if isinstance(message, m.Push):
             self._push(sender, message)
-        elif isinstance(message, m.CollectivePart):
+        elif isinstance(message, CollectivePart):
             bucket = self._relay.bucket(message.bucket)
             self._relay.elements(bucket, message.body)
             check_bits(message.present, len(bucket.pieces), f"{sender}: pieces")
@@ -270,6 +271,9 @@ class CollectiveServer(ServerExtension):
                     return ()
         # A worker that is sent the same values a second time gets them directly, too.
         return ((worker, values),)
+
+    def state_dict(self) -> None:
+        """Return None: a second copy is not possible, since parts of a sum are views of other processes' memory."""
 
 
 class _RelayBuffers:

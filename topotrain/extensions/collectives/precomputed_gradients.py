@@ -15,6 +15,7 @@ from topotrain.config.topology import Address
 from topotrain.core.bitmaps import bits_to_int, per_bucket
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
 from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.backward_means import BackwardsOfStep, check_ordinal
 from topotrain.core.server.gradients.gradient_source import (
     GradientSource,
@@ -137,6 +138,20 @@ class PrecomputedGradients(GradientSource):
         gradient = self._sums[bucket.id]
         assert gradient is not None
         return gradient
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As `GradientSource.state_dict`."""
+        own = {"sums": self._sums, "suspects": self._suspects, "gathered": self._gathered}
+        return {**super().state_dict(), **own, "backwards": self._backwards.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        super().load_state_dict(state)
+        self._backwards.load_state_dict(state["backwards"])
+        self._sums, self._suspects = dict(state["sums"]), dict(state["suspects"])
+        self._gathered = state["gathered"]
 
 
 class EditedTotals(PrecomputedGradients):

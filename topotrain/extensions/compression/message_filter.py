@@ -280,6 +280,9 @@ class ServerEncoding(ServerBodyCodec):
         coded = (group, bucket.id) in self._coded
         return self._codecs.room(f"coded values {group}", bucket) if coded else None
 
+    def state_dict(self) -> None:
+        """Return None: a second copy is not possible, since errors of earlier encodings are not transferred."""
+
 
 def _differences(cluster: Cluster) -> bool:
     """Workers that change their parameters themselves cannot add differences to them."""

@@ -20,9 +20,11 @@ from typing import Protocol
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
-from topotrain.core.protocol import AppliedBatchesOfStreams, Fail, Message, RestartRequest, WorkerRejoined
+from topotrain.core.protocol import Fail, Message, WorkerRejoined
+from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.consistency import AWAY, DecisionLog
 from topotrain.extensions.elastic.eligibility import refusal, singly
+from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
 
 STREAMS = 2000
 """Data streams in one `AppliedBatchesOfStreams`."""
@@ -107,6 +109,16 @@ class Members:
         """(who, incarnation) that was heard of, and is not carried out."""
         return [(key, known.asked) for key, known in self._groups.items() if known.asked > known.incarnation]
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"groups": {key: field_values(group) for key, group in self._groups.items()}, "changed": self.changed}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        for key, (incarnation, asked, here) in state["groups"].items():
+            self._groups[key] = _Group(incarnation, asked, set(here))
+        self.changed = state["changed"]
+
 
 # --- how far a group of other servers came -----------------------------------------------------------------------
 
@@ -140,6 +152,14 @@ class CoordinatorAnswers:
             return None
         del self._parts[part.group]
         return {s: n for each in known.values() for s, n in zip(each.counts[::2], each.counts[1::2], strict=True)}
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"parts": self._parts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._parts = {group: dict(parts) for group, parts in state["parts"].items()}
 
 
 # --- the change --------------------------------------------------------------------------------------------------
@@ -342,3 +362,17 @@ class ElasticGroups:
             else:
                 count = partial(self._home.count, question.group)
                 self._send(desk, answer(question, count, self._home.ended(question.group)))
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "members": self.members.state_dict(),
+            "answers": self._answers.state_dict(),
+            "questions": self._questions,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.members.load_state_dict(state["members"])
+        self._answers.load_state_dict(state["answers"])
+        self._questions = list(state["questions"])

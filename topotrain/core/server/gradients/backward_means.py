@@ -20,6 +20,7 @@ from topotrain.core.bitmaps import bits_to_int, per_bucket, per_piece
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
 from topotrain.core.protocol.message_validation import check_bits
 from topotrain.core.server.commit_agreement import StepError
+from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings
 from topotrain.core.server.nonfinite import NOBODY, spoiled, suspects
 from topotrain.core.server.ordered_sum import Part
@@ -88,6 +89,18 @@ class BackwardsOfStep:
             if ordinal >= backwards:
                 later = next(iter([*backward.ends, *(w for p in backward.pushes.values() for w in p)]))
                 _refuse_backward(worker, backwards, later, ordinal)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"known": {ordinal: field_values(one) for ordinal, one in self._known.items()}, "closed": self._closed}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._closed = state["closed"]
+        self._known = {
+            ordinal: Backward({bucket: dict(by) for bucket, by in pushes.items()}, dict(ends), *values)
+            for ordinal, (pushes, ends, *values) in state["known"].items()
+        }
 
 
 def check_ordinal(commits: Mapping[int, Commit], worker: int, ordinal: int) -> None:
@@ -255,6 +268,16 @@ class BackwardMeans(GradientSource):
         named = {worker: where for worker, where in self._suspects.items() if worker != NOBODY}
         return (named or found) if found else {}
 
+    def state_dict(self) -> State:
+        """As `GradientSource.state_dict`."""
+        return {**super().state_dict(), "backwards": self._backwards.state_dict(), "suspects": self._suspects}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        super().load_state_dict(state)
+        self._backwards.load_state_dict(state["backwards"])
+        self._suspects = dict(state["suspects"])
+
 
 class ReturnedMeans(BackwardMeans):
     """Sends every mean to the workers, and receives changed gradients."""
@@ -308,6 +331,17 @@ class ReturnedMeans(BackwardMeans):
         """As `GradientSource.spoilers`."""
         return self._find_spoilers({at: {} for at in sorted(self._doubtful)})
 
+    def state_dict(self) -> State:
+        """As `GradientSource.state_dict`."""
+        own = {"edits": self._edits, "in_total": self._in_total, "doubtful": self._doubtful}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        super().load_state_dict(state)
+        self._edits, self._in_total = dict(state["edits"]), set(state["in_total"])
+        self._doubtful = set(state["doubtful"])
+
 
 class SharedMemoryMeans(BackwardMeans):
     """Writes the means into the memory of the workers.
@@ -354,6 +388,15 @@ class SharedMemoryMeans(BackwardMeans):
         """As `GradientSource.spoilers`."""
         # A script may have changed any gradient in its memory, so all are looked at.
         return self._find_spoilers({at: self._last.get(at, {}) for at in range(len(self._buckets))})
+
+    def state_dict(self) -> State:
+        """As `GradientSource.state_dict`."""
+        return {**super().state_dict(), "last": self._last}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        super().load_state_dict(state)
+        self._last = dict(state["last"])
 
 
 class ArrivalMeans(BackwardMeans):

@@ -11,6 +11,7 @@ import torch
 from topotrain.config.sharding import Bucket
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, per_bucket
 from topotrain.core.protocol import Push
+from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings
 from topotrain.core.server.nonfinite import NOBODY, look, spoiled
 from topotrain.core.server.ordered_sum import Part
@@ -139,3 +140,16 @@ class CommittedPushes(GradientSource):
         if at in self._unsummed:
             return self._mean.passing(self._parts(at))
         return self._buffers.view("mean", bucket)
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As `GradientSource.state_dict`."""
+        own = {"pushes": self._pushes, "unsummed": self._unsummed, "looked": self._looked}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        super().load_state_dict(state)
+        self._pushes = {bucket: dict(by) for bucket, by in state["pushes"].items()}
+        self._unsummed, self._looked = set(state["unsummed"]), dict(state["looked"])

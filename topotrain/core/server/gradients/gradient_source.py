@@ -16,6 +16,7 @@ from topotrain.config.topology import Address
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
 from topotrain.core.server.commit_agreement import agree
+from topotrain.core.server.component_state import State
 from topotrain.core.server.ordered_sum import OrderedMean, Tree
 from topotrain.core.server.server_codec import ServerBodyCodec
 
@@ -246,6 +247,22 @@ class GradientSource(ABC):
     def present(self, bucket: Bucket) -> int:
         """Bitmap of the bucket's pieces that have a gradient in this step."""
         return self._present[bucket.id - self._first]
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def kept_buffers(self) -> list[str]:
+        """Names of the group's buffers that count now, even if no message is a view of them."""
+        sums = ["mean", "total"] if self.begun else []
+        return [*sums, "out"] if self.workers > 1 else sums  # other workers are sent the same values later
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`. The sums are in the group's buffers, which the shard has."""
+        return {"present": self._present, "commits": self.commits, "staged": self.staged, "step": self.step}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._present, self.commits = list(state["present"]), dict(state["commits"])
+        self.staged, self.step = state["staged"], state["step"]
 
 
 def check_revisions(sender: Address, message: Commit, buckets: int) -> None:
