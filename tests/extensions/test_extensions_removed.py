@@ -62,6 +62,8 @@ print(f"{len(gone)} modules masked; not needed any more: {unused}")
     [
         ("extensions.tables", True),
         ("extensions.backup_workers", True),
+        ("extensions.collectives", True),
+        ("extensions.compression", True),
         ("extensions.resume", False),  # the client, which a simulation needs, imports its messages' layout
         ("training.data.lease_queue", False),  # the client, which a simulation needs, imports a constant of it
     ],
