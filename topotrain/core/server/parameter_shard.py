@@ -285,7 +285,7 @@ class ParameterShard:
         return gradient if factor == 1.0 else gradient * factor
 
     def state_dict(self) -> State | None:
-        """Return the state, see `component_state`. None: not possible while optimizer state is being loaded."""
+        """Return the state, see `component_state`; None while optimizer state is loaded."""
         codec = self.codec.state_dict()
         if self.state.loading or codec is None:
             return None
@@ -313,10 +313,13 @@ class ParameterShard:
         self.codec.load_state_dict(state["codec"])
 
     def _kept_buffers(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Yield the buffers that count even if no message is a view of them, as (name, space, buffer)."""
+        """Yield the buffers that count even without a message, as (name, space, buffer)."""
         names = {VALUES}
         for group, staging in self.staging.items():
-            names.update(f"{name} {group}" for name in staging.kept_buffers())
+            if staging.begun:
+                names |= {f"mean {group}", f"total {group}"}
+            if staging.workers > 1:  # other workers are sent the same values later
+                names.add(f"out {group}")
         for (name, space), flat in sorted(self.flats.held(), key=lambda held: held[0]):
             if name in names:
                 yield name, space, flat

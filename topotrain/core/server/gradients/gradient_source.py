@@ -109,6 +109,8 @@ class GradientSource(ABC):
         self._present = [0] * len(self._buckets)  # by bucket: its pieces that have a gradient
         self.commits: dict[int, Commit] = {}
         self.staged = False
+        self.members: tuple[int, ...] = ()
+        """The workers with complete contributions, if a step may be made of some. Empty: a step needs all workers."""
 
     def next_step(self) -> None:
         """Forget the parts of a step that was applied or skipped."""
@@ -189,14 +191,6 @@ class GradientSource(ABC):
         """Whether the gradient of the committed step is here. Fills `_present`."""
 
     @property
-    def members(self) -> tuple[int, ...]:
-        """The workers with complete contributions, if a step may be made of some.
-
-        Empty: a step needs all workers.
-        """
-        return ()
-
-    @property
     def begun(self) -> bool:
         """Whether anything of the step is here."""
         return bool(self.commits) or self.staged
@@ -210,11 +204,6 @@ class GradientSource(ABC):
     def marks(self) -> tuple[int, ...]:
         """The data batches of the staged step."""
         return self.first.marks
-
-    @property
-    def hyper(self) -> bytes:
-        """The hyper-parameters of the staged step."""
-        return self.first.hyper
 
     @abstractmethod
     def spoilers(self) -> dict[int, int]:
@@ -250,19 +239,20 @@ class GradientSource(ABC):
 
     # --- a second copy -------------------------------------------------------------------------------------------
 
-    def kept_buffers(self) -> list[str]:
-        """Names of the group's buffers that count now, even if no message is a view of them."""
-        sums = ["mean", "total"] if self.begun else []
-        return [*sums, "out"] if self.workers > 1 else sums  # other workers are sent the same values later
-
     def state_dict(self) -> State:
-        """Return the state, see `component_state`. The sums are in the group's buffers, which the shard has."""
-        return {"present": self._present, "commits": self.commits, "staged": self.staged, "step": self.step}
+        """Return the state, see `component_state`. The shard has the group's buffers."""
+        return {
+            "present": self._present,
+            "commits": self.commits,
+            "staged": self.staged,
+            "members": self.members,
+            "step": self.step,
+        }
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         self._present, self.commits = list(state["present"]), dict(state["commits"])
-        self.staged, self.step = state["staged"], state["step"]
+        self.staged, self.members, self.step = state["staged"], state["members"], state["step"]
 
 
 def check_revisions(sender: Address, message: Commit, buckets: int) -> None:
