@@ -35,7 +35,7 @@ from topotrain.comm.transport.shared_memory import ProcessMemory, SharedMemoryTr
 from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.job import Algorithm, Engine
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import CollectivePart, Message
+from topotrain.core.protocol import Message
 from topotrain.extensions.collectives.algorithms import (
     CollectiveResult,
     CompleteSum,
@@ -46,6 +46,7 @@ from topotrain.extensions.collectives.algorithms import (
     bytes_per_rank,
     traffic,
 )
+from topotrain.extensions.collectives.collective_messages import CollectivePart
 from topotrain.extensions.collectives.torch_backend import TorchCollective
 
 WORDS = {

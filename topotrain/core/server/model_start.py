@@ -6,9 +6,11 @@ from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.model import shared_windows
+from topotrain.core.server.component_state import State
 from topotrain.core.server.groups.group_exchange import GroupExchange
 from topotrain.core.server.groups.worker_groups import WorkerGroups
 from topotrain.core.server.message_queue import MessageQueue
+from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.core.server.shard_state import ShardState
 from topotrain.core.server.shutdown import Shutdown
 from topotrain.core.server.startup import Startup
@@ -22,7 +24,7 @@ class ModelStart:
     """Starts one server.
 
     Args:
-        state, startup, groups, pulls, decisions, exchange, shutdown, queue: the parts of the server that it uses.
+        state, startup, groups, pulls, decisions, exchange, shutdown, queue, hooks: parts of the server.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class ModelStart:
         exchange: GroupExchange,
         shutdown: Shutdown,
         queue: MessageQueue,
+        hooks: ExtensionHooks,
     ) -> None:
+        self._hooks = hooks
         self._state, self._startup, self._groups, self._pulls = state, startup, groups, pulls
         self._decisions, self._exchange, self._shutdown, self._queue = decisions, exchange, shutdown, queue
         self._held: list[tuple[Address, m.Message]] = []
@@ -87,7 +91,7 @@ class ModelStart:
         if state.model is not None or not self._startup.complete:
             return
         try:
-            model = self._startup.open()
+            model = self._startup.open(self._hooks)
         except (ValueError, TypeError, ImportError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
             self._queue.send(sender, m.Fail(f"{state.me} cannot build the optimizer: {error}", True))
             return
@@ -169,3 +173,11 @@ class ModelStart:
         """These workers are gone: forget what is held of them."""
         self._held = [(sender, message) for sender, message in self._held if sender not in workers]
         self._startup.forget(workers)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"held": self._held, "ready_groups": self._ready_groups}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._held, self._ready_groups = list(state["held"]), set(state["ready_groups"])

@@ -8,7 +8,7 @@ network.
 The parts of a server, in the order in which a message meets them: `model_start` makes the model and starts it,
 `step_pipeline` takes gradients and carries steps out, `decisions` is the list of what all shards do, `pulls` holds
 replies until their groups may read, and `group_exchange` speaks with other server groups. What differs between the
-frameworks is decided in `gradient_staging`, `consistency`, `group_sync` and in the optimizer. Optional features are
+frameworks is decided in `gradients`, `consistency`, `group_sync` and in the optimizer. Optional features are
 extensions (`server_extension`); a server knows none of them by name.
 """
 
@@ -20,12 +20,12 @@ import torch
 from topotrain.config.job import ConfigError, Job, Pull
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
-from topotrain.core.model.schema import Allocate
+from topotrain.core.model.schema import Allocate, FlatBuffers, parse_schema
 from topotrain.core.model.shared_windows import buffers_of
 from topotrain.core.profiling.message_spans import handling
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol.message_validation import MessageValidator
-from topotrain.core.server.commit_agreement import StepError
+from topotrain.core.server.component_state import Component, State, load_states, states_of
 from topotrain.core.server.group_sync import Distance
 from topotrain.core.server.groups.group_exchange import GroupExchange
 from topotrain.core.server.groups.worker_groups import WorkerGroups
@@ -38,6 +38,7 @@ from topotrain.core.server.server_extension import ExtensionHooks, ServerExtensi
 from topotrain.core.server.shard_state import ShardState, StartPoint
 from topotrain.core.server.shutdown import Shutdown
 from topotrain.core.server.startup import Startup
+from topotrain.core.server.steps.commit_agreement import StepError
 from topotrain.core.server.steps.decisions import Decisions
 from topotrain.core.server.steps.pulls import Pulls
 from topotrain.core.server.steps.step_pipeline import StepPipeline
@@ -49,7 +50,7 @@ _BEFORE_MODEL = frozenset({m.SchemaPart, m.SharedBuffer, m.StepDecision, m.StepD
 Steps are decided only where the model is known. Changes are decided before, too.
 """
 
-_EXCHANGES = (m.Delta, m.MasterValue, m.RingOffer, m.RingReply, m.Remainder)
+_EXCHANGES = (m.Delta, m.MasterValue, m.RingOffer, m.RingReply)
 
 Handler = Callable[[Address, Any], None]
 _Extension = TypeVar("_Extension", bound=ServerExtension)
@@ -94,12 +95,12 @@ class Server:
         buffers = buffers_of(topology, me.group) if shared else {}
         lazy, partial = job.pull is Pull.kLazy, makes_partial_steps(job)
         self.replies = PullReplies(self.groups, topology.workers_per_group, private, buffers, lazy, partial)
-        self.pulls = Pulls(self.state, self.worker_groups, self.replies, self.queue)
+        self.pulls = Pulls(self.state, self.worker_groups, self.replies, self.queue, self.hooks)
         parts = (self.state, self.worker_groups)
         self.steps = StepPipeline(*parts, self.pulls, self.exchange, self.queue, self.hooks)
         self.decisions = Decisions(*parts, self.steps, self.queue, self.hooks)
-        self.startup = Startup(me, job, topology, allocate, shared, self.steps.arrived, self.queue.send)
-        ends = (self.exchange, self.shutdown, self.queue)
+        self.startup = Startup(me, job, topology, allocate, shared, self.queue.send)
+        ends = (self.exchange, self.shutdown, self.queue, self.hooks)
         self.start = ModelStart(self.state, self.startup, self.worker_groups, self.pulls, self.decisions, *ends)
         self._core_handlers = self._handlers = self._handled_here()
 
@@ -242,7 +243,7 @@ class Server:
         if viewable:
             return None
         if sender.role is Role.WORKER and sender.group in self.groups:
-            coded = model.encoding.landing(sender, bucket) if isinstance(message, m.Push) else None
+            coded = model.codec.landing(sender, bucket) if isinstance(message, m.Push) else None
             if coded is not None or isinstance(message, m.Push | m.GradientOverride):
                 return model.flats.view(f"push {sender.group}/{sender.index}", bucket) if coded is None else coded
         if isinstance(message, (*_EXCHANGES, m.FinalValue)):
@@ -336,3 +337,43 @@ class Server:
         if self.startup.schema is None:  # a job may have used only an extension
             return any(extension.is_done() for extension in self.hooks.is_done)
         return self.shutdown.done
+
+    # --- a second copy -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State | None:
+        """Return the state between two messages, see `component_state`. None: not possible after this message."""
+        parts = states_of(self._components)
+        if parts is None or not self.queue.empty:
+            return None
+        return {"schema": "" if self.model is None else self.model.schema.text(), "parts": parts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict` of another copy of this server. Raises ProtocolError."""
+        if self.model is None and state["schema"]:
+            self.make_model(state["schema"])
+        load_states(self._components, state["parts"])
+
+    def make_model(self, schema: str) -> None:
+        """Make the model of another copy of this server from its description."""
+        self.state.open(self.startup.mold(parse_schema(schema), self.hooks))
+
+    @property
+    def buffers(self) -> FlatBuffers | None:
+        """The buffers of values and gradients, once the model is known."""
+        return None if self.model is None else self.model.flats
+
+    @property
+    def _components(self) -> dict[str, Component]:
+        parts: dict[str, Component] = {
+            "state": self.state,
+            "startup": self.startup,
+            "start": self.start,
+            "groups": self.worker_groups,
+            "replies": self.replies,
+            "steps": self.steps,
+            "decisions": self.decisions,
+            "exchange": self.exchange,
+            "shutdown": self.shutdown,
+            **{type(extension).__name__: extension for extension in self.hooks.extensions},
+        }
+        return parts if self.model is None else {**parts, "shard": self.model}

@@ -14,8 +14,14 @@ from typing import TypeVar
 
 import torch
 
+from topotrain.config.job import Job
+from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.server.component_state import State
+from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
+from topotrain.core.server.server_codec import ServerBodyCodec
 from topotrain.core.server.steps.step_policy import ALL_WORKERS, StepPolicy
 
 Outbox = Sequence[tuple[Address, m.Message]]
@@ -45,12 +51,6 @@ class ServerExtension:
     """Types of messages of which `on_sent` is told."""
     decrees: tuple[int, ...] = ()
     """Values of `StepDecision.change` of which `on_decree` is told."""
-
-    state_types: tuple[type, ...] = ()
-    """Classes of the objects in its fields, by which its state is copied to a second copy of the server.
-
-    Empty: there is nothing to copy as long as `has_begun` is false, and a server cannot be copied while it is true.
-    """
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -143,6 +143,13 @@ class ServerExtension:
         """Whether workers have already left something here that no later worker would repeat."""
         return False
 
+    def state_dict(self) -> State | None:
+        """The state, from which a second copy of the server is made, see `component_state`. None: not possible now."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict` of the same extension of another copy."""
+
     def scripts_over(self) -> bool:
         """In a job whose workers have described no model: whether all scripts have come to their end."""
         return False
@@ -154,6 +161,36 @@ class ServerExtension:
     def snapshot_under_way(self) -> int:
         """The number of the snapshot for which workers leave their states now; 0: none."""
         return 0
+
+
+class GradientExtension(ServerExtension):
+    """An extension that decides how gradients come together, or how gradients and values travel."""
+
+    def server_codec(self, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> ServerBodyCodec | None:
+        """The encoding of pushes, means and values, if this extension decides that.
+
+        The server asks when it knows the model. shard, flats: the server's part of the model, and its buffers.
+        """
+        return None
+
+    def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource | None:
+        """The source of a worker group's gradients, if this extension decides that.
+
+        The server asks when it knows the model. job: as it is carried out on this model.
+        """
+        return None
+
+    def backward_ended(self, sender: Address, message: m.BackwardEnd) -> Outbox:
+        """A worker has ended a backward of its group's current step."""
+        return ()
+
+    def committed(self, sender: Address, message: m.Commit) -> Outbox:
+        """A worker has committed its group's current step."""
+        return ()
+
+    def route_values(self, worker: Address, values: m.Values) -> Outbox:
+        """Send values to a worker. An extension may send them another way."""
+        return ((worker, values),)
 
 
 class RegroupExtension(ServerExtension):
@@ -239,6 +276,12 @@ class ExtensionHooks:
         self.scripts_over = overriding(extensions, ServerExtension.scripts_over)
         self.is_done = overriding(extensions, ServerExtension.is_done)
         self.snapshot_under_way = overriding(extensions, ServerExtension.snapshot_under_way)
+        gradients = tuple(each for each in extensions if isinstance(each, GradientExtension))
+        self.server_codecs = overriding(gradients, GradientExtension.server_codec)
+        self.gradient_sources = overriding(gradients, GradientExtension.gradient_source)
+        self.backward_ended = overriding(gradients, GradientExtension.backward_ended)
+        self.committed = overriding(gradients, GradientExtension.committed)
+        self.route_values = next(iter(overriding(gradients, GradientExtension.route_values)), None)
         regroups = tuple(each for each in extensions if isinstance(each, RegroupExtension))
         self.refuses_regroup = overriding(regroups, RegroupExtension.refuses_regroup)
         self.refuses_leave = overriding(regroups, RegroupExtension.refuses_leave)
@@ -251,6 +294,16 @@ class ExtensionHooks:
         self.exchanged = overriding(exchanges, ExchangeExtension.exchanged)
         self.amend_exchange = overriding(exchanges, ExchangeExtension.amend_exchange)
         self.on_drain = overriding(exchanges, ExchangeExtension.on_drain)
+
+    def server_codec(self, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> ServerBodyCodec:
+        """The codec of the first extension that brings one, or the default."""
+        found = (extension.server_codec(slice_map, shard, flats) for extension in self.server_codecs)
+        return next((codec for codec in found if codec is not None), None) or ServerBodyCodec()
+
+    def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource | None:
+        """The gradient source of the first extension that brings one."""
+        found = (extension.gradient_source(job, slice_map, settings) for extension in self.gradient_sources)
+        return next((source for source in found if source is not None), None)
 
 
 _Extension = TypeVar("_Extension", bound=ServerExtension)

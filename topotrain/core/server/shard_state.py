@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Topology
+from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import ApplyOrder
 from topotrain.core.server.parameter_shard import ParameterShard
 
@@ -84,3 +85,13 @@ class ShardState:
     def count_update(self) -> None:
         """The values have changed by one step."""
         self.version += 1
+
+    def state_dict(self) -> State:
+        """Return the state without the model, see `component_state`."""
+        own = {"version": self.version, "common": self.common, "initialised": self._initialised}
+        return {**own, "order": self.order.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.version, self.common, self._initialised = state["version"], state["common"], set(state["initialised"])
+        self.order.load_state_dict(state["order"])

@@ -11,13 +11,17 @@ At the end of an epoch the workers that came late have batches left. Who has non
 from collections.abc import Collection
 
 from topotrain.config.job import Job
+from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
-from topotrain.core.protocol import Commit, Message, ProtocolError, StepCatchUp, StepCaughtUp, StepDecision, StepMissed
+from topotrain.core.protocol import Commit, Message, ProtocolError, StepDecision
+from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import SHOWS
-from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import Outbox, ServerExtension, StepResult
+from topotrain.core.server.server_extension import GradientExtension, Outbox, StepResult
 from topotrain.core.server.steps.step_policy import StepPolicy
+from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepCaughtUp, StepMissed
+from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
 
 _FIRST_ROUND = 1 << 40
 
@@ -92,8 +96,24 @@ class Quorum:
             self._idle.discard(worker)
         return found
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "waiting": self._waiting,
+            "through": self._through,
+            "idle": self._idle,
+            "finished": self._finished,
+            "asked": self._asked,
+            "dead": self._dead,
+        }
 
-class BackupWorkers(ServerExtension, StepPolicy):
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._waiting, self._through, self._asked = dict(state["waiting"]), dict(state["through"]), dict(state["asked"])
+        self._idle, self._finished, self._dead = set(state["idle"]), set(state["finished"]), set(state["dead"])
+
+
+class BackupWorkers(GradientExtension, StepPolicy):
     """The rule of one shard for the late workers of its group.
 
     Args:
@@ -103,7 +123,6 @@ class BackupWorkers(ServerExtension, StepPolicy):
 
     messages = (StepCatchUp,)
     decrees = (SHOWS,)
-    state_types = (Quorum,)
 
     def __init__(self, server: Server, job: Job, topology: Topology) -> None:
         self._server = server
@@ -132,6 +151,10 @@ class BackupWorkers(ServerExtension, StepPolicy):
         if self._server.decisions.log is not None:
             self._quorum.gone(worker.index)
             self._announce(self._quorum.released())
+
+    def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
+        """As `ServerExtension.gradient_source`."""
+        return QuorumPushes(settings)
 
     # --- on the coordinator ----------------------------------------------------------------------------------------
 
@@ -168,11 +191,12 @@ class BackupWorkers(ServerExtension, StepPolicy):
         self._send_missed(sender, message.step)
         return False
 
-    def choose(self, staging: GradientStaging, decision: StepDecision) -> None:
+    def choose(self, staging: GradientSource, decision: StepDecision) -> None:
         """As `StepPolicy.choose`."""
+        assert isinstance(staging, QuorumPushes)
         members = decision.members
-        if not members or list(members) != sorted(staging.complete.intersection(members)):
-            raise ProtocolError(f"step {decision.step} is made of {members}, and {sorted(staging.complete)} are here")
+        if not members or list(members) != sorted(set(staging.members) & set(members)):
+            raise ProtocolError(f"step {decision.step} is made of {members}, and {list(staging.members)} are here")
         self._counted |= dict.fromkeys(members, decision.step)
         self._late = staging.choose(members)
 
@@ -212,3 +236,15 @@ class BackupWorkers(ServerExtension, StepPolicy):
             server.queue.send(worker, values)
         step = server.model.staging[worker.group].step
         server.queue.send(worker, StepCaughtUp(number, step, server.version, snapshot))
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As `ServerExtension.state_dict`."""
+        own = {"counted": self._counted, "owed": self._owed, "late": self._late}
+        return {"quorum": self._quorum.state_dict(), **own}
+
+    def load_state_dict(self, state: State) -> None:
+        """As `ServerExtension.load_state_dict`."""
+        self._quorum.load_state_dict(state["quorum"])
+        self._counted, self._owed, self._late = dict(state["counted"]), dict(state["owed"]), list(state["late"])

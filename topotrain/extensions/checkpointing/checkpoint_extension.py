@@ -13,6 +13,7 @@ import torch
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
+from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import SNAPSHOT
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server import Server
@@ -22,6 +23,8 @@ from topotrain.core.server.steps.step_policy import makes_partial_steps
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots, WorkerStates, takes_snapshots, unread
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant, SnapshotSource, restore
 from topotrain.extensions.checkpointing.snapshot_coordinator import CUT
+from topotrain.extensions.checkpointing.snapshot_messages import Remainder, SnapshotPart, SnapshotRequest
+from topotrain.training.data.data_messages import Lease
 
 _MAX_HELD = 1 << 14
 
@@ -49,10 +52,9 @@ class CheckpointExtension(ExchangeExtension):
         others: the other extensions of the server; a `SnapshotParticipant` has a part of its own in each snapshot.
     """
 
-    messages = (m.SnapshotRequest, m.SnapshotPart)
-    observes = (m.Lease,)
+    messages = (SnapshotRequest, SnapshotPart, Remainder)
+    observes = (Lease,)
     decrees = (SNAPSHOT,)
-    state_types = (ServerSnapshots,)
 
     def __init__(
         self,
@@ -73,11 +75,24 @@ class CheckpointExtension(ExchangeExtension):
 
     # --- messages ------------------------------------------------------------------------------------------------
 
+    def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
+        """Memory for the body of a Remainder."""
+        model = self._server.state.model
+        if not isinstance(message, Remainder):
+            return super().place(sender, message, viewable)
+        if model is None or viewable:
+            return None
+        return model.flats.view(f"from {sender.group}", model.bucket(message.bucket))
+
     def handle(self, sender: Address, message: m.Message) -> Outbox:
         """The host asks for a snapshot, or a server sends its part of one."""
-        if isinstance(message, m.SnapshotPart):
+        if isinstance(message, Remainder):
+            body = self._server.state.known.body(message)
+            if not self.take_exchange(sender, message, body):
+                self.snapshots.remainder(sender.group, message, body)
+        elif isinstance(message, SnapshotPart):
             self._receive_part(sender, message)
-        elif isinstance(message, m.SnapshotRequest) and message.last:
+        elif isinstance(message, SnapshotRequest) and message.last:
             self._end()
         elif (
             not self.snapshots.unkept
@@ -97,7 +112,7 @@ class CheckpointExtension(ExchangeExtension):
         elif self._server.running:
             snapshots.end()
 
-    def _receive_part(self, sender: Address, message: m.SnapshotPart) -> None:
+    def _receive_part(self, sender: Address, message: SnapshotPart) -> None:
         if sender.role is not Role.SERVER:
             raise m.ProtocolError(f"{sender} has no part in a snapshot")
         if message.stage == CUT:
@@ -108,7 +123,7 @@ class CheckpointExtension(ExchangeExtension):
 
     def on_sent(self, to: Address, message: m.Message) -> None:
         """A worker is given batches."""
-        if isinstance(message, m.Lease):
+        if isinstance(message, Lease):
             self.snapshots.leased(message)
 
     def on_handled(self, extension: ServerExtension) -> None:
@@ -195,16 +210,13 @@ class CheckpointExtension(ExchangeExtension):
     # --- several server groups -----------------------------------------------------------------------------------
 
     def take_exchange(self, sender: Address, message: m.Message, body: torch.Tensor) -> bool:
-        """Keep what was sent behind a snapshot that is still to come here, and take what belongs to the last one."""
-        if self.snapshots.early(message):
+        """Keep what was sent behind a snapshot that is still to come here."""
+        early = self.snapshots.early(message)
+        if early:
             if len(self._ahead) >= _MAX_HELD:
                 raise m.ProtocolError(f"{sender} is far ahead of a snapshot that {self._server.me} does not know")
             self._ahead.append((sender, replace(message, body=body.clone())))
-            return True
-        if isinstance(message, m.Remainder):
-            self.snapshots.remainder(sender.group, message, body)
-            return True
-        return False
+        return early
 
     def exchanged(self, message: m.Message, body: torch.Tensor) -> None:
         """As `ExchangeExtension.exchanged`."""
@@ -252,6 +264,18 @@ class CheckpointExtension(ExchangeExtension):
             if not groups.is_away(workers[0]):
                 found[group] = min(map(reads, range(len(workers)) if self._apart else (group,)))
         return found
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State | None:
+        """As `ServerExtension.state_dict`."""
+        snapshots = self.snapshots.state_dict()
+        return None if snapshots is None else {"snapshots": snapshots, "ahead": self._ahead}
+
+    def load_state_dict(self, state: State) -> None:
+        """As `ServerExtension.load_state_dict`."""
+        self.snapshots.load_state_dict(state["snapshots"])
+        self._ahead = list(state["ahead"])
 
 
 def snapshots_of(server: Server) -> ServerSnapshots:

@@ -14,7 +14,8 @@ from topotrain.config.intervals import Rhythm, wants_snapshots
 from topotrain.config.job import Agreement, Apply, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.optim.state_table import StateError, from_rows, to_rows
-from topotrain.core.protocol import Delta, Lease, Message, ProtocolError, Remainder, SnapshotPart
+from topotrain.core.protocol import Delta, Message, ProtocolError
+from topotrain.core.server.component_state import State
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.data_position import DataPosition
@@ -40,6 +41,8 @@ from topotrain.extensions.checkpointing.snapshot_coordinator import (
     WriteSnapshot,
     texts,
 )
+from topotrain.extensions.checkpointing.snapshot_messages import Remainder, SnapshotPart
+from topotrain.training.data.data_messages import Lease
 
 Send = Callable[[Address, Message], None]
 
@@ -410,6 +413,41 @@ class ServerSnapshots:
         for part in texts(number, stage, data):
             part = replace(part, shard=self._me.index)
             self._send(self._leader if self._me.index == 0 else self._servers[0], part)
+
+    def state_dict(self) -> State | None:
+        """Return the state, see `component_state`. None: not possible while a frozen shard waits for its layout."""
+        if self._frozen:
+            return None
+        return {
+            "cut": self.cut,
+            "facts": self._facts,
+            "reading": self._reading,
+            "position": self.position.state_dict(),
+            "closed": self.closed,
+            "coordinator": None if self.book is None else self.book.state_dict(),
+            "steps": self.steps,
+            "texts": self._texts.state_dict(),
+            "passed": self._passed,
+            "pressed": self._pressed,
+            "timed": self._timed,
+            "ends": self._ends,
+            "announced": self._announced,
+            "due": self._due,
+            "laid": self._laid,
+            "untold": self._untold,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.cut, self.closed, self._facts = state["cut"], state["closed"], dict(state["facts"])
+        self._reading, self.steps, self._untold = dict(state["reading"]), dict(state["steps"]), dict(state["untold"])
+        self.position.load_state_dict(state["position"])
+        self._texts.load_state_dict(state["texts"])
+        if self.book is not None:
+            self.book.load_state_dict(state["coordinator"])
+        self._passed, self._pressed, self._timed = state["passed"], state["pressed"], state["timed"]
+        self._ends, self._announced = state["ends"], state["announced"]
+        self._due, self._laid = state["due"], state["laid"]
 
 
 def unread(source: SnapshotSource) -> int:

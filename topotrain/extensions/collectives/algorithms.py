@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 import torch
 
 from topotrain.config.job import Algorithm
-from topotrain.core.protocol import CollectivePart, ProtocolError
+from topotrain.core.protocol import ProtocolError
+from topotrain.extensions.collectives.collective_messages import CollectivePart
 
 VALUES = -1  # `CollectivePart.ordinal` of a result: the new values of the bucket, not the mean of a backward
 

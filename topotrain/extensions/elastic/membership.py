@@ -21,22 +21,25 @@ from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import (
     Applied,
-    AppliedBatchesOfStreams,
     Commit,
     Fail,
-    GroupLeaveRequest,
-    GroupLeft,
     Message,
     ProtocolError,
-    RestartRequest,
     StepDecision,
     StepVote,
     WorkerRejoined,
 )
+from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.consistency import AWAY, REPLACED, RESTARTS
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import Outbox, RegroupExtension
 from topotrain.extensions.elastic.eligibility import refusal, singly
+from topotrain.extensions.elastic.membership_messages import (
+    AppliedBatchesOfStreams,
+    GroupLeaveRequest,
+    GroupLeft,
+    RestartRequest,
+)
 
 STREAMS = 2000
 """Data streams in one `AppliedBatchesOfStreams`."""
@@ -121,6 +124,16 @@ class Members:
         """(who, incarnation) that was heard of, and is not carried out."""
         return [(key, known.asked) for key, known in self._groups.items() if known.asked > known.incarnation]
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"groups": {key: field_values(group) for key, group in self._groups.items()}, "changed": self.changed}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        for key, (incarnation, asked, here) in state["groups"].items():
+            self._groups[key] = _Group(incarnation, asked, set(here))
+        self.changed = state["changed"]
+
 
 # --- how far a group of other servers came -----------------------------------------------------------------------
 
@@ -155,6 +168,14 @@ class CoordinatorAnswers:
         del self._parts[part.group]
         return {s: n for each in known.values() for s, n in zip(each.counts[::2], each.counts[1::2], strict=True)}
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"parts": self._parts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._parts = {group: dict(parts) for group, parts in state["parts"].items()}
+
 
 # --- the change --------------------------------------------------------------------------------------------------
 
@@ -170,7 +191,6 @@ class ElasticGroups(RegroupExtension):
     messages = (WorkerRejoined, RestartRequest, AppliedBatchesOfStreams, GroupLeaveRequest, GroupLeft)
     before_model = (WorkerRejoined, RestartRequest, AppliedBatchesOfStreams, GroupLeft)
     decrees = (RESTARTS, REPLACED, AWAY)
-    state_types = (_Group, Members, CoordinatorAnswers)
 
     def __init__(self, server: Server, job: Job, topology: Topology) -> None:
         self._server, self._me, self._job, self._topology = server, server.me, job, topology
@@ -411,6 +431,19 @@ class ElasticGroups(RegroupExtension):
         server.exchange.end_group(group)
         if server.state.model is not None:
             server.exchange.drain()
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As `ServerExtension.state_dict`."""
+        members, answers = self.members.state_dict(), self._answers.state_dict()
+        return {"members": members, "answers": answers, "questions": self._questions, "leaving": self._leaving}
+
+    def load_state_dict(self, state: State) -> None:
+        """As `ServerExtension.load_state_dict`."""
+        self.members.load_state_dict(state["members"])
+        self._answers.load_state_dict(state["answers"])
+        self._questions, self._leaving = list(state["questions"]), set(state["leaving"])
 
 
 def _first(texts: Iterable[str]) -> str:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from topotrain.core.events import Agreed, Event
-from topotrain.core.protocol import GroupLeaveRequest, GroupLeft, Message
+from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
+from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, GroupLeft
 
 WISHES = ("leave", "lose", "join")
 AWAY = "away"

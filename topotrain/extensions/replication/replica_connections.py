@@ -16,6 +16,7 @@ import torch
 from topotrain.comm.transport import Endpoint, TransportError
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.extensions.replication.replication_messages import Ack, ResumeConnection
 from topotrain.extensions.replication.state_machine import OFTEN, ReliableChannel
 
 
@@ -92,7 +93,7 @@ class ReplicaConnections:
         way.told = way.line.heard
         if way.up:
             with suppress(TransportError):
-                self._send(to, m.Ack(way.told, ask))
+                self._send(to, Ack(way.told, ask))
 
     # --- calls by the transport ----------------------------------------------------------------------------------
 
@@ -109,16 +110,16 @@ class ReplicaConnections:
         way = self._ways.get(sender)
         if way is None:
             self._resident.handle(sender, message)
-        elif isinstance(message, m.Ack):
+        elif isinstance(message, Ack):
             way.taken(message.heard)
             self._changed()
-        elif isinstance(message, m.ResumeConnection):
+        elif isinstance(message, ResumeConnection):
             self._resumed(sender, way, message)
         else:
             way.line.heard += 1
             self._resident.handle(sender, message)
 
-    def _resumed(self, server: Address, way: _Way, message: m.ResumeConnection) -> None:
+    def _resumed(self, server: Address, way: _Way, message: ResumeConnection) -> None:
         with way.order:
             way.taken(message.heard)
             way.up = True
@@ -153,7 +154,7 @@ class ReplicaConnections:
         """
         self._ways[server].moves = max(moves, self._ways[server].moves)
         with suppress(TransportError):
-            self._send(server, m.ResumeConnection(self._ways[server].line.heard, life=self._life))
+            self._send(server, ResumeConnection(self._ways[server].line.heard, life=self._life))
 
     def failed(self, server: Address, reason: str) -> None:
         """Report that the server has no other process."""

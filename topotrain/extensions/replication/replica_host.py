@@ -27,14 +27,15 @@ from topotrain.comm.security.handshake import Peer
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.config.topology import Address, Role
 from topotrain.core.profiling.spans import Recorder
-from topotrain.core.protocol import Message, ProtocolError, ReplicaReleased
+from topotrain.core.protocol import Message, ProtocolError
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
 from topotrain.extensions.elastic.membership import ElasticGroups
 from topotrain.extensions.replication.replica_placement import ReplicaSet
+from topotrain.extensions.replication.replication_messages import ReplicaReleased
 from topotrain.extensions.replication.state_machine import Out, Primary, ReplicatedServer, Standby
-from topotrain.extensions.replication.state_transfer import portray, restore
+from topotrain.extensions.replication.state_transfer import restore, save
 
 GRACE_S, APART_S = 15.0, 4.0
 """Seconds to wait for a report of an end, and additional seconds per slot.
@@ -433,7 +434,7 @@ class ReplicatedServers:
         return server
 
     def _speaker(self, copy: ReplicatedServer) -> PrimaryEndpoint:
-        lead = Primary(copy, portray)
+        lead = Primary(copy, save)
         me = lead.me
         told = (partial(self._covered, me), partial(self._differs, me), partial(self._missed, me))
         ends = (self._despair, partial(self._parted, me), self._grace_s)

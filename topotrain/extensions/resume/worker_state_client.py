@@ -6,13 +6,14 @@ from topotrain.config.topology import Address
 from topotrain.core import protocol as m
 from topotrain.core.client.client_extension import ClientAccess, ClientExtension
 from topotrain.core.client.client_types import present_body
+from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, WorkerStateRequest
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, PartialState, cut, room
 
 
 class WorkerStateClient(ClientExtension):
     """One worker's client of the store (`WorkerStateStore`)."""
 
-    messages = (m.WorkerStatePart,)
+    messages = (WorkerStatePart,)
 
     def __init__(self) -> None:
         self._arrivals: dict[int, PartialState] = {}
@@ -32,17 +33,17 @@ class WorkerStateClient(ClientExtension):
         with self._client.waiter.update():
             self._arrivals.clear()
             self._loaded.clear()
-        self._client.tell(self._client.desk, m.WorkerStateRequest())
+        self._client.tell(self._client.desk, WorkerStateRequest())
         self._client.wait_until(lambda: self._loaded.keys() >= {EPOCH, SINCE})
         return self._loaded[EPOCH], self._loaded[SINCE]
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
         """Memory for one part. Raises ProtocolError for a part of another worker's state."""
-        return room(self._client.me, message) if isinstance(message, m.WorkerStatePart) else None
+        return room(self._client.me, message) if isinstance(message, WorkerStatePart) else None
 
     def handle(self, sender: Address, message: m.Message) -> None:
         """A part of the state, or that there is none."""
-        assert isinstance(message, m.WorkerStatePart)
+        assert isinstance(message, WorkerStatePart)
         if not message.parts:
             if message.number in (EPOCH, SINCE):
                 self._loaded[message.number] = None

@@ -7,7 +7,7 @@ them. An extension whose package or module is not there is left out, so that a f
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from topotrain.config.job import Job
+from topotrain.config.job import Compression, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.model.schema import Allocate
 from topotrain.core.server.server import Deliver, Server
@@ -36,15 +36,15 @@ def make_server(
 
         start = SnapshotStart(resumed)
     server = Server(me, job, topology, allocate, shared, deliver, start)
-    server.attach(server_extensions(server, job, topology, resumed))
+    server.attach(server_extensions(server, job, topology, allocate, resumed))
     return server
 
 
 def server_extensions(
-    server: Server, job: Job, topology: Topology, resumed: SnapshotSource | None = None
+    server: Server, job: Job, topology: Topology, allocate: Allocate, resumed: SnapshotSource | None = None
 ) -> tuple[ServerExtension, ...]:
     """The extensions of a server, in order; resumed: the snapshot that the job starts with."""
-    found = list(_extensions(server, job, topology, resumed))
+    found = list(_extensions(server, job, topology, allocate, resumed))
     if installed("extensions.elastic.membership"):
         from topotrain.extensions.elastic.membership import ElasticGroups
 
@@ -58,13 +58,25 @@ def server_extensions(
 
 
 def _extensions(
-    server: Server, job: Job, topology: Topology, resumed: SnapshotSource | None
+    server: Server, job: Job, topology: Topology, allocate: Allocate, resumed: SnapshotSource | None
 ) -> Iterator[ServerExtension]:
     me = server.me
     if makes_partial_steps(job):
         from topotrain.extensions.backup_workers.quorum import BackupWorkers
 
         yield BackupWorkers(server, job, topology)
+    if topology.relayed:
+        from topotrain.extensions.collectives.collective_server import CollectiveServer
+
+        yield CollectiveServer(server, job, topology, allocate)
+    elif topology.foreign:
+        from topotrain.extensions.collectives.collective_server import TorchCollectiveServer
+
+        yield TorchCollectiveServer()
+    if job.cluster.compression is not Compression.kNone:
+        from topotrain.extensions.compression.compression_server import CompressionServer
+
+        yield CompressionServer(job.cluster)
     if installed("extensions.tables"):
         from topotrain.extensions.tables.table_server import TableServer
 

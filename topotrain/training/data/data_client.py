@@ -9,6 +9,7 @@ from typing import TypeVar
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
 from topotrain.core.client.client_extension import ClientAccess, ClientExtension
+from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 from topotrain.training.data.lease_queue import LEAVES
 
 T = TypeVar("T", bound=m.Message)
@@ -21,7 +22,7 @@ class DataClient(ClientExtension):
         bounded: the job has a `max_staleness`.
     """
 
-    messages = (m.Lease, m.GroupIdle, m.AppliedBatchesReply, m.DrawnBatches)
+    messages = (Lease, m.GroupIdle, m.AppliedBatchesReply, DrawnBatches)
 
     def __init__(self, bounded: bool) -> None:
         self._bounded = bounded
@@ -45,13 +46,13 @@ class DataClient(ClientExtension):
     def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
         """(lease, first, last); see message.Lease."""
 
-        def answers(reply: m.Lease) -> bool:
+        def answers(reply: Lease) -> bool:
             none_now = reply.first == reply.last
             return (reply.epoch, reply.ordinal) == (epoch, ordinal) and not (wait and none_now)
 
         if wait and self._bounded:
             self._client.tell(self._home, m.GroupIdle(epoch, ordinal, True))
-        reply = self._ask(self._desk, m.LeaseRequest(epoch, ordinal, total, digest, passed, wait), m.Lease, answers)
+        reply = self._ask(self._desk, LeaseRequest(epoch, ordinal, total, digest, passed, wait), Lease, answers)
         # The end of an epoch is told to whoever asks, but each worker asks for it once with `wait`: the fetches of a
         # group's workers must be as many.
         self.leaves = self.leaves or reply.lease == LEAVES
@@ -66,7 +67,7 @@ class DataClient(ClientExtension):
 
     def free(self, epoch: int, ordinal: int, first: int) -> None:
         """Give the rest of the epoch's leases back."""
-        self._client.mention(self._desk, m.LeaseRelease(epoch, ordinal, first))
+        self._client.mention(self._desk, LeaseRelease(epoch, ordinal, first))
 
     def applied(self, stream: int) -> int:
         """How many batches of a data stream the servers have applied; of stream -1, how many steps of this group."""
@@ -76,13 +77,13 @@ class DataClient(ClientExtension):
     def put_draw(self, epoch: int, chunk: int, end: bool, sizes: Sequence[int], indices: Sequence[int]) -> None:
         """Tell the others of the job which samples the batches have."""
         self.drawing(epoch, chunk)
-        self._client.tell(self._desk, m.DrawnBatches(epoch, chunk, end, tuple(sizes), tuple(indices)))
+        self._client.tell(self._desk, DrawnBatches(epoch, chunk, end, tuple(sizes), tuple(indices)))
 
     def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
         """(batch sizes, indices, end) of a run of batches that worker (0,0) drew."""
         self.drawing(epoch, chunk)
-        question = m.DrawRequest(epoch, chunk)
-        reply = self._ask(self._desk, question, m.DrawnBatches, lambda put: (put.epoch, put.chunk) == (epoch, chunk))
+        question = DrawRequest(epoch, chunk)
+        reply = self._ask(self._desk, question, DrawnBatches, lambda put: (put.epoch, put.chunk) == (epoch, chunk))
         return reply.sizes, reply.indices, reply.end
 
     def _ask(self, server: Address, question: m.Message, kind: type[T], answers: Callable[[T], bool]) -> T:

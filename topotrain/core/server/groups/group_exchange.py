@@ -8,6 +8,7 @@ import torch
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
+from topotrain.core.server.component_state import State
 from topotrain.core.server.group_sync import Distance, Out
 from topotrain.core.server.groups.worker_groups import WorkerGroups
 from topotrain.core.server.message_queue import MessageQueue
@@ -34,11 +35,6 @@ class GroupExchange:
         self._state, self._groups = state, groups
         self._shutdown, self._queue, self._hooks = shutdown, queue, hooks
         self._early: list[tuple[Address, m.Message]] = []
-
-    @property
-    def empty(self) -> bool:
-        """Whether no message waits for the common start."""
-        return not self._early
 
     @property
     def distance(self) -> Distance:
@@ -109,3 +105,11 @@ class GroupExchange:
 
     def _final_values(self, bucket: Bucket) -> torch.Tensor:
         return self._state.known.values(bucket.id)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"early": self._early}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._early = list(state["early"])

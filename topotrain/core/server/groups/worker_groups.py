@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
+from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import Clocks
 
 
@@ -109,3 +110,15 @@ class WorkerGroups:
         """The workers of the group are gone; ended: all their scripts had ended."""
         if not ended:
             self._finished[group] = {}
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        apart = {"away": self._away, "paused": self._paused, "returned": self._returned}
+        return {"clocks": self.clocks.state_dict(), "finished": self._finished, **apart}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.clocks.load_state_dict(state["clocks"])
+        self._finished = {group: dict(finished) for group, finished in state["finished"].items()}
+        self._away, self._paused = set(state["away"]), set(state["paused"])
+        self._returned = set(state["returned"])

@@ -7,12 +7,13 @@ Shards vote, the coordinator decides, and every shard carries out the same list 
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.server.commit_agreement import StepError
+from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import IS_BACK, RESTARTS, RESTS, DecisionLog
 from topotrain.core.server.groups.worker_groups import WorkerGroups
 from topotrain.core.server.message_queue import MessageQueue
 from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.core.server.shard_state import ShardState
+from topotrain.core.server.steps.commit_agreement import StepError
 from topotrain.core.server.steps.step_pipeline import StepPipeline
 
 
@@ -134,3 +135,13 @@ class Decisions:
     def reset(self, group: int) -> None:
         """The workers of the group are gone."""
         self._rested.pop(group, None)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"log": None if self.log is None else self.log.state_dict(), "rested": self._rested}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        if self.log is not None:
+            self.log.load_state_dict(state["log"])
+        self._rested = dict(state["rested"])

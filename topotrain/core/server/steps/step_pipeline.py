@@ -4,9 +4,8 @@ A step is staged once all its contributions are here. The server then votes, and
 the coordinator has decided it.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-
-import torch
 
 from topotrain.config.async_momentum import explanation, momentum_in
 from topotrain.config.job import ConfigError
@@ -17,9 +16,9 @@ from topotrain.core.bitmaps import int_to_bits
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol.message_validation import check_bits
-from topotrain.core.server.commit_agreement import StepError
+from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import AppliedBatches, LoopExits, pairs
-from topotrain.core.server.gradient_staging import GradientStaging, ReducedBucket
+from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket
 from topotrain.core.server.groups.group_exchange import GroupExchange
 from topotrain.core.server.groups.worker_groups import WorkerGroups
 from topotrain.core.server.message_queue import MessageQueue
@@ -27,6 +26,7 @@ from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
 from topotrain.core.server.parameter_shard import ParameterShard, global_norm, step_factor
 from topotrain.core.server.server_extension import ExtensionHooks, StepResult
 from topotrain.core.server.shard_state import ShardState
+from topotrain.core.server.steps.commit_agreement import StepError
 from topotrain.core.server.steps.pulls import Pulls
 from topotrain.core.server.steps.sample_counts import SampleCounts
 from topotrain.core.server.steps.step_policy import makes_partial_steps
@@ -57,8 +57,6 @@ class StepPipeline:
         self._spans: Recorder = SILENT
         self.batches = AppliedBatches(start.first_epoch)
         self._samples = SampleCounts(self._topology, me.group, start.samples)
-        self.samples = self._samples.counts
-        """Of each worker of this server group: how many of its samples are in the values."""
         self._strikes = NonfiniteLimit(job.nonfinite)
         self._exits = {group: LoopExits(self._topology.workers_per_group) for group in groups.groups}
         self.hyper = dict.fromkeys(groups.groups, b"")
@@ -67,6 +65,11 @@ class StepPipeline:
         self._good_hyper = b""
         self._applied: dict[int, m.Applied] = {}
         self._taken = dict.fromkeys(groups.groups, 0)  # steps, of all incarnations of a group
+
+    @property
+    def samples(self) -> Mapping[Address, int]:
+        """Of each worker of this server group: how many of its samples are in the values."""
+        return self._samples.counts
 
     def record_spans(self, spans: Recorder) -> None:
         """Record how long updates on arrival take."""
@@ -81,32 +84,34 @@ class StepPipeline:
             model = self._state.known
             bucket = model.bucket(message.bucket)
             check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
-            body = model.encoding.push(sender, message, bucket, model.values(message.bucket))
+            body = model.codec.push(sender, message, bucket, model.values(message.bucket))
             self._send_means(sender.group, message.ordinal, staging.push(sender.index, message, body))
 
     def backward_end(self, sender: Address, message: m.BackwardEnd) -> None:
         """A worker's backward is over."""
+        self._state.known.staging[sender.group].check(sender, message)
         staging = self.current_source(sender, message.step)
         if staging is None:
             return
-        if not self._topology.collective:  # else nothing reads `pushed`
-            if not staging.visible:
-                raise m.ProtocolError(f"{sender} ends a backward, where what is pushed counts when it is committed")
-            check_bits(message.pushed, len(self._state.known.buckets), f"{sender}: the buckets of a backward")
         self._check_together(sender, message)
         self._send_means(sender.group, message.ordinal, staging.end(sender.index, message))
         if staging.waits:
             self.check_all_continue(sender.group)
+        for extension in self._hooks.backward_ended:
+            self._queue.send_all(extension.backward_ended(sender, message))
 
-    def _send_means(self, group: int, ordinal: int, ready: list[ReducedBucket]) -> None:
+    def _send_means(self, group: int, ordinal: int, ready: Iterable[ReducedBucket]) -> None:
         model = self._state.known
         staging = model.staging[group]
         for reduced in ready:
+            if model.on_arrival:
+                self.update_on_arrival(group, reduced)
+                continue
             if reduced.mean is None:
                 continue
             bucket = model.bucket(reduced.bucket)
             present = int_to_bits(reduced.present, len(bucket.pieces))
-            body = model.encoding.mean_body(group, bucket, reduced.mean)
+            body = model.codec.mean_body(group, bucket, reduced.mean)
             self._send_group(group, m.ReducedGradient(staging.step, ordinal, reduced.bucket, present, body=body))
         closed = staging.closed(ordinal)
         if closed is not None and not model.on_arrival:
@@ -120,10 +125,11 @@ class StepPipeline:
         self._check_hyper(message.hyper)
         self._hyper_of[sender] = self.hyper[sender.group] = message.hyper
 
-    def arrived(self, group: int, bucket: Bucket, present: int, gradient: torch.Tensor) -> None:
-        """A mean is there, and is applied on arrival."""
+    def update_on_arrival(self, group: int, reduced: ReducedBucket) -> None:
+        """Apply a mean that is there (`apply: kOnArrival`)."""
+        bucket = self._state.known.bucket(reduced.bucket)
         with self._spans.span("apply", group=group, bucket=bucket.id):
-            self._state.known.update_now(bucket, present, gradient, self.hyper[group])
+            self._state.known.update_now(reduced, self.hyper[group])
         self._show_early(group, bucket, self._state.version)
 
     def _show_early(self, group: int, bucket: Bucket, version: int) -> None:
@@ -131,7 +137,7 @@ class StepPipeline:
         if self._shows_early and self._state.common:
             model = self._state.known
             step = model.staging[group].step
-            self._queue.send_all(self._pulls.replies.stream(model, group, bucket, step, version))
+            self._pulls.send(self._pulls.replies.stream(model, group, bucket, step, version))
 
     def loop_exited(self, sender: Address, message: m.LoopExited) -> None:
         """A worker has left a loop over its data early."""
@@ -176,15 +182,14 @@ class StepPipeline:
         self._hyper_of[sender] = self.hyper[sender.group] = hyper
         staging.commit(sender.index, replace(message, hyper=hyper))
         self.try_stage(sender.group)
+        for extension in self._hooks.committed:
+            self._queue.send_all(extension.committed(sender, message))
 
     def _check_commit(self, sender: Address, message: m.Commit) -> None:
         model, where = self._state.known, f"{sender}: the commit of step {message.step}"
         for bits in (message.edited, message.dropped):
             check_bits(bits, model.pieces, where)
-        # The worker of a relaying server sends it the revisions of the whole model.
-        relayed = self._topology.relayed and sender.index == self._state.me.index
-        if len(message.revisions) != len(model.map.buckets if relayed else model.buckets):
-            raise m.ProtocolError(f"{where}: revisions of {len(message.revisions)} buckets")
+        model.staging[sender.group].check(sender, message)
         if message.samples < 0:
             raise m.ProtocolError(f"{where}: {message.samples} samples")
         self._check_hyper(message.hyper)
@@ -199,7 +204,7 @@ class StepPipeline:
             raise StepError(str(error)) from error
         self._good_hyper = hyper
 
-    def current_source(self, sender: Address, step: int) -> GradientStaging | None:
+    def current_source(self, sender: Address, step: int) -> GradientSource | None:
         """The group's staging, if a message of `step` is of its current step; None: an older step, which is over.
 
         Raises:
@@ -221,12 +226,8 @@ class StepPipeline:
     def try_stage(self, group: int) -> None:
         """Vote for the group's step, if all that it needs has just become complete."""
         staging = self._state.known.staging[group]
-        if self._partial:
-            if staging.completed():
-                self._queue.send(self._coordinator, self._vote(group))
-            return
         # Extensions are asked last: most messages come before the last commit.
-        if staging.staged or len(staging.commits) < len(self._groups.workers[group]):
+        if not self._partial and len(staging.commits) < staging.workers:
             return
         if all(each.may_stage(group, staging.step) for each in self._hooks.may_stage) and staging.try_stage():
             self._queue.send(self._coordinator, self._vote(group))
@@ -242,7 +243,7 @@ class StepPipeline:
         """Vote again for each step that is staged and not decided."""
         model = self._state.model
         for group, staging in {} if model is None else model.staging.items():
-            if staging.staged or staging.complete:
+            if staging.staged or staging.members:
                 self._queue.send(self._coordinator, self._vote(group))
 
     def check_vote(self, message: m.StepVote | m.StepDecision) -> list[tuple[int, int]]:
@@ -271,7 +272,7 @@ class StepPipeline:
         staging = model.staging[group]
         self._hooks.policy.choose(staging, decision)
         if self._partial:
-            self.hyper[group] = staging.hyper
+            self.hyper[group] = staging.first.hyper
         refused = dict(self.check_vote(decision))
         skipped = decision.found_inf or (bool(refused) and not model.refuse(group, refused.keys()))
         commit, staleness = staging.first, self._state.version - self._pulls.replies.pulled[group]
@@ -280,7 +281,7 @@ class StepPipeline:
         if new and not skipped:
             self._samples.applied(group, staging.commits, refused.keys())
             self._update(model, group, commit, norm, staleness)
-        model.encoding.step_done(group, new and not skipped, commit.inv_scale)
+        model.codec.step_done(group, new and not skipped, commit.inv_scale)
         version = self._state.version
         applied = m.Applied(staging.step, version, staleness, skipped, norm, refused=decision.refused)
         self._end_step(group, staging, applied)
@@ -308,7 +309,7 @@ class StepPipeline:
         if state.common:
             self._exchange.send(model.agreement.updated(model.touched(group)))
 
-    def _end_step(self, group: int, staging: GradientStaging, applied: m.Applied) -> None:
+    def _end_step(self, group: int, staging: GradientSource, applied: m.Applied) -> None:
         for extension in self._hooks.amend_reply:
             applied = extension.amend_reply(group, applied, staging.first)
         self._applied[group] = applied
@@ -350,7 +351,7 @@ class StepPipeline:
             self._hyper_of.pop(worker, None)
         if self._state.model is not None:
             self._state.model.staging[group].restart()
-            self._state.model.encoding.forget(group)
+            self._state.model.codec.forget(group)
         self._strikes.forget(group)
         self._exits[group] = LoopExits(self._topology.workers_per_group)
 
@@ -359,3 +360,30 @@ class StepPipeline:
         self._hyper_of.pop(worker, None)
         if self._state.model is not None:
             self._state.model.staging[worker.group].forget(worker.index)
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "batches": self.batches.state_dict(),
+            "samples": self._samples.state_dict(),
+            "nonfinite": self._strikes.state_dict(),
+            "exits": {group: exits.state_dict() for group, exits in self._exits.items()},
+            "hyper": self.hyper,
+            "hyper_of": self._hyper_of,
+            "good_hyper": self._good_hyper,
+            "applied": self._applied,
+            "taken": self._taken,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.batches.load_state_dict(state["batches"])
+        self._samples.load_state_dict(state["samples"])
+        self._strikes.load_state_dict(state["nonfinite"])
+        for group, exits in state["exits"].items():
+            self._exits[group].load_state_dict(exits)
+        self.hyper, self._hyper_of = dict(state["hyper"]), dict(state["hyper_of"])
+        self._good_hyper = state["good_hyper"]
+        self._applied, self._taken = dict(state["applied"]), dict(state["taken"])

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from topotrain.config.job import Job
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Commit, ProtocolError, StepDecision
-from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.server.gradients.gradient_source import GradientSource
 
 
 def makes_partial_steps(job: Job) -> bool:
@@ -27,7 +27,7 @@ class StepPolicy:
         """Whether the contributions of these workers, which all shards have, make a step."""
         return True
 
-    def choose(self, staging: GradientStaging, decision: StepDecision) -> None:
+    def choose(self, staging: GradientSource, decision: StepDecision) -> None:
         """Keep the contributions of which the decided step is made.
 
         Raises:

@@ -1,0 +1,140 @@
+"""Messages and their bytes: whole or refused."""
+
+import re
+import struct
+from dataclasses import dataclass, fields
+
+import pytest
+import torch
+from every_message import PACKAGE, every_message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topotrain.core import protocol as m
+from topotrain.training.data.data_messages import DrawnBatches
+
+KINDS = [cls.KIND for cls in every_message()]
+_VALUES = {
+    int: st.integers(-(2**63), 2**63 - 1),
+    float: st.floats(allow_nan=False),
+    bool: st.booleans(),
+    str: st.text(max_size=50),
+    bytes: st.binary(max_size=50),
+}
+_INTS = st.lists(_VALUES[int], max_size=10).map(tuple)
+
+
+@st.composite
+def messages(draw):
+    cls = m.KINDS[draw(st.sampled_from(KINDS))]
+    return cls(**{f.name: draw(_VALUES.get(f.type, _INTS)) for f in fields(cls) if f.name != "body"})
+
+
+@given(messages())
+def test_every_message_survives_its_bytes(message):
+    kind, meta = m.encode(message)
+    assert kind == type(message).KIND
+    assert m.decode(kind, meta) == message
+
+
+@given(st.sampled_from(KINDS), st.binary(max_size=300))
+@settings(max_examples=300)
+def test_random_bytes_are_a_message_or_refused(kind, meta):
+    try:
+        message = m.decode(kind, meta)
+    except m.ProtocolError:
+        return
+    assert len(m.encode(message)[1]) == len(meta)
+
+
+@given(messages(), st.data())
+def test_a_shortened_or_lengthened_message_is_refused(message, data):
+    kind, meta = m.encode(message)
+    if meta:
+        with pytest.raises(m.ProtocolError):
+            m.decode(kind, meta[: data.draw(st.integers(0, len(meta) - 1))])
+    with pytest.raises(m.ProtocolError, match="too many"):
+        m.decode(kind, meta + b"x")
+
+
+def test_the_length_of_a_field_is_not_believed():
+    kind, meta = m.encode(m.SchemaPart(part=0, parts=1, text="x"))
+    with pytest.raises(m.ProtocolError, match="cut short"):
+        m.decode(kind, meta[:-5] + struct.pack("<I", 2**32 - 1) + b"x")
+
+
+def test_text_must_be_utf8():
+    kind, meta = m.encode(m.SchemaPart(part=0, parts=1, text="x"))
+    with pytest.raises(m.ProtocolError, match="UTF-8"):
+        m.decode(kind, meta[:-1] + b"\xff")
+
+
+def test_integers_come_whole():
+    kind, meta = m.encode(DrawnBatches(epoch=0, chunk=0, end=True, sizes=(), indices=()))
+    with pytest.raises(m.ProtocolError, match="list of integers"):
+        m.decode(kind, meta[:-8] + struct.pack("<I", 3) + b"abc" + meta[-4:])
+
+
+def test_unknown_type_is_refused():
+    with pytest.raises(m.ProtocolError, match="unknown message type 9999"):
+        m.decode(9999, b"")
+
+
+def test_too_many_fields_are_refused_where_they_are_made():
+    with pytest.raises(m.ProtocolError, match="limit is 65536"):
+        m.encode(m.SchemaPart(part=0, parts=1, text="x" * m.MAX_META))
+
+
+def test_the_body_is_no_part_of_the_fields():
+    body = torch.ones(3)
+    with_body = m.Values(round=1, bucket=2, version=3, body=body)
+    assert m.encode(with_body) == m.encode(m.Values(round=1, bucket=2, version=3))
+    assert m.decode(*m.encode(with_body), body).body is body
+
+
+NUMBERS = {
+    1: "SchemaPart Init Fetch Values Fail SharedBuffer StepRates",
+    10: "Push BackwardEnd ReducedGradient GradientOverride Commit Applied Finish BackwardReduced GroupIdle LoopExited",
+    20: "StepVote StepDecision StepDecisionRequest WorkerRejoined RestartRequest AppliedBatchesOfStreams",
+    26: "AppliedBatchesRequest AppliedBatchesReply GroupLeaveRequest GroupLeft Delta MasterValue RingOffer RingReply",
+    34: "Drained FinalValue StepMissed StepCatchUp StepCaughtUp",
+    40: "ModelBufferValue FinalRequest BufferRequest",
+    50: "LeaseRequest Lease LeaseRelease DrawnBatches DrawRequest",
+    60: "StateRequest StatePart WorkerStatePart WorkerStateRequest SnapshotRequest SnapshotPart Remainder",
+    70: "CollectivePart",
+    80: "TableOpen TablePush TableStep TablePull TableRows TableAssign TableRule TableStatsRequest TableStats",
+    89: "TableBarrier TablesFinished TableList TableIds",
+    96: "Activation ActivationHello",
+    100: "ResumeConnection Ack ReplicatedEvent ReplicaAck StateTransfer ReplicaReleased ReplicaChecksum",
+}
+
+
+def test_numbers_on_the_wire_never_change():
+    expected = {first + n: name for first, names in NUMBERS.items() for n, name in enumerate(names.split())}
+    assert {cls.KIND: cls.__name__ for cls in every_message()} == expected
+
+
+def test_a_number_that_another_message_has_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"message number 3 of .*Second belongs to .*session_messages\.Fetch"):
+
+        @m.message(3)
+        @dataclass(frozen=True, slots=True)
+        class Second(m.Message):
+            pass
+
+    assert m.kind_of(3) is m.Fetch
+
+
+def test_a_message_without_a_number_is_not_sent():
+    @dataclass(frozen=True, slots=True)
+    class Unregistered(m.Message):
+        round: int
+
+    with pytest.raises(m.ProtocolError, match="Unregistered is not a registered message"):
+        m.encode(Unregistered(1))
+
+
+def test_only_modules_of_messages_register_some():
+    """So that the walk over these modules finds all messages."""
+    found = {path.name for path in PACKAGE.rglob("*.py") if re.search(r"^@message\(", path.read_text(), re.MULTILINE)}
+    assert found and all(name.endswith("_messages.py") for name in found)

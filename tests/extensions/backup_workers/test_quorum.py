@@ -1,0 +1,293 @@
+"""Backup workers, piece by piece: whom a step waits for, what a decision names, and whose contributions it adds up."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from topotrain.config.job import Cluster, ConfigError
+from topotrain.config.sharding import cut
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.bitmaps import NO_REVISION
+from topotrain.core.events import Notice
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.protocol import Commit, Push, StepVote
+from topotrain.core.server.consistency import SHOWS, DecisionLog
+from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings
+from topotrain.core.server.steps.commit_agreement import StepError
+from topotrain.core.server.steps.step_policy import StepPolicy
+from topotrain.extensions.backup_workers.backup_messages import StepCatchUp
+from topotrain.extensions.backup_workers.quorum import Quorum
+from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
+from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay
+from topotrain.tools.monitor.stragglers import stragglers
+from topotrain.tools.simulator.sim_cluster import parameters
+from topotrain.training.data.distributed_loader import ShardedLoader
+from topotrain.training.data.map_dataset import PLAIN, DataPlan
+from topotrain.training.step_progress import ProgressReporter
+from topotrain.training.worker import Worker, WorkerStats
+
+# --- whom a step waits for -----------------------------------------------------------------------------------------
+
+
+def test_a_step_needs_all_but_the_spare_ones_and_nobody_who_has_nothing():
+    quorum = Quorum(4, 1)
+    assert quorum.needed == 3
+    assert quorum.ask(3, StepCatchUp(1, 0)) == [] and quorum.needed == 3
+    assert quorum.ask(2, StepCatchUp(1, 0)) == [] and quorum.needed == 2
+    assert quorum.ask(1, StepCatchUp(1, 0)) == [] and quorum.needed == 1
+    assert quorum.ask(0, StepCatchUp(1, 0)) == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    assert quorum.needed == 3
+
+
+def test_who_came_too_late_is_shown_the_values_at_once_and_once():
+    quorum = Quorum(3, 1)
+    assert quorum.ask(2, StepCatchUp(1, -1)) == [(2, 1)]
+    assert quorum.ask(2, StepCatchUp(1, -1)) == []
+    assert quorum.ask(2, StepCatchUp(2, -1)) == [(2, 2)]
+    assert quorum.needed == 2
+
+
+def test_an_epoch_is_over_for_those_who_left_it_who_ended_and_who_are_in_the_next():
+    quorum = Quorum(4, 2)
+    assert quorum.ask(0, StepCatchUp(1, 0)) == []
+    assert quorum.ask(1, StepCatchUp(0, 0)) == []  # left its loop early
+    assert quorum.finish(2) == []
+    assert quorum.needed == 1
+    assert quorum.works(3, 0) == []
+    assert quorum.works(3, 1) == [(0, 1)]
+    assert quorum.needed == 2, "worker 0 goes on, too; worker 1 has not said that it does"
+    assert quorum.works(1, 1) == [] and quorum.needed == 2
+    assert quorum.works(1, 0) == [] and quorum.needed == 2, "said in epoch 0, and heard late"
+
+
+def test_words_of_an_epoch_that_is_over_do_not_wake_who_waits():
+    quorum = Quorum(2, 1)
+    assert quorum.ask(0, StepCatchUp(1, 3)) == []
+    assert quorum.works(0, 3) == [] and quorum.needed == 1
+    assert quorum.ask(1, StepCatchUp(1, 3)) == [(0, 1), (1, 1)]
+
+
+# --- what the coordinator decides ------------------------------------------------------------------------------------
+
+
+def staged(*members: int, step: int = 0, refused: tuple[int, ...] = ()) -> StepVote:
+    return StepVote(0, step, True, 0.0, False, 0, 0, refused, members)
+
+
+class Two(StepPolicy):
+    """The contributions of two workers make a step."""
+
+    def enough(self, members):
+        return len(members) >= 2
+
+
+def test_a_step_is_made_of_what_all_shards_have():
+    log = DecisionLog(2)
+    log.staged(0, staged(0))
+    log.staged(0, staged(0, 1, 2))
+    assert log.ready(StepPolicy()) == []
+    log.staged(1, staged(2, 3))
+    assert log.ready(Two()) == []
+    log.staged(1, staged(1, 2, 3))
+    assert log.ready(Two()) == [(0, 0)]
+    assert log.decide(0, 0).members == (1, 2)
+    log.staged(1, staged(0, 1, 2, 3))
+    assert log.ready(StepPolicy()) == [], "said of a step that is decided"
+
+
+def test_only_a_members_gradient_is_refused():
+    log = DecisionLog(2)
+    log.staged(0, staged(0, 1, refused=(1, 7)))
+    log.staged(1, staged(0, 1, 2, refused=(2, 3)))
+    decision = log.decide(0, 0)
+    assert (decision.members, decision.refused) == ((0, 1), (1, 7))
+
+
+def test_values_are_shown_between_two_decisions():
+    log = DecisionLog(1)
+    decision = log.decree(0, 0, SHOWS, (2, 5))
+    assert (decision.change, decision.members, log.since(0)) == (SHOWS, (2, 5), [decision])
+
+
+# --- what a shard adds up --------------------------------------------------------------------------------------------
+
+
+def staging(workers: int, divide: bool = True) -> QuorumPushes:
+    slices = cut(parameters(4), 1, 1)
+    buffers = GroupBuffers(FlatBuffers(slices, 0, lambda numel, dtype: torch.zeros(numel, dtype=dtype)), 0)
+    tree = layout(Cluster(nworkers_per_group=workers)).sum_tree(0)
+    return QuorumPushes(SourceSettings(workers, tree, slices.buckets, buffers, divide=divide, checked=True))
+
+
+def contribute(home: QuorumPushes, worker: int, value: float, weight: float = 1.0, **more) -> None:
+    bucket = home._buckets[0]
+    body = torch.full((bucket.hi - bucket.lo,), value)
+    home.push(worker, Push(0, 1, bucket.id, weight, b"\x01"), body)
+    said = {"hyper": b"a", "marks": (worker, 0, 0), **more}
+    home.commit(worker, Commit(0, 1, weight, 1.0, False, 0.0, 2.0, True, b"\x01", b"", b"", **said))
+
+
+def test_the_mean_is_over_the_weight_that_is_in_it():
+    home = staging(4)
+    for worker, weight in enumerate((1.0, 3.0, 2.0, 5.0)):
+        contribute(home, worker, float(worker + 1), weight)
+        assert home.try_stage() and not home.try_stage()
+    assert home.members == (0, 1, 2, 3)
+    assert home.choose((1, 2)) == [0, 3]
+    assert torch.equal(home.gradient(home._buckets[0])[:4], torch.full((4,), (3 * 2.0 + 2 * 3.0) / 5))
+    assert home.marks == (1, 0, 0, 2, 0, 0)
+
+
+def test_who_has_said_commit_and_not_sent_all_is_not_complete():
+    home = staging(2)
+    home.commit(1, Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, True, b"\x01", b"", b"", b"", (1, 0, 0)))
+    assert not home.try_stage()
+    home.push(1, Push(0, 1, 0, 1.0, b"\x01"), torch.ones(4))
+    assert home.try_stage() and home.members == (1,)
+
+
+def test_a_worker_without_a_gradient_counts_as_zero():
+    home = staging(2)
+    contribute(home, 0, 6.0)
+    said = (b"a", (1, 0, 0))
+    home.commit(1, Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, True, bytes([NO_REVISION]), b"", b"", *said))
+    assert home.try_stage()
+    home.choose((0, 1))
+    assert torch.equal(home.gradient(home._buckets[0])[:4], torch.full((4,), 3.0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_what_could_make_a_sum_infinite_is_refused_before_it_is_known_whose_sum(value):
+    home = staging(3)
+    contribute(home, 0, 1.0)
+    contribute(home, 2, value)
+    assert home.try_stage()
+    assert list(home.spoilers()) == [2]
+    contribute(home, 1, 1e19)  # its square is infinite in float32, and no sum of three such is
+    assert home.try_stage()
+    assert list(home.spoilers()) == [2]
+
+
+def test_hyper_parameters_are_those_that_most_say():
+    home = staging(3)
+    for worker, text in enumerate((b"a", b"b", b"b")):
+        contribute(home, worker, 1.0, hyper=text)
+    home.try_stage()
+    assert home.choose((0, 1, 2)) == [] and home.first.hyper == b"b"
+    home.commits.pop(2)
+    assert home.first.hyper == b"a"
+
+
+def test_what_all_must_agree_about_is_still_compared():
+    home = staging(2)
+    contribute(home, 0, 1.0)
+    with pytest.raises(StepError, match="the gradient clipping"):
+        home.commit(1, Commit(0, 1, 1.0, 1.0, False, 2.0, 2.0, True, b"\x01", b"", b"", b"a", (1, 0, 0)))
+
+
+# --- who is slow -----------------------------------------------------------------------------------------------------
+
+
+def test_a_straggler_takes_half_as_long_again_as_its_groups_median():
+    topology = layout(Cluster(nworker_groups=2, nworkers_per_group=3))
+    own = {"worker 0/0": 1.0, "worker 0/1": 1.5, "worker 0/2": 1.0, "worker 1/0": 4.0, "worker 1/1": 9.0}
+    assert stragglers(topology, own) == []
+    own |= {"worker 0/1": 1.51, "worker 1/2": 4.0}
+    assert [(slow.who, slow.factor) for slow in stragglers(topology, own)] == [
+        ("worker 0/1", 1.51),
+        ("worker 1/1", 2.25),
+    ]
+
+
+def test_steps_of_milliseconds_make_no_straggler():
+    topology = layout(Cluster(nworkers_per_group=3))
+    own = {"worker 0/0": 0.003, "worker 0/1": 0.009, "worker 0/2": 0.003}
+    assert stragglers(topology, own) == []
+    slow = own | {"worker 0/1": 0.003 + 0.021}
+    assert [found.who for found in stragglers(topology, slow)] == ["worker 0/1"]
+
+
+# --- the data ---------------------------------------------------------------------------------------------------------
+
+
+class Office:
+    """A worker's desk, account, ledger and memory in one; notes what is said in which order."""
+
+    first = 0
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.verdict: bool | None = None
+
+    def __getattr__(self, name: str):
+        def noted(*args):
+            self.said.append(name)
+            return PLAIN, False
+
+        return noted
+
+    def counts_given(self) -> bool | None:
+        verdict, self.verdict = self.verdict, None
+        return verdict
+
+
+def loader(office: Office, index: int = 0) -> ShardedLoader:
+    plan = DataPlan(0, 1, index, 2, (), "broadcast", True, 0, 1, index == 0, own_streams=True)
+    made = ShardedLoader(
+        DataLoader(TensorDataset(torch.arange(9)), batch_size=2), plan, office, office, LateBatchReplay(office)
+    )
+    made.memory = office
+    return made
+
+
+def test_a_draw_is_told_once_it_can_be_drawn_again():
+    """The others may train on it at once, also if this worker dies."""
+    office = Office()
+    batches = iter(loader(office))
+    assert "put_draw" not in office.said
+    next(batches)
+    assert office.said.index("given") < office.said.index("put_draw")
+    assert office.said.count("put_draw") == 1
+
+
+def test_a_batch_is_given_again_until_it_counts():
+    office = Office()
+    given = []
+    for (numbers,) in loader(office):
+        given.append(tuple(numbers.tolist()))
+        office.verdict = len(given) not in (1, 2, 4)
+    assert given == [(0, 1), (0, 1), (0, 1), (4, 5), (4, 5), (8,)]
+    assert office.said.count("through") == 1 and office.said.count("drawn") == 6
+
+
+def test_what_a_script_does_not_wait_to_be_given_again_is_counted_and_told():
+    """It leaves its loop behind a step that came too late, and another time behind one that counted."""
+    told, tally, exchange = [], WorkerStats(started=1.0), SimpleNamespace()
+    office = Office()
+    exchange.late_steps = SimpleNamespace(through=lambda epoch: None)
+    worker = SimpleNamespace(_marks={}, tally=tally, exchange=exchange, counts_given=office.counts_given)
+    office.left_early = lambda epoch, batches: Worker.left_early(worker, epoch, batches)
+    passes = loader(office)
+    for verdict in (False, True, False):
+        for _ in passes:
+            office.verdict = verdict
+            break
+    assert tally.dropped == 2
+    here = SimpleNamespace(me=Address(Role.WORKER, 0, 1), emit=told.append, finishing=None)
+    ProgressReporter(here, worker, lambda: (0, 0)).finish()
+    (notice,) = [event for event in told if isinstance(event, Notice)]
+    assert notice.text.startswith("2 batches came too late for their step and count for nothing")
+
+
+def test_an_epoch_without_a_length_cannot_be_drawn_at_once():
+    class Endless(torch.utils.data.Sampler):
+        def __iter__(self):
+            return itertools.count()
+
+    plan = DataPlan(0, 1, 0, 2, (), "broadcast", True, 0, 1, True, own_streams=True)
+    data = DataLoader(TensorDataset(torch.arange(9)), batch_sampler=Endless())
+    with pytest.raises(ConfigError, match=r"loader\.sampler = 'Endless': must have a length"):
+        ShardedLoader(data, plan, Office(), Office(), LateBatchReplay(Office()))

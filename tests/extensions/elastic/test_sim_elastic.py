@@ -1,0 +1,156 @@
+"""Worker groups that leave a job and come to it, whenever and in whatever order: every batch counts once, all end."""
+
+import random
+
+import pytest
+from simulation import job
+
+from topotrain.core.server.consistency import AWAY
+from topotrain.core.server.groups.worker_groups import WorkerGroups
+from topotrain.core.server.server import Server
+from topotrain.core.server.shutdown import Shutdown
+from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest
+from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultKind, FaultSchedule
+from topotrain.tools.simulator.group_churn import ElasticTrial
+
+pytestmark = pytest.mark.simulated
+
+LAYOUTS = {
+    "downpour": (3, 1, 1, {}),
+    "downpour of pairs": (3, 2, 2, {}),
+    "downpour on three shards": (4, 1, 3, {}),
+    "bounded": (3, 1, 2, {"max_staleness": 1}),
+    "in step": (3, 2, 2, {"max_staleness": 0}),
+    "warming up": (3, 1, 2, {"warmup_steps": 3}),
+}
+
+
+def move(verb: str, group: int, at: float, patience: float = 0.5) -> Fault:
+    """A group leaves at a moment, is dead from then on ("lose"), or comes; where the servers say that it may."""
+    return Fault(group, at=at, away=patience, what=FaultKind(verb))
+
+
+def drawn(name: str, seed: int) -> tuple[Fault, ...]:
+    dice, groups = random.Random(f"{name} {seed} moves"), LAYOUTS[name][0]
+    verbs = ("leave", "leave", "lose", "join", "join")
+    moves = [
+        move(dice.choice(verbs), dice.randrange(1, groups), dice.uniform(0.0, 0.2), dice.choice((0.0, 0.01, 0.5)))
+        for _ in range(dice.randint(2, 7))
+    ]
+    return tuple(sorted(moves, key=lambda each: each.at))
+
+
+def one(name: str, seed: int) -> ElasticTrial:
+    dice, (groups, workers, shards, settings) = random.Random(f"{name} {seed}"), LAYOUTS[name]
+    faults = [Fault(0, at=dice.uniform(0.0, 0.15), what=FaultKind.CLOCK)] * (seed % 2)
+    if seed % 3 == 0:
+        faults.append(Fault(dice.randrange(groups), at=dice.uniform(0.0, 0.15), away=dice.choice((0.0, 0.05))))
+    schedule = FaultSchedule("", 18, 1 + seed % 2, "lease", seed % 4 != 0, (*faults, *drawn(name, seed)))
+    absent = (groups - 1,) if seed % 5 == 0 else ()
+    weather = (FAR, STORM, VIEWS, CALM)[seed % 4]
+    return ElasticTrial(job(groups, workers, shards, **settings), seed, schedule, weather, absent).run()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_batch_counts_once_whoever_leaves_and_comes_when(name):
+    done = []
+    for seed in range(12):
+        found = one(name, seed)
+        assert not found.wrong(), f"{name}, seed {seed}: {found.wrong()[:5]}"
+        done += [each.what.value for each in found.moves]
+    assert min(map(done.count, ("leave", "lose", "join"))) >= 1, done
+
+
+def calm(moves, absent=(), groups=3, workers=2, batches=30):
+    schedule = FaultSchedule("", batches, 1, "lease", True, moves)
+    return ElasticTrial(job(groups, workers, 2), 1, schedule, VIEWS, absent).run()
+
+
+def test_who_leaves_ends_behind_a_step_and_the_others_read_the_rest_without_a_pause():
+    found = calm((move("leave", 1, 0.05),))
+    assert not found.wrong() and found.moves
+    left = max(found.commits[1])
+    assert left < 0.3
+    for group in (0, 2):
+        later = [moment for moment in found.commits[group] if moment > left]
+        assert later and max(b - a for a, b in zip([left, *later], later, strict=False)) < 0.3
+
+
+def test_who_was_never_there_is_missed_by_nobody_and_reads_once_it_comes():
+    found = calm((), absent=(1, 2))
+    assert not found.wrong() and set(found.commits) == {0}
+    found = calm((move("join", 2, 0.1),), absent=(1, 2))
+    assert not found.wrong() and set(found.commits) == {0, 2}
+
+
+def test_who_has_left_may_come_again_and_leave_again():
+    found = calm((move("leave", 2, 0.05), move("join", 2, 0.25), move("leave", 2, 0.5)), batches=120)
+    assert [each.what.value for each in found.moves] == ["leave", "join", "leave"] and not found.wrong()
+    assert any(moment > 0.25 for moment in found.commits[2])
+
+
+def test_who_waits_for_batches_that_others_may_leave_goes_at_once():
+    """Group 0 is slow with its last batch; group 1 has read all there is, and is told to go while it waits."""
+
+    class Slow(ElasticTrial):
+        def script(self, seat):
+            if seat.me.group:
+                return super().script(seat)
+            sleep = seat.sleep
+            seat.sleep = lambda low, high: sleep(1.0, 1.0)
+            return super().script(seat)
+
+    schedule = FaultSchedule("", 3, 1, "lease", True, (move("leave", 1, 0.5, 9.0),))
+    found = Slow(job(2, 1, 1), 1, schedule, VIEWS).run()
+    assert found.moves and not found.wrong()
+    assert found.absent == {1}
+    assert found.left_at < 0.7
+
+
+def test_a_word_to_leave_is_not_for_those_who_came_after_the_dead():
+    """The servers have seen the death, and the launcher had not when it asked."""
+    schedule = FaultSchedule("", 30, 1, "lease", True, (Fault(1, at=0.03, away=0.1),))
+    found = ElasticTrial(job(2, 1, 1), 1, schedule, VIEWS)
+    found.sim.at(0.08, lambda: found._tell(GroupLeaveRequest(1, 0)))
+    assert not found.run().wrong()
+    assert max(found.commits[1]) > 0.13
+
+
+# --- rules left out ----------------------------------------------------------------------------------------------
+
+
+def missed_at_the_end(patch):
+    """The desk waits for the model's buffers of who has left."""
+    patch.setattr(Shutdown, "away", lambda self, group: None)
+
+
+def waited_for(patch):
+    """Other groups wait for its clock."""
+    patch.setattr(WorkerGroups, "runs", lambda self, group: not self.ended(group))
+
+
+def before_its_last_step(patch):
+    """It is gone at once, and what was decided or staged of its steps is not."""
+
+    def leave(self, group, incarnation):
+        self._server.decisions.decree(group, incarnation, AWAY)
+
+    patch.setattr("topotrain.extensions.elastic.membership.ElasticGroups.leave", leave)
+    patch.setattr(Server, "lost", lambda self, worker: [])
+
+
+MUTANTS = [missed_at_the_end, waited_for, before_its_last_step]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.__name__ for mutant in MUTANTS])
+def test_each_rule_is_needed(mutant, monkeypatch):
+    mutant(monkeypatch)
+    names = ("downpour of pairs", "downpour", "in step", "downpour on three shards")
+    assert any(goes_wrong(name, seed) for name in names for seed in range(15)), "the rule makes no difference"
+
+
+def goes_wrong(name, seed):
+    try:
+        return bool(one(name, seed).wrong())
+    except Exception:
+        return True

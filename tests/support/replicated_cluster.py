@@ -1,0 +1,318 @@
+"""A town whose servers have second copies, each process home to one server and to the shadow of the one before it.
+
+A process can be killed at any message that it takes or sends: what it had said before is heard, in order, and then the
+end of its ways; the launcher, who is played here, then has the shadow speak, and a fresh process follow it.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from simulation import SMALL, Seat
+from torch import nn
+
+from topotrain.comm.transport import TransportError
+from topotrain.config.job import Job
+from topotrain.config.sharding import SliceMap, cut
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.client.client import Client
+from topotrain.core.model.schema import Schema
+from topotrain.core.optim.adapter import describe
+from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
+from topotrain.extensions.replication.replica_connections import ReplicaConnections
+from topotrain.extensions.replication.state_machine import Primary, ReplicatedServer, Standby
+from topotrain.extensions.replication.state_transfer import restore, save
+from topotrain.launch.runtime.client_composition import client_extensions
+from topotrain.launch.runtime.process_host import peers
+from topotrain.launch.runtime.server_composition import make_server
+from topotrain.tools.simulator import sim_cluster
+from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
+
+
+@lru_cache
+def plan(shards: int) -> tuple[Schema, SliceMap]:
+    """Adam's state is tensors and numbers."""
+    tensors = [nn.Parameter(torch.zeros(p.shape, dtype=getattr(torch, p.dtype))) for p in SMALL]
+    slice_map = cut(SMALL, shards, 1)
+    return Schema(
+        SMALL, (), describe(torch.optim.Adam(tensors, lr=0.1), tensors).to_text(), slice_map.digest
+    ), slice_map
+
+
+class Killed(Exception):
+    """The process dies here."""
+
+
+@dataclass
+class Process:
+    """What one process holds."""
+
+    number: int
+    leads: dict[Address, "LeadHouse"] = field(default_factory=dict)
+    shadows: dict[Address, "ShadowHouse"] = field(default_factory=dict)
+    alive: bool = True
+
+
+class LeadHouse:
+    def __init__(self, town: "ReplicatedTown", process: Process, lead: Primary) -> None:
+        self.town, self.process, self.lead = town, process, lead
+        self.server = lead.copy.server
+
+    def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
+        return self.server.place(sender, message, viewable)
+
+    def handle(self, sender: Address, message: m.Message) -> None:
+        with self.town.dying(self.process):
+            self.town.tick(self.process)
+            self.say(self.lead.hear(sender, message))
+            if self.lead.fault is not None:
+                raise self.lead.fault
+
+    def say(self, out: list[tuple[Address, m.Message]]) -> None:
+        """What it says to a peer that is gone has nobody to go to."""
+        with self.town.dying(self.process):
+            for to, message in out:
+                self.town.tick(self.process)
+                with suppress(TransportError):
+                    self.town.wire.send(self.lead.me, to, message)
+
+    def lost(self, peer: Address, reason: str) -> None:
+        if peer.role is Role.SERVER:
+            self.lead.parted(peer)
+        elif peer in self.lead.up and self.process.alive:
+            self.say(self.lead.lost(peer))
+
+
+class ShadowHouse:
+    def __init__(self, town: "ReplicatedTown", process: Process, me: Address, shadow: Standby) -> None:
+        self.town, self.process, self.me, self.shadow = town, process, me, shadow
+
+    def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
+        return self.shadow.place(message)
+
+    def handle(self, sender: Address, message: m.Message) -> None:
+        with self.town.dying(self.process):
+            self.town.tick(self.process)
+            receipt = self.shadow.receipt(message)
+            if receipt is not None:
+                with suppress(TransportError):
+                    self.town.wire.send(self.me, sender, receipt)
+            self.town.tick(self.process)
+            answer = self.shadow.hear(message)
+            if answer is not None:
+                with suppress(TransportError):
+                    self.town.wire.send(self.me, sender, answer)
+
+    def lost(self, peer: Address, reason: str) -> None:
+        pass
+
+
+class _Dying:
+    def __init__(self, town: "ReplicatedTown", process: Process) -> None:
+        self.town, self.process = town, process
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        if kind is Killed:
+            self.town.bury(self.process)
+            return True
+        return False
+
+
+class ReplicatedTown(sim_cluster.SimCluster):
+    """Arguments as for `SimCluster`; `kill`: of which process (by its first server) what moment is the last."""
+
+    def __init__(self, job: Job, seed: int = 0, kill: tuple[int, int] | None = None, again: int = 0) -> None:
+        self.ticks: dict[int, int] = {}
+        self.kill, self.again = kill, again
+        self.processes: dict[int, Process] = {}
+        self.home: dict[Address, Process] = {}  # of each server's speaking copy
+        self.deaths = 0
+        self.ends: dict[Address, list[Any]] = {}  # what each worker has seen
+        self.job, self.topology = job, layout(job.cluster)
+        self.sim = Simulation(seed)
+        self.wire = TcpLike(self.sim, NetworkFaults(snapshots=False))  # a body is what it is when it arrives
+        self.random = __import__("random").Random(seed)
+        self.schema, self.map = self._plan()
+        self.houses = {}
+        self.lifelines: dict[Address, ReplicaConnections] = {}
+        servers = self.topology.servers(0)
+        for me in servers:
+            self.processes[me.index] = self.home[me] = Process(me.index)
+            self.settle_lead(self.home[me], Primary(ReplicatedServer(partial(self.make, me)), save))
+        for me in servers:
+            for peer in peers(me, self.topology):
+                self.wire.connect(me, peer, "")
+                self.home[me].leads[me].lead.connected(peer)
+        for me in servers:
+            self.shadow(me, self.processes[(me.index + 1) % len(servers)])
+        self.workers = [me for group in range(self.topology.worker_groups) for me in self.topology.workers(group)]
+        self.doors = {me: self._door(me) for me in self.workers}
+
+    def _plan(self) -> tuple[Schema, SliceMap]:
+        return plan(self.topology.shards)
+
+    def make(self, me: Address, deliver: Callable[[Address, m.Message], None]) -> Server:
+        server = make_server(me, self.job, self.topology, sim_cluster.zeros, deliver=deliver)
+        snapshots_of(server).follow(lambda work: None)
+        return server
+
+    def settle_lead(self, process: Process, lead: Primary) -> LeadHouse:
+        process.leads[lead.me] = house = LeadHouse(self, process, lead)
+        self.home[lead.me] = process
+        self.wire._residents[lead.me] = house
+        return house
+
+    def shadow(self, me: Address, process: Process) -> None:
+        """A fresh second copy of a server in a process."""
+        address = Address(Role.SHADOW, me.group, me.index)
+        house = ShadowHouse(self, process, address, Standby(partial(self.make, me), restore))
+        process.shadows[me] = house
+        self.wire._residents[address] = house
+        self.wire.connect(me, address, "")
+        lead = self.home[me].leads[me]
+        lead.say(lead.lead.join())
+
+    def _door(self, me: Address) -> Client:
+        extensions = client_extensions(self.topology)
+        door = Client(me, self.topology, lambda to, x: lines.send(to, x), self.sim.waiter(), extensions=extensions)
+
+        def redial(server: Address, moves: int) -> None:
+            self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))
+
+        servers = dict.fromkeys((*door.servers, door.desk))
+        lines = ReplicaConnections(servers, door, lambda to, x, wait=False: self.wire.send(me, to, x), redial)
+        self.lifelines[me] = lines
+        self.wire.attach(me, lines)
+        for server in servers:
+            lines.begin(server)
+            self.wire.connect(me, server, "")
+        return door
+
+    def dial(self, lines: ReplicaConnections, me: Address, server: Address, moves: int) -> None:
+        if not self.home[server].alive:
+            self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))
+            return
+        self.wire.connect(me, server, "")
+        lines.connected(server, moves)
+
+    # --- bad luck ------------------------------------------------------------------------------------------------
+
+    def dying(self, process: Process) -> _Dying:
+        return _Dying(self, process)
+
+    def tick(self, process: Process) -> None:
+        """One more moment in which a process can die."""
+        if not process.alive:
+            raise Killed
+        if not all(p.alive for p in self.processes.values()) or not all(
+            house.lead.covered for p in self.processes.values() for house in p.leads.values()
+        ):
+            return  # else the whole job starts again
+        count = self.ticks[process.number] = self.ticks.get(process.number, 0) + 1
+        if self.kill is not None and self.kill[0] == process.number and count >= self.kill[1]:
+            self.kill = None
+            if self.again:
+                other = (process.number + 1) % len(self.processes)
+                self.kill, self.again = (other, self.ticks.get(other, 0) + self.again), 0
+            raise Killed
+
+    def bury(self, process: Process) -> None:
+        """Nothing leaves a process any more; who talked to it hears so; the launcher does what it has to."""
+        if not process.alive:
+            return
+        self.deaths += 1
+        process.alive = False
+        who = {*process.leads, *(Address(Role.SHADOW, me.group, me.index) for me in process.shadows)}
+        self.wire.end(who)
+        self.sim.at(self.sim.now + 0.02, lambda: self.replace(process))
+
+    def replace(self, dead: Process) -> None:
+        for me in dead.shadows:
+            lead = self.home[me].leads.get(me)
+            if lead is not None and self.home[me].alive:
+                lead.say(lead.lead.alone())
+        for me in dead.leads:
+            heir = next(p for p in self.processes.values() if me in p.shadows and p.alive)
+            copy = heir.shadows.pop(me).shadow.copy
+            assert copy is not None
+            house = self.settle_lead(heir, Primary(copy, save))
+            house.say(house.lead.orphaned())
+        coordinator, *others = self.topology.servers(0)
+        for me in others:
+            if me in dead.leads or coordinator in dead.leads:
+                self.wire.connect(me, coordinator, "")
+                self.home[coordinator].leads[coordinator].lead.parted(me)
+                house = self.home[me].leads[me]
+                house.say(house.lead.reconnected(coordinator))
+        self.processes[dead.number] = fresh = Process(dead.number)
+        for me in (*dead.leads, *dead.shadows):
+            self.shadow(me, fresh)
+
+    # --- what came out -------------------------------------------------------------------------------------------
+
+    def play(self, script: Callable[[Seat], None]) -> "ReplicatedTown":
+        for me in self.workers:
+            self.sim.actor(str(me), lambda me=me: script(Seat(self, me)))  # type: ignore[arg-type,misc]
+        self.sim.run(limit=60)
+        return self
+
+    def speaking(self, index: int) -> Server:
+        me = Address(Role.SERVER, 0, index)
+        return self.home[me].leads[me].server
+
+    def copies(self, index: int) -> list[Server]:
+        """The present server, and what its second copy is."""
+        me = Address(Role.SERVER, 0, index)
+        found = [p.shadows[me].shadow.copy for p in self.processes.values() if me in p.shadows]
+        return [self.speaking(index), *(copy.server for copy in found if copy is not None)]
+
+    def values(self) -> list[torch.Tensor]:
+        return [flat for i in range(self.topology.shards) for flat in flats_of(self.speaking(i))]
+
+
+def flats_of(server: Server) -> list[torch.Tensor]:
+    assert server.model is not None
+    return [server.model.flats.flat("values", s.index).clone() for s in server.model.map.spaces]
+
+
+class TcpLike(SimulatedTransport):
+    """Messages of one way keep their order; what was under way when a process died is heard before the way's end, or,
+    with `loses`, is not."""
+
+    def __init__(self, sim: Simulation, weather: NetworkFaults) -> None:
+        super().__init__(sim, weather)
+        self.ages: dict[Address, int] = {}
+        self.loses = False
+
+    def end(self, who: set[Address]) -> None:
+        for me in who:
+            self.ages[me] = self.ages.get(me, 0) + 1
+        for way in sorted(way for way in map(sorted, self._ways) if not who.isdisjoint(way)):
+            peers = [peer for peer in way if peer not in who]
+            self._ways.discard(frozenset(way))
+            for peer in peers:
+                (dead,) = set(way) - {peer}
+                resident = self._residents[peer]
+                self._simulation.at(self._simulation.now + 0.003, partial(resident.lost, dead, "died"))
+
+    def _depart(self, me: Address, to: Address, message: m.Message, late: bool) -> None:
+        ages = self.ages.get(me, 0), self.ages.get(to, 0)
+        uniform, now = self._simulation.random.uniform, self._simulation.now
+        time = self._last[(me, to)] = max(now + uniform(*self.weather.delay), self._last.get((me, to), 0.0))
+        self._simulation.at(time, lambda: self._come(me, to, message, ages))
+
+    def _come(self, me: Address, to: Address, message: m.Message, ages: tuple[int, int]) -> None:
+        now = self.ages.get(me, 0), self.ages.get(to, 0)
+        if ages[1] != now[1]:
+            return  # its receiver is gone
+        if ages[0] != now[0] and self.loses:
+            return
+        self._arrive(me, to, message)

@@ -1,0 +1,346 @@
+"""The lease book, asked in every order: each batch is read once, everybody gets on, a group hears one story."""
+
+import random
+from collections import Counter
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Fail, Message, ProtocolError
+from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
+from topotrain.training.data.lease_queue import LONGEST, UNKNOWN_TOTAL, LeaseQueue
+
+
+def worker(group: int, index: int = 0) -> Address:
+    return Address(Role.WORKER, group, index)
+
+
+def ask(book: LeaseQueue, who: Address, ordinal: int, *, total: int = 100, wait: bool = False, **more: int):
+    fields = {"epoch": 0, "digest": 0, "passed": ordinal} | more
+    return book.handle(who, LeaseRequest(ordinal=ordinal, total=total, wait=wait, **fields))
+
+
+def only(replies: list[tuple[Address, Message]]) -> Lease:
+    ((_, reply),) = replies
+    assert isinstance(reply, Lease)
+    return reply
+
+
+@dataclass
+class World:
+    """Workers as generators, a driver that lets a random one of those that can go on take its next step."""
+
+    book: LeaseQueue
+    rng: random.Random
+    read: dict[int, Counter[tuple[int, int]]] = field(default_factory=dict)  # epoch -> (batch, worker index)
+    stories: dict[Address, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def run(self, scripts: dict[Address, Generator[Message | None, Message | None, None]]) -> None:
+        inbox: dict[Address, Message | None] = dict.fromkeys(scripts)
+        while scripts:
+            ready = sorted(set(inbox) & set(scripts))
+            assert ready, "a deadlock: everybody waits"
+            who = self.rng.choice(ready)
+            try:
+                out = scripts[who].send(inbox.pop(who))
+            except StopIteration:
+                del scripts[who]
+                if not any(other.group == who.group for other in scripts):
+                    self.post(inbox, self.book.group_over(who.group))
+                continue
+            if not isinstance(out, LeaseRequest):
+                inbox[who] = None
+            if out is not None:
+                self.post(inbox, self.book.handle(who, out))
+
+    def post(self, inbox: dict[Address, Message | None], replies: list[tuple[Address, Message]]) -> None:
+        for who, reply in replies:
+            assert isinstance(reply, Lease), reply
+            assert who not in inbox
+            inbox[who] = reply
+
+
+def script(world: World, who: Address, totals: list[int], known: bool, leave: list[int | None], ahead: int):
+    """Read `totals[e]` batches per epoch, `leave[e]` of them at most; prefetch `ahead` batches as a loader does."""
+    story = world.stories.setdefault(who, [])
+    for epoch, total in enumerate(totals):
+        seen = world.read.setdefault(epoch, Counter())
+        consumed, ordinal, passed, stated = 0, 0, 0, total if known else -1
+        queue: list[tuple[int, int, bool]] = []  # lease, batch, the lease's last
+        while True:
+            while len(queue) <= ahead:
+                reply = yield LeaseRequest(epoch, ordinal, stated, 7, passed, False)
+                if reply.last <= reply.first:
+                    break
+                batches = range(reply.first, min(reply.last, total))
+                queue += [(ordinal, b, b == batches[-1]) for b in batches]
+                ordinal += 1
+                if reply.last > total:
+                    stated = total
+                if not queue:
+                    passed = ordinal
+            if not queue:
+                passed = ordinal
+                reply = yield LeaseRequest(epoch, ordinal, total, 7, passed, True)
+                if reply.last < 0:
+                    break
+                queue = [(ordinal, b, b == min(reply.last, total) - 1) for b in range(reply.first, reply.last)]
+                queue = [entry for entry in queue if entry[1] < total]
+                ordinal += 1
+                continue
+            if consumed == leave[epoch]:
+                yield LeaseRelease(epoch, queue[0][0], queue[0][1])
+                break
+            lease, batch, last = queue.pop(0)
+            seen[batch, who.index] += 1
+            story.append((epoch, batch))
+            consumed += 1
+            passed = lease + last
+            yield None
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.lists(st.integers(0, 70), min_size=1, max_size=3),
+    st.booleans(),
+    st.integers(0, 5),
+    st.data(),
+    st.integers(0, 2**32),
+)
+def test_every_batch_is_read_once_and_nobody_waits_for_ever(groups, workers, totals, known, ahead, data, seed):
+    # Group 0 stays, so that what others leave behind is always taken up.
+    leave = {g: [data.draw(st.none() | st.integers(0, 9)) if g else None for _ in totals] for g in range(groups)}
+    world = World(LeaseQueue(groups, workers), random.Random(seed))
+    everybody = [worker(g, i) for g in range(groups) for i in range(workers)]
+    world.run({who: script(world, who, totals, known, leave[who.group], ahead) for who in everybody})
+    for epoch, total in enumerate(totals):
+        assert world.read[epoch] == Counter((b, i) for b in range(total) for i in range(workers))
+    for who in everybody:
+        assert world.stories[who] == world.stories[worker(who.group)]
+    assert world.book.open_epochs == ()
+
+
+def test_workers_of_a_group_get_the_same_lease_and_groups_different_ones():
+    book = LeaseQueue(2, 2)
+    first = only(ask(book, worker(0, 0), 0))
+    assert only(ask(book, worker(0, 1), 0)) == first
+    other = only(ask(book, worker(1, 1), 0))
+    assert (first.first, first.last, other.first, other.lease) == (0, 25, 25, 1)
+
+
+def test_lengths_shrink_towards_the_end_and_are_bounded():
+    book, ends, ordinal = LeaseQueue(2), [], 0
+    while (run := only(ask(book, worker(0), ordinal, total=1000))).last > run.first:
+        ends.append(run.last)
+        ordinal += 1
+    lengths = [b - a for a, b in zip([0, *ends], ends)]
+    assert lengths[0] == LONGEST and lengths[-1] == 1 and sum(lengths) == 1000
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_a_slow_group_reads_fewer_batches():
+    book, counts, ordinals = LeaseQueue(2), [0, 0], [0, 0]
+    due = [0, 0]
+    while True:
+        group = due.index(min(due))
+        run = only(ask(book, worker(group), ordinals[group], total=400))
+        if run.last <= run.first:
+            break
+        ordinals[group] += 1
+        counts[group] += run.last - run.first
+        due[group] += (run.last - run.first) * (1 if group == 0 else 4)  # group 1 is four times slower
+    assert sum(counts) == 400
+    assert counts[1] < counts[0] / 3
+
+
+def test_a_stream_of_unknown_length_is_leased_in_small_runs_until_somebody_saw_its_end():
+    book = LeaseQueue(2)
+    runs = [only(ask(book, worker(g), 0, total=-1)) for g in (0, 1)]
+    assert [(run.first, run.last) for run in runs] == [(0, UNKNOWN_TOTAL), (UNKNOWN_TOTAL, 2 * UNKNOWN_TOTAL)]
+    assert ask(book, worker(1), 1, total=UNKNOWN_TOTAL + 1, wait=True) == []
+    assert [reply.last for _, reply in ask(book, worker(0), 1, total=-1)] == [-1, -1]
+
+
+def test_what_a_group_leaves_is_read_by_the_one_that_waits():
+    book = LeaseQueue(2)
+    assert only(ask(book, worker(0), 0, total=8)).last == 2
+    assert only(ask(book, worker(1), 0, total=8)).last == 3
+    taken = [only(ask(book, worker(0), n, total=8, passed=0)) for n in range(1, 6)]
+    assert [run.last for run in taken] == [4, 5, 6, 7, 8]
+    idle = only(ask(book, worker(0), 6, total=8, passed=2))
+    assert idle.first == idle.last
+    assert ask(book, worker(1), 1, total=8, wait=True) == []
+    ((who, lease),) = book.handle(worker(0), LeaseRelease(0, 2, 4))
+    assert who == worker(1) and (lease.first, lease.last) == (4, 5)
+    # Group 0 has left the epoch: it is told that it is over, group 1 reads the rest.
+    assert only(ask(book, worker(0), 2, total=8)).last == -1
+    rest = [only(ask(book, worker(1), n, total=8)) for n in (2, 3, 4)]
+    assert [(run.first, run.last) for run in rest] == [(5, 6), (6, 7), (7, 8)]
+    assert only(ask(book, worker(1), 5, total=8, wait=True)).last == -1
+    assert book.open_epochs == ()
+    assert only(ask(book, worker(0), 0, total=8)).last == -1
+
+
+def test_the_end_waits_for_the_slowest_worker_of_each_group():
+    book = LeaseQueue(1, 2)
+    only(ask(book, worker(0, 0), 0, total=1))
+    assert ask(book, worker(0, 0), 1, total=1, wait=True) == []
+    assert only(ask(book, worker(0, 1), 0, total=1)).last == 1
+    assert {who for who, _ in ask(book, worker(0, 1), 1, total=1, wait=True)} == {worker(0, 0), worker(0, 1)}
+
+
+def test_a_group_that_ends_its_script_blocks_nobody():
+    book = LeaseQueue(2)
+    only(ask(book, worker(1), 0, total=1))
+    assert ask(book, worker(0), 0, total=1, wait=True) == []
+    assert only(book.group_over(1)).last == -1
+    assert book.group_over(1) == []
+
+
+def test_while_warming_up_only_group_0_leases():
+    book = LeaseQueue(2, warming=True)
+    assert ask(book, worker(1), 0, total=2) == []
+    assert only(ask(book, worker(0), 0, total=2)).last == 1
+    assert only(book.warmed()).first == 1
+    book = LeaseQueue(2, warming=True)
+    assert ask(book, worker(1), 0, total=1) == []
+    only(ask(book, worker(0), 0, total=1))
+    assert {reply.last for _, reply in ask(book, worker(0), 1, total=1, wait=True)} == {-1}
+
+
+def test_different_batch_lists_are_refused_naming_both_workers():
+    book = LeaseQueue(2)
+    ask(book, worker(0), 0, digest=5)
+    ((who, reply),) = ask(book, worker(1), 0, digest=6)
+    assert who == worker(1) and isinstance(reply, Fail)
+    assert "worker 0/0" in reply.text and "worker 1/0" in reply.text and "seed" in reply.text
+
+
+def test_workers_of_a_group_must_leave_at_the_same_batch():
+    book = LeaseQueue(1, 2)
+    for index in (0, 1):
+        ask(book, worker(0, index), 0, total=8)
+    assert book.handle(worker(0, 0), LeaseRelease(0, 0, 2)) == []
+    ((_, reply),) = book.handle(worker(0, 1), LeaseRelease(0, 0, 3))
+    assert isinstance(reply, Fail) and "worker 0/0 left after 2 batches, worker 0/1 after 3" in reply.text
+    book = LeaseQueue(1, 2)
+    for index in (0, 1):
+        ask(book, worker(0, index), 0, total=8)
+    ask(book, worker(0, 1), 1, total=8)
+    ((_, reply),) = book.handle(worker(0, 0), LeaseRelease(0, 0, 2))
+    assert isinstance(reply, Fail) and "worker 0/1 has read 4" in reply.text
+
+
+@pytest.mark.parametrize("fields", [{"ordinal": 1, "passed": 2}, {"ordinal": 5}, {"ordinal": 0, "total": -2}])
+def test_questions_that_no_worker_asks_are_refused(fields):
+    with pytest.raises(ProtocolError):
+        ask(LeaseQueue(1), worker(0), **fields)
+
+
+def test_a_place_outside_the_leases_is_refused():
+    book = LeaseQueue(1)
+    ask(book, worker(0), 0, total=8)
+    for free in (LeaseRelease(0, 0, 5), LeaseRelease(0, 3, 0), LeaseRelease(0, -1, 0)):
+        with pytest.raises(ProtocolError):
+            book.handle(worker(0), free)
+    with pytest.raises(ProtocolError):
+        book.handle(worker(0), Fail("?"))
+
+
+def test_draws_reach_every_other_worker_in_any_order_and_are_forgotten():
+    book = LeaseQueue(1, 3)
+    put = DrawnBatches(0, 0, True, (2,), (4, 5))
+    assert book.handle(worker(0, 2), DrawRequest(0, 0)) == []
+    assert book.handle(worker(0, 0), put) == [(worker(0, 2), put)]
+    assert book.handle(worker(0, 0), put) == []  # said twice
+    with pytest.raises(ProtocolError):
+        book.handle(worker(0, 0), DrawnBatches(0, 0, True, (2,), (4, 6)))
+    assert book.handle(worker(0, 2), DrawRequest(0, 0)) == [(worker(0, 2), put)]  # asked twice, counts once
+    assert book.kept_chunks == 1
+    assert book.handle(worker(0, 1), DrawRequest(0, 0)) == [(worker(0, 1), put)]
+    assert book.kept_chunks == 0
+
+
+# --- a group that is started again -------------------------------------------------------------------------------
+
+
+def test_what_a_group_had_not_finished_is_free_again():
+    book = LeaseQueue(2)
+    first, second = only(ask(book, worker(0), 0)), only(ask(book, worker(0), 1))
+    assert book.streams(0) == [first.lease, second.lease] and book.streams(1) == []
+    applied = {first.lease: first.last - first.first, second.lease: 2}
+    assert book.group_restarted(0, applied.__getitem__, False) == []
+    theirs = only(ask(book, worker(1), 0))
+    assert (theirs.first, theirs.last) == (second.first + 2, second.last), "what was given back is read first"
+    assert only(ask(book, worker(0), 0)).first == second.last, "its leases count from 0 again"
+
+
+def test_who_waits_for_the_end_reads_what_the_dead_left_or_hears_that_it_is_over():
+    for applied, expected in ((0, (0, 1)), (1, (0, -1))):
+        book = LeaseQueue(2)
+        ask(book, worker(0), 0, total=1)
+        assert ask(book, worker(1), 0, total=1, wait=True) == []
+        reply = only(book.group_restarted(0, lambda _, applied=applied: applied, False))
+        assert (reply.first, reply.last) == expected
+        if applied:
+            assert only(ask(book, worker(0), 0, total=1)).last == -1, "it is over for those who come back, too"
+
+
+def test_a_question_of_the_dead_is_not_answered():
+    book = LeaseQueue(3)
+    ask(book, worker(0), 0, total=1)
+    assert ask(book, worker(1), 0, total=1, wait=True) == []
+    assert book.group_restarted(1, lambda _: 0, False) == []
+    assert book.group_restarted(0, lambda _: 0, False) == [], "nobody is there to read it yet"
+    assert only(ask(book, worker(2), 0, total=1)).last == 1
+
+
+def test_a_group_that_had_ended_takes_no_lease_when_it_comes_back():
+    for ended in (True, False):
+        book = LeaseQueue(2)
+        book.group_over(0)
+        book.group_restarted(0, lambda _: 0, ended)
+        assert (only(ask(book, worker(0), 0)).last < 0) is ended
+
+
+def test_where_one_group_is_alone_its_draws_are_made_anew():
+    book = LeaseQueue(1, 2)
+    book.handle(worker(0), DrawnBatches(0, 0, False, (1,), (5,)))
+    book.group_restarted(0, lambda _: 0, False)
+    assert book.handle(worker(0), DrawnBatches(0, 0, False, (1,), (6,))) == []
+    ((_, chunk),) = book.handle(worker(0, 1), DrawRequest(0, 0))
+    assert isinstance(chunk, DrawnBatches) and chunk.indices == (6,)
+
+
+def test_who_died_before_it_had_begun_an_epoch_is_told_that_the_one_before_is_over():
+    book = LeaseQueue(1, 3)
+    book.handle(worker(0), DrawnBatches(0, 0, True, (1,), (5,)))
+    book.group_restarted(0, lambda _: 0, False)
+    assert book.handle(worker(0, 2), DrawRequest(0, 0)) == []  # nobody knows yet where worker (0,0) is
+    put = DrawnBatches(1, 0, True, (1,), (6,))
+    over = DrawnBatches(0, 0, True, (), ())
+    assert book.handle(worker(0), put) == [(worker(0, 2), over)]
+    assert book.handle(worker(0, 1), DrawRequest(0, 0)) == [(worker(0, 1), over)]
+    for who in (1, 2):
+        assert book.handle(worker(0, who), DrawRequest(1, 0)) == [(worker(0, who), put)]
+    assert book.kept_chunks == 0
+
+
+def test_where_workers_start_again_alone_a_draw_is_kept_until_all_are_past_it_by_an_epoch():
+    book = LeaseQueue(1, 3, singly=True)
+    puts = {epoch: DrawnBatches(epoch, 0, True, (1,), (epoch,)) for epoch in range(4)}
+    for epoch in range(3):
+        book.handle(worker(0), puts[epoch])
+        for who in (1, 2):
+            assert book.handle(worker(0, who), DrawRequest(epoch, 0)) == [(worker(0, who), puts[epoch])]
+    assert book.handle(worker(0, 1), DrawRequest(1, 0)) == [(worker(0, 1), puts[1])], "its process is another"
+    assert book.kept_chunks == 2, "nobody was in epoch 0 any more when all had asked for epoch 2"
+    assert book.handle(worker(0), puts[2]) == [], "worker 0, too, may draw the same once more"
+    with pytest.raises(ProtocolError, match="came twice"):
+        book.handle(worker(0), DrawnBatches(2, 0, True, (1,), (9,)))
