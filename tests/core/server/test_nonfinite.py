@@ -385,7 +385,7 @@ def test_the_ledger_is_exact_whatever_the_network_does(shape: tuple[int, int, in
     assert same(town.values(), total(counted))
     for me, skips in found.items():
         assert skips == [step for step in range(6) if (me.group, step) in bad]
-    counts = town.server(0, 0)._streams.counts()
+    counts = town.server(0, 0).steps.batches.counts()
     assert counts == dict.fromkeys(range(shape[0]), 6)
 
 
