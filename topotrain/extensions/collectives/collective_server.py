@@ -1,10 +1,11 @@
-"""Collectives on a server: gradients are added up on their way from server to server (`cluster { algorithm: … }`).
+"""Collectives on a server: gradients are added up between servers.
 
-Every worker sends all its gradients to the server beside it, its gateway, and to no other. The gateways run the
-algorithm among themselves, one `algorithms.Relay` each, and each sends the means to its own worker. The worker hands in
-the shard's gradient as the script left it (`precomputed_gradients`). Where no worker sees a mean (`grads: kHidden`),
-the sum goes only to the gateway of the bucket's shard, which hands it in itself. New values go the same way to the
-workers: an all-gather.
+A job asks for this with `cluster { algorithm: … }`. Every worker sends all its gradients to the server beside it, its
+gateway, and to no other. The gateways run the algorithm among themselves, one `algorithms.Relay` each, and each sends
+the means to its own worker. The worker hands in the shard's gradient as the script left it (`precomputed_gradients`).
+
+Where no worker sees a mean (`grads: kHidden`), the sum goes only to the gateway of the bucket's shard, which hands it
+in itself. New values go the same way to the workers: an all-gather.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from topotrain.core.model.schema import Allocate, FlatBuffers, torch_dtype
 from topotrain.core.protocol.message_validation import check_bits
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import Outbox, ServerExtension, StepResult
+from topotrain.core.server.server_extension import GradientExtension, Outbox, StepResult
 from topotrain.extensions.collectives.algorithms import (
     VALUES,
     CollectiveResult,
@@ -42,7 +43,7 @@ from topotrain.extensions.collectives.precomputed_gradients import (
 )
 
 
-class TorchCollectiveServer(ServerExtension):
+class TorchCollectiveServer(GradientExtension):
     """The server's part of a job in which torch.distributed adds up the gradients."""
 
     def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
@@ -69,13 +70,13 @@ class _HeldPushes:
 
 @dataclass(slots=True)
 class _SentValues:
-    """The last step whose values of a bucket were sent, and the workers that they are meant for so far."""
+    """The last step of which a bucket's values were sent, and their readers so far."""
 
     step: int
     workers: set[Address] = field(default_factory=set)
 
 
-class CollectiveServer(ServerExtension):
+class CollectiveServer(GradientExtension):
     """A server as its own worker's gateway into the collective.
 
     Args:
@@ -118,7 +119,7 @@ class CollectiveServer(ServerExtension):
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """As `ServerExtension.place`."""
-        if self._server.model is None:
+        if self._server.state.model is None:
             return None
         if isinstance(message, CollectivePart):
             self._relay.bucket(message.bucket)
@@ -145,7 +146,7 @@ class CollectiveServer(ServerExtension):
 
     def _push(self, sender: Address, message: m.Push) -> None:
         self._gateway.check_sender(sender)
-        if self._server.current_source(sender, message.step) is None:
+        if self._server.steps.current_source(sender, message.step) is None:
             return
         check_bits(message.present, len(self._relay.bucket(message.bucket).pieces), f"{sender}: pieces")
         if self._waits_for_commit:
@@ -169,7 +170,7 @@ class CollectiveServer(ServerExtension):
         self._carry_out(self._relay.relay.local(step, ordinal, number, part))
 
     def backward_ended(self, sender: Address, message: m.BackwardEnd) -> Outbox:
-        """As `ServerExtension.backward_ended`: buckets that were not pushed have no gradient."""
+        """As `ServerExtension.backward_ended`."""
         pushed = bits_to_int(message.pushed)
         for bucket in self._map.buckets:
             if not pushed >> bucket.id & 1:
@@ -207,14 +208,14 @@ class CollectiveServer(ServerExtension):
     def _carry_out(self, outs: Sequence[Out]) -> None:
         for out in outs:
             if isinstance(out, SendPart):
-                self._server.send(Address(Role.SERVER, self._me.group, out.to), out.hop)
+                self._server.queue.send(Address(Role.SERVER, self._me.group, out.to), out.hop)
             elif isinstance(out, CompleteSum):
                 self._finish_sum(out)
             else:
                 self._receive_result(out)
 
     def _finish_sum(self, total: CompleteSum) -> None:
-        """This gateway is the center of a bucket: divide the sum, and send it to the others."""
+        """As the center of a bucket, divide its sum and send it to the others."""
         part, bucket = total.part, self._relay.bucket(total.bucket)
         if part.body is not None and self._divide and part.divisor != 1.0:
             part.body.div_(part.divisor)
@@ -228,7 +229,7 @@ class CollectiveServer(ServerExtension):
     def _receive_result(self, result: CollectiveResult) -> None:
         part = result.hop
         if part.ordinal == VALUES:
-            self._server.send(self._worker, m.Values(part.step, part.bucket, part.version, body=part.body))
+            self._server.queue.send(self._worker, m.Values(part.step, part.bucket, part.version, body=part.body))
         else:
             bucket = self._relay.bucket(part.bucket)
             self._use_mean(part.step, part.ordinal, bucket, part.present, self._relay.elements(bucket, part.body))
@@ -238,24 +239,26 @@ class CollectiveServer(ServerExtension):
         if self._hidden:
             reduced = self._totals.give(bucket.id, bits_to_int(present), mean)
             if reduced is not None:
-                self._server.update_on_arrival(self._worker.group, reduced)
-            self._server.try_stage(self._worker.group)
+                self._server.steps.update_on_arrival(self._worker.group, reduced)
+            self._server.steps.try_stage(self._worker.group)
             return
         backward = self._backwards.setdefault((step, ordinal), _Backward())
         backward.count += 1
         if mean is not None:
             backward.contributed |= 1 << bucket.id
-            self._server.send(self._worker, m.ReducedGradient(step, ordinal, bucket.id, present, body=mean))
+            self._server.queue.send(self._worker, m.ReducedGradient(step, ordinal, bucket.id, present, body=mean))
         count = len(self._map.buckets)
         if backward.count == count:
             del self._backwards[step, ordinal]
             self._source.reduced(ordinal)
-            self._server.send(self._worker, m.BackwardReduced(step, ordinal, int_to_bits(backward.contributed, count)))
+            self._server.queue.send(
+                self._worker, m.BackwardReduced(step, ordinal, int_to_bits(backward.contributed, count))
+            )
 
     # --- new values ----------------------------------------------------------------------------------------------
 
     def route_values(self, worker: Address, values: m.Values) -> Outbox:
-        """As `ServerExtension.route_values`: the values of a step go to the other workers through their gateways."""
+        """As `ServerExtension.route_values`. Other workers get them from their gateways."""
         # A worker that asks alone gets its values directly: they have no number of a step.
         passed_on = values.round >= 0 and values.bucket in self._own and self._algorithm is not Algorithm.kNaive
         if passed_on:
@@ -295,11 +298,15 @@ class _RelayBuffers:
         return self._map.buckets[number]
 
     def is_leaf(self, bucket: Bucket) -> bool:
-        """Whether this rank passes its worker's part of the bucket on without adding to it."""
+        """Whether this rank passes its worker's part of the bucket on unchanged."""
         return self._leaf[bucket.shard]
 
     def elements(self, bucket: Bucket, body: torch.Tensor | None) -> torch.Tensor | None:
-        """A body as elements. Raises ProtocolError when it has another size than the bucket."""
+        """A body as elements.
+
+        Raises:
+            ProtocolError: it has another size than the bucket.
+        """
         if body is None:
             return None
         space = self._map.spaces[bucket.space]

@@ -18,7 +18,7 @@ from topotrain.core import protocol as m
 from topotrain.core.optim.adapter import clip_bounds
 from topotrain.core.optim.state_table import StateError
 from topotrain.core.server.component_state import State
-from topotrain.core.server.server_extension import Outbox, ServerExtension, StepResult
+from topotrain.core.server.server_extension import Outbox, RegroupExtension, StepResult
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotParticipant, SnapshotSource
 from topotrain.extensions.elastic.eligibility import TABLES
 from topotrain.extensions.tables.push_modes import KINDS, StepTable, SyncTable, TableShard
@@ -86,7 +86,7 @@ class _WorkerTables:
         self.steps = step + 1
 
 
-class TableServer(ServerExtension, SnapshotParticipant):
+class TableServer(RegroupExtension, SnapshotParticipant):
     """The tables of one server.
 
     Args:
