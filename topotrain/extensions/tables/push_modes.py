@@ -47,6 +47,7 @@ class PendingPush:
             return np.empty(0, dtype=np.int64), torch.empty(0, width, dtype=dtype)
         ids = np.concatenate([part for part, _ in self.parts])
         rows = self.parts[0][1] if len(self.parts) == 1 else torch.cat([rows for _, rows in self.parts])
+        # Ascending ids are unique. This is the usual case, a push of one part, and it needs no copy.
         if (np.diff(ids) > 0).all():
             return ids, rows
         known, place = np.unique(ids, return_inverse=True)
@@ -100,6 +101,7 @@ class TableShard:
             LookupError: a row must be given a value first.
             ConfigError: the optimizer refuses the push.
         """
+        # A correct worker has few pushes under way, and each of them holds memory.
         if (sender, turn) not in self._pushes and sum(worker == sender for worker, _ in self._pushes) >= _MOST_OPEN:
             raise ProtocolError(f"{sender} begins push {turn} of table {self.spec.name!r} before it ends others")
         push = self._pushes.setdefault((sender, turn), PendingPush())
@@ -203,6 +205,7 @@ class TableShard:
                 often = f"{self._left_out} pushes in a row" if self._most > 1 else "a push"
                 raise LookupError(f"table {self.spec.name!r}: {often} not finite (nonfinite: kAllow would apply that)")
             return
+        # Only consecutive changes count: a single bad batch does not end the job.
         self._left_out = 0
         slots = self.rows.slots(ids)
         if self._rule is not None:
@@ -242,6 +245,7 @@ class SyncTable(TableShard):
         return self._applied >= seen
 
     def _complete(self, sender: Address, turn: int) -> None:
+        # The client numbers the pushes of a table from 1.
         if turn != self._counts[sender] + 1:
             raise ProtocolError(f"push {turn} of table {self.spec.name!r}, {self._counts[sender] + 1} was due")
         self._counts[sender] = turn
@@ -254,10 +258,12 @@ class SyncTable(TableShard):
     def _sum(self, parts: Mapping[Address, tuple[Ids, torch.Tensor]]) -> tuple[Ids, torch.Tensor]:
         ordered = [parts[worker] for worker in self._workers]
         first, rows = ordered[0]
+        # Workers that push a whole key name the same rows. Then no union of the ids is needed.
         if all(np.array_equal(ids, first) for ids, _ in ordered[1:]):
             for _, more in ordered[1:]:
                 rows.add_(more)
             return first, rows
+        # In rank order, so that the bits of the sum do not depend on the order of arrival.
         union = np.unique(np.concatenate([ids for ids, _ in ordered]))
         total = torch.zeros(len(union), self.spec.width, dtype=self.spec.torch_dtype)
         for ids, more in ordered:
@@ -310,6 +316,7 @@ class StepTable(TableShard):
         }
         if not pushed:
             return None
+        # The mean of one worker is its own push.
         if len(commits) == 1 and commits[0].weight > 0:
             return pushed[0]
         union = np.unique(np.concatenate([ids for ids, _ in pushed.values()]))
@@ -317,6 +324,7 @@ class StepTable(TableShard):
         for index, commit in commits.items():
             parts[index] = (commit.weight, self._spread(union, *pushed[index]) if index in pushed else None)
         mean = torch.empty(len(union) * self.spec.width, dtype=self.spec.torch_dtype)
+        # In the order of the layout, as for parameters, so that the bits do not depend on the order of arrival.
         canonical_mean(parts, tree, mean, lambda _: torch.empty_like(mean), divide)
         return union, mean.view(len(union), self.spec.width)
 

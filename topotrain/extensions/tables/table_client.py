@@ -142,6 +142,7 @@ class TableClient(ClientExtension):
         elif isinstance(message, TableRows):
             pull = self._under_way.pop(message.round, None)
             if pull is not None:
+                # The rows are in the buffer since `place`.
                 del pull.rounds[message.round]
         elif isinstance(message, TableStats):
             size = TableSize(message.rows, message.value_bytes, message.state_bytes, message.index_bytes)
@@ -155,6 +156,7 @@ class TableClient(ClientExtension):
         """Tell the servers that this step has no more pushes."""
         self._steps = step + 1
         if any(table.spec.mode == "step" for table in self._tables.values()):
+            # Every server counts the step, also a server without any of its rows.
             for server in self._servers:
                 self._send(server, TableStep, step)
 
@@ -227,6 +229,7 @@ class TableClient(ClientExtension):
         ends = np.searchsorted(shards[by_shard], np.arange(self._shards), side="right").tolist()
         seen = self._steps if spec.mode == "step" else table.pushes
         asks: list[tuple[Address, int, bytes]] = []
+        # A reply may arrive as soon as its request is sent, so all of them are known before.
         with self._exchange.waiter.update():
             for server, lo, hi in zip(self._servers, [0, *ends], ends, strict=False):
                 for at in range(lo, hi, spec.part_rows):

@@ -211,6 +211,7 @@ class TableServer(RegroupExtension, SnapshotParticipant):
             known = _make(spec, self._me.index, self._topology.shards, list(self._workers), self._job)
             self._restored.refill(known)
             self._tables[spec.name] = known
+        # The first worker that opens a table describes it.
         text = difference(known.spec, spec)
         if text:
             self._replies.fail(text, config=True)
@@ -313,6 +314,7 @@ def _make(spec: TableSpec, shard: int, shards: int, workers: Sequence[Address], 
         clip, most = clip_bounds(job.updater), nonfinite_limit(job)
         return KINDS[spec.mode](spec, shard, shards, workers, job.import_, clip, most)
     except (MemoryError, RuntimeError, OverflowError) as error:
+        # torch reports missing memory as RuntimeError.
         size = f"{spec.rows} rows of {spec.row_bytes} bytes"
         raise ConfigError("table.rows", size, f"do not fit into memory: {error}") from error
 

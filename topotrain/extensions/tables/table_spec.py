@@ -79,6 +79,7 @@ class TableSpec:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            # A bool is an int for isinstance, and is refused.
             if type(value) is not field.type:
                 raise ConfigError(
                     f"table.{field.name}", value, f"must be of type {getattr(field.type, '__name__', '')}"
@@ -198,6 +199,7 @@ def initial_rows(spec: TableSpec, ids: Ids) -> torch.Tensor:
     return rows
 
 
+# Arrays of one element: numpy warns when a scalar overflows, and lets arrays wrap around as the generator needs it.
 _ONE = np.ones(1, dtype=np.uint64)
 _GOLDEN = np.array([0x9E3779B97F4A7C15], dtype=np.uint64)
 _FACTORS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
@@ -223,6 +225,7 @@ def _uniform(rows: npt.NDArray[np.uint64], width: int, low: float, high: float) 
 
 def _normal(rows: npt.NDArray[np.uint64], width: int, mean: float, deviation: float) -> npt.NDArray[np.float64]:
     columns = 2 * np.arange(width, dtype=np.uint64)[None]
+    # log1p(-u) is finite for all u in [0, 1). log(u) is not finite for 0.
     radius = np.sqrt(-2.0 * np.log1p(-_unit(rows, columns)))
     cells: npt.NDArray[np.float64] = mean + deviation * radius * np.cos(2 * np.pi * _unit(rows, columns + _ONE))
     return cells

@@ -110,6 +110,7 @@ class Embedding(RowModule):
             raise ValueError(f"{self.name}: id {wrong} must be >= 0{most}")
         rows = self._keeping.pull(self.name, unique)
         if torch.is_grad_enabled() and self.training:
+            # A leaf of the graph: autograd leaves the gradient of the rows in its `grad`.
             rows = rows.detach().requires_grad_()
             self._pulled.append((unique, rows))
         return nn.functional.embedding(places, rows)
@@ -137,6 +138,7 @@ class Embedding(RowModule):
         parts = [(ids, rows.grad) for ids, rows in self._pulled if rows.grad is not None]
         if not parts:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, self.embedding_dim, dtype=self.dtype)
+        # The ids of one forward are sorted and unique.
         if len(parts) == 1:
             return parts[0]
         ids, places = torch.unique(torch.cat([ids for ids, _ in parts]), return_inverse=True)
@@ -204,6 +206,7 @@ class _Settings:
 
 def clear_with(optimizer: Optimizer, tables: Sequence[Embedding]) -> None:
     """Make `optimizer.zero_grad()` also drop the gradients of rows."""
+    # torch has no hook for zero_grad.
     clear: Callable[..., None] = optimizer.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:

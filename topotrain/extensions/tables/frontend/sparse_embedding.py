@@ -118,6 +118,7 @@ class RowPaths:
             kept.open(spec)
             optimizer.state.pop(entry.weight, None)  # the servers keep the state by rows
             if kept.rank == 0:
+                # In chunks: a copy of the whole weight may not fit into memory.
                 for lo, hi in _chunks(entry.weight):
                     kept.assign(entry.table, torch.arange(lo, hi), entry.weight.detach()[lo:hi].cpu())
             for module in entry.modules:
@@ -181,6 +182,7 @@ def _rows(entry: SparseWeight) -> tuple[torch.Tensor, torch.Tensor]:
         raise RuntimeError(
             f"parameter {entry.table} of an Embedding(sparse=True) has a dense gradient: other code uses it, too"
         )
+    # Before it is coalesced, a gradient may name a row several times.
     gradient = gradient.coalesce().cpu()
     return gradient.indices()[0].clone(), gradient.values().clone()
 

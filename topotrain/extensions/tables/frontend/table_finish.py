@@ -32,6 +32,7 @@ def export_tables(here: Context, rows: RowPaths | None) -> dict[str, torch.Tenso
     tables: JobTables | None = here.tables
     if tables is None:
         return {}
+    # No worker pushes after this barrier, so the rows are final.
     tables.client.barrier(last=True)
     if not here.is_main:
         return {}

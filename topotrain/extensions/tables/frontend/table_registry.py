@@ -110,6 +110,7 @@ class LocalTables:
         held, rule = self._tables[name]
         slots = held.slots(ids.numpy())
         if rule is not None:
+            # The optimizer works in place, and the rows are the caller's.
             rule.apply(slots, rows.clone())
         elif held.spec.mode == "sync":
             held.scatter(slots, rows)
