@@ -85,14 +85,27 @@ class PartialState:
 
 
 @dataclass(slots=True)
-class _Box:
+class _WorkerStates:
     """The states of one worker, by number."""
 
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     coming: dict[int, PartialState] = field(default_factory=dict)
 
-    def keep(self, number: int, data: torch.Tensor) -> None:
+    def receive(self, message: WorkerStatePart, body: torch.Tensor) -> None:
+        """Add a part of a state. The state counts when all of its parts are here."""
+        # The worker begins another state, so its partial states for snapshots will not be completed.
+        if message.part == 0:
+            self.coming = {number: partial for number, partial in self.coming.items() if number <= 0}
+        if message.part and message.number not in self.coming:
+            return
+        whole = self.coming.setdefault(message.number, PartialState()).take(message, body)
+        if whole is not None:
+            del self.coming[message.number]
+            self._keep(message.number, whole)
+
+    def _keep(self, number: int, data: torch.Tensor) -> None:
         self.kept[number] = data
+        # The changes since belong to the state before.
         if number == EPOCH:
             self.kept.pop(SINCE, None)
         old = sorted(n for n in self.kept if n > 0)[:-_SNAPSHOTS]
@@ -106,7 +119,7 @@ class WorkerStateStore(ServerExtension, SnapshotParticipant):
     messages = (WorkerStatePart, WorkerStateRequest)
 
     def __init__(self) -> None:
-        self._boxes: dict[Address, _Box] = {}
+        self._states: dict[Address, _WorkerStates] = {}
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         """See `ServerExtension`: a worker sends only its own state."""
@@ -120,21 +133,12 @@ class WorkerStateStore(ServerExtension, SnapshotParticipant):
             return [(sender, reply) for number in (EPOCH, SINCE) for reply in self._saved(sender, number)]
         if message.body is None:
             raise ProtocolError(f"{sender}: a part of its state without a body")
-        box = self._boxes.setdefault(sender, _Box())
-        # The worker begins another state, so its partial states for snapshots will not be completed.
-        if message.part == 0:
-            box.coming = {n: a for n, a in box.coming.items() if n <= 0}
-        if message.part and message.number not in box.coming:
-            return []
-        whole = box.coming.setdefault(message.number, PartialState()).take(message, message.body)
-        if whole is not None:
-            del box.coming[message.number]
-            box.keep(message.number, whole)
+        self._states.setdefault(sender, _WorkerStates()).receive(message, message.body)
         return []
 
     def _saved(self, worker: Address, number: int) -> list[WorkerStatePart]:
-        box = self._boxes.get(worker)
-        data = None if box is None else box.kept.get(number)
+        states = self._states.get(worker)
+        data = None if states is None else states.kept.get(number)
         return (
             [WorkerStatePart(worker.group, worker.index, number, 0, 0, 0)]
             if data is None
@@ -143,29 +147,31 @@ class WorkerStateStore(ServerExtension, SnapshotParticipant):
 
     def taken(self, number: int) -> dict[Address, torch.Tensor]:
         """Return the states at a snapshot so far, 1-D uint8 each."""
-        return {who: box.kept[number] for who, box in self._boxes.items() if number in box.kept}
+        return {worker: states.kept[number] for worker, states in self._states.items() if number in states.kept}
 
     def begun(self) -> dict[Address, torch.Tensor]:
         """Return the states of all workers at the begin of their last epochs."""
-        return {who: box.kept[EPOCH] for who, box in self._boxes.items() if EPOCH in box.kept}
+        return {worker: states.kept[EPOCH] for worker, states in self._states.items() if EPOCH in states.kept}
 
     def forget(self, number: int) -> None:
         """Drop the states for this snapshot and for all before it."""
-        for box in self._boxes.values():
-            for each in [n for n in box.kept if 0 < n <= number]:
-                del box.kept[each]
+        for states in self._states.values():
+            for each in [n for n in states.kept if 0 < n <= number]:
+                del states.kept[each]
 
     def state_dict(self) -> State:
         """Return the state, see `component_state`."""
-        boxes = {
-            who: (box.kept, {number: field_values(partial) for number, partial in box.coming.items()})
-            for who, box in self._boxes.items()
+        workers = {
+            worker: (states.kept, {number: field_values(partial) for number, partial in states.coming.items()})
+            for worker, states in self._states.items()
         }
-        return {"boxes": boxes}
+        return {"workers": workers}
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
-        self._boxes = {
-            who: _Box(dict(kept), {number: PartialState(size, list(parts)) for number, (size, parts) in coming.items()})
-            for who, (kept, coming) in state["boxes"].items()
+        self._states = {
+            worker: _WorkerStates(
+                dict(kept), {number: PartialState(size, list(parts)) for number, (size, parts) in coming.items()}
+            )
+            for worker, (kept, coming) in state["workers"].items()
         }
