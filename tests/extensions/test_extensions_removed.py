@@ -62,6 +62,8 @@ print(f"{len(gone)} modules masked; not needed any more: {unused}")
     [
         ("extensions.tables", True),
         ("extensions.backup_workers", True),
+        ("extensions.collectives", False),  # a worker's process, which a simulation needs, imports its client
+        ("extensions.compression", True),
         ("extensions.resume", False),  # the client, which a simulation needs, imports its messages' layout
         ("training.data.lease_queue", False),  # the client, which a simulation needs, imports a constant of it
     ],

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: where one is in a bucket, and which workers send them again and again.
+"""Gradients that are not finite: where they are, and which workers send them.
 
 A push never makes a server's value infinite or NaN. Each shard looks at the gradient of a step before it votes, and no
 shard applies a step in which another one found something. The worker at fault is looked for only then.
@@ -20,7 +20,7 @@ _MOST_IN_A_ROW = 3
 
 
 def spoiled(bucket: Bucket, present: int, gradient: torch.Tensor) -> int | None:
-    """The segment of one of the bucket's present pieces in which an element is not finite, or None."""
+    """A segment of the bucket's present pieces that is not finite, or None."""
     if all_finite(gradient):
         return None
     for i, piece in enumerate(bucket.pieces):
@@ -30,7 +30,7 @@ def spoiled(bucket: Bucket, present: int, gradient: torch.Tensor) -> int | None:
 
 
 def look(bucket: Bucket, part: torch.Tensor) -> tuple[int | None, bool]:
-    """A segment of a bucket's part that is not finite, or None; and whether a sum with this part must be looked at."""
+    """A segment that is not finite, or None; and whether sums with the part are checked."""
     numbers = reals(part)
     # An element is no larger than the root of the sum of squares, and weights are counts. Where the sum of squares fits
     # into the dtype, no weighted sum of such parts is infinite.
@@ -40,9 +40,9 @@ def look(bucket: Bucket, part: torch.Tensor) -> tuple[int | None, bool]:
 
 
 def suspects(bucket: Bucket, present: int, total: torch.Tensor, parts: Mapping[int, Part]) -> dict[int, int]:
-    """The workers whose parts make a bucket's sum not finite, each with a segment; empty: the sum is finite.
+    """The workers that make a bucket's sum not finite, each with a segment.
 
-    NOBODY: no part explains it.
+    Empty: the sum is finite. -1: no part explains it.
     """
     segment = spoiled(bucket, present, total)
     if segment is None:
@@ -64,7 +64,10 @@ class NonfiniteLimit:
         self._counts: dict[int, dict[int, int]] = {}
 
     def step(self, group: int, workers: Iterable[int]) -> int | None:
-        """Count a step in which these workers, or NOBODY, were refused. Returns one that is over the limit."""
+        """Count a step that refused these workers. Returns one that is over the limit.
+
+        -1 stands for a sum that no worker's part explains.
+        """
         before = self._counts.get(group, {})
         self._counts[group] = now = {worker: before.get(worker, 0) + 1 for worker in workers}
         return next((worker for worker, count in sorted(now.items(), reverse=True) if count >= self.most), None)

@@ -1,4 +1,4 @@
-"""The canonical sum of a group's parts: the order is part of the result.
+"""The sum of a group's parts in a fixed order, which is part of the result.
 
 Floating-point addition is not associative. Inside a unit parts are added in rank order, then the units in order
 (`Topology.sum_tree`), whatever the transport and the order of arrival.
@@ -20,16 +20,16 @@ def canonical_mean(
     scratch: Callable[[int], torch.Tensor],
     divide: bool = True,
 ) -> None:
-    """Weighted mean (or, with `divide` false, plain sum) of the parts in the canonical order, into `out`.
+    """Write the weighted mean of the parts, added in the canonical order, into `out`.
 
     Args:
         parts: worker index -> (weight, 1-D gradient or None where the worker has none, which counts as zero).
         tree: worker indices by unit, as `Topology.sum_tree` gives them.
-        out: 1-D result; must not overlap a part.
-        scratch: scratch(k) is a 1-D buffer like `out`, k in {0, 1}; asked for only where needed.
-        divide: divide by the sum of all weights. With equal weights the plain sum is divided by their number:
-            multiplying by 1/3 has other bits than dividing by 3.
+        out: 1-D result. It must not overlap a part.
+        scratch: scratch(k) is a 1-D buffer like `out`, k in {0, 1}. It is called only where needed.
+        divide: divide by the sum of all weights; else the result is a plain sum.
     """
+    # With equal weights the plain sum is divided by their number: multiplying by 1/3 has other bits than dividing by 3.
     weights = [weight for weight, _ in parts.values() if weight > 0]
     equal = not divide or len(set(weights)) <= 1
     if divide and len(weights) > 1 and out.dtype is torch.float16:
@@ -90,7 +90,8 @@ class OrderedMean:
 
 
 def _with_headroom(parts: Mapping[int, Part], equal: bool, total: float) -> dict[int, Part]:
-    """The parts with weights whose sum is at most 1: in float16 three gradients of 30,000 have no sum."""
+    """The parts with smaller weights: the sum of the weights is at most 1."""
+    # In float16 three gradients of 30,000 have no sum.
     # A power of two changes no bit above the denormal numbers.
     factor = 0.5 ** math.frexp(total)[1]
     return {w: ((1.0 if equal else weight) * factor if weight > 0 else 0.0, g) for w, (weight, g) in parts.items()}

@@ -1,7 +1,7 @@
-"""One shard of a model as its server holds it: values, what the groups have staged, the update, and their arithmetic.
+"""One shard of a model: its values, its gradient sources, and the update.
 
-It is made when the first worker has said which model the job trains. Nothing here decides when something happens:
-`server` does.
+A server makes it when the first worker has described the model. `server` decides when the shard stages, votes and
+updates.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -41,9 +41,9 @@ class StatePosition:
 
 
 class UpdateUnit:
-    """What is updated at once: one bucket, or the whole shard where tensors are kept whole.
+    """The unit of an update: one bucket, or the shard where tensors are kept whole.
 
-    A bucket of its own stays in the processor's cache between the sum, the update and the road. Element-wise
+    A single bucket stays in the processor's cache between the sum, the update and the transport. Element-wise
     optimizers give the same bits either way.
     """
 
@@ -57,7 +57,7 @@ class UpdateUnit:
 
 
 class OptimizerState:
-    """The optimizer's state as messages: told entry by entry and piece by piece, and loaded the same way."""
+    """The optimizer's state as messages, one for each piece of each entry."""
 
     def __init__(self, slice_map: SliceMap, flats: FlatBuffers, units: Sequence[UpdateUnit]) -> None:
         self._map = slice_map
@@ -68,9 +68,9 @@ class OptimizerState:
         self._names: dict[int, set[str]] = {}
 
     def tell(self, number: int, worker: int) -> Iterator[m.Message]:
-        """Every entry of what a worker of this index holds, in answer to its request `number`.
+        """The entries of a worker's parameters, in reply to its request `number`.
 
-        The last part says how many there were.
+        The last part has the number of parts before it.
         """
         parts = 0
         for unit in self._units:
@@ -98,7 +98,7 @@ class OptimizerState:
         return m.StatePart(number, bucket.id, index, 0.0, name, body=body)
 
     def load(self, part: m.StatePart) -> None:
-        """Take one part; an entry counts when its last piece is here."""
+        """Load one part. An entry counts when its last piece is here."""
         bucket = self._map.buckets[part.bucket]
         unit, key, place = self._home[bucket.pieces[part.piece]]
         names = self._names.setdefault(key, set())
@@ -131,7 +131,7 @@ class OptimizerState:
 
 @dataclass(slots=True)
 class ParameterShard:
-    """What a server knows once it knows the model. `staging` is by worker group."""
+    """The state of a server that knows the model. `staging` is by worker group."""
 
     schema: Schema
     map: SliceMap
@@ -167,7 +167,11 @@ class ParameterShard:
         return self.flats.view("values", self.bucket(number))
 
     def body(self, message: m.Message) -> torch.Tensor:
-        """The body of a message about a bucket, as elements. Raises ProtocolError if it is none, or of another size."""
+        """The body of a message about a bucket, as elements.
+
+        Raises:
+            ProtocolError: there is no body, or it has another size.
+        """
         if message.body is None:
             raise m.ProtocolError(f"{type(message).__name__} without a body")
         return typed(message.body, self.values(getattr(message, "bucket", -1)))
@@ -188,7 +192,10 @@ class ParameterShard:
         return [bucket.id for bucket in self.buckets if self.staging[group].present(bucket)]
 
     def vote(self, group: int, applied: int, incarnation: int = 0) -> m.StepVote:
-        """What this shard has to say about the group's staged step; `applied`: decisions carried out so far."""
+        """This shard's vote on the group's staged step.
+
+        applied: the number of decisions that are carried out here.
+        """
         staging = self.staging[group]
         members = staging.members
         if members:
@@ -210,18 +217,19 @@ class ParameterShard:
         return m.StepVote(group, staging.step, finite, power, infinity, applied, incarnation)
 
     def _refused(self, staging: GradientSource) -> tuple[int, ...]:
-        """Under a GradScaler an overflow is nobody's fault; else this is in `message.StepVote.refused`."""
+        """`StepVote.refused` of a step that is not under a GradScaler."""
         found = sorted(staging.spoilers().items())
         return tuple(n for worker, key in found for n in (worker, self.map.segments[key].parameter))
 
     def _may_go_on(self, staging: GradientSource, refused: tuple[int, ...]) -> bool:
-        """Whether a step may be applied without those workers: their part is in no mean yet, and in no norm."""
+        """Whether a step may be applied without these workers."""
+        # Their part must be in no mean yet, and in no norm.
         if self.on_arrival:
             return True
         return not staging.visible and NOBODY not in refused[::2] and staging.commits[0].clip_norm <= 0
 
     def refuse(self, group: int, workers: Collection[int]) -> bool:
-        """These workers' gradients of the group's staged step count for nothing; False: so does the step."""
+        """Leave these workers' gradients out of the group's step. False: nothing is left."""
         return self.on_arrival or self.staging[group].refuse(workers)
 
     def parameter(self, number: int) -> str:
@@ -229,9 +237,9 @@ class ParameterShard:
         return self.schema.parameters[number].name if number >= 0 else ""
 
     def apply(self, group: int, hyper: bytes, commit: m.Commit, norm: float, staleness: int = 0) -> Iterator[Bucket]:
-        """Update the values with the group's staged step, unit by unit; yields each bucket once it is new.
+        """Update the values with the group's step. Yields each bucket once it is new.
 
-        staleness: versions since the group was shown values.
+        staleness: versions since the group was sent values.
         """
         factor = step_factor(commit, norm)
         if self.on_arrival:  # the values are new already, and have been shown
@@ -243,7 +251,7 @@ class ParameterShard:
             yield from unit.buckets
 
     def update(self, unit: UpdateUnit, group: int, hyper: bytes, factor: float = 1.0, staleness: int = 0) -> None:
-        """One unit's values take the group's gradient times `factor`, which itself stays as it is."""
+        """Update one unit with the group's gradient times `factor`."""
         staging = self.staging[group]
         grads: dict[int, torch.Tensor | None] = {}
         for bucket in unit.buckets:
@@ -277,7 +285,7 @@ class ParameterShard:
         return gradient if factor == 1.0 else gradient * factor
 
     def state_dict(self) -> State | None:
-        """Return the state, see `component_state`. None: not possible while optimizer state is being loaded."""
+        """Return the state, see `component_state`; None while optimizer state is loaded."""
         codec = self.codec.state_dict()
         if self.state.loading or codec is None:
             return None
@@ -305,30 +313,34 @@ class ParameterShard:
         self.codec.load_state_dict(state["codec"])
 
     def _kept_buffers(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Yield the buffers that count even if no message is a view of them, as (name, space, buffer)."""
+        """Yield the buffers that count even without a message, as (name, space, buffer)."""
         names = {VALUES}
         for group, staging in self.staging.items():
-            names.update(f"{name} {group}" for name in staging.kept_buffers())
+            if staging.begun:
+                names |= {f"mean {group}", f"total {group}"}
+            if staging.workers > 1:  # other workers are sent the same values later
+                names.add(f"out {group}")
         for (name, space), flat in sorted(self.flats.held(), key=lambda held: held[0]):
             if name in names:
                 yield name, space, flat
 
 
 def norm_of(gradient: torch.Tensor, kind: float) -> float:
-    """Of short floats in float32: in float16 a norm above 65504 would be infinite, and clipping would leave zeros."""
+    """The norm of a gradient."""
+    # In float16 a norm above 65504 would be infinite, and clipping would leave zeros.
     wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
     return float(torch.linalg.vector_norm(gradient, kind, dtype=wide))
 
 
 def global_norm(power: float, commit: m.Commit) -> float:
-    """The norm over all shards from their combined powers; -1 where the step does not clip."""
+    """The norm over all shards, from their combined powers; -1: no clipping."""
     if commit.clip_norm <= 0:
         return -1.0
     return power if commit.clip_type == float("inf") else to_power(power, 1.0 / commit.clip_type)
 
 
 def to_power(number: float, exponent: float) -> float:
-    """As torch has it: what is too large for a double is infinite, and no error."""
+    """`number**exponent`; infinite, as in torch, where a double cannot hold it."""
     try:
         return float(number**exponent)
     except OverflowError:
@@ -336,7 +348,7 @@ def to_power(number: float, exponent: float) -> float:
 
 
 def step_factor(commit: m.Commit, norm: float) -> float:
-    """What a step's gradients are multiplied by; norm: the global one."""
+    """The factor of a step's gradients. norm: the global one."""
     factor = commit.inv_scale
     if 0 < commit.clip_norm < norm:
         factor *= commit.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it

@@ -606,7 +606,7 @@ class Server:
         staging = self.model.staging[group]
         self._policy.choose(staging, decision)
         if self._partial:
-            self._hyper[group] = staging.hyper
+            self._hyper[group] = staging.first.hyper
         refused = dict(self._check_refused(decision))
         skipped = decision.found_inf or (bool(refused) and not self.model.refuse(group, refused.keys()))
         commit, marks = staging.first, staging.marks

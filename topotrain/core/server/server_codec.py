@@ -1,4 +1,6 @@
-"""How a server reads pushes and writes means and values: as they are. An extension may bring another codec.
+"""The encoding of a server's bodies: pushes, means and values travel as they are.
+
+An extension may bring another codec (`ServerExtension.server_codec`).
 
 `core.client.body_codec` is the workers' side.
 """
@@ -20,11 +22,15 @@ class ServerBodyCodec:
         return None
 
     def push(self, worker: Address, message: Push, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
-        """A worker's gradient as elements like those of `like`. Raises ProtocolError for another size."""
+        """A worker's gradient as elements like those of `like`.
+
+        Raises:
+            ProtocolError: it has another size.
+        """
         return typed(body_of(message), like)
 
     def mean(self, group: int, bucket: Bucket, present: int, mean: torch.Tensor) -> None:
-        """Encode a mean, and make it in place the mean that the group's workers will decode."""
+        """Encode a mean, and make it, in place, the one that the workers will decode."""
 
     def mean_body(self, group: int, bucket: Bucket, mean: torch.Tensor) -> torch.Tensor:
         """The body in which that mean travels."""
@@ -43,7 +49,7 @@ class ServerBodyCodec:
         """
 
     def difference(self, group: int, bucket: Bucket) -> torch.Tensor | None:
-        """The encoded body of the values that were shown last; None: the values travel as they are."""
+        """The encoded body of the values shown last. None: they travel as they are."""
         return None
 
     def state_dict(self) -> State | None:

@@ -1,4 +1,4 @@
-"""Extensions of a server: their own messages, and hooks into a step, a worker group and the job.
+"""Extensions of a server: their messages, and hooks into steps, groups and the job.
 
 A server is given its extensions when it is made, and knows none of them by name. `launch.runtime.server_composition` is
 the one place that does. Every method of `ServerExtension` does nothing by default. A server looks once which extension
@@ -65,14 +65,14 @@ class ServerExtension:
     # --- the model -----------------------------------------------------------------------------------------------
 
     def server_codec(self, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> ServerBodyCodec | None:
-        """How the bodies of pushes, means and values travel, if this extension decides that.
+        """The encoding of pushes, means and values, if this extension decides that.
 
         The server asks when it knows the model. shard, flats: the server's part of the model, and its buffers.
         """
         return None
 
     def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource | None:
-        """How a worker group's gradients come together on this shard, if this extension decides that.
+        """The source of a worker group's gradients, if this extension decides that.
 
         The server asks when it knows the model. job: as it is carried out on this model.
         """
@@ -223,7 +223,7 @@ class ExtensionHooks:
         self.is_done = overriding(extensions, ServerExtension.is_done)
 
     def server_codec(self, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> ServerBodyCodec:
-        """The codec of the first extension that brings one, or that of bodies that travel as they are."""
+        """The codec of the first extension that brings one, or the default."""
         found = (extension.server_codec(slice_map, shard, flats) for extension in self.server_codecs)
         return next((codec for codec in found if codec is not None), None) or ServerBodyCodec()
 

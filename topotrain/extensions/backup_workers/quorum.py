@@ -195,8 +195,8 @@ class BackupWorkers(ServerExtension, StepPolicy):
         """As `StepPolicy.choose`."""
         assert isinstance(staging, QuorumPushes)
         members = decision.members
-        if not members or list(members) != sorted(staging.complete.intersection(members)):
-            raise ProtocolError(f"step {decision.step} is made of {members}, and {sorted(staging.complete)} are here")
+        if not members or list(members) != sorted(set(staging.members) & set(members)):
+            raise ProtocolError(f"step {decision.step} is made of {members}, and {list(staging.members)} are here")
         self._counted |= dict.fromkeys(members, decision.step)
         self._late = staging.choose(members)
 

@@ -1,11 +1,11 @@
 """The gradient source of jobs with backup workers: a step is made of some of the workers' contributions."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 
 from topotrain.core.bitmaps import NO_REVISION
-from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 
 
@@ -14,42 +14,30 @@ class QuorumPushes(CommittedPushes):
 
     may_differ = ("hyper", "marks")  # the workers are not always at the same batch
 
-    def _reset(self) -> None:
-        super()._reset()
-        self.complete: set[int] = set()
-
     def forget(self, worker: int) -> None:
         """As `GradientSource.forget`."""
         super().forget(worker)
-        self.complete.discard(worker)
+        self.members = tuple(member for member in self.members if member != worker)
 
     def try_stage(self) -> bool:
         """Whether the contribution of one more worker is complete. The shard then votes again."""
-        new = {worker for worker in self.commits if worker not in self.complete and self._has_all(worker)}
-        self.complete |= new
+        new = [worker for worker in self.commits if worker not in self.members and self._has_all(worker)]
+        self.members = tuple(sorted([*self.members, *new]))
         return bool(new)
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """As `GradientSource.members`."""
-        return tuple(sorted(self.complete))
 
     @property
     def marks(self) -> tuple[int, ...]:
         """The data batches of the decided step, of which every worker has its own."""
         return tuple(number for _, commit in sorted(self.commits.items()) for number in commit.marks)
 
-    @property
-    def hyper(self) -> bytes:
-        """The hyper-parameters of most workers of the decided step; in a tie, those of the first."""
-        # A worker that was late has called its schedulers less often.
-        said = [commit.hyper for _, commit in sorted(self.commits.items())]
-        return max(said, key=said.count)
-
     def choose(self, members: Collection[int]) -> list[int]:
         """Make the step of these workers' contributions. Returns the other workers that had committed it."""
         others = [worker for worker in self.commits if worker not in members]
-        self.commits = {worker: self.commits[worker] for worker in sorted(members)}
+        hyper = [self.commits[worker].hyper for worker in sorted(members)]
+        # A worker that was late has called its schedulers less often, so the hyper-parameters of most workers count. In
+        # a tie these are the first ones.
+        most = max(hyper, key=hyper.count)
+        self.commits = {worker: replace(self.commits[worker], hyper=most) for worker in sorted(members)}
         self._find_present(self.commits)
         return others
 
@@ -58,7 +46,7 @@ class QuorumPushes(CommittedPushes):
         found: dict[int, int] = {}
         for at, bucket in enumerate(self._buckets):
             held = self._pushes.get(bucket.id, {})
-            for worker in self.complete:
+            for worker in self.members:
                 if self.commits[worker].revisions[at] == NO_REVISION:
                     continue
                 part = held[worker][1]
@@ -70,12 +58,3 @@ class QuorumPushes(CommittedPushes):
                 if segment is not None:
                     found[worker] = segment
         return found
-
-    def state_dict(self) -> State:
-        """As `GradientSource.state_dict`."""
-        return {**super().state_dict(), "complete": self.complete}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        super().load_state_dict(state)
-        self.complete = set(state["complete"])

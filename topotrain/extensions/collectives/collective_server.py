@@ -1,10 +1,11 @@
-"""Collectives on a server: gradients are added up on their way from server to server (`cluster { algorithm: … }`).
+"""Collectives on a server: gradients are added up between servers.
 
-Every worker sends all its gradients to the server beside it, its gateway, and to no other. The gateways run the
-algorithm among themselves, one `algorithms.Relay` each, and each sends the means to its own worker. The worker hands in
-the shard's gradient as the script left it (`precomputed_gradients`). Where no worker sees a mean (`grads: kHidden`),
-the sum goes only to the gateway of the bucket's shard, which hands it in itself. New values go the same way to the
-workers: an all-gather.
+A job asks for this with `cluster { algorithm: … }`. Every worker sends all its gradients to the server beside it, its
+gateway, and to no other. The gateways run the algorithm among themselves, one `algorithms.Relay` each, and each sends
+the means to its own worker. The worker hands in the shard's gradient as the script left it (`precomputed_gradients`).
+
+Where no worker sees a mean (`grads: kHidden`), the sum goes only to the gateway of the bucket's shard, which hands it
+in itself. New values go the same way to the workers: an all-gather.
 """
 
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ class _HeldPushes:
 
 @dataclass(slots=True)
 class _SentValues:
-    """The last step whose values of a bucket were sent, and the workers that they are meant for so far."""
+    """The last step of which a bucket's values were sent, and their readers so far."""
 
     step: int
     workers: set[Address] = field(default_factory=set)
@@ -169,7 +170,7 @@ class CollectiveServer(ServerExtension):
         self._carry_out(self._relay.relay.local(step, ordinal, number, part))
 
     def backward_ended(self, sender: Address, message: m.BackwardEnd) -> Outbox:
-        """As `ServerExtension.backward_ended`: buckets that were not pushed have no gradient."""
+        """As `ServerExtension.backward_ended`."""
         pushed = bits_to_int(message.pushed)
         for bucket in self._map.buckets:
             if not pushed >> bucket.id & 1:
@@ -214,7 +215,7 @@ class CollectiveServer(ServerExtension):
                 self._receive_result(out)
 
     def _finish_sum(self, total: CompleteSum) -> None:
-        """This gateway is the center of a bucket: divide the sum, and send it to the others."""
+        """As the center of a bucket, divide its sum and send it to the others."""
         part, bucket = total.part, self._relay.bucket(total.bucket)
         if part.body is not None and self._divide and part.divisor != 1.0:
             part.body.div_(part.divisor)
@@ -255,7 +256,7 @@ class CollectiveServer(ServerExtension):
     # --- new values ----------------------------------------------------------------------------------------------
 
     def route_values(self, worker: Address, values: m.Values) -> Outbox:
-        """As `ServerExtension.route_values`: the values of a step go to the other workers through their gateways."""
+        """As `ServerExtension.route_values`. Other workers get them from their gateways."""
         # A worker that asks alone gets its values directly: they have no number of a step.
         passed_on = values.round >= 0 and values.bucket in self._own and self._algorithm is not Algorithm.kNaive
         if passed_on:
@@ -295,11 +296,15 @@ class _RelayBuffers:
         return self._map.buckets[number]
 
     def is_leaf(self, bucket: Bucket) -> bool:
-        """Whether this rank passes its worker's part of the bucket on without adding to it."""
+        """Whether this rank passes its worker's part of the bucket on unchanged."""
         return self._leaf[bucket.shard]
 
     def elements(self, bucket: Bucket, body: torch.Tensor | None) -> torch.Tensor | None:
-        """A body as elements. Raises ProtocolError when it has another size than the bucket."""
+        """A body as elements.
+
+        Raises:
+            ProtocolError: it has another size than the bucket.
+        """
         if body is None:
             return None
         space = self._map.spaces[bucket.space]

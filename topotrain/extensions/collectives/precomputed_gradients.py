@@ -1,4 +1,4 @@
-"""Gradient sources of jobs in which a collective has added up the gradients before the shard gets them.
+"""Gradient sources of jobs in which a collective adds up the gradients.
 
 Nothing is summed and nothing divided here. Each bucket of the shard's gradient comes once: from the worker beside the
 server, as the script left it (`EditedTotals`), or from the relay of the server, where no worker sees a mean
@@ -47,7 +47,7 @@ class Gateway:
 
 
 class PrecomputedGradients(GradientSource):
-    """The sums that a worker group's collective has made for the current step of one shard.
+    """The sums of a worker group's collective for the current step of one shard.
 
     Args:
         settings: as for `GradientSource`.
@@ -88,8 +88,8 @@ class PrecomputedGradients(GradientSource):
             check_ordinal(self.commits, worker, ordinal)
 
     def push(self, worker: int, message: Push, body: torch.Tensor) -> tuple[ReducedBucket, ...]:
-        """Raise ProtocolError: a worker's own part is added up elsewhere."""
-        raise ProtocolError(f"a push of worker {worker}, whose gradients are added up elsewhere")
+        """Raise ProtocolError: the collective adds up the workers' parts."""
+        raise ProtocolError(f"a push of worker {worker}: a collective adds up the gradients of this group")
 
     def end(self, worker: int, message: BackwardEnd) -> tuple[ReducedBucket, ...]:
         """The worker beside this server has ended a backward."""
@@ -101,7 +101,7 @@ class PrecomputedGradients(GradientSource):
         return ()
 
     def reduced(self, ordinal: int) -> None:
-        """The worker beside this server has all means of this backward, and waits for no other worker."""
+        """The worker beside this server has all means of this backward."""
         self._backwards.close(self._backwards.begin(self.step, ordinal))
 
     def commit(self, worker: int, message: Commit) -> None:
@@ -119,7 +119,8 @@ class PrecomputedGradients(GradientSource):
     # --- the staged step -----------------------------------------------------------------------------------------
 
     def spoilers(self) -> dict[int, int]:
-        """As `GradientSource.spoilers`. No worker is named, since the parts are not known here."""
+        """As `GradientSource.spoilers`."""
+        # No worker is named: its part is not known here.
         for bucket in self._buckets:
             if self.present(bucket):
                 self._suspects |= suspects(bucket, self.present(bucket), self.gradient(bucket), {})
@@ -184,7 +185,9 @@ class RelayedTotals(PrecomputedGradients):
         super().__init__(settings, gateway)
 
     def give(self, number: int, present: int, total: torch.Tensor | None) -> ReducedBucket | None:
-        """Keep a bucket's sum, which must stay as it is until the step is applied. Returns one to be applied now.
+        """Keep a bucket's sum, or return it to be applied now.
+
+        The sum must stay as it is until the step is applied.
 
         Args:
             number: the bucket.

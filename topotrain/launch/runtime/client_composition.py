@@ -7,7 +7,6 @@ the model.
 from topotrain.config.job import Compression
 from topotrain.config.topology import Topology
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.extensions.compression.compression_client import CompressionClient
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.training.data.data_client import DataClient
 
@@ -21,5 +20,7 @@ def client_extensions(topology: Topology) -> tuple[ClientExtension, ...]:
 
         found.append(BackupWorkersClient())
     if cluster.compression is not Compression.kNone:
+        from topotrain.extensions.compression.compression_client import CompressionClient
+
         found.append(CompressionClient(cluster))
     return tuple(found)

@@ -1,1 +1,1 @@
-"""Sources of the gradient of a step: how the parts of a worker group become one gradient on a shard."""
+"""The gradient of a step, from the parts of a worker group."""

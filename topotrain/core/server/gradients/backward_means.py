@@ -55,7 +55,11 @@ class BackwardsOfStep:
         return self._known.get(ordinal)
 
     def begin(self, step: int, ordinal: int) -> Backward:
-        """A backward, which may have begun. Raises ProtocolError where too many others are not over."""
+        """A backward, which may have begun.
+
+        Raises:
+            ProtocolError: too many others are not over.
+        """
         known = self._known.get(ordinal)
         if known is None:
             # The bound keeps a faulty worker from filling the server's memory.
@@ -80,7 +84,7 @@ class BackwardsOfStep:
         return any(backward.ends and not backward.closed for backward in self._known.values())
 
     def check_commit(self, worker: int, backwards: int) -> None:
-        """Raise StepError if another worker is in a later backward than this commit of a worker names."""
+        """Raise StepError if a worker is in a later backward than this commit names."""
         for ordinal, backward in self._known.items():
             if ordinal >= backwards:
                 later = next(iter([*backward.ends, *(w for p in backward.pushes.values() for w in p)]))
@@ -132,7 +136,7 @@ class BackwardMeans(GradientSource):
             super().check(sender, message)
 
     def push(self, worker: int, message: Push, body: torch.Tensor) -> Iterable[ReducedBucket]:
-        """As `GradientSource.push`. A second push of a bucket in the same backward is ignored."""
+        """As `GradientSource.push`. A second push of a bucket in a backward is ignored."""
         check_ordinal(self.commits, worker, message.ordinal)
         backward = self._backwards.begin(self.step, message.ordinal)
         if backward.done >> (message.bucket - self._first) & 1:
@@ -200,7 +204,7 @@ class BackwardMeans(GradientSource):
         """Reduce a bucket of which all parts are here, at least one with a gradient."""
 
     def _suspect(self, bucket: Bucket, present: int, total: torch.Tensor, parts: Mapping[int, Part]) -> bool:
-        """Note the workers that make a sum not finite, where this is looked for; False if it is finite."""
+        """Note the workers that make a sum not finite. False: it is finite, or unchecked."""
         found = suspects(bucket, present, total, parts) if self._settings.checked else {}
         self._suspects |= found
         return bool(found)
@@ -246,9 +250,9 @@ class BackwardMeans(GradientSource):
         return True
 
     def _take_edits(self, edited: int) -> bool:
-        """Write the edits of the committed step over its gradient; False: one is not here yet.
+        """Write the edits of the committed step over its gradient.
 
-        edited: a bit per piece.
+        Returns False while one is not here. edited: a bit per piece.
         """
         return True
 
@@ -276,7 +280,7 @@ class BackwardMeans(GradientSource):
 
 
 class ReturnedMeans(BackwardMeans):
-    """Sends every mean to the workers, and takes the gradients that a script has changed back."""
+    """Sends every mean to the workers, and receives changed gradients."""
 
     def _reset(self) -> None:
         super()._reset()
@@ -340,10 +344,12 @@ class ReturnedMeans(BackwardMeans):
 
 
 class SharedMemoryMeans(BackwardMeans):
-    """Writes the means into the memory of the workers, where the update reads what the scripts made of them.
+    """Writes the means into the memory of the workers.
+
+    The update reads the memory of one worker, with the changes that its script has made.
 
     Args:
-        settings: the settings; `reader` is the worker whose memory the update reads.
+        settings: the settings; `reader` is that worker.
     """
 
     def __init__(self, settings: SourceSettings) -> None:

@@ -1,4 +1,7 @@
-"""The gradient source in which a push replaces the worker's earlier one, and the sum is taken once per step."""
+"""The gradient source in which the sum is taken once per step.
+
+A push replaces the worker's earlier push of the bucket.
+"""
 
 from collections.abc import Collection
 from dataclasses import replace

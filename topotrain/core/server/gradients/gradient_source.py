@@ -52,7 +52,7 @@ class SourceSettings:
         visible: every backward is a reduction of its own, with a mean.
         divide: a mean, or a plain sum.
         checked: a gradient that is not finite is looked for.
-        reader: the worker whose gradients the server reads in the worker's own memory; None: all gradients are sent.
+        reader: the server reads this worker's gradients in the worker's own memory. None: all gradients are sent.
         codec: how means travel.
     """
 
@@ -74,7 +74,7 @@ class SourceSettings:
 
 @dataclass(frozen=True, slots=True)
 class ReducedBucket:
-    """A bucket of a backward whose mean is ready.
+    """A bucket of a backward, with its mean.
 
     `mean` is a view that stays until the group pushes the bucket again. None: the mean is in the memory of all workers
     already.
@@ -109,6 +109,8 @@ class GradientSource(ABC):
         self._present = [0] * len(self._buckets)  # by bucket: its pieces that have a gradient
         self.commits: dict[int, Commit] = {}
         self.staged = False
+        self.members: tuple[int, ...] = ()
+        """The workers with complete contributions, if a step may be made of some. Empty: a step needs all workers."""
 
     def next_step(self) -> None:
         """Forget the parts of a step that was applied or skipped."""
@@ -116,7 +118,7 @@ class GradientSource(ABC):
         self._reset()
 
     def restart(self) -> None:
-        """Forget all that is not applied. The group is started again, and its steps count from 0."""
+        """Forget all that is not applied: the group is started again at step 0."""
         self.step = 0
         self._reset()
 
@@ -127,17 +129,24 @@ class GradientSource(ABC):
     # --- arrivals ------------------------------------------------------------------------------------------------
 
     def check(self, sender: Address, message: BackwardEnd | Commit) -> None:
-        """Raise ProtocolError for the end of a backward, or a commit, that no correct worker sends."""
+        """Check the end of a backward, or a commit.
+
+        Raises:
+            ProtocolError: no correct worker sends it.
+        """
         if isinstance(message, BackwardEnd):
             raise ProtocolError(f"{sender} ends a backward, where what is pushed counts when it is committed")
         check_revisions(sender, message, len(self._buckets))
 
     @abstractmethod
     def push(self, worker: int, message: Push, body: torch.Tensor) -> Iterable[ReducedBucket]:
-        """Keep a worker's gradient of a bucket. Gives the means that became ready, which the caller must read all."""
+        """Keep a worker's gradient of a bucket.
+
+        Returns the means that became ready. The caller must read all of them.
+        """
 
     def end(self, worker: int, message: BackwardEnd) -> Iterable[ReducedBucket]:
-        """End a worker's backward: the worker has no gradient of the buckets that it did not push."""
+        """End a worker's backward. It has no gradient in the buckets that were not pushed."""
         return ()
 
     def edit(self, message: GradientOverride, body: torch.Tensor) -> None:
@@ -145,7 +154,11 @@ class GradientSource(ABC):
         return
 
     def commit(self, worker: int, message: Commit) -> None:
-        """Keep a worker's commit of the step. Raises StepError when the group's workers disagree."""
+        """Keep a worker's commit of the step.
+
+        Raises:
+            StepError: the group's workers disagree.
+        """
         if worker in self.commits:
             return
         self.commits[worker] = message
@@ -153,9 +166,9 @@ class GradientSource(ABC):
             agree(other, theirs, worker, message, self.words, self.may_differ)
 
     def closed(self, ordinal: int) -> tuple[int, int] | None:
-        """Once per backward that all workers are in, when each of its buckets is reduced: two bitmaps.
+        """The end of a backward: buckets with a mean, and pieces in the workers' memory.
 
-        They hold the buckets that have a mean to be sent, and the pieces that are in the memory of all workers.
+        Both are bitmaps. They are returned once per backward that all workers are in, when each bucket is reduced.
         """
         return None
 
@@ -175,12 +188,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def _complete(self) -> bool:
-        """Whether the gradient of the step, which all workers have committed, is here. Fills `_present`."""
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The workers whose contributions are complete, where a step may be made of some of them; else empty."""
-        return ()
+        """Whether the gradient of the committed step is here. Fills `_present`."""
 
     @property
     def begun(self) -> bool:
@@ -197,30 +205,28 @@ class GradientSource(ABC):
         """The data batches of the staged step."""
         return self.first.marks
 
-    @property
-    def hyper(self) -> bytes:
-        """The hyper-parameters of the staged step."""
-        return self.first.hyper
-
     @abstractmethod
     def spoilers(self) -> dict[int, int]:
-        """The workers whose gradient of the staged step is not finite, each with a segment of which that is true.
+        """The workers with a gradient that is not finite, each with a segment of it.
 
-        NOBODY: the sum is not finite, and no worker's part explains it.
+        -1: the sum is not finite, and no worker's part explains it.
         """
 
     def refuse(self, workers: Collection[int]) -> bool:
-        """Leave these workers' parts out of the staged step; False: nothing of the step would be left."""
+        """Leave these workers' parts out of the staged step. False: nothing would be left."""
         return False
 
     # --- the gradient --------------------------------------------------------------------------------------------
 
     def sum_all(self) -> None:
-        """Put the staged step's gradient into one buffer, in which each segment lies in one piece."""
+        """Put the staged step's gradient into one buffer, each segment in one piece."""
         return
 
     def gradient(self, bucket: Bucket) -> torch.Tensor:
-        """The staged step's gradient of a bucket, 1-D, valid for the pieces in `present` until the next call."""
+        """The staged step's gradient of a bucket, 1-D.
+
+        It is valid for the pieces in `present`, and until the next call.
+        """
         return self._buffers.view(self._buffer, bucket)
 
     def segment(self, segment: Segment) -> torch.Tensor:
@@ -233,23 +239,24 @@ class GradientSource(ABC):
 
     # --- a second copy -------------------------------------------------------------------------------------------
 
-    def kept_buffers(self) -> list[str]:
-        """Names of the group's buffers that count now, even if no message is a view of them."""
-        sums = ["mean", "total"] if self.begun else []
-        return [*sums, "out"] if self.workers > 1 else sums  # other workers are sent the same values later
-
     def state_dict(self) -> State:
-        """Return the state, see `component_state`. The sums are in the group's buffers, which the shard has."""
-        return {"present": self._present, "commits": self.commits, "staged": self.staged, "step": self.step}
+        """Return the state, see `component_state`. The shard has the group's buffers."""
+        return {
+            "present": self._present,
+            "commits": self.commits,
+            "staged": self.staged,
+            "members": self.members,
+            "step": self.step,
+        }
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         self._present, self.commits = list(state["present"]), dict(state["commits"])
-        self.staged, self.step = state["staged"], state["step"]
+        self.staged, self.members, self.step = state["staged"], state["members"], state["step"]
 
 
 def check_revisions(sender: Address, message: Commit, buckets: int) -> None:
-    """Raise ProtocolError for a commit whose revisions are not those of so many buckets."""
+    """Raise ProtocolError for a commit with another number of revisions than this."""
     if len(message.revisions) != buckets:
         said = f"revisions of {len(message.revisions)} buckets"
         raise ProtocolError(f"{sender}: the commit of step {message.step}: {said}")
