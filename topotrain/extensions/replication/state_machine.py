@@ -80,6 +80,14 @@ class ReliableChannel:
         self.kept.append(message)
         self.said += 1
 
+    def receive(self) -> None:
+        """Count a message that was received."""
+        self.heard += 1
+
+    def restart(self, life: int) -> None:
+        """Note that the other end is of this restart of its group."""
+        self.life = life
+
     def taken(self, count: int) -> None:
         """Drop messages that the other side has confirmed; it has `count` messages.
 
@@ -107,14 +115,19 @@ class ReplicatedServer:
         self._before = 0  # the version of the values, one event ago
 
     def state_dict(self) -> State | None:
-        """Return the state of server and channels, see `component_state`. None: not possible now."""
+        """Return the state of server and channels, or None if not possible now."""
         server = self.server.state_dict()
         if server is None:
             return None
-        return {"server": server, "lines": {peer: field_values(line) for peer, line in self.lines.items()}}
+        return {
+            "events": self.events,
+            "server": server,
+            "lines": {peer: field_values(line) for peer, line in self.lines.items()},
+        }
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
+        self.events = state["events"]
         self.server.load_state_dict(state["server"])
         self.lines = {
             peer: ReliableChannel(said, heard, deque(kept), life)
@@ -145,9 +158,9 @@ class ReplicatedServer:
     def _hear(self, who: Address, message: m.Message) -> None:
         if who != self.server.me:
             line = self.lines.setdefault(who, ReliableChannel())
-            line.heard += 1
+            line.receive()
             if isinstance(message, m.WorkerRejoined) and line.heard == 1:  # first message of a restarted worker
-                line.life = message.incarnation
+                line.restart(message.incarnation)
         self.server.handle(who, message)
         if isinstance(message, GroupLeft) or (isinstance(message, m.StepDecision) and message.change == AWAY):
             for worker in [worker for worker in self.lines if self.server.misses(worker)]:
@@ -457,7 +470,8 @@ class Standby:
         parts, self._parts = self._parts, []
         copy = ReplicatedServer(self._make)
         self._restore(copy, parts[0] if len(parts) == 1 else torch.cat(parts))
-        copy.events = message.index
+        if copy.events != message.index:
+            raise m.ProtocolError(f"the state after event {copy.events}, in a transfer of event {message.index}")
         self.copy = copy
         return ReplicaAck(message.index, whole=True)
 
