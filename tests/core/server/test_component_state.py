@@ -14,11 +14,11 @@ from topotrain.config.job import NonFinite
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.core.server.commit_agreement import StepError
 from topotrain.core.server.component_state import Component
 from topotrain.core.server.consistency import STATIC, AppliedBatches, ApplyOrder, Clocks, DecisionLog, LoopExits
 from topotrain.core.server.group_sync import MasterSync, RingSync
 from topotrain.core.server.nonfinite import NonfiniteLimit
+from topotrain.core.server.steps.commit_agreement import StepError
 from topotrain.extensions.backup_workers.backup_messages import StepCatchUp
 from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.extensions.checkpointing.data_position import DataPosition
@@ -101,6 +101,12 @@ def batches(rng: Random) -> Event:
         return verdict
 
     return rng.choice([*[record] * 4, lambda each: each.close(rng.randrange(3)), lambda each: each.counts()])
+
+
+def listed_batches() -> AppliedBatches:
+    made = AppliedBatches()
+    made.keep_until_closed()
+    return made
 
 
 def nonfinite(rng: Random) -> Event:
@@ -233,7 +239,7 @@ CASES = {
     "decision log": Case(lambda: DecisionLog(2), decisions),
     "apply order": Case(ApplyOrder, order),
     "loop exits": Case(lambda: LoopExits(2), exits),
-    "applied batches": Case(lambda: AppliedBatches(0, True), batches),
+    "applied batches": Case(listed_batches, batches),
     "nonfinite limit": Case(lambda: NonfiniteLimit(NonFinite.kSkip), nonfinite),
     "master sync": Case(lambda: Synced(ring=False), synced),
     "ring sync": Case(lambda: Synced(ring=True), synced),
