@@ -234,6 +234,10 @@ class Primary:
             out += self._tell(sender)
         return out
 
+    def begin(self) -> None:
+        """Forget the fault of an earlier message."""
+        self.fault = None
+
     def lost(self, worker: Address) -> Out:
         """Handle the end of a worker's process.
 
@@ -463,6 +467,14 @@ class Standby:
         elif isinstance(message, ReplicatedEvent):
             return self._follow(message)
         return None
+
+    def succeed(self) -> ReplicatedServer | None:
+        """End this standby, and return its copy, which becomes the primary.
+
+        None: the standby does not have the state.
+        """
+        copy, self.copy, self.over = self.copy, None, True
+        return copy
 
     def _part(self, message: StateTransfer, body: torch.Tensor) -> ReplicaAck | None:
         self._parts.append(body)
