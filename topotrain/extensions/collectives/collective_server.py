@@ -58,6 +58,11 @@ class _Backward:
     count: int = 0
     contributed: int = 0
 
+    def add(self, bits: int) -> None:
+        """Count a bucket. bits: its bit, if it has a mean."""
+        self.count += 1
+        self.contributed |= bits
+
 
 @dataclass(slots=True)
 class _HeldPushes:
@@ -243,9 +248,8 @@ class CollectiveServer(ServerExtension):
             self._server.try_stage(self._worker.group)
             return
         backward = self._backwards.setdefault((step, ordinal), _Backward())
-        backward.count += 1
+        backward.add(0 if mean is None else 1 << bucket.id)
         if mean is not None:
-            backward.contributed |= 1 << bucket.id
             self._server.send(self._worker, m.ReducedGradient(step, ordinal, bucket.id, present, body=mean))
         count = len(self._map.buckets)
         if backward.count == count:
