@@ -24,13 +24,6 @@ ROOF = ("__init__.py", "__main__.py")  # above every package: they may import al
 LARGEST_FOLDER = 15
 
 UPWARD = """
-    core.server.server>extensions.checkpointing.server_snapshots
-    core.server.server>extensions.checkpointing.shard_snapshot
-    core.server.server>extensions.checkpointing.snapshot_coordinator
-    core.server.server>extensions.checkpointing.snapshot_messages
-    core.server.server>extensions.elastic.membership
-    core.server.server>extensions.elastic.membership_messages
-    core.server.server>training.data.data_messages
 """
 """What still imports a later package, as importing>imported."""
 
@@ -42,7 +35,8 @@ WORLD = """
 PURE = """
     config/* core/* *_messages.py training/data/batch_ranges.py training/data/lease_queue.py
     extensions/backup_workers/quorum.py extensions/checkpointing/cross_group_cut.py
-    extensions/checkpointing/data_position.py core/model/safetensors_layout.py
+    extensions/checkpointing/checkpoint_extension.py extensions/checkpointing/data_position.py
+    core/model/safetensors_layout.py
     extensions/checkpointing/server_snapshots.py extensions/checkpointing/shard_snapshot.py
     extensions/checkpointing/snapshot_coordinator.py extensions/collectives/algorithms.py
     extensions/collectives/collective_server.py extensions/collectives/precomputed_gradients.py

@@ -228,5 +228,5 @@ class MortalTown(ReplicatedTown):
 
 
 def flats(server: Any) -> list[torch.Tensor]:
-    model = server._known
+    model = server.state.known
     return [model.flats.flat("values", space.index) for space in model.map.spaces]

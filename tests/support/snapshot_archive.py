@@ -4,6 +4,7 @@ import torch
 from simulation import Town
 
 from topotrain.config.topology import Address, Role
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
     PUBLISHED,
     WRITTEN,
@@ -25,7 +26,7 @@ class Archive:
         self.published: list[PublishSnapshot] = []
         self.dropped: list[DropSnapshot] = []
         for me, house in town.houses.items():
-            house.server.snapshots.follow(lambda what, me=me: self.work(me, what))
+            snapshots_of(house.server).follow(lambda what, me=me: self.work(me, what))
 
     def ask(self) -> None:
         me = Address(Role.SERVER, 0, 0)

@@ -250,7 +250,7 @@ def test_a_wrong_word_is_no_trouble_and_a_fault_of_ours_is(broken: bool, monkeyp
         lambda: troubles.append(1),
     )
     if broken:
-        monkeypatch.setattr(Server, "_take", lambda *_: {}[3])
+        monkeypatch.setattr(Server, "_receive", lambda *_: {}[3])
         with pytest.raises(KeyError):
             resident.handle(worker(), m.Fetch(1))
         assert troubles

@@ -13,11 +13,11 @@ from topotrain.config.sharding import Parameter, cut
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, Push
-from topotrain.core.server.commit_agreement import StepError
 from topotrain.core.server.gradients.backward_means import ReturnedMeans
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings
 from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.core.server.steps.commit_agreement import StepError
 
 SIZE = 100
 

@@ -65,7 +65,7 @@ def test_shared_memory_is_given_out_when_a_worker_of_ours_has_come():
     hall = Hall(join=False, nworker_groups=4, nserver_groups=2, nservers_per_group=2, server_worker_separate=True)
     first = make_server(server(), hall.job, hall.topology, lambda n, dtype: torch.zeros(n, dtype=dtype), shared=True)
     said = [out for part in hall.schema.parts() for out in first.handle(server(1), part)]
-    assert not said and not first.complete()
+    assert not said and not first.state.complete
     said = [out for part in hall.schema.parts() for out in first.handle(worker(), part)]
     assert {to for to, message in said if isinstance(message, m.SharedBuffer)} == {server(0, 1), worker()}
 
@@ -140,7 +140,7 @@ def test_without_the_decision_a_shard_asks_and_never_guesses():
     assert hall.servers[server(0, 1)].version == 0
     hall.held.clear()
     hall.holding = ()
-    hall.route(server(0, 1), hall.servers[server(0, 1)].ask())
+    hall.route(server(0, 1), hall.servers[server(0, 1)].reconnected())
     assert hall.servers[server(0, 1)].version == 1
     assert hall.values(worker()) == -5.0
 
@@ -309,7 +309,7 @@ def test_warm_up_is_group_0s_alone_then_all_stand_at_its_values_and_clock():
     assert hall.values(worker(0)) == -1.0 and hall.got[worker(1)] == []
     hall.step(worker(0), 1, step=1)
     assert hall.values(worker(0)) == hall.values(worker(1)) == -2.0
-    assert [hall.servers[server()].clocks.clock(g) for g in (0, 1)] == [2, 2]
+    assert [hall.servers[server()].worker_groups.clocks.clock(g) for g in (0, 1)] == [2, 2]
 
 
 # --- disagreement ------------------------------------------------------------------------------------------------

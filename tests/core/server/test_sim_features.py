@@ -58,7 +58,7 @@ def test_group_0_warms_up_alone_and_all_start_from_its_values(server_groups, agr
         assert {who.group for who in early} == {0}, "nobody else trains during the warm-up"
         assert {message.step for _, who, _, message in pushes if who.group == 0} >= set(range(warmup + 2))
         for house in town.houses.values():
-            clocks = house.server.clocks
+            clocks = house.server.worker_groups.clocks
             # group 0's warm-up counts as warm-up, the others take its clock
             assert [clocks.clock(g) for g in house.server.groups] == [
                 warmup + 2 if g == 0 else 2 * warmup + 2 for g in house.server.groups

@@ -83,7 +83,9 @@ def run(request: pytest.FixtureRequest) -> Run:
 def test_a_job_computes_what_the_reference_does(algorithm: Algorithm, workers: int, grads: Grads, run: Run) -> None:
     job, build, script = beside(workers, algorithm=algorithm, grads=grads), building(), usual_loop(vectors(4))
     result = run(job, build, script)
-    gateways = [each for server in result.servers for each in server.extensions if isinstance(each, CollectiveServer)]
+    gateways = [
+        each for server in result.servers for each in server.hooks.extensions if isinstance(each, CollectiveServer)
+    ]
     assert len(gateways) == len(result.servers) == workers
     check(job, result, build, script)
 

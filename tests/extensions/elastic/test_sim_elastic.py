@@ -6,6 +6,7 @@ import pytest
 from simulation import job
 
 from topotrain.core.server.consistency import AWAY
+from topotrain.core.server.groups.worker_groups import WorkerGroups
 from topotrain.core.server.server import Server
 from topotrain.core.server.shutdown import Shutdown
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest
@@ -125,16 +126,14 @@ def missed_at_the_end(patch):
 
 def waited_for(patch):
     """Other groups wait for its clock."""
-    patch.setattr(Server, "_runs", lambda self, group: not self.ended(group))
+    patch.setattr(WorkerGroups, "runs", lambda self, group: not self.ended(group))
 
 
 def before_its_last_step(patch):
     """It is gone at once, and what was decided or staged of its steps is not."""
 
     def leave(self, group, incarnation):
-        decision = self._log.decree(group, incarnation, AWAY)
-        for server in self._topology.servers(self._me.group):
-            self._send(server, decision)
+        self._server.decisions.decree(group, incarnation, AWAY)
 
     patch.setattr("topotrain.extensions.elastic.membership.ElasticGroups.leave", leave)
     patch.setattr(Server, "lost", lambda self, worker: [])

@@ -77,7 +77,7 @@ def test_a_group_that_is_given_up_leaves_nothing_behind() -> None:
         town = given_up(moment).run()
         assert town.deaths == 1 and not town.wrong(), moment
         server = town.speaking(0)
-        assert server.misses(Address(Role.WORKER, 2, 0))
+        assert server.worker_groups.is_away(Address(Role.WORKER, 2, 0))
 
 
 def given_up(moment: int) -> MortalTown:

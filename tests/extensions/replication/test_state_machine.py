@@ -194,7 +194,7 @@ def test_a_server_in_the_middle_of_a_step_is_told_with_what_is_under_way() -> No
         assert data is not None
         restore(twin, data)
         again = save(twin)
-        sources = lead.copy.server._known.staging.values()
+        sources = lead.copy.server.state.known.staging.values()
         under_way = sum(len(source.state_dict()["backwards"]["known"]) for source in sources)
         told.append((under_way, again is not None and torch.equal(data, again)))
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from topotrain.core.protocol import ProtocolError, StepDecision, StepVote
-from topotrain.core.server.commit_agreement import StepError
 from topotrain.core.server.component_state import State, field_values
-from topotrain.core.server.step_policy import ALL_WORKERS, StepPolicy
+from topotrain.core.server.steps.commit_agreement import StepError
+from topotrain.core.server.steps.step_policy import ALL_WORKERS, StepPolicy
 
 
 class Clocks:
@@ -359,15 +359,18 @@ class AppliedBatches:
 
     Args:
         first: all epochs before this one are read already.
-        listed: counts are wanted (`counts`) of all epochs that are not closed; otherwise every reader is by itself.
     """
 
-    def __init__(self, first: int = 0, listed: bool = False) -> None:
+    def __init__(self, first: int = 0) -> None:
         self._last: dict[int, dict[int, int]] = {}
         self._first = first
         self._reads: dict[int, int] = {}  # reader -> the last epoch of which something of it is applied
         self._forgotten: dict[int, int] = {}  # reader -> of epochs before this one nothing is kept
-        self._closed = 0 if listed else EVERYTHING
+        self._closed = EVERYTHING
+
+    def keep_until_closed(self) -> None:
+        """Keep the counts of all epochs (`counts`) until `close`; otherwise each reader's last epochs are kept."""
+        self._closed = 0
 
     def verdict(self, marks: tuple[int, ...], group: int = 0) -> str:
         """ "new" to apply, "known" if all of it has been applied before.

@@ -18,8 +18,8 @@ from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import SHOWS
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import Outbox, ServerExtension, StepResult
-from topotrain.core.server.step_policy import StepPolicy
+from topotrain.core.server.server_extension import GradientExtension, Outbox, StepResult
+from topotrain.core.server.steps.step_policy import StepPolicy
 from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepCaughtUp, StepMissed
 from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
 
@@ -113,7 +113,7 @@ class Quorum:
         self._idle, self._finished, self._dead = set(state["idle"]), set(state["finished"]), set(state["dead"])
 
 
-class BackupWorkers(ServerExtension, StepPolicy):
+class BackupWorkers(GradientExtension, StepPolicy):
     """The rule of one shard for the late workers of its group.
 
     Args:
@@ -148,7 +148,7 @@ class BackupWorkers(ServerExtension, StepPolicy):
         snapshot = max((each.snapshot_under_way() for each in self._server.hooks.snapshot_under_way), default=0)
         if snapshot:
             self._owed[worker.index] = snapshot
-        if self._server.log is not None:
+        if self._server.decisions.log is not None:
             self._quorum.gone(worker.index)
             self._announce(self._quorum.released())
 
@@ -170,21 +170,21 @@ class BackupWorkers(ServerExtension, StepPolicy):
 
     def on_finish(self, worker: Address) -> None:
         """As `ServerExtension.on_finish`."""
-        if self._server.log is not None:
+        if self._server.decisions.log is not None:
             self._announce(self._quorum.finish(worker.index))
 
     def _announce(self, found: list[tuple[int, int]]) -> None:
         """Have all shards send these workers the values between the same two steps."""
         if found:
             members = tuple(number for pair in found for number in pair)
-            self._server.decree(self._group, 0, SHOWS, members)
-        self._server.decide()  # a step may need fewer contributions than before
+            self._server.decisions.decree(self._group, 0, SHOWS, members)
+        self._server.decisions.decide()  # a step may need fewer contributions than before
 
     # --- on every shard --------------------------------------------------------------------------------------------
 
     def accepts_commit(self, sender: Address, message: Commit, step: int) -> bool:
         """As `StepPolicy.accepts_commit`; the sender of one that is too late is told so."""
-        if self._server.log is not None and message.marks:
+        if self._server.decisions.log is not None and message.marks:
             self._announce(self._quorum.works(sender.index, message.marks[0] >> 32))
         if message.step >= step or message.step <= self._counted.get(sender.index, -1):
             return True
@@ -211,8 +211,8 @@ class BackupWorkers(ServerExtension, StepPolicy):
 
     def _send_missed(self, worker: Address, step: int) -> None:
         # The coordinator alone sends it: all shards have carried out the same decision.
-        if self._server.log is not None:
-            self._server.send(worker, StepMissed(step))
+        if self._server.decisions.log is not None:
+            self._server.queue.send(worker, StepMissed(step))
 
     def on_decree(self, decision: StepDecision) -> Outbox:
         """Some workers are sent the values as they are now.
@@ -232,10 +232,10 @@ class BackupWorkers(ServerExtension, StepPolicy):
         server = self._server
         if server.model is None:
             raise ProtocolError(f"{worker} is to be shown values before there are any")
-        for values in server.readers.show(server.model, worker.index, values_round(number), server.version):
-            server.send(worker, values)
+        for values in server.replies.show(server.model, worker.index, values_round(number), server.version):
+            server.queue.send(worker, values)
         step = server.model.staging[worker.group].step
-        server.send(worker, StepCaughtUp(number, step, server.version, snapshot))
+        server.queue.send(worker, StepCaughtUp(number, step, server.version, snapshot))
 
     # --- a second copy -------------------------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ class ServerSnapshots:
         me, job, topology: the server.
         source: what the job started from, if it goes on from a snapshot.
         send: how the server sends.
+        participants: what else of the server is in every snapshot.
     """
 
     def __init__(
@@ -93,9 +94,10 @@ class ServerSnapshots:
         topology: Topology,
         source: SnapshotSource | None,
         send: Send,
+        participants: Sequence[SnapshotParticipant] = (),
     ) -> None:
-        self._me, self._send = me, send
-        self.add(())
+        self._me, self._send, self._participants = me, send, participants
+        self._keepers = tuple(each for each in participants if type(each).taken is not SnapshotParticipant.taken)
         self._groups = topology.worker_groups_of(me.group)
         self._servers = topology.servers(me.group)
         self._across = topology.server_groups if topology.synced else 0
@@ -134,11 +136,6 @@ class ServerSnapshots:
         self._announced = self._due = self._laid = 0
         self._untold: dict[int, int] = {}
 
-    def add(self, participants: Sequence[SnapshotParticipant]) -> None:
-        """What else of the server is in every snapshot."""
-        self._participants = participants
-        self._keepers = tuple(each for each in participants if type(each).taken is not SnapshotParticipant.taken)
-
     @property
     def under_way(self) -> int:
         """On the coordinator: the number of the snapshot that is not over yet; 0: there is none."""
@@ -154,9 +151,14 @@ class ServerSnapshots:
         """Why a participant cannot be in a snapshot now; empty: all can."""
         return next((each.unkept for each in self._participants if each.unkept), "")
 
-    def hears_of_states_in(self, extension: object) -> bool:
+    def has_states_from(self, extension: object) -> bool:
         """Whether workers leave their states with this extension."""
         return extension in self._keepers
+
+    @property
+    def due(self) -> bool:
+        """Whether this shard has to freeze now."""
+        return self._due > 0
 
     def states(self) -> tuple[dict[Address, torch.Tensor], dict[Address, torch.Tensor]]:
         """Of workers that leave their states here: those of their last epoch's begin, and those at this snapshot."""
@@ -299,15 +301,8 @@ class ServerSnapshots:
         if self._across and self._announced:
             self._due, self._announced = self._announced, 0
 
-    def freeze(
-        self,
-        model: ParameterShard,
-        facts: Callable[[], Mapping[str, Any]],
-        counts: Callable[[], Mapping[int, int]],
-    ) -> None:
-        """The step is carried out: if a snapshot is due, this is the moment."""
-        if not self._due:
-            return
+    def freeze(self, model: ParameterShard, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
+        """A snapshot is `due`, and the step before it is carried out. facts: for the manifest; counts: of streams."""
         number, self._due = self._due, 0
         self.cut = number
         if self._across and self._crosscut is None:
@@ -317,12 +312,12 @@ class ServerSnapshots:
         if self._work is None:  # a shard whose host writes nothing; the coordinator is told, and drops the snapshot
             self._say(number, FROZEN, {"error": f"{self._me} writes no snapshots"})
             return
-        now = {**facts(), "steps": sorted(self.steps.items()), "reading": sorted(self._reading.items())}
+        now = {**facts, "steps": sorted(self.steps.items()), "reading": sorted(self._reading.items())}
         self._facts = {}
         if self.book is not None:
-            self.book.frozen(number, now, dict(counts()))
+            self.book.frozen(number, now, dict(counts))
         elif self._me.index == 0:
-            self._facts = {"facts": {**now, "counts": sorted(counts().items())}}
+            self._facts = {"facts": {**now, "counts": sorted(counts.items())}}
         if self._freezer is None:
             self._freezer = ShardFreezer(model, self._me.index, self._me.group if self._across else None)
         try:

@@ -22,7 +22,7 @@ from topotrain.core.model.schema import Allocate, FlatBuffers, torch_dtype
 from topotrain.core.protocol.message_validation import check_bits
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import Outbox, ServerExtension, StepResult
+from topotrain.core.server.server_extension import GradientExtension, Outbox, StepResult
 from topotrain.extensions.collectives.algorithms import (
     VALUES,
     CollectiveResult,
@@ -43,7 +43,7 @@ from topotrain.extensions.collectives.precomputed_gradients import (
 )
 
 
-class TorchCollectiveServer(ServerExtension):
+class TorchCollectiveServer(GradientExtension):
     """The server's part of a job in which torch.distributed adds up the gradients."""
 
     def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
@@ -81,7 +81,7 @@ class _SentValues:
     workers: set[Address] = field(default_factory=set)
 
 
-class CollectiveServer(ServerExtension):
+class CollectiveServer(GradientExtension):
     """A server as its own worker's gateway into the collective.
 
     Args:
@@ -124,7 +124,7 @@ class CollectiveServer(ServerExtension):
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """As `ServerExtension.place`."""
-        if self._server.model is None:
+        if self._server.state.model is None:
             return None
         if isinstance(message, CollectivePart):
             self._relay.bucket(message.bucket)
@@ -151,7 +151,7 @@ class CollectiveServer(ServerExtension):
 
     def _push(self, sender: Address, message: m.Push) -> None:
         self._gateway.check_sender(sender)
-        if self._server.current_source(sender, message.step) is None:
+        if self._server.steps.current_source(sender, message.step) is None:
             return
         check_bits(message.present, len(self._relay.bucket(message.bucket).pieces), f"{sender}: pieces")
         if self._waits_for_commit:
@@ -213,7 +213,7 @@ class CollectiveServer(ServerExtension):
     def _carry_out(self, outs: Sequence[Out]) -> None:
         for out in outs:
             if isinstance(out, SendPart):
-                self._server.send(Address(Role.SERVER, self._me.group, out.to), out.hop)
+                self._server.queue.send(Address(Role.SERVER, self._me.group, out.to), out.hop)
             elif isinstance(out, CompleteSum):
                 self._finish_sum(out)
             else:
@@ -234,7 +234,7 @@ class CollectiveServer(ServerExtension):
     def _receive_result(self, result: CollectiveResult) -> None:
         part = result.hop
         if part.ordinal == VALUES:
-            self._server.send(self._worker, m.Values(part.step, part.bucket, part.version, body=part.body))
+            self._server.queue.send(self._worker, m.Values(part.step, part.bucket, part.version, body=part.body))
         else:
             bucket = self._relay.bucket(part.bucket)
             self._use_mean(part.step, part.ordinal, bucket, part.present, self._relay.elements(bucket, part.body))
@@ -244,18 +244,20 @@ class CollectiveServer(ServerExtension):
         if self._hidden:
             reduced = self._totals.give(bucket.id, bits_to_int(present), mean)
             if reduced is not None:
-                self._server.update_on_arrival(self._worker.group, reduced)
-            self._server.try_stage(self._worker.group)
+                self._server.steps.update_on_arrival(self._worker.group, reduced)
+            self._server.steps.try_stage(self._worker.group)
             return
         backward = self._backwards.setdefault((step, ordinal), _Backward())
         backward.add(0 if mean is None else 1 << bucket.id)
         if mean is not None:
-            self._server.send(self._worker, m.ReducedGradient(step, ordinal, bucket.id, present, body=mean))
+            self._server.queue.send(self._worker, m.ReducedGradient(step, ordinal, bucket.id, present, body=mean))
         count = len(self._map.buckets)
         if backward.count == count:
             del self._backwards[step, ordinal]
             self._source.reduced(ordinal)
-            self._server.send(self._worker, m.BackwardReduced(step, ordinal, int_to_bits(backward.contributed, count)))
+            self._server.queue.send(
+                self._worker, m.BackwardReduced(step, ordinal, int_to_bits(backward.contributed, count))
+            )
 
     # --- new values ----------------------------------------------------------------------------------------------
 

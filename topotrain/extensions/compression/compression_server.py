@@ -4,11 +4,11 @@ from topotrain.config.job import Cluster
 from topotrain.config.sharding import SliceMap
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.server.server_codec import ServerBodyCodec
-from topotrain.core.server.server_extension import ServerExtension
+from topotrain.core.server.server_extension import GradientExtension
 from topotrain.extensions.compression.message_filter import ServerEncoding
 
 
-class CompressionServer(ServerExtension):
+class CompressionServer(GradientExtension):
     """A server's part of the rule in `message_filter`.
 
     Args:

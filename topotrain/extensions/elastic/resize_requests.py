@@ -29,7 +29,7 @@ class LocalServer(Protocol):
         ...
 
     def may_change(self, group: int, wish: str) -> str:
-        """See `Server.may_change`."""
+        """See `ElasticGroups.may_change`."""
         ...
 
 

@@ -27,8 +27,8 @@ def mark(server: Server, before: int) -> int | None:
     buckets = [bucket for bucket in model.buckets if bucket.id % EVERY in due]
     if not buckets and 0 not in due:
         return None
-    clocks = [server.clocks.clock(group) for group in server.groups]
-    counts = sorted(server._streams.counts().items()) if 0 in due else []
+    clocks = [server.worker_groups.clocks.clock(group) for group in server.groups]
+    counts = sorted(server.steps.batches.counts().items()) if 0 in due else []
     found = crc32(repr((version, clocks, counts)).encode())
     for bucket in buckets:
         found = crc32(model.values(bucket.id).view(torch.uint8).numpy().data, found)

@@ -29,7 +29,9 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.profiling.spans import Recorder
 from topotrain.core.protocol import Message, ProtocolError
 from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
+from topotrain.extensions.elastic.membership import ElasticGroups
 from topotrain.extensions.replication.replica_placement import ReplicaSet
 from topotrain.extensions.replication.replication_messages import ReplicaReleased
 from topotrain.extensions.replication.state_machine import Out, Primary, ReplicatedServer, Standby
@@ -155,7 +157,7 @@ class PrimaryEndpoint:
     def may_change(self, group: int, wish: str) -> str:
         """Return why a group may not change now, or "". See `process_host`."""
         with self._lock:
-            return self.server.may_change(group, wish)
+            return self.server.extension(ElasticGroups).may_change(group, wish)
 
     # --- orders of the launcher ----------------------------------------------------------------------------------
 
@@ -395,7 +397,7 @@ class ReplicatedServers:
         copy = ReplicatedServer(partial(self._make, me))
         if self._writer is not None:
             speaker = self._speaker(copy)
-            speaker.aside = self._writer.follow(me, copy.server.snapshots, speaker.poke)
+            speaker.aside = self._writer.follow(me, snapshots_of(copy.server), speaker.poke)
         else:
             speaker = self._speaker(copy)
         urls = self._roads.attach(me, speaker)
@@ -419,7 +421,7 @@ class ReplicatedServers:
 
     def _make(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
         server = self._make_server(me, deliver)
-        server.spans = self._recorder(me, server.groups)
+        server.record_spans(self._recorder(me, server.groups))
         return server
 
     def _make_shadow(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
@@ -428,7 +430,7 @@ class ReplicatedServers:
         Only the process of the primary writes snapshots, but both servers must act as if they did.
         """
         server = self._make(me, deliver)
-        server.snapshots.follow(lambda work: None)
+        snapshots_of(server).follow(lambda work: None)
         return server
 
     def _speaker(self, copy: ReplicatedServer) -> PrimaryEndpoint:
@@ -484,7 +486,7 @@ class ReplicatedServers:
         speaker = self._speaker(copy)
         speaker.shadows = where.shadows
         if self._writer is not None:
-            speaker.aside = self._writer.follow(server, copy.server.snapshots, speaker.poke, from_another=True)
+            speaker.aside = self._writer.follow(server, snapshots_of(copy.server), speaker.poke, from_another=True)
         urls = self._roads.attach(server, speaker)
         speaker.do(lambda lead: lead.orphaned())
         self._roads.publish("server", server, urls)

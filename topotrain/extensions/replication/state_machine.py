@@ -24,6 +24,7 @@ from topotrain.core import protocol as m
 from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.consistency import AWAY
 from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.elastic.membership_messages import GroupLeft
 from topotrain.extensions.replication.replica_checksum import mark
 from topotrain.extensions.replication.replication_messages import (
@@ -136,7 +137,7 @@ class ReplicatedServer:
             self.lines.pop(who, None)
             self.server.lost(who)
         elif event == ORPHANED:
-            for part in self.server.snapshots.orphaned():
+            for part in snapshots_of(self.server).orphaned():
                 self.server.handle(self.server.me, part)
         elif message is not None:
             self._hear(who, message)
@@ -150,7 +151,7 @@ class ReplicatedServer:
                 line.life = message.incarnation
         self.server.handle(who, message)
         if isinstance(message, GroupLeft) or (isinstance(message, m.StepDecision) and message.change == AWAY):
-            for worker in [worker for worker in self.lines if self.server.misses(worker)]:
+            for worker in [worker for worker in self.lines if self.server.worker_groups.is_away(worker)]:
                 del self.lines[worker]  # the worker will not reconnect
 
     def mark(self) -> int | None:

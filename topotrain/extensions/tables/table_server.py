@@ -21,7 +21,7 @@ from topotrain.core.optim.state_table import StateError
 from topotrain.core.server.component_state import State
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit
 from topotrain.core.server.parameter_shard import norm_of, to_power
-from topotrain.core.server.server_extension import ServerExtension, StepResult
+from topotrain.core.server.server_extension import RegroupExtension, StepResult
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotParticipant, SnapshotSource
 from topotrain.extensions.elastic.eligibility import TABLES
 from topotrain.extensions.tables.push_modes import KINDS, StepTable, SyncTable, TableShard
@@ -66,7 +66,7 @@ class _Client:
     bye: bool = False
 
 
-class TableServer(ServerExtension, SnapshotParticipant):
+class TableServer(RegroupExtension, SnapshotParticipant):
     """The tables of one server.
 
     Args:

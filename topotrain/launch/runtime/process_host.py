@@ -30,9 +30,11 @@ from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
 from topotrain.extensions.collectives.torch_client import TorchCollectiveClient, TorchCollectiveConfig
+from topotrain.extensions.elastic.membership import ElasticGroups
 from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
@@ -106,7 +108,7 @@ class _ServerResident:
 
     def handle(self, sender: Address, message: Message) -> None:
         if sender.role is Role.WORKER and sender not in self.workers:
-            self.server.manners.check(sender, message)  # or it is nobody who could come
+            self.server.validator.check(sender, message)  # or it is nobody who could come
             self.workers.add(sender)
             if self.attendant is not None:
                 self.attendant.came(self.server, sender)
@@ -151,7 +153,7 @@ class _ServerResident:
     def may_change(self, group: int, wish: str) -> str:
         """Return why a group cannot leave or join; see `Server.may_change`."""
         with self._lock:
-            return self.server.may_change(group, wish)
+            return self.server.extension(ElasticGroups).may_change(group, wish)
 
     def catch_up(self) -> None:
         """Ask the coordinator for its decisions before there was a connection.
@@ -160,7 +162,7 @@ class _ServerResident:
         """
         if self._goes_on and self.server.me.index:
             with self._lock:
-                for to, message in self.server.ask():
+                for to, message in self.server.reconnected():
                     self._answer(to, message)
 
     def _hear(self) -> None:
@@ -242,11 +244,11 @@ class HostedServers:
             make = partial(hosted_server, place, allocate, me)
             goes_on = place.job.on_failure is OnFailure.kContinue
             self.residents[me] = resident = _ServerResident(make, roads, self._change, trouble, goes_on)
-            resident.server.spans = recorder(me, resident.server.groups)
+            resident.server.record_spans(recorder(me, resident.server.groups))
             if writer is not None:
                 # Where a script's thread does the server's work, it hears what is new with the next message.
                 poke = (lambda: None) if place.topology.inline else resident.poke
-                resident.aside = writer.follow(me, resident.server.snapshots, poke)
+                resident.aside = writer.follow(me, snapshots_of(resident.server), poke)
 
     def open(self, serving: Callable[[Address, tuple[str, ...]], None]) -> None:
         """Connect the servers, then admit workers.

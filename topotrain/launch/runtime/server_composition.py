@@ -12,7 +12,7 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.model.schema import Allocate
 from topotrain.core.server.server import Deliver, Server
 from topotrain.core.server.server_extension import ServerExtension
-from topotrain.core.server.step_policy import makes_partial_steps
+from topotrain.core.server.steps.step_policy import makes_partial_steps
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.extensions.elastic.eligibility import singly
 
@@ -26,8 +26,16 @@ def make_server(
     deliver: Deliver | None = None,
     resumed: SnapshotSource | None = None,
 ) -> Server:
-    """The server at an address with all extensions that the job asks for; arguments as for `Server`."""
-    server = Server(me, job, topology, allocate, shared, deliver, resumed)
+    """The server at an address with all extensions that the job asks for.
+
+    The arguments are those of `Server`; resumed: the snapshot that the job starts with.
+    """
+    start = None
+    if resumed is not None:
+        from topotrain.extensions.checkpointing.checkpoint_extension import SnapshotStart
+
+        start = SnapshotStart(resumed)
+    server = Server(me, job, topology, allocate, shared, deliver, start)
     server.attach(server_extensions(server, job, topology, allocate, resumed))
     return server
 
@@ -35,8 +43,18 @@ def make_server(
 def server_extensions(
     server: Server, job: Job, topology: Topology, allocate: Allocate, resumed: SnapshotSource | None = None
 ) -> tuple[ServerExtension, ...]:
-    """The extensions of a server, in order; resumed: the snapshot that the job goes on from."""
-    return tuple(_extensions(server, job, topology, allocate, resumed))
+    """The extensions of a server, in order; resumed: the snapshot that the job starts with."""
+    found = list(_extensions(server, job, topology, allocate, resumed))
+    if installed("extensions.elastic.membership"):
+        from topotrain.extensions.elastic.membership import ElasticGroups
+
+        found.append(ElasticGroups(server, job, topology))
+    if installed("extensions.checkpointing.checkpoint_extension"):
+        from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension
+
+        # The last one, so that it freezes what the others have of a step.
+        found.append(CheckpointExtension(server, job, topology, resumed, found))
+    return tuple(found)
 
 
 def _extensions(

@@ -13,6 +13,7 @@ import torch
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address, Role
 from topotrain.core.optim.state_table import Table
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
     PUBLISHED,
     WRITTEN,
@@ -126,7 +127,7 @@ class SimDisks:
         self.published = 0
         first = 1 if before is None else before.number + 1
         for me, house in town.houses.items():
-            house.server.snapshots.follow(lambda what, me=me: self._work(me, what), first)  # type: ignore[misc]
+            snapshots_of(house.server).follow(lambda what, me=me: self._work(me, what), first)  # type: ignore[misc]
 
     def ask(self) -> None:
         """Request a snapshot, as the host's clock does."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.component_state import State, field_values
-from topotrain.core.server.server_extension import ServerExtension
+from topotrain.core.server.server_extension import RegroupExtension
 from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 
 LONGEST = 32  # batches in a lease: a group that dies or leaves gives back at most this many
@@ -139,7 +139,7 @@ class _Epoch:
         return epoch
 
 
-class LeaseQueue(ServerExtension):
+class LeaseQueue(RegroupExtension):
     """The queue of every open epoch; lives in server (0,0).
 
     Args:

@@ -15,10 +15,10 @@ from topotrain.config.sharding import Bucket, Segment
 from topotrain.config.topology import Address
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
-from topotrain.core.server.commit_agreement import agree
 from topotrain.core.server.component_state import State
 from topotrain.core.server.ordered_sum import OrderedMean, Tree
 from topotrain.core.server.server_codec import ServerBodyCodec
+from topotrain.core.server.steps.commit_agreement import agree
 
 
 @dataclass(frozen=True, slots=True)
