@@ -47,7 +47,7 @@ class TorchCollectiveServer(GradientExtension):
     """The server's part of a job in which torch.distributed adds up the gradients."""
 
     def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
-        """As `ServerExtension.gradient_source`."""
+        """As `GradientExtension.gradient_source`."""
         return EditedTotals(settings, None)
 
 
@@ -105,7 +105,7 @@ class CollectiveServer(GradientExtension):
         self._sent: dict[int, _SentValues] = {}  # by bucket
 
     def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
-        """As `ServerExtension.gradient_source`."""
+        """As `GradientExtension.gradient_source`."""
         self._map = slice_map
         self._own = frozenset(bucket.id for bucket in settings.buckets)
         self._relay = _RelayBuffers(slice_map, self._algorithm, self._shards, self._me.index, self._allocate)
@@ -175,7 +175,7 @@ class CollectiveServer(GradientExtension):
         self._carry_out(self._relay.relay.local(step, ordinal, number, part))
 
     def backward_ended(self, sender: Address, message: m.BackwardEnd) -> Outbox:
-        """As `ServerExtension.backward_ended`."""
+        """As `GradientExtension.backward_ended`."""
         pushed = bits_to_int(message.pushed)
         for bucket in self._map.buckets:
             if not pushed >> bucket.id & 1:
@@ -183,7 +183,7 @@ class CollectiveServer(GradientExtension):
         return ()
 
     def committed(self, sender: Address, message: m.Commit) -> Outbox:
-        """As `ServerExtension.committed`."""
+        """As `GradientExtension.committed`."""
         if self._waits_for_commit and sender == self._worker:
             self._held.commit = self._held.commit or message
             self._give_committed()
@@ -262,7 +262,7 @@ class CollectiveServer(GradientExtension):
     # --- new values ----------------------------------------------------------------------------------------------
 
     def route_values(self, worker: Address, values: m.Values) -> Outbox:
-        """As `ServerExtension.route_values`. Other workers get them from their gateways."""
+        """As `GradientExtension.route_values`. Other workers get them from their gateways."""
         # A worker that asks alone gets its values directly: they have no number of a step.
         passed_on = values.round >= 0 and values.bucket in self._own and self._algorithm is not Algorithm.kNaive
         if passed_on:
