@@ -279,7 +279,8 @@ class CollectiveServer(GradientExtension):
         return ((worker, values),)
 
     def state_dict(self) -> None:
-        """Return None: a second copy is not possible, since parts of a sum are views of other processes' memory."""
+        """Return None: a second copy is not possible."""
+        # Parts of a sum are views of other processes' memory.
 
 
 class _RelayBuffers:
