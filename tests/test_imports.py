@@ -35,7 +35,8 @@ WORLD = """
 PURE = """
     config/* core/* *_messages.py training/data/batch_ranges.py training/data/lease_queue.py
     extensions/backup_workers/quorum.py extensions/checkpointing/cross_group_cut.py
-    extensions/checkpointing/checkpoint_extension.py extensions/checkpointing/data_position.py core/model/safetensors_layout.py
+    extensions/checkpointing/checkpoint_extension.py extensions/checkpointing/data_position.py
+    core/model/safetensors_layout.py
     extensions/checkpointing/server_snapshots.py extensions/checkpointing/shard_snapshot.py
     extensions/checkpointing/snapshot_coordinator.py extensions/collectives/algorithms.py
     extensions/collectives/collective_server.py extensions/collectives/precomputed_gradients.py
