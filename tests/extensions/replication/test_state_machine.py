@@ -67,7 +67,7 @@ def check(town: ReplicatedTown, servers: int = 2) -> None:
         first, second = town.copies(index)
         assert equal(flats_of(first), flats_of(second))
         assert first.version == second.version == STEPS
-        assert first._streams.counts() == second._streams.counts()
+        assert first.steps.batches.counts() == second.steps.batches.counts()
 
 
 def equal(a: object, b: object) -> bool:
