@@ -1,8 +1,8 @@
-"""What a process may tell: frozen events, each one line of JSON.
+"""Events that a process reports: frozen dataclasses, each one line of JSON.
 
-Rule: an event is data that anybody may drop. Nothing here decides or remembers. Counters are cumulative and times count
-from the teller's own first step, so that a listener that joins late, or misses a line, is still right. `who` is
-"worker 0/1" or "server 0/1" (group/index), or "unit 3".
+An event is data, and losing one does no harm. Counters are totals, and times count from the process's own first step,
+so a reader that starts late, or misses a line, has correct numbers. The first field of most events names the process
+that the event is about: "worker 0/1" or "server 0/1" (group/index), or "unit 3".
 """
 
 import json
@@ -16,7 +16,7 @@ KINDS = ("program", "peer", "config", "died", "internal", "quarantine")
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A process listens: its addresses as URLs."""
+    """A process can be reached at these URLs."""
 
     who: str
     urls: tuple[str, ...]
@@ -25,7 +25,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A process is up and knows its place."""
+    """A process runs and knows its settings."""
 
     who: str
     pid: int
@@ -33,14 +33,19 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A worker has done `step` steps, `time` seconds after its first step began, and was given `samples` samples.
+    """A worker has made `step` steps on `samples` samples.
 
-    Staleness is counted in versions, over all updates so far; bytes are those of message bodies and headers. All
-    numbers are totals since the start, except `loss`: the last one that the worker has seen, None if it has seen none.
+    All numbers are totals since the start, except `loss`.
 
-    own_s: median of the seconds that the worker itself takes for a step, from the end of one wait to its next commit;
-    None: too few were measured. late: steps that backup workers have made without it, for it came too late.
-    threads: that PyTorch computes with in the worker's process, at this moment; 0: not told.
+    Attributes:
+        time: seconds since the worker's first step began.
+        loss: the last loss that the worker has seen, or None.
+        staleness_mean, staleness_max: counted in versions, over all updates so far.
+        bytes_out, bytes_in: bytes of message bodies and headers.
+        own_s: median of the seconds that the worker itself needs for a step, from the end of one wait to its next
+            commit. None: too few were measured.
+        late: the number of steps for which the worker's gradient came too late (with backup workers).
+        threads: the number of threads with which PyTorch computes in the worker's process now. 0: not known.
     """
 
     who: str
@@ -59,10 +64,15 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Step `step` (from 1) of worker `who` has changed no value: some gradient was not finite. Its batch is used up.
+    """A step of a worker has changed no value, because a gradient was not finite.
 
-    total: this process's skipped steps so far. by: the worker whose gradient it was, "" where only the sum of its group
-    is known. parameter: one of which it is true, "" for rows of a table.
+    The batch of the step is used up.
+
+    Attributes:
+        step: the number of the step, from 1.
+        total: the skipped steps of this process so far.
+        by: the worker with the gradient. Empty: only the sum of the group is known.
+        parameter: a parameter with such a gradient. Empty: rows of a table.
     """
 
     who: str
@@ -74,10 +84,11 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What server `who` has counted at its end, or at the snapshot with which the job ends.
+    """Counts of a server at its end, or at the snapshot with which the job ends.
 
-    samples: of each worker of its group, by name, how many of its samples are in the values, each once; with those of
-    the snapshot that the job went on from.
+    Attributes:
+        samples: by name of a worker of its group, the number of the worker's samples that are in the values. Samples of
+            the snapshot from which the job was resumed are included.
     """
 
     who: str
@@ -86,16 +97,18 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What the program reported about the final parameters."""
+    """Values that the program reported about the final parameters."""
 
     values: dict[str, float] = field(hash=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """What the values of step `step` gave on the data of `kind`, "test" or "validate": means over its samples.
+    """Results of an evaluation of the values of a step: means over the samples.
 
-    `skipped` evaluations were left out until then, because an earlier one still ran.
+    Attributes:
+        kind: "test" or "validate".
+        skipped: the number of evaluations that were left out until then, because an earlier one still ran.
     """
 
     who: str
@@ -107,9 +120,12 @@ class Tested:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The teller cannot go on. `kind` is one of KINDS: whose fault it is; `traceback` is empty where there is none.
+    """A process cannot continue.
 
-    "quarantine": its worker group's, whose gradients are not finite again and again; others could go on without it.
+    Attributes:
+        kind: the kind of the cause, one of KINDS. "quarantine": the gradients of the process's worker group are not
+            finite again and again, and other groups could continue without it.
+        traceback: the traceback, or "".
     """
 
     who: str
@@ -124,7 +140,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A worker's program has ended well; totals as in StepDone."""
+    """A worker's program has ended without an error. Totals are as in StepDone."""
 
     who: str
     steps: int
@@ -140,7 +156,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something the user should read; the job goes on."""
+    """A text that the user should read. The job continues."""
 
     who: str
     text: str
@@ -148,7 +164,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A piece of what a process wrote to `stream`, "stdout" or "stderr"."""
+    """Output of a process to `stream`, "stdout" or "stderr"."""
 
     who: str
     stream: str
@@ -157,7 +173,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Worker `who` has waited for `seconds` for what servers or other workers have to say, and waits on."""
+    """A worker has waited for messages for `seconds`, and continues to wait."""
 
     who: str
     seconds: float
@@ -165,14 +181,17 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A process has done all that it had to do, and is about to end: an end without this word is a loss."""
+    """A process has done its work and is about to end.
+
+    The end of a process without this event is a loss.
+    """
 
     who: str
 
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A process is gone; a negative code is the signal that ended it."""
+    """A process has ended. A negative code is the signal that ended it."""
 
     who: str
     pid: int
@@ -181,7 +200,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """A process was stopped by a signal, SIGSTOP for example; it may be continued."""
+    """A process was stopped by a signal such as SIGSTOP, and may be continued."""
 
     who: str
     pid: int
@@ -197,7 +216,11 @@ class Thawed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The process of `who` is gone without saying why; `log` is the end of what it wrote. Others say what follows."""
+    """A process has ended without a reason. Other events report the consequences.
+
+    Attributes:
+        log: the end of the process's output.
+    """
 
     who: str
     pid: int
@@ -207,7 +230,11 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Unrepeatable:
-    """A worker's group cannot be started again by itself, nor, if `job`, the job as a whole; the text says why."""
+    """A worker's group cannot be restarted alone, for the reason in `text`.
+
+    Attributes:
+        job: the job as a whole cannot be restarted, either.
+    """
 
     who: str
     text: str
@@ -216,9 +243,12 @@ class Unrepeatable:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something was lost, `at_s` seconds after the job's start, and the job goes on.
+    """A process or connection was lost, and the job continues.
 
-    `what` happened, and what is done about it, `action`, are words. Incidents of a job have numbers from 0.
+    Attributes:
+        number: the incidents of a job have numbers from 0.
+        what, action: the loss, and the reaction to it, in words.
+        at_s: seconds since the job's start.
     """
 
     number: int
@@ -230,11 +260,12 @@ class Incident:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What incident `number` had stopped trains again.
+    """The workers that incident `number` had stopped train again.
 
-    waited_s: from the loss to the first step of those that were started again. others_s: meanwhile the longest time
-    that a worker of another group was without a sign of a step; 0 where there is no other group. Workers tell of their
-    steps four times a second, so that anything up to a quarter of a second is no wait at all.
+    Attributes:
+        waited_s: seconds from the loss to the first step of the restarted workers.
+        others_s: the longest time in between for which a worker of another group reported no step. 0: there is no other
+            group. Workers report steps four times a second, so values up to 0.25 mean no wait.
     """
 
     number: int
@@ -244,9 +275,11 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Snapshot `number` is on disk in the folder `path`, taken behind step `step` of worker group 0.
+    """Snapshot `number` is complete in the folder `path`.
 
-    why: "time" (seconds have passed), "step" (the job's `checkpoint_freq`), "end" (the job was asked to end).
+    Attributes:
+        step: the last step of worker group 0 in it.
+        why: "time" (seconds have passed), "step" (the job's `checkpoint_freq`), "end" (the job was asked to end).
     """
 
     who: str
@@ -258,7 +291,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Unsaved:
-    """A job that was asked to end cannot take a last snapshot; the text says why."""
+    """A job that was asked to end cannot take a last snapshot; `text` says why."""
 
     who: str
     text: str
@@ -266,7 +299,12 @@ class Unsaved:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """A server's answer to what is wished of a worker group: "leave", "lose" or "join"; text: why not, "": agreed."""
+    """A server's reply to a request to change a worker group.
+
+    Attributes:
+        wish: "leave", "lose" or "join".
+        text: the reason of a refusal. Empty: agreed.
+    """
 
     who: str
     group: int
@@ -276,7 +314,10 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A worker group is not there, `at_s` seconds after the job's start, and the job goes on; `how` says why."""
+    """A worker group is absent from `at_s` seconds after the job's start on.
+
+    The job continues. `how` is the reason.
+    """
 
     group: int
     how: str
@@ -285,7 +326,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A worker group that was not there starts, `at_s` seconds after the job's start."""
+    """An absent worker group starts, `at_s` seconds after the job's start."""
 
     group: int
     incarnation: int
@@ -294,7 +335,10 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A worker group of this script can have `most` workers; 0: no other number than it has. The text says why."""
+    """A worker group of this script can have `most` workers, for the reason in `text`.
+
+    0: no other number than now.
+    """
 
     who: str
     most: int
@@ -303,9 +347,12 @@ class Bounded:
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """The one worker group of a job had `former` workers and has `workers` from here on; it goes on behind step `step`.
+    """The only worker group of a job has another number of workers after step `step`.
 
-    at_s: seconds after the job's start. number: counted with the incidents; its Recovered tells when the job trains.
+    Attributes:
+        number: counted with the incidents. Its Recovered reports when the job trains again.
+        former, workers: the numbers of workers before and after.
+        at_s: seconds since the job's start.
     """
 
     number: int
@@ -317,7 +364,7 @@ class Resized:
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """The so-manieth second copy of server `who` has everything from now on; it was number 0 at the start."""
+    """Standby number `shadows` of a server has the whole state. The first is 0."""
 
     who: str
     shadows: int
@@ -325,14 +372,17 @@ class Covered:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """The way from server `who` to its second copy, or to the first server, has ended, and why is not known to it."""
+    """A server has lost the connection to its standby or to the coordinator.
+
+    The server does not know the cause.
+    """
 
     who: str
 
 
 @dataclass(frozen=True, slots=True)
 class Differs:
-    """The so-manieth second copy of server `who` was found to be another than the first; it is made anew."""
+    """Standby number `shadows` of a server differs from its primary, and is replaced."""
 
     who: str
     shadows: int
@@ -340,7 +390,7 @@ class Differs:
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """The final parameters are in the file `path`; the job took `seconds`."""
+    """The final parameters are in the file `path`. The job took `seconds`."""
 
     path: str
     seconds: float
@@ -348,10 +398,11 @@ class Final:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """At the job's end: how far server `who` was from the other server groups, over all its exchanges with them.
+    """Distance of a server from the other server groups, over all exchanges.
 
-    updates_mean, updates_max: updates of other groups that an exchange brought. share: the norm of what it added over
-    that of the values.
+    Attributes:
+        updates_mean, updates_max: updates of other groups in one exchange.
+        share: the norm of the additions, divided by the norm of the values.
     """
 
     who: str
@@ -363,7 +414,11 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Tabled:
-    """At the job's end server `who` held so many rows of a table, in so many bytes: values, optimizer state, index."""
+    """Rows of a table on a server at the job's end.
+
+    Attributes:
+        bytes: bytes of values, optimizer state and index.
+    """
 
     who: str
     table: str
@@ -411,13 +466,20 @@ _CLASSES: Mapping[str, type[Event]] = MappingProxyType({c.__name__: c for c in g
 
 
 def to_json(event: Event) -> str:
-    """One line without its end; a loss that is no number stays NaN or Infinity, as Python's json writes them."""
+    """Return the event as one line, without a line end.
+
+    NaN and Infinity are written as Python's json does.
+    """
     values = {f.name: getattr(event, f.name) for f in fields(event)}
     return json.dumps({"event": type(event).__name__, **values}, separators=(",", ":"))
 
 
 def from_json(line: str) -> Event:
-    """The event of a line. Raises ValueError, naming what is wrong, for anything `to_json` did not write."""
+    """Return the event of a line.
+
+    Raises:
+        ValueError: `to_json` has not written the line. The text names the field.
+    """
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -16,8 +16,9 @@ from topotrain.core import protocol as m
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.protocol.message_validation import MessageValidator, check_bits
+from topotrain.core.server.model_start import _MAX_HELD
 from topotrain.core.server.parameter_shard import to_power
-from topotrain.core.server.server import _MAX_HELD, Server
+from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
 from topotrain.extensions.collectives.collective_messages import CollectivePart
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
@@ -229,7 +230,7 @@ def test_what_is_held_is_bounded() -> None:
     home = Hall(nworkers_per_group=2, join=False).servers[server()]
     for _ in range(_MAX_HELD):
         home.handle(worker(), m.Fetch(1))
-    with pytest.raises(ProtocolError, match="says too much before"):
+    with pytest.raises(ProtocolError, match="sends too much before"):
         home.handle(worker(), m.Fetch(1))
 
 

@@ -212,7 +212,7 @@ def test_unseen_it_spoils_everything() -> None:
 def test_a_batch_that_was_skipped_is_used_up() -> None:
     result = run_local(job_of("one"), building(), poisoned({1: {(0, 0)}}))
     (worker,) = result.workers
-    assert sum(result.servers[0]._streams.counts().values()) == STEPS == worker.worker.tally.steps
+    assert sum(result.servers[0].steps.batches.counts().values()) == STEPS == worker.worker.tally.steps
 
 
 # --- roads -----------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def check(town: ReplicatedTown, servers: int = 2) -> None:
         first, second = town.copies(index)
         assert equal(flats_of(first), flats_of(second))
         assert first.version == second.version == STEPS
-        assert first._streams.counts() == second._streams.counts()
+        assert first.steps.batches.counts() == second.steps.batches.counts()
 
 
 def equal(a: object, b: object) -> bool:
@@ -230,7 +230,7 @@ def test_bytes_that_are_no_likeness_are_refused(damage: str) -> None:
 
 def test_only_plain_data_is_a_state() -> None:
     town = run()
-    town.speaking(0)._rested[0] = object()  # type: ignore[assignment]
+    town.speaking(0).steps.hyper[0] = object()  # type: ignore[assignment]
     with pytest.raises(TypeError, match="a state holds a object, which is not plain data"):
         save(copy_of(town))
 

@@ -430,7 +430,10 @@ class SliceUpdate:
         self._optimizer.state[place][name] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return hyper-parameters and the entries of `state`, each tensor 1-D in the order of its memory."""
+        """Return hyper-parameters and the entries of `state`.
+
+        Each tensor is 1-D, in the order of its memory.
+        """
         entries = [(key, name, _dense(value)) for key, name, value in self.state()]
         return {"hyper": self._hyper, "scale": self._scale, "entries": entries}
 
@@ -443,7 +446,7 @@ class SliceUpdate:
             self._correct_rate(state["scale"])
 
     def _shaped(self, key: int, value: torch.Tensor | float) -> torch.Tensor | float:
-        """Return a value of `state_dict` with the shape and the memory order of its segment."""
+        """Return a value of `state_dict` in the shape and memory order of its segment."""
         place = self._values[key]
         if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape != place.shape:
             return value.as_strided(place.shape, place.stride())

@@ -1,7 +1,7 @@
 """Base class and registry of messages.
 
 A message class declares everything that the protocol needs to know about it where it is defined: its number on the
-wire, its routes (who sends it to whom), and the bounds of its numbers. A package registers its messages when its module
+wire, its routes (sender and receiver), and the bounds of its numbers. A package registers its messages when its module
 of messages is imported, so the core names no extension. A process can decode only messages of modules that it has
 imported.
 """
@@ -24,7 +24,10 @@ class ProtocolError(Exception):
 
 
 class Sender(Enum):
-    """The endpoints that may send a message, relative to its receiver. None is the receiver itself, except SELF."""
+    """The endpoints that may send a message, relative to its receiver.
+
+    Only SELF includes the receiver.
+    """
 
     GROUP_WORKERS = auto()
     """Workers of the worker groups that a server serves, and the other workers of a worker's group."""
@@ -81,7 +84,7 @@ class Condition(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One way on which a message is sent: from whom, to whom, and in which jobs."""
+    """One way on which a message is sent: its sender, its receiver, and the jobs."""
 
     sender: Sender
     receiver: Receiver
@@ -116,7 +119,10 @@ class Message:
     body: torch.Tensor | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def is_valid(self) -> bool:
-        """Return whether the numbers are possible. Checks that need the model are made where the model is known."""
+        """Return whether the numbers are possible.
+
+        Checks that need the model are made where the model is known.
+        """
         return True
 
 
@@ -129,7 +135,9 @@ _M = TypeVar("_M", bound=Message)
 def message(
     number: int, *routes: Route, names_group: bool = False, handled: str = "handle", sent: str = "send"
 ) -> Callable[[type[_M]], type[_M]]:
-    """Register a message class. The arguments are described at `Message`; the number must never change.
+    """Register a message class. Its number must never change.
+
+    The arguments are described at `Message`.
 
     Raises:
         ValueError: another class has this number.

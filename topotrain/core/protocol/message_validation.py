@@ -43,7 +43,7 @@ class MessageValidator:
             raise ProtocolError(f"{sender} sent a message with impossible numbers: {repr(message)[:200]}")
 
     def senders(self, kind: type[Message]) -> frozenset[Address]:
-        """Return the addresses that may send messages of this type. Empty: none is accepted."""
+        """Return the addresses that may send messages of this type; none if it is empty."""
         return (self._entries.get(kind) or self._entry(kind))[0]
 
     def _entry(self, kind: type[Message]) -> _Entry:

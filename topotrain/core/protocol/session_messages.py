@@ -281,7 +281,7 @@ class BufferRequest(Message):
 @message(23, TO_SERVER, Route(Sender.ALL_WORKERS, Receiver.DATA_SERVICE), FROM_SERVER, FROM_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class WorkerRejoined(Message):
-    """Worker -> its servers and server (0,0): the worker belongs to this incarnation of its group.
+    """Worker -> its servers and server (0,0): the worker's incarnation.
 
     It is the first message of a worker of a restarted group. The worker sends nothing else, and ignores all other
     messages, until all servers have echoed it: messages before the echo may be meant for its predecessor.
@@ -300,7 +300,7 @@ class WorkerRejoined(Message):
 @message(26, TO_COORDINATOR)
 @dataclass(frozen=True, slots=True)
 class AppliedBatchesRequest(Message):
-    """Worker -> its coordinator: request for the number of applied batches of a data stream.
+    """Worker -> its coordinator: request for the progress of a data stream.
 
     With stream -1 it is the number of steps of the worker's group.
     """
@@ -314,7 +314,10 @@ class AppliedBatchesRequest(Message):
 @message(27, FROM_COORDINATOR)
 @dataclass(frozen=True, slots=True)
 class AppliedBatchesReply(Message):
-    """Coordinator -> worker: the first `count` batches of the stream are applied, and no others of it."""
+    """Coordinator -> worker: the first `count` batches of the stream are applied.
+
+    No others of it are.
+    """
 
     stream: int
     count: int
@@ -340,7 +343,9 @@ class StateRequest(Message):
 @message(61, TO_SERVER, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class StatePart(Message):
-    """One entry of the optimizer state of one piece of a parameter: a tensor (body, float32 bytes), or a number.
+    """One entry of the optimizer state of one piece of a parameter.
+
+    It is a tensor (body, float32 bytes), or a number.
 
     The last message has no key. Its number is the number of entries before it.
     """

@@ -1,4 +1,4 @@
-"""State of a server's components as plain data, from which a second copy of the server is made.
+"""State of a server's components as plain data, for a second copy of the server.
 
 Every component with state has `state_dict()` and `load_state_dict(state)`. A state holds only None, numbers, texts,
 bytes, tensors, addresses, messages, and tuples, lists, sets, dictionaries and queues of these. A state is not a copy:
@@ -14,7 +14,7 @@ State = dict[str, Any]
 
 
 def field_values(record: Any) -> tuple[Any, ...]:
-    """Return the values of a dataclass in the order of its fields, so that `cls(*values)` equals it."""
+    """Return the values of a dataclass by field, so that `cls(*values)` equals it."""
     return tuple(getattr(record, field.name) for field in fields(record))
 
 

@@ -369,7 +369,10 @@ class AppliedBatches:
         self._closed = EVERYTHING
 
     def keep_until_closed(self) -> None:
-        """Keep the counts of all epochs (`counts`) until `close`; otherwise each reader's last epochs are kept."""
+        """Keep the counts of all epochs (`counts`) until `close`.
+
+        Without this call each reader's last epochs are kept.
+        """
         self._closed = 0
 
     def verdict(self, marks: tuple[int, ...], group: int = 0) -> str:

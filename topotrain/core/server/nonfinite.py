@@ -30,7 +30,7 @@ def spoiled(bucket: Bucket, present: int, gradient: torch.Tensor) -> int | None:
 
 
 def look(bucket: Bucket, part: torch.Tensor) -> tuple[int | None, bool]:
-    """A segment that is not finite, or None; and whether sums with the part are checked."""
+    """A segment that is not finite, or None; and whether sums need a check."""
     numbers = reals(part)
     # An element is no larger than the root of the sum of squares, and weights are counts. Where the sum of squares fits
     # into the dtype, no weighted sum of such parts is infinite.

@@ -1,6 +1,6 @@
 """The encoding of a server's bodies: pushes, means and values travel as they are.
 
-An extension may bring another codec (`ServerExtension.server_codec`).
+An extension may bring another codec (`GradientExtension.server_codec`).
 
 `core.client.body_codec` is the workers' side.
 """

@@ -148,7 +148,10 @@ class Startup:
         return self.open(hooks)
 
     def state_dict(self) -> State | None:
-        """Return the state, see `component_state`. None: not possible while shared memory waits for the description."""
+        """Return the state, see `component_state`.
+
+        None: not possible while shared memory waits for the description.
+        """
         if self._early:
             return None
         parts = {sender: parts.state_dict() for sender, parts in self._parts.items()}

@@ -153,7 +153,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
             self._announce(self._quorum.released())
 
     def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
-        """As `ServerExtension.gradient_source`."""
+        """As `GradientExtension.gradient_source`."""
         return QuorumPushes(settings)
 
     # --- on the coordinator ----------------------------------------------------------------------------------------

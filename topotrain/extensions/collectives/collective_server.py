@@ -47,7 +47,7 @@ class TorchCollectiveServer(GradientExtension):
     """The server's part of a job in which torch.distributed adds up the gradients."""
 
     def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
-        """As `ServerExtension.gradient_source`."""
+        """As `GradientExtension.gradient_source`."""
         return EditedTotals(settings, None)
 
 
@@ -57,6 +57,11 @@ class _Backward:
 
     count: int = 0
     contributed: int = 0
+
+    def add(self, bits: int) -> None:
+        """Count a bucket. bits: its bit, if it has a mean."""
+        self.count += 1
+        self.contributed |= bits
 
 
 @dataclass(slots=True)
@@ -100,7 +105,7 @@ class CollectiveServer(GradientExtension):
         self._sent: dict[int, _SentValues] = {}  # by bucket
 
     def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
-        """As `ServerExtension.gradient_source`."""
+        """As `GradientExtension.gradient_source`."""
         self._map = slice_map
         self._own = frozenset(bucket.id for bucket in settings.buckets)
         self._relay = _RelayBuffers(slice_map, self._algorithm, self._shards, self._me.index, self._allocate)
@@ -170,7 +175,7 @@ class CollectiveServer(GradientExtension):
         self._carry_out(self._relay.relay.local(step, ordinal, number, part))
 
     def backward_ended(self, sender: Address, message: m.BackwardEnd) -> Outbox:
-        """As `ServerExtension.backward_ended`."""
+        """As `GradientExtension.backward_ended`."""
         pushed = bits_to_int(message.pushed)
         for bucket in self._map.buckets:
             if not pushed >> bucket.id & 1:
@@ -178,7 +183,7 @@ class CollectiveServer(GradientExtension):
         return ()
 
     def committed(self, sender: Address, message: m.Commit) -> Outbox:
-        """As `ServerExtension.committed`."""
+        """As `GradientExtension.committed`."""
         if self._waits_for_commit and sender == self._worker:
             self._held.commit = self._held.commit or message
             self._give_committed()
@@ -243,9 +248,8 @@ class CollectiveServer(GradientExtension):
             self._server.steps.try_stage(self._worker.group)
             return
         backward = self._backwards.setdefault((step, ordinal), _Backward())
-        backward.count += 1
+        backward.add(0 if mean is None else 1 << bucket.id)
         if mean is not None:
-            backward.contributed |= 1 << bucket.id
             self._server.queue.send(self._worker, m.ReducedGradient(step, ordinal, bucket.id, present, body=mean))
         count = len(self._map.buckets)
         if backward.count == count:
@@ -258,7 +262,7 @@ class CollectiveServer(GradientExtension):
     # --- new values ----------------------------------------------------------------------------------------------
 
     def route_values(self, worker: Address, values: m.Values) -> Outbox:
-        """As `ServerExtension.route_values`. Other workers get them from their gateways."""
+        """As `GradientExtension.route_values`. Other workers get them from their gateways."""
         # A worker that asks alone gets its values directly: they have no number of a step.
         passed_on = values.round >= 0 and values.bucket in self._own and self._algorithm is not Algorithm.kNaive
         if passed_on:
@@ -275,7 +279,8 @@ class CollectiveServer(GradientExtension):
         return ((worker, values),)
 
     def state_dict(self) -> None:
-        """Return None: a second copy is not possible, since parts of a sum are views of other processes' memory."""
+        """Return None: a second copy is not possible."""
+        # Parts of a sum are views of other processes' memory.
 
 
 class _RelayBuffers:

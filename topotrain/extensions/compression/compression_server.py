@@ -19,5 +19,5 @@ class CompressionServer(GradientExtension):
         self._cluster = cluster
 
     def server_codec(self, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> ServerBodyCodec:
-        """As `ServerExtension.server_codec`."""
+        """As `GradientExtension.server_codec`."""
         return ServerEncoding(self._cluster, slice_map, shard, flats)

@@ -281,7 +281,8 @@ class ServerEncoding(ServerBodyCodec):
         return self._codecs.room(f"coded values {group}", bucket) if coded else None
 
     def state_dict(self) -> None:
-        """Return None: a second copy is not possible, since errors of earlier encodings are not transferred."""
+        """Return None: a second copy is not possible."""
+        # The errors of earlier encodings are not transferred.
 
 
 def _differences(cluster: Cluster) -> bool:

@@ -1,4 +1,4 @@
-"""Messages between the two copies of a server, and of channels that survive a reconnect.
+"""Messages between copies of a server, and of channels that survive a reconnect.
 
 The replication channel handles them itself, so they have no routes, and they are not counted on the channel.
 """
@@ -11,7 +11,7 @@ from topotrain.core.protocol.message import Message, message
 @message(100)
 @dataclass(frozen=True, slots=True)
 class ResumeConnection(Message):
-    """First message of both sides on a new connection: the number of messages received so far.
+    """First message of both sides on a new connection: messages received so far.
 
     The other side sends the messages after these again.
 
@@ -29,7 +29,9 @@ class ResumeConnection(Message):
 @message(101)
 @dataclass(frozen=True, slots=True)
 class Ack(Message):
-    """Worker <-> server, server <-> server: the receiver may drop its first `heard` messages.
+    """Worker or server -> server, and back: the first `heard` messages are safe.
+
+    The receiver may drop them.
 
     Attributes:
         ask: request for such an ack, once both copies have the sender's messages.
@@ -77,12 +79,11 @@ class ReplicaAck(Message):
 @message(104)
 @dataclass(frozen=True, slots=True)
 class StateTransfer(Message):
-    """Primary -> new standby: part `part` of `parts` of the `nbytes` bytes of the state (see `state_transfer`).
-
-    The body is a snapshot.
+    """Primary -> new standby: a part of the state (see `state_transfer`). Snapshot.
 
     Attributes:
         index: the number of events that are in the state.
+        part, parts, nbytes: this is part number `part` of `parts`, of `nbytes` bytes in all.
     """
 
     index: int
@@ -100,7 +101,7 @@ class ReplicaReleased(Message):
 @message(106)
 @dataclass(frozen=True, slots=True)
 class ReplicaChecksum(Message):
-    """Standby -> primary: the checksum of the state after event number `index` (see `replica_checksum`)."""
+    """Standby -> primary: checksum after event number `index` (`replica_checksum`)."""
 
     index: int
     mark: int

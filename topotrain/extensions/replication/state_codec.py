@@ -90,7 +90,9 @@ class StateWriter:
 
 
 class StateReader:
-    """The inverse of `StateWriter`. All methods raise what malformed bytes cause, such as ValueError or KeyError.
+    """The inverse of `StateWriter`.
+
+    All methods raise the errors that malformed bytes cause, such as ValueError or KeyError.
 
     Args:
         data: the bytes.
@@ -105,7 +107,7 @@ class StateReader:
         self._buffers: FlatBuffers | None = None
 
     def fill(self, buffers: FlatBuffers | None) -> None:
-        """Copy the ranges into the buffers of a new server. Views are views of these from now on."""
+        """Copy the ranges into the buffers of a new server, of which views are made."""
         self._buffers = buffers
         for where, part in self.trees["ranges"]:
             self._view(where).copy_(self._tensor(*part["x"]))

@@ -81,6 +81,14 @@ class ReliableChannel:
         self.kept.append(message)
         self.said += 1
 
+    def receive(self) -> None:
+        """Count a message that was received."""
+        self.heard += 1
+
+    def restart(self, life: int) -> None:
+        """Note that the other end is of this restart of its group."""
+        self.life = life
+
     def taken(self, count: int) -> None:
         """Drop messages that the other side has confirmed; it has `count` messages.
 
@@ -108,14 +116,19 @@ class ReplicatedServer:
         self._before = 0  # the version of the values, one event ago
 
     def state_dict(self) -> State | None:
-        """Return the state of server and channels, see `component_state`. None: not possible now."""
+        """Return the state of server and channels, or None if not possible now."""
         server = self.server.state_dict()
         if server is None:
             return None
-        return {"server": server, "lines": {peer: field_values(line) for peer, line in self.lines.items()}}
+        return {
+            "events": self.events,
+            "server": server,
+            "lines": {peer: field_values(line) for peer, line in self.lines.items()},
+        }
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
+        self.events = state["events"]
         self.server.load_state_dict(state["server"])
         self.lines = {
             peer: ReliableChannel(said, heard, deque(kept), life)
@@ -146,9 +159,9 @@ class ReplicatedServer:
     def _hear(self, who: Address, message: m.Message) -> None:
         if who != self.server.me:
             line = self.lines.setdefault(who, ReliableChannel())
-            line.heard += 1
+            line.receive()
             if isinstance(message, m.WorkerRejoined) and line.heard == 1:  # first message of a restarted worker
-                line.life = message.incarnation
+                line.restart(message.incarnation)
         self.server.handle(who, message)
         if isinstance(message, GroupLeft) or (isinstance(message, m.StepDecision) and message.change == AWAY):
             for worker in [worker for worker in self.lines if self.server.worker_groups.is_away(worker)]:
@@ -220,6 +233,10 @@ class Primary:
         if isinstance(message, m.Commit) or self._heard(sender) >= self._told.get(sender, 0) + OFTEN:
             out += self._tell(sender)
         return out
+
+    def begin(self) -> None:
+        """Forget the fault of an earlier message."""
+        self.fault = None
 
     def lost(self, worker: Address) -> Out:
         """Handle the end of a worker's process.
@@ -451,6 +468,14 @@ class Standby:
             return self._follow(message)
         return None
 
+    def succeed(self) -> ReplicatedServer | None:
+        """End this standby, and return its copy, which becomes the primary.
+
+        None: the standby does not have the state.
+        """
+        copy, self.copy, self.over = self.copy, None, True
+        return copy
+
     def _part(self, message: StateTransfer, body: torch.Tensor) -> ReplicaAck | None:
         self._parts.append(body)
         if len(self._parts) < message.parts:
@@ -458,7 +483,8 @@ class Standby:
         parts, self._parts = self._parts, []
         copy = ReplicatedServer(self._make)
         self._restore(copy, parts[0] if len(parts) == 1 else torch.cat(parts))
-        copy.events = message.index
+        if copy.events != message.index:
+            raise m.ProtocolError(f"the state after event {copy.events}, in a transfer of event {message.index}")
         self.copy = copy
         return ReplicaAck(message.index, whole=True)
 

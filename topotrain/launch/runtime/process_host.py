@@ -241,10 +241,9 @@ class HostedServers:
         self._change = threading.Condition()
         self.residents: dict[Address, _ServerResident] = {}
         for me in addresses:
-            make = partial(hosted_server, place, allocate, me)
+            make = partial(hosted_server, place, allocate, me, recorder=recorder)
             goes_on = place.job.on_failure is OnFailure.kContinue
             self.residents[me] = resident = _ServerResident(make, roads, self._change, trouble, goes_on)
-            resident.server.record_spans(recorder(me, resident.server.groups))
             if writer is not None:
                 # Where a script's thread does the server's work, it hears what is new with the next message.
                 poke = (lambda: None) if place.topology.inline else resident.poke
@@ -313,8 +312,8 @@ def serve(
                 "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes",
             )
         with flushing():
-            make = partial(hosted_server, place, allocate)
-            copied = ReplicatedServers(place, roads, make, addresses[0], trouble, recorder, writer, seat, opened)
+            make = partial(hosted_server, place, allocate, recorder=recorder)
+            copied = ReplicatedServers(place, roads, make, addresses[0], trouble, writer, seat, opened)
             seat.taken(copied.arrange)
             copied.open(serving)
             copied.wait()
@@ -334,10 +333,16 @@ def serve(
 
 
 def hosted_server(
-    place: RouterConfig, allocate: Allocate, me: Address, deliver: Callable[[Address, Message], None]
+    place: RouterConfig,
+    allocate: Allocate,
+    me: Address,
+    deliver: Callable[[Address, Message], None],
+    recorder: Recorders = lambda *_: SILENT,
 ) -> Server:
     """Make the server at an address of the job of this process."""
-    return make_server(me, place.job, place.topology, allocate, place.shared, deliver, as_manifest(place.resumed))
+    server = make_server(me, place.job, place.topology, allocate, place.shared, deliver, as_manifest(place.resumed))
+    server.record_spans(recorder(me, server.groups))
+    return server
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -42,6 +42,20 @@ class Backward:
     written: dict[int, int] = field(default_factory=dict)  # place of a bucket -> its pieces in the workers' memory
     closed: bool = False
 
+    def take(self, bucket: int, bit: int) -> dict[int, tuple[Push, torch.Tensor]]:
+        """Mark a bucket as reduced. Returns its pushes, by worker."""
+        self.done |= bit
+        return self.pushes.pop(bucket, {})
+
+    def contribute(self, bit: int) -> None:
+        """A bucket has a mean that is sent, or applied."""
+        self.contributed |= bit
+
+    def close(self) -> bool:
+        """Mark the backward as over. Returns whether it was open."""
+        was_open, self.closed = not self.closed, True
+        return was_open
+
 
 class BackwardsOfStep:
     """The backwards of one step, by ordinal."""
@@ -70,8 +84,7 @@ class BackwardsOfStep:
 
     def close(self, backward: Backward) -> None:
         """Every bucket of a backward is reduced."""
-        self._closed += not backward.closed
-        backward.closed = True
+        self._closed += backward.close()
 
     @property
     def any_begun(self) -> bool:
@@ -172,8 +185,7 @@ class BackwardMeans(GradientSource):
             parts = self._parts(backward, bucket, bit)
             if parts is None:
                 continue
-            backward.done |= bit
-            pushes = backward.pushes.pop(bucket, {})
+            pushes = backward.take(bucket, bit)
             present = 0
             for push, _ in pushes.values():
                 present |= bits_to_int(push.present)
@@ -181,7 +193,7 @@ class BackwardMeans(GradientSource):
                 continue
             reduced = self._sum(bucket, present, parts, [push for push, _ in pushes.values()])
             if reduced.mean is not None:
-                backward.contributed |= bit
+                backward.contribute(bit)
             else:
                 backward.written[bucket - self._first] = present
             yield reduced

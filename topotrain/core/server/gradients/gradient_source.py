@@ -2,7 +2,7 @@
 
 A source collects what the workers send for a step, tells when the step has all that it needs, and then gives the
 step's gradient bucket by bucket. `ParameterShard` has one source per worker group. The sources of the core are in
-`committed_pushes` and `backward_means`; an extension may bring another (`ServerExtension.gradient_source`).
+`committed_pushes` and `backward_means`; an extension may bring another (`GradientExtension.gradient_source`).
 """
 
 from abc import ABC, abstractmethod
