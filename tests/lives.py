@@ -24,7 +24,7 @@ from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, WorkerS
 from topotrain.training.data import batch_ranges
 from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
 from topotrain.training.rng_state import RngState
-from topotrain.training.worker import WorkerStats
+from topotrain.training.worker_stats import WorkerStats
 
 
 @dataclass(frozen=True)

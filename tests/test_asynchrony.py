@@ -29,7 +29,7 @@ from topotrain.tools.plan.layout_plan import plan
 from topotrain.training.finish_job import SpoiledResult, _spoiled
 from topotrain.training.loss_watch import LossTrend, LossWatch
 from topotrain.training.step_progress import ProgressReporter
-from topotrain.training.worker import WorkerStats
+from topotrain.training.worker_stats import WorkerStats
 
 DOWNPOUR = Cluster(nworker_groups=3)
 HOGWILD = Cluster(nworker_groups=3, nserver_groups=3)

@@ -71,7 +71,7 @@ def test_a_door_in_this_process_is_watched_too(monkeypatch: pytest.MonkeyPatch) 
     pickle.loads(raw)  # the test's own business
     me, server = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
     door = Client(me, layout(Cluster()), lambda *_: None, Waiter())
-    monkeypatch.setattr(type(door._manners), "check", lambda *_: pickle.loads(raw))
+    monkeypatch.setattr(type(door._validator), "check", lambda *_: pickle.loads(raw))
     with pytest.raises(AssertionError, match=r"audit: unpickled fractions.Fraction in handle on MainThread"):
         door.handle(server, Applied(0, 0, 0, False, 0.0))
     assert audit.FOUND

@@ -331,7 +331,7 @@ def test_an_exception_on_one_worker_only_is_an_error_and_no_wrong_gradient():
 
 
 class Sent:
-    """Stands for the exchange: writes down what is pushed."""
+    """Stands for the exchange of gradients: writes down what is pushed."""
 
     windowed = False
 
@@ -340,6 +340,7 @@ class Sent:
 
     def __init__(self):
         self.pushes = []
+        self.model = self.values = self
 
     def push(self, step, ordinal, bucket, weight, present, body):
         self.pushes.append((step, ordinal, bucket.id, present, body.clone()))

@@ -46,7 +46,7 @@ from topotrain.launch import JobOutcome
 from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.monitor.progress_display import QuietProgress
 from topotrain.training.step_progress import ProgressReporter
-from topotrain.training.worker import SkippedStep, WorkerStats
+from topotrain.training.worker_stats import SkippedStep, WorkerStats
 
 Plan = Mapping[int, Set[tuple[int, int]]]
 """Step (from 0) -> (group, index) of the workers whose loss is not finite in it."""
@@ -67,7 +67,7 @@ def poisoned(plan: Plan, number: float = float("nan"), steps: int = STEPS):
             (loss,) = t.losses(cross_entropy, *batch)
             t.backward([loss * number if me in plan.get(step, ()) else loss])
             t.optimizer.step()
-        t.worker.settle()
+        t.worker.client.values.settle()
 
     return script
 
@@ -344,7 +344,7 @@ def test_clipping_by_the_servers_skips_the_whole_step() -> None:
             t.backward([loss * torch.nan if step == 2 and t.me.index == 1 else loss])
             t.worker.clip(0.1, 2.0)
             t.optimizer.step()
-            assert t.worker.last_norm >= 0
+            assert t.worker.tally.last_norm >= 0
 
     result = run_local(job_of(**HIDDEN), building(), script)
     assert finite(result)

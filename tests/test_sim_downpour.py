@@ -31,14 +31,14 @@ def downpour(town: Town, steps: int = 3, start: float = 5.0) -> tuple[list[torch
             if seat.visible:
                 mean = seat.backward(gradient)
                 group = pushed[(seat.me.group, step)]
-                assert len(group) == seat.door.group_size, "a mean without everybody's gradient"
+                assert len(group) == seat.door.channel.group_size, "a mean without everybody's gradient"
                 assert same(mean, total(group)), f"seed {town.sim.seed}: a sum that is not the group's own"
             else:
                 seat.push(gradient)
             seat.commit()
         seat.finish()
         if seat.me == town.workers[0]:
-            seat.door.final_values()
+            seat.door.values.fetch_final()
             final.extend(seat.values())
 
     town.play(script)
@@ -249,7 +249,7 @@ def test_defect_6_servers_go_on_when_group_0_ends():
             seat.finish()
             if seat.me == town.workers[0]:
                 assert town.server(0, 0).version < 7
-                seat.door.final_values()
+                seat.door.values.fetch_final()
                 assert town.server(0, 0).version == 7, "the result is read after the drain"
                 assert same(seat.values(), [-part for part in total(pushed)]), f"seed {town.sim.seed}"
 

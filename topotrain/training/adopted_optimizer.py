@@ -70,7 +70,7 @@ class _Adopted(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; the state is gathered from the servers."""
-        self._topotrain.gather_state()
+        self._topotrain.server_state.gather()
         try:
             return super().state_dict()
         finally:
@@ -79,7 +79,7 @@ class _Adopted(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch; the state is handed to the servers."""
         super().load_state_dict(state_dict)
-        self._topotrain.scatter_state()
+        self._topotrain.server_state.scatter()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the servers own what the optimizer had at `tt.prepare`."""

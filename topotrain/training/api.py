@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from topotrain.config import async_momentum
 from topotrain.config.job import ConfigError, Grads, Shard, Updater
 from topotrain.config.sharding import SliceMap
+from topotrain.core.client.client_types import StepOutcome
 from topotrain.core.events import Notice
 from topotrain.core.model.schema import FlatBuffers, torch_dtype
 from topotrain.core.optim import kernel_choice
@@ -24,16 +25,15 @@ from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import BatchReplay, DataPlan, ShardedLoader
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.final_parameters import FINAL, reserve
-from topotrain.training.loss_capture import watch_losses
-from topotrain.training.loss_watch import LossWatch
+from topotrain.training.loss_watch import LossWatch, watch_losses
 from topotrain.training.misuse_checks import ONE, MisuseChecks
-from topotrain.training.norm_log import NormLog
 from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
 from topotrain.training.parameters.row_module import RowModule
-from topotrain.training.step_progress import ProgressReporter
+from topotrain.training.step_progress import NormLog, ProgressReporter
 from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
 from topotrain.training.worker_limits import bound
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -85,7 +85,7 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
         here.loader.memory = here.continuing
     updater = here.place.job.updater
     if built and updater is not None:
-        _follow_schedule(optimizer, updater, worker)
+        worker.attach(_LrSchedule(optimizer, updater, worker))
     return model, optimizer, here.loader
 
 
@@ -126,15 +126,23 @@ def _check_arguments(model: object, optimizer: object, loader: object, stateful:
             raise ConfigError("tt.prepare", type(thing).__name__, accepted)
 
 
-def _follow_schedule(optimizer: Optimizer, updater: Updater, worker: Worker) -> None:
-    """The learning rate goes by the steps of the group, some of which may have been made without this worker."""
+class _LrSchedule(WorkerExtension):
+    """Sets the learning rate of the updater block.
 
-    def follow(*_: object) -> None:
-        set_lr(optimizer, updater, worker.tally.steps)
+    It goes by the steps of the group, some of which may have been made without this worker.
+    """
 
-    follow()
-    worker.after_step.append(follow)
-    worker.after_epoch.append(follow)
+    def __init__(self, optimizer: Optimizer, updater: Updater, worker: Worker) -> None:
+        self._optimizer, self._updater, self._tally = optimizer, updater, worker.tally
+        self.after_epoch()
+
+    def after_step(self, outcome: StepOutcome | None) -> None:
+        """As `WorkerExtension.after_step`."""
+        self.after_epoch()
+
+    def after_epoch(self) -> None:
+        """As `WorkerExtension.after_epoch`."""
+        set_lr(self._optimizer, self._updater, self._tally.steps)
 
 
 def _build(here: Context, model: nn.Module) -> Optimizer:
@@ -162,7 +170,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
 
     def flats(slice_map: SliceMap) -> FlatBuffers:
         made = FlatBuffers(slice_map, None, roads.allocate)
-        if here.shared_values is not None and not roads.exchange.windowed:
+        if here.shared_values is not None and not roads.exchange.model.windowed:
             _share_values(roads, here.shared_values, slice_map, made)
         return made
 
@@ -182,16 +190,16 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     if worker.lazy:
         wait_by_layer(model, worker)
     adopt(optimizer, worker)
-    worker.scatter_state()
+    worker.server_state.scatter()
     here.worker = worker
+    if place.job.debug and here.is_main:
+        worker.attach(NormLog(worker, here.workspace / "debug.jsonl"))
     for extension in here.extensions:
         extension.attach(here, worker)
     _warn(here, worker)
     rising = LossWatch(here, worker)
     watch_losses(worker, rising)
-    worker.after_step.append(ProgressReporter(here, worker, roads.traffic, rising))
-    if place.job.debug and here.is_main:
-        worker.after_step.insert(0, NormLog(worker, here.workspace / "debug.jsonl"))
+    worker.attach(ProgressReporter(here, worker, roads.traffic, rising))
     here.training = MisuseChecks(here, worker, optimizer)
     here.spans.step_done(0)
     return worker
@@ -322,7 +330,7 @@ def weight(count: float) -> None:
         here = process.current()
         if here is not None and here.split is not None:
             here.split.weight_said()
-        worker.say_weight(float(count))
+        worker.batches.set_weight(float(count))
 
 
 @contextmanager
@@ -332,11 +340,8 @@ def local() -> Iterator[None]:
     if worker is None:
         yield
         return
-    worker.path.private = True
-    try:
+    with worker.path.keep_private():
         yield
-    finally:
-        worker.path.private = False
 
 
 def clip_grad_norm_(
@@ -351,7 +356,7 @@ def clip_grad_norm_(
     if worker is None or worker.job.grads is Grads.kVisible:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     worker.clip(float(max_norm), float(norm_type))
-    return torch.tensor(worker.last_norm, device=worker.exchange.device)
+    return torch.tensor(worker.tally.last_norm, device=worker.device)
 
 
 def _worker() -> Worker | None:

@@ -160,7 +160,7 @@ class Context:
         """The connections to the servers; the first call opens them."""
         if self.roads is None:
             roads = self.connector.connect(self.place, self.me)
-            roads.exchange.spans = self.spans
+            roads.exchange.channel.record_spans(self.spans)
             self.roads = roads
         return self.roads
 

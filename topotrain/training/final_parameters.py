@@ -23,7 +23,9 @@ from safetensors.torch import load, save
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import open_file, open_for_reading, sync_folder, write_at
 from topotrain.core.model.safetensors_layout import PAIRED, TensorDescription, bytes_of, lay_out, said_of
+from topotrain.core.model.schema import torch_dtype
 from topotrain.training.parameters.flat_parameters import ModelParts, in_file
+from topotrain.training.worker import Worker
 
 FINAL = "final.safetensors"
 _APART_BYTES = 64
@@ -63,6 +65,42 @@ def tensors_of(
 def metadata_of(aliases: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Of a file that has these parameters; the other names of each."""
     return {"format": "pt", "tied": json.dumps({name: list(more) for name, more in aliases.items() if more})}
+
+
+def fetch_final(worker: Worker, folder: Path | None = None) -> list[torch.Tensor]:
+    """Worker (0,0): copy the job's result into the model. Returns the model's buffers, averaged over the groups.
+
+    Groups without servers each have a model of their own: group 0's is the result, and so are its buffers.
+
+    Where the model is split, parameters of other workers are fetched, too: parameter i then is
+    `buffers.view("params", i)`, and buffers of other workers are in the returned list only. folder: memory for the
+    parameters that this worker does not hold is in files there, since the whole model may not fit; None: ordinary
+    memory.
+    """
+    for space in worker.map.spaces:
+        if folder is not None and not space.on(worker.me.index):
+            memory = in_file(folder)(space.length, torch_dtype(space.dtype))
+            worker.buffers.flats.put("params", space.index, memory)
+    worker.client.values.fetch_final()
+    found = worker.client.buffers.final()
+    if worker.job.cluster.nserver_groups == 0:
+        found = {0: found.get(0, {})}
+    averaged = []
+    for index, buffer in enumerate(worker.parts.buffer_tensors):
+        rows = [found[group][index].view(buffer.dtype).reshape(buffer.shape) for group in sorted(found)]
+        averaged.append(_averaged(rows))
+        if not buffer.is_meta:
+            buffer.copy_(averaged[index])
+    worker.buffers.remember()
+    return averaged
+
+
+def _averaged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean over the worker groups; counters and other whole numbers are group 0's."""
+    like = rows[0]
+    if len(rows) == 1 or not (like.is_floating_point() or like.is_complex()):
+        return like
+    return torch.stack(list(rows)).to(torch.complex128 if like.is_complex() else torch.float64).mean(0).to(like.dtype)
 
 
 def in_one_file(likes: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:

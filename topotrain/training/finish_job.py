@@ -11,7 +11,7 @@ from topotrain.config.job import ConfigError, NonFinite
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.events import Final, Finished, Metrics, Notice
 from topotrain.training.context import Context
-from topotrain.training.final_parameters import FINAL, NotSaved, release, save_final
+from topotrain.training.final_parameters import FINAL, NotSaved, fetch_final, release, save_final
 from topotrain.training.parameters.flat_parameters import ModelParts
 from topotrain.training.worker import Worker
 
@@ -84,7 +84,7 @@ def _whole(here: Context, worker: Worker) -> ModelParts:
     """The job's result stands in the model."""
     if here.split is not None:
         return here.split.whole(worker)
-    worker.take_final()
+    fetch_final(worker)
     return worker.parts
 
 

@@ -16,12 +16,13 @@ from topotrain.core.events import Notice
 from topotrain.training.context import Context
 from topotrain.training.data.distributed_loader import ShardedLoader
 from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
 
 ONE = "one optimizer with a parameter group for each part: torch.optim.SGD([{'params': …, 'lr': …}, {'params': …}])"
 """What is there instead of several optimizers."""
 
 
-class MisuseChecks:
+class MisuseChecks(WorkerExtension):
     """Watches the steps of a script from `tt.prepare` to the end of this worker's part.
 
     Args:
@@ -38,14 +39,15 @@ class MisuseChecks:
             for tensor, parameter in zip(worker.parts.tensors, worker.parts.parameters, strict=True)
         }
         self._thread = threading.get_ident()
-        worker.before_commit.append(self._commits)
+        worker.attach(self)
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def close(self) -> None:
         """Watch no longer."""
         self._hook.remove()
 
-    def _commits(self, step: int, end: StepEnd) -> None:
+    def before_commit(self, step: int, end: StepEnd) -> None:
+        """As `WorkerExtension.before_commit`."""
         self._steps += 1
         if self._steps == 1 and self._here.is_main:
             self._look_at_loader()

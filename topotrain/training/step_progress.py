@@ -1,23 +1,27 @@
-"""What a worker tells of its progress: at most four times a second, and once at its end."""
+"""Reports of a worker's steps: progress for the launcher, and norms for `debug: true`."""
 
+import json
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from topotrain.config.async_momentum import explanation
+from topotrain.config.private_files import create_text
 from topotrain.core.client.client import StepOutcome
 from topotrain.core.events import Finished, Notice, Skipped, StepDone
 from topotrain.training.context import Context
 from topotrain.training.loss_watch import LossWatch
 from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
 
 INTERVAL_S = 0.25
 
 
-class ProgressReporter:
-    """Called after every step."""
+class ProgressReporter(WorkerExtension):
+    """Reports progress at most four times a second, and once at the worker's end."""
 
     def __init__(
         self, here: Context, worker: Worker, traffic: Callable[[], tuple[int, int]], rising: LossWatch | None = None
@@ -28,9 +32,10 @@ class ProgressReporter:
         self._due = 0.0
         here.finishing, here.parting = self.finish, self.part
 
-    def __call__(self, outcome: StepOutcome | None) -> None:
+    def after_step(self, outcome: StepOutcome | None) -> None:
+        """As `WorkerExtension.after_step`."""
         if outcome is None or not outcome.late:
-            self._worker.tally.losses += 1
+            self._worker.tally.count_loss()
         self._tell_skips()
         now = time.monotonic()
         if now >= self._due:
@@ -107,3 +112,22 @@ class ProgressReporter:
                 threads=torch.get_num_threads(),
             )
         )
+
+
+class NormLog(WorkerExtension):
+    """Writes {"step", "norms": {name: {"value", "grad"}}} after every step; "grad" is null where there is none."""
+
+    def __init__(self, worker: Worker, path: Path) -> None:
+        self._worker = worker
+        self._file = create_text(path)
+
+    def after_step(self, outcome: StepOutcome | None) -> None:
+        """As `WorkerExtension.after_step`."""
+        norms = {}
+        for tensor, described in zip(self._worker.parts.tensors, self._worker.parts.parameters, strict=True):
+            if tensor.is_meta:  # another worker of the group holds it
+                continue
+            gradient = None if tensor.grad is None else float(torch.linalg.vector_norm(tensor.grad))
+            norms[described.name] = {"value": float(torch.linalg.vector_norm(tensor.detach())), "grad": gradient}
+        self._file.write(json.dumps({"step": self._worker.tally.steps, "norms": norms}) + "\n")
+        self._file.flush()

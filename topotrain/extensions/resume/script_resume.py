@@ -72,7 +72,7 @@ class ScriptResume:
         self._marked: tuple[object, ...] = ()
         self._latest: WorkerState | None = None
         self._latest_step = -1
-        worker.tally.steps = self._earlier.steps
+        worker.tally.continue_from(self._earlier.steps)
         if self._earlier.returned:
             worker.rejoin(self._earlier.taken)
         if self._earlier.condition is not None:
@@ -116,7 +116,7 @@ class ScriptResume:
     def opening(self, sight: EpochStart) -> tuple[ResumePoint, bool]:
         """As `distributed_loader.Memory` has it."""
         earlier, condition = self._earlier, self._earlier.condition
-        opening, device = earlier.opening(sight), self._worker.exchange.device
+        opening, device = earlier.opening(sight), self._worker.device
         self._generators, kept_iterator = sight.generators, False
         begin, fresh = {}, sight.fresh
         if condition is not None and earlier.restores(sight.epoch):
@@ -142,7 +142,7 @@ class ScriptResume:
     def opened(self) -> None:
         """As `distributed_loader.Memory` has it."""
         if self._moment:
-            put_back(self._moment, self._generators, self._worker.exchange.device)
+            put_back(self._moment, self._generators, self._worker.device)
         self._moment = {}
 
     # --- leaving it ----------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class ScriptResume:
             self._here.loop_ended()
 
     def _look_whether_it_leaves(self) -> None:
-        if self._worker.leaves or self._worker.exchange.extension(DataClient).leaves:
+        if self._worker.leaves or self._worker.client.extension(DataClient).leaves:
             raise GroupLeaving
 
     def given(self) -> None:
@@ -195,7 +195,7 @@ class ScriptResume:
         """The script has ended: no pass is under way."""
         if self._worker.snapshot and self._worker.lazy:
             self._leave_snapshot()
-        self._worker.settle()
+        self._worker.client.values.settle()
         if self._worker.snapshot:
             passes = self._here.loader.passes if self._here.loader is not None else self._at.passes
             self._at = replace(self._at, passes=max(passes, self.first), begin=self._stand(), draw={})
@@ -209,7 +209,7 @@ class ScriptResume:
         self._now = {}
 
     def _stand(self) -> Stand:
-        return stand(self._generators, self._worker.exchange.device)
+        return stand(self._generators, self._worker.device)
 
     def _whole(self, now: Stand) -> WorkerState:
         tensors: dict[str, torch.Tensor] = {}
@@ -238,8 +238,8 @@ class ScriptResume:
 
     def _leave(self, number: int, condition: WorkerState) -> None:
         data = torch.frombuffer(bytearray(condition.to_bytes()), dtype=torch.uint8)
-        with self._worker.exchange.spans.span("deposit"):
-            self._worker.exchange.extension(WorkerStateClient).save(number, data)
+        with self._worker.client.channel.spans.span("deposit"):
+            self._worker.client.extension(WorkerStateClient).save(number, data)
 
     # --- the script's loop ---------------------------------------------------------------------------------------
 
@@ -272,6 +272,6 @@ class ScriptResume:
         if was is not None:
             self._rates.restore(self._earlier.later or was)
             if self._earlier.own:
-                put_back(was.begin, (), self._worker.exchange.device)
+                put_back(was.begin, (), self._worker.device)
         self._at = replace(self._at, begin=self._stand())
         self._begin()

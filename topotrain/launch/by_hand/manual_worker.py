@@ -244,7 +244,7 @@ class _Joined:
         if not isinstance(self._here.roads, WorkerConnections) or (isinstance(error, JobError) and error.config):
             return str(error)
         exchange, until = self._here.roads.exchange, time.monotonic() + CAUSE_S
-        return exchange.hear_out(lambda: time.monotonic() >= until) or str(exchange.failure or error)
+        return exchange.channel.await_cause(lambda: time.monotonic() >= until) or str(exchange.channel.failure or error)
 
     def _leaving(self, code: Any = None) -> None:
         if code not in (None, 0) and os.getpid() == self._pid:

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from topotrain.core.client.value_pull import ValueObserver
 from topotrain.training.parameters.device_copy import CopyEvent, DeviceCopier, ferries
 
 View = Callable[[str, int], torch.Tensor]  # (flat buffer, parameter) -> its view there, in its shape and strides
@@ -88,6 +89,21 @@ class ParameterHolder(Protocol):
     def close(self) -> None:
         """Release resources at the end of the job. Parameters stay readable."""
         ...
+
+
+class HolderUpdates(ValueObserver):
+    """Keeps a holder up to date with "params"."""
+
+    def __init__(self, holder: ParameterHolder) -> None:
+        self._holder = holder
+
+    def before_values(self) -> None:
+        """As `ValueObserver.before_values`."""
+        self._holder.settle()
+
+    def after_values(self) -> None:
+        """As `ValueObserver.after_values`."""
+        self._holder.renew()
 
 
 class HostParameters:

@@ -17,58 +17,36 @@ then leaves at a later hook, or at the end of the backward. With several devices
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.core.bitmaps import NO_REVISION
-from topotrain.core.client.client import Client
+from topotrain.core.client.gradient_exchange import GradientExchange
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-class GradientPath(Protocol):
-    """The part of a gradient path that a worker's step uses."""
+class GradientPath(ABC):
+    """Common code of all paths: pieces of parameters, and full buckets.
 
-    backwards: int
-    private: bool
-
-    @property
-    def sent(self) -> list[torch.Tensor | None]:
-        """This worker's own gradients after the last backward, by parameter.
-
-        None: another worker holds the parameter.
-        """
-        ...
-
-    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
-        """Send all remaining gradients.
-
-        Returns (revisions, edited bitmap, dropped bitmap) for the commit.
-        """
-        ...
-
-    def after_step(self) -> None:
-        """Prepare for the next step, after this one was applied."""
-        ...
-
-    def go_to(self, step: int) -> None:
-        """Continue at this step. The group made the steps before it without this worker."""
-        ...
-
-
-class _Hooks:
-    """Common code of all paths: pieces of parameters, and full buckets."""
+    Args:
+        parts, slice_map: the model.
+        buffers: the worker's flat buffers.
+        gradients: adds up gradients over the group.
+        weight: returns the weight of this worker's gradient.
+    """
 
     def __init__(
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        exchange: Client,
+        gradients: GradientExchange,
         slice_map: SliceMap,
         weight: Callable[[], float],
     ) -> None:
@@ -77,7 +55,7 @@ class _Hooks:
         self._buffers = buffers
         self._flats = buffers.flats
         self._mirror = buffers.mirror
-        self._exchange = exchange
+        self._gradients = gradients
         self._map = slice_map
         self._weight = weight
         self._step = 0
@@ -114,11 +92,29 @@ class _Hooks:
 
         tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
 
-    def _after(self, index: int, tensor: torch.Tensor) -> None:
-        raise NotImplementedError
+    @contextmanager
+    def keep_private(self) -> Iterator[None]:
+        """Inside, a backward sends nothing, and `.grad` is this worker's own."""
+        self.private = True
+        try:
+            yield
+        finally:
+            self.private = False
 
+    @abstractmethod
+    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+        """Send all remaining gradients.
+
+        Returns (revisions, edited bitmap, dropped bitmap) for the commit.
+        """
+
+    @abstractmethod
+    def _after(self, index: int, tensor: torch.Tensor) -> None:
+        """Autograd is done with this parameter."""
+
+    @abstractmethod
     def _end(self) -> None:
-        raise NotImplementedError
+        """The backward is over."""
 
     def _trainable_pieces(self, bucket: Bucket) -> int:
         """Return a bitmap of the bucket's pieces with parameters that may get a gradient."""
@@ -136,18 +132,14 @@ class _Hooks:
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return False
-        self._exchange.settle()  # buffers of the last step may still be read, and are about to be overwritten
+        self._gradients.values.settle()  # buffers of the last step may still be read, and are about to be overwritten
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish_backward(task))
         return True
 
     def _finish_backward(self, task: int) -> None:
-        self._check_task(task)
         self._task = None
         self._end()
-
-    def _check_task(self, task: int) -> None:
-        """Check that the backward that ends is the one that began last."""
 
     def _copy_local(self, index: int, gradient: torch.Tensor) -> list[Bucket]:
         """Copy a gradient into "local" and return the buckets that are full now."""
@@ -172,7 +164,7 @@ class _Hooks:
     def _send(self, number: int, bucket: Bucket, present: int, **how: bool) -> None:
         """Send a bucket of "local" as soon as all its gradients have arrived there."""
         step, weight, body = self._step, self._weight(), self._flats.view("local", bucket)
-        self._mirror.then(lambda: self._exchange.push(step, number, bucket, weight, present, body, **how))
+        self._mirror.then(lambda: self._gradients.push(step, number, bucket, weight, present, body, **how))
 
     def _zero_absent(self, bucket: Bucket) -> None:
         """Zero the pieces without a gradient."""
@@ -205,14 +197,14 @@ class _Hooks:
         self._step = step
 
 
-class MeanPath(_Hooks):
+class MeanPath(GradientPath):
     """Reduces every backward, so that `p.grad` is the group's mean."""
 
     def __init__(
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        exchange: Client,
+        gradients: GradientExchange,
         slice_map: SliceMap,
         weight: Callable[[], float],
     ) -> None:
@@ -221,7 +213,7 @@ class MeanPath(_Hooks):
         self._sums: dict[int, torch.Tensor] = {}
         self._own_sums = False
         self._open = False  # a backward has begun and has not ended
-        super().__init__(parts, buffers, exchange, slice_map, weight)
+        super().__init__(parts, buffers, gradients, slice_map, weight)
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
         def before(_: torch.Tensor) -> None:
@@ -256,8 +248,8 @@ class MeanPath(_Hooks):
         if not self._open:
             return
         self._mirror.drain()
-        self._exchange.end_backward(self._step, self.backwards, self._weight(), self._pushed)
-        means, written = self._exchange.wait_means()
+        self._gradients.end_backward(self._step, self.backwards, self._weight(), self._pushed)
+        means, written = self._gradients.wait_means()
         for number, (present, mean) in means.items():
             self._sum(self._map.buckets[number], present, mean)
         self._note_written(written)
@@ -270,12 +262,13 @@ class MeanPath(_Hooks):
         self._arrived = [0] * len(self._arrived)
         self._pushed = 0
 
-    def _check_task(self, task: int) -> None:
+    def _finish_backward(self, task: int) -> None:
         if task != self._task:
             raise RuntimeError(
                 "a backward ran inside another one, and both have gradients: reentrant checkpointing does that, "
                 "use torch.utils.checkpoint.checkpoint(…, use_reentrant=False)"
             )
+        super()._finish_backward(task)
 
     def _keep_sums(self) -> None:
         """Copy the running sums to a separate buffer, before new means overwrite them."""
@@ -295,7 +288,7 @@ class MeanPath(_Hooks):
 
     def _push(self, bucket: Bucket) -> None:
         self._pushed |= 1 << bucket.id
-        fresh = self._exchange.windowed and self._is_fresh(bucket)
+        fresh = self._gradients.model.windowed and self._is_fresh(bucket)
         self._send(self.backwards, bucket, self._arrived[bucket.id], fresh=fresh)
 
     def _is_fresh(self, bucket: Bucket) -> bool:
@@ -319,8 +312,8 @@ class MeanPath(_Hooks):
         for bucket in self._rest():
             self._push(bucket)
         self._mirror.drain()
-        self._exchange.end_backward(self._step, self.backwards, self._weight(), self._pushed)
-        means, written = self._exchange.wait_means()
+        self._gradients.end_backward(self._step, self.backwards, self._weight(), self._pushed)
+        means, written = self._gradients.wait_means()
         shown = self._add(means)
         shown.update(dict.fromkeys(self._note_written(written)))
         self._mirror.show(shown)
@@ -355,7 +348,9 @@ class MeanPath(_Hooks):
         return {index: self._add_to(index, rows) for index, rows in fresh.items()}
 
     def _sum(self, bucket: Bucket, present: int, mean: torch.Tensor) -> None:
-        if self._exchange.windowed or self._exchange.gives:  # "grad" itself counts, so nothing has to be compared
+        if (
+            self._gradients.model.windowed or self._gradients.model.sends_own_shard
+        ):  # "grad" itself counts, so nothing has to be compared
             self._union[bucket.id] |= present
             return
         if not self._union[bucket.id]:
@@ -404,18 +399,18 @@ class MeanPath(_Hooks):
             mine = self._buffers.view("grad", index)
             if left[index].data_ptr() != mine.data_ptr():
                 mine.copy_(left[index])
-            if not has or self._exchange.gives:
+            if not has or self._gradients.model.sends_own_shard:
                 edited |= self._bits(index)
-            elif not self._exchange.windowed:
+            elif not self._gradients.model.windowed:
                 edited |= self._edited(index)
-        if not self._exchange.windowed:
+        if not self._gradients.model.windowed:
             self._send_edits(step, edited)
         return (), edited, dropped
 
     def _bits(self, index: int) -> int:
         bits = 0
         for bucket, i in self._pieces[index]:
-            bits |= self._exchange.piece_bit(bucket, i)
+            bits |= self._gradients.model.piece_bit(bucket, i)
         return bits
 
     def _edited(self, index: int) -> int:
@@ -428,7 +423,7 @@ class MeanPath(_Hooks):
             piece = bucket.pieces[i]
             part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
             if not self._same_bits(self._flats.view("grad", bucket)[part], self._sums[bucket.id][part]):
-                bits |= self._exchange.piece_bit(bucket, i)
+                bits |= self._gradients.model.piece_bit(bucket, i)
         return bits
 
     def _send_edits(self, step: int, edited: int) -> None:
@@ -436,12 +431,12 @@ class MeanPath(_Hooks):
 
         All workers report in their commit which buckets were changed.
         """
-        workers, mine = self._exchange.group_size, self._exchange.me.index
+        workers, mine = self._gradients.channel.group_size, self._gradients.channel.me.index
         for bucket in self._map.buckets if edited else ():
-            changed = any(edited & self._exchange.piece_bit(bucket, i) for i in range(len(bucket.pieces)))
-            sender = bucket.shard if self._exchange.gives else bucket.id % workers
+            changed = any(edited & self._gradients.model.piece_bit(bucket, i) for i in range(len(bucket.pieces)))
+            sender = bucket.shard if self._gradients.model.sends_own_shard else bucket.id % workers
             if changed and sender == mine:
-                self._exchange.edit(step, bucket, self._flats.view("grad", bucket))
+                self._gradients.edit(step, bucket, self._flats.view("grad", bucket))
 
     def after_step(self) -> None:
         super().after_step()
@@ -450,7 +445,7 @@ class MeanPath(_Hooks):
         self._own_sums = False
 
 
-class PushPath(_Hooks):
+class PushPath(GradientPath):
     """Lets autograd accumulate, and sends the sum during the step's last backward.
 
     The last backward is guessed from the step before.
@@ -465,7 +460,7 @@ class PushPath(_Hooks):
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        exchange: Client,
+        gradients: GradientExchange,
         slice_map: SliceMap,
         weight: Callable[[], float],
         compare: bool,
@@ -474,7 +469,7 @@ class PushPath(_Hooks):
         self._compare = compare
         # If the servers read this memory itself at step(), edits need not be found. If an edit is an error, the version
         # of the tensor shows it. Otherwise `.grad` must stay apart from the sent gradient, to be compared with it.
-        self._sees = eager and (exchange.windowed or not compare)
+        self._sees = eager and (gradients.model.windowed or not compare)
         self._guess = 1 if eager else 0
         self._eager = eager
         self._revision = [NO_REVISION] * len(slice_map.buckets)
@@ -482,7 +477,7 @@ class PushPath(_Hooks):
         self._unsent = [False] * len(slice_map.buckets)  # "local" is newer than what was pushed
         self._pushes = [0] * len(slice_map.buckets)  # in this step; numbers the revisions
         self._versions: dict[int, tuple[int, int]] = {}
-        super().__init__(parts, buffers, exchange, slice_map, weight)
+        super().__init__(parts, buffers, gradients, slice_map, weight)
 
     def begin(self) -> None:
         """Begin a backward that may reach no parameter of this worker (a split model)."""
@@ -579,30 +574,30 @@ class PushPath(_Hooks):
         self._versions.clear()
 
 
-class ArrivalPath(_Hooks):
+class ArrivalPath(GradientPath):
     """Sends buckets that servers apply during the backward (`apply: kOnArrival`).
 
     A bucket is applied when all workers have pushed it. So a step has one backward, and an applied gradient cannot be
     taken back. Anything that would need that is an error here.
 
     Args:
-        rates: returns the optimizer's present hyper-parameters.
+        hyper: returns the optimizer's present hyper-parameters.
     """
 
     def __init__(
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        exchange: Client,
+        gradients: GradientExchange,
         slice_map: SliceMap,
         weight: Callable[[], float],
-        rates: Callable[[], bytes],
+        hyper: Callable[[], bytes],
     ) -> None:
-        self._rates = rates
-        self._said = b""
+        self._hyper = hyper
+        self._sent_hyper = b""
         self._open = False
         self._versions: dict[int, tuple[int, int]] = {}
-        super().__init__(parts, buffers, exchange, slice_map, weight)
+        super().__init__(parts, buffers, gradients, slice_map, weight)
 
     def _after(self, index: int, tensor: torch.Tensor) -> None:
         if self.private or tensor.grad is None:
@@ -625,10 +620,10 @@ class ArrivalPath(_Hooks):
         self._open = True
         self._arrived = [0] * len(self._arrived)
         self._pushed = 0
-        rates = self._rates()
-        if rates != self._said:
-            self._said = rates
-            self._exchange.rates(rates)
+        rates = self._hyper()
+        if rates != self._sent_hyper:
+            self._sent_hyper = rates
+            self._gradients.set_rates(rates)
 
     def _push(self, bucket: Bucket) -> None:
         self._pushed |= 1 << bucket.id
@@ -638,12 +633,12 @@ class ArrivalPath(_Hooks):
         for bucket in self._rest():
             self._push(bucket)
         self._mirror.drain()
-        self._exchange.end_backward(self._step, 0, self._weight(), self._pushed)
+        self._gradients.end_backward(self._step, 0, self._weight(), self._pushed)
         self.backwards = 1
         self._open = False
 
     def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
-        if self.backwards and self._rates() != self._said:
+        if self.backwards and self._hyper() != self._sent_hyper:
             raise RuntimeError(
                 "the optimizer's hyper-parameters changed between backward() and step(), but with apply: kOnArrival "
                 "the gradients are applied already: change them after step()"

@@ -26,5 +26,5 @@ def wait_by_layer(model: nn.Module, worker: Worker) -> None:
             for piece in worker.map.pieces_of(segment.id)
         )
         if buckets:
-            module.register_forward_pre_hook(lambda *_, wanted=buckets: worker.exchange.wait_for(wanted))
-    model.register_state_dict_pre_hook(lambda *_: worker.settle())  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(lambda *_, wanted=buckets: worker.client.values.wait_for(wanted))
+    model.register_state_dict_pre_hook(lambda *_: worker.client.values.settle())  # type: ignore[no-untyped-call]

@@ -1,0 +1,69 @@
+"""A worker client's view of the model: the slice map, its flat buffers, and the server of each bucket."""
+
+from topotrain.config.sharding import Bucket, SliceMap
+from topotrain.config.topology import Address, Topology
+from topotrain.core import protocol as m
+from topotrain.core.client.body_codec import BodyCodec
+from topotrain.core.client.server_channel import ServerChannel
+from topotrain.core.model.schema import FlatBuffers
+
+
+class ClientModel:
+    """The model of a job, as one worker's client knows it.
+
+    Args:
+        channel: the worker's channel to its servers.
+        topology: the job's layout.
+        shared: the transports show memory, as for `server.Server`.
+    """
+
+    def __init__(self, channel: ServerChannel, topology: Topology, shared: bool) -> None:
+        self._me = channel.me
+        self._servers = channel.servers
+        self._relay = channel.servers[channel.me.index] if topology.relayed else None
+        self.windowed = shared and topology.sees_memory(channel.me.group)
+        """Whether workers and servers share the memory of parameters and gradients."""
+        self.sends_own_shard = topology.collective
+        """Whether the worker hands in the gradient of its own server's shard, as the script left it."""
+        self.reducers = channel.servers if self._relay is None else (self._relay,)
+        """Servers that take this worker's part of a sum."""
+        self.is_open = False
+
+    def open(self, slice_map: SliceMap, flats: FlatBuffers, codec: BodyCodec) -> None:
+        """The model is known. `flats` are the worker's buffers: values land in "params", means in "mean"."""
+        self.map, self.flats, self.codec = slice_map, flats, codec
+        self.held = slice_map.buckets_on(self._me.index)
+        self.held_by: dict[int, list[int]] = {server.index: [] for server in self._servers}
+        for bucket in self.held:
+            self.held_by[bucket.shard].append(bucket.id)
+        self.first_piece = [0]
+        """Of each bucket the number of its first piece, over all buckets; and last the number of all pieces."""
+        for bucket in slice_map.buckets:
+            self.first_piece.append(self.first_piece[-1] + len(bucket.pieces))
+        self.is_open = True
+
+    def bucket(self, sender: Address, number: int) -> Bucket:
+        """The bucket that a server's message names. Raises ProtocolError if the server does not have it."""
+        if not self.is_open:
+            raise m.ProtocolError(f"{sender} sends bucket {number} before this worker has described the model")
+        buckets = self.map.buckets if sender == self._relay else self.map.buckets_of(sender.index)
+        if not buckets or not buckets[0].id <= number <= buckets[-1].id:
+            raise m.ProtocolError(f"bucket {number} is not {sender}'s")
+        return self.map.buckets[number]
+
+    def server_of(self, bucket: Bucket) -> Address:
+        """The server that stores a bucket."""
+        return self._servers[bucket.shard]
+
+    def reducer_of(self, bucket: Bucket) -> Address:
+        """The server that takes this worker's part of a bucket's sum."""
+        return self._relay or self._servers[bucket.shard]
+
+    def reduced_by(self, server: Address) -> tuple[int, int]:
+        """First and number of the buckets whose sums a server sends to this worker."""
+        buckets = self.map.buckets if self.reducers == (server,) else self.map.buckets_of(server.index)
+        return (buckets[0].id if buckets else 0), len(buckets)
+
+    def piece_bit(self, bucket: Bucket, piece: int) -> int:
+        """The bit of a bucket's piece in a bitmap over all pieces."""
+        return 1 << (self.first_piece[bucket.id] + piece)
