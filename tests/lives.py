@@ -219,7 +219,7 @@ class Life:
         plan = DataPlan(*named, (), shape.mode, shape.per_worker, 5, 1, main)  # type: ignore[arg-type]
         loader = here.loader = ShardedLoader(script.make(), plan, door, door)
         continuing = ScriptResume(here, worker, optimizer)
-        loader.memory = continuing
+        loader.resume_with(continuing)
         self.worlds[who] = SimpleNamespace(
             worker=worker, here=here, buffer=buffer, optimizer=optimizer, loader=loader, continuing=continuing
         )

@@ -233,7 +233,7 @@ def loader(office: Office, index: int = 0) -> ShardedLoader:
     made = ShardedLoader(
         DataLoader(TensorDataset(torch.arange(9)), batch_size=2), plan, office, office, LateBatchReplay(office)
     )
-    made.memory = office
+    made.resume_with(office)
     return made
 
 
@@ -270,8 +270,8 @@ def test_what_a_script_does_not_wait_to_be_given_again_is_counted_and_told():
             steps.after_commit(StepOutcome(0, (), False, -1.0, late=late))
             break
     assert tally.dropped == 2
-    here = SimpleNamespace(me=Address(Role.WORKER, 0, 1), emit=told.append, finishing=None)
-    ProgressReporter(here, worker, lambda: (0, 0)).finish()
+    here = SimpleNamespace(me=Address(Role.WORKER, 0, 1), emit=told.append)
+    ProgressReporter(here, worker, lambda: (0, 0)).job_over()
     (notice,) = [event for event in told if isinstance(event, Notice)]
     assert notice.text.startswith("2 batches came too late for their step and count for nothing")
 

@@ -22,6 +22,7 @@ from topotrain.config.sharding import cut
 from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client import JobError
 from topotrain.core.model.schema import FlatBuffers
+from topotrain.training.data.step_batches import StepBatches
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
 from topotrain.training.parameters.gradient_hooks import PushPath
 
@@ -355,7 +356,7 @@ def path_of(model, compare=True, eager=True, bucket_bytes=1 << 20):
     slice_map = cut(parts.parameters, 1, bucket_bytes=bucket_bytes)
     flats = FlatBuffers(slice_map, None, lambda n, dtype: torch.zeros(n, dtype=dtype))
     sent = Sent()
-    path = PushPath(parts, ModelBuffers(parts, slice_map, flats), sent, slice_map, lambda: 1.0, compare, eager)
+    path = PushPath(parts, ModelBuffers(parts, slice_map, flats), sent, slice_map, StepBatches(), compare, eager)
     return path, sent, slice_map
 
 

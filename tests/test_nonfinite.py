@@ -441,14 +441,14 @@ def test_each_skip_is_told_once_and_counted() -> None:
     told: list[Event] = []
     me = Address(Role.WORKER, 0, 1)
     tally = WorkerStats(steps=4, started=1.0)
-    here = SimpleNamespace(me=me, emit=told.append, finishing=None)
+    here = SimpleNamespace(me=me, emit=told.append)
     telling = ProgressReporter(here, SimpleNamespace(tally=tally), lambda: (0, 0))  # type: ignore[arg-type]
-    tally.skip(SkippedStep(2, "worker 0/1", "a"))
-    telling(None)
-    telling(None)
-    tally.skip(SkippedStep(4, "", ""))
-    tally.skip(SkippedStep(5, "worker 0/0", "b"))
-    telling.finish()
+    tally.add_skip(SkippedStep(2, "worker 0/1", "a"))
+    telling.after_step(None)
+    telling.after_step(None)
+    tally.add_skip(SkippedStep(4, "", ""))
+    tally.add_skip(SkippedStep(5, "worker 0/0", "b"))
+    telling.job_over()
     skips = [event for event in told if isinstance(event, Skipped)]
     assert [(e.step, e.total, e.by, e.parameter) for e in skips] == [
         (2, 1, "worker 0/1", "a"),

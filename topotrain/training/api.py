@@ -80,9 +80,7 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
     for number, thing in enumerate(stateful):
         here.kept[f"prepare {number}"] = thing
     worker = _enter_job(here, model, optimizer, loader)
-    here.continuing = _position(here, worker, optimizer)
-    if isinstance(here.loader, ShardedLoader):
-        here.loader.memory = here.continuing
+    here.resume_at(_position(here, worker, optimizer))
     updater = here.place.job.updater
     if built and updater is not None:
         worker.attach(_LrSchedule(optimizer, updater, worker))
@@ -181,17 +179,16 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     if loader is not None:
         replay = _batch_replay(here, worker)
         data = roads.exchange.extension(DataClient)
-        here.loader = ShardedLoader(loader, _data_plan(here, model), data, worker, replay)
+        here.read_from(ShardedLoader(loader, _data_plan(here, model), data, worker, replay))
     bound(here, model, loader, cut is not None)
     worker.start()
     if cut is not None:
         cut.start(worker)
-        here.split = cut
     if worker.lazy:
         wait_by_layer(model, worker)
     adopt(optimizer, worker)
     worker.server_state.scatter()
-    here.worker = worker
+    here.join(worker, cut)
     if place.job.debug and here.is_main:
         worker.attach(NormLog(worker, here.workspace / "debug.jsonl"))
     for extension in here.extensions:

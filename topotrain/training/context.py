@@ -1,11 +1,12 @@
 """The one global: what this process is in a job, if it is in one."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from topotrain.config.topology import Address
 from topotrain.core.client.client import Client
 from topotrain.core.events import Event
 from topotrain.core.profiling.spans import SILENT, Recorder
-from topotrain.training.data.distributed_loader import BatchReplay
+from topotrain.training.data.distributed_loader import BatchReplay, ShardedLoader
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.worker import Worker
@@ -26,29 +27,31 @@ from topotrain.training.worker import Worker
 Metric = float | Callable[[], float]
 
 
-class Connections(Protocol):
+class Connections(ABC):
     """The connections of a worker to the servers of its job."""
 
     exchange: Client
     memory: ProcessMemory
 
+    @abstractmethod
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros, in memory that the transport can share."""
-        ...
 
+    @abstractmethod
     def traffic(self) -> tuple[int, int]:
         """Bytes of messages out and in."""
-        ...
 
+    @abstractmethod
     def close(self, finished: bool = True) -> None:
         """Close them. finished: the script came to its end."""
-        ...
 
 
-class Connector(Protocol):
+class Connector(ABC):
     """Opens the connections of a worker, when the script first needs them."""
 
-    def connect(self, place: RouterConfig, me: Address) -> Connections: ...
+    @abstractmethod
+    def connect(self, place: RouterConfig, me: Address) -> Connections:
+        """The connections of worker `me`. Errors are those of the transports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +141,6 @@ class Context:
     continuing: ScriptPosition | None = None  # once the script has prepared
     training: Any = None  # misuse_checks.MisuseChecks, once the script has prepared
     resumed: Any = None  # previous_run.RunHistory, where the job is continued
-    finishing: Callable[[], None] | None = None
-    parting: Callable[[], None] | None = None  # the last word of one that leaves while the job goes on
     spans: Recorder = SILENT
     gpus: bool = True  # `tt.device` may name one
     counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
@@ -163,6 +164,20 @@ class Context:
             roads.exchange.channel.record_spans(self.spans)
             self.roads = roads
         return self.roads
+
+    def join(self, worker: Worker, split: DividedModel | None) -> None:
+        """The worker of this process has started, perhaps with a part of the model only."""
+        self.worker, self.split = worker, split
+
+    def read_from(self, loader: Any) -> None:
+        """`tt.prepare` gives the script this loader."""
+        self.loader = loader
+
+    def resume_at(self, position: ScriptPosition | None) -> None:
+        """The script has prepared, and goes on from this position."""
+        self.continuing = position
+        if isinstance(self.loader, ShardedLoader):
+            self.loader.resume_with(position)
 
     def will_split(self, model: nn.Module) -> bool:
         """Whether `tt.prepare` will divide this model over the workers of the group."""

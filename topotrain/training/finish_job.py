@@ -47,8 +47,7 @@ def finish(here: Context) -> None:
         _save(here, worker)
     except NotSaved as error:
         raise Unfinished(f"the job's result is lost: {error}; {_left(here)}") from None
-    if here.finishing is not None:
-        here.finishing()
+    worker.end_job()
 
 
 def _save(here: Context, worker: Worker) -> None:

@@ -30,7 +30,6 @@ class ProgressReporter(WorkerExtension):
         self._loss: float | None = None  # the last that was told
         self._here, self._worker, self._traffic = here, worker, traffic
         self._due = 0.0
-        here.finishing, here.parting = self.finish, self.part
 
     def after_step(self, outcome: StepOutcome | None) -> None:
         """As `WorkerExtension.after_step`."""
@@ -73,16 +72,16 @@ class ProgressReporter(WorkerExtension):
             )
         )
 
-    def part(self) -> None:
-        """All that was done, and no more words of the end."""
+    def left_job(self) -> None:
+        """Report the last steps, and no end."""
         self._tell_skips()
         if self._worker.tally.started:  # steps may be those of an earlier life alone
             self._tell(time.monotonic())
 
-    def finish(self) -> None:
-        """The last word."""
+    def job_over(self) -> None:
+        """Report the last steps and the end."""
         tally = self._worker.tally
-        self.part()
+        self.left_job()
         if tally.lost:
             words = f"{tally.lost} batches of a stream were not there when it was read again: they are lost"
             self._here.emit(Notice(str(self._here.me), words))

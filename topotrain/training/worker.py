@@ -18,7 +18,7 @@ from topotrain.core.client.client import Client, JobError, StepEnd, StepOutcome
 from topotrain.core.model.schema import FlatBuffers, Schema, effective, slice_map_for
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe
 from topotrain.core.server.nonfinite import NonfiniteLimit, complaint
-from topotrain.training.data.step_batches import StepBatches
+from topotrain.training.data.step_batches import BatchAccounting, StepBatches
 from topotrain.training.parameters.device_parameters import HolderUpdates, HostParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPath, MeanPath, PushPath
@@ -36,7 +36,7 @@ def plan_of(topology: Topology, parts: ModelParts, spec: OptimizerSpec) -> tuple
     return Schema(parts.parameters, parts.buffers, spec.to_text(), slice_map.digest), slice_map
 
 
-class Worker:
+class Worker(BatchAccounting):
     """One worker of the job.
 
     Args:
@@ -99,7 +99,7 @@ class Worker:
         self._freed: tuple[float, float] | None = None  # time, and seconds waited, when the last step was over
 
     def _make_path(self, group_size: int) -> GradientPath:
-        args = (self.parts, self.buffers, self.client.gradients, self.map, self.batches.weight)
+        args = (self.parts, self.buffers, self.client.gradients, self.map, self.batches)
         if self.job.apply is Apply.kOnArrival:
             return ArrivalPath(*args, hyper=self.hyper)
         if group_size > 1 and self.job.grads is Grads.kVisible:
@@ -353,3 +353,13 @@ class Worker:
             self._push_sum(fetch=False)
         self.client.buffers.put(self.parts.buffer_tensors)
         self.client.finish(self._committed)
+
+    def end_job(self) -> None:
+        """The job has ended, and its result is in the model of worker (0,0)."""
+        for extension in reversed(self._hooks.job_over):
+            extension.job_over()
+
+    def leave_job(self) -> None:
+        """This worker leaves while the job goes on."""
+        for extension in self._hooks.left_job:
+            extension.left_job()

@@ -39,6 +39,15 @@ class WorkerExtension:
         """The script left a loop over the loader early. Returns whether this feature tells the servers."""
         return False
 
+    def job_over(self) -> None:
+        """The job has ended, and its result is in the model of worker (0,0).
+
+        The extension that was attached last is called first.
+        """
+
+    def left_job(self) -> None:
+        """The worker leaves while the job goes on."""
+
     def rejoin(self) -> StepOutcome | None:
         """This process replaces one that is gone. Returns the group's present step, if this feature finds it out."""
         return None
@@ -57,6 +66,8 @@ class WorkerHooks:
         self.step_reported: tuple[WorkerExtension, ...] = ()
         self.after_epoch: tuple[WorkerExtension, ...] = ()
         self.leave_epoch: tuple[WorkerExtension, ...] = ()
+        self.job_over: tuple[WorkerExtension, ...] = ()
+        self.left_job: tuple[WorkerExtension, ...] = ()
         self.rejoin: tuple[WorkerExtension, ...] = ()
 
     def add(self, extension: WorkerExtension) -> None:

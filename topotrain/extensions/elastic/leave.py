@@ -23,5 +23,5 @@ def leave(here: Context) -> None:
             here.worker.client.values.settle()
         if here.loader is not None:
             here.loader.close()
-    if here.parting is not None:
-        here.parting()
+    if here.worker is not None:
+        here.worker.leave_job()

@@ -31,6 +31,7 @@ from topotrain.training.context import Context
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import EpochStart, ShardedLoader
 from topotrain.training.data.map_dataset import ResumePoint
+from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.rng_state import Stand, put_back, stand
 from topotrain.training.worker import Worker
 
@@ -45,7 +46,7 @@ def _leaves(here: Context) -> bool:
     return restarts or takes_snapshots(job, topology)
 
 
-class ScriptResume:
+class ScriptResume(ScriptPosition):
     """Notes where a worker is, and leads a fresh process there; a `distributed_loader.Memory`.
 
     Args:

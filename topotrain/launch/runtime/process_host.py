@@ -39,6 +39,7 @@ from topotrain.extensions.replication.replica_host import ReplicaSlot, Replicate
 from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.parallel.runtime.network_channel import NetworkChannel
+from topotrain.training.context import Connections
 
 # --- servers -----------------------------------------------------------------------------------------------------
 
@@ -449,7 +450,7 @@ class InlineWaiter(ConditionWaiter):
             self._roads.turn(0.0)
 
 
-class WorkerConnections:
+class WorkerConnections(Connections):
     """A worker's connections to the servers of its group and to server (0,0).
 
     With an inline layout (`Topology.inline`) the worker's process also runs a server.

@@ -9,17 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 from topotrain.training.data.batch_ranges import left_below, nth
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import (
     PLAIN,
-    BatchAccounting,
     BatchPosition,
     DataPlan,
-    DataService,
     LeaseIterator,
     LoaderCopy,
     ResumePoint,
+    ResumeRecorder,
 )
 from topotrain.training.data.sampling import epoch_seed, leading, share_of_loaded
+from topotrain.training.data.step_batches import BatchAccounting
 from topotrain.training.rng_state import RngState
 
 _END = object()
@@ -69,7 +70,7 @@ class IterableEpoch:
         self,
         inner: LoaderCopy,
         plan: DataPlan,
-        desk: DataService,
+        desk: DataClient,
         ledger: BatchAccounting,
         epoch: int,
         opening: ResumePoint = PLAIN,
@@ -96,11 +97,11 @@ class IterableEpoch:
             place, unit = self._leased(self._leases)
         return (place, *unit)
 
-    def catch_up(self, then: Callable[[], None]) -> None:
+    def catch_up(self, recorder: ResumeRecorder) -> None:
         """As `MapEpoch.catch_up`."""
         if self._opening.restored and self._front is not None and self._leases is None:
             self._front.batch(nth(self._opening.done, self._first(self._place(self._seq).number)) - 1)
-        then()
+        recorder.opened()
 
     def tell(self) -> None:
         """Nothing is drawn: everybody reads the same."""
@@ -130,9 +131,9 @@ class IterableEpoch:
                 return place, unit
             if went_by:
                 self._ledger.lost(place.stream, leases.last - place.number)
+                leases.drop_rest()
             else:
-                leases.total = self._units_read()
-            leases.at = leases.last
+                leases.end_at(self._units_read())
 
     def _units_read(self) -> int:
         read = left_below(self._opening.done, self._front.at) if self._front else 0

@@ -5,6 +5,7 @@ this worker's share of each batch. A loader with processes of its own runs ahead
 what was read are two things: leases are given back from what was read, and the sampler never waits for a lease.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
@@ -12,13 +13,14 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from topotrain.core.server.consistency import STATIC as STATIC
 from topotrain.training.data.batch_ranges import Runs, left
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.sampling import (
     Chunk,
     announced,
@@ -89,49 +91,6 @@ class DataPlan:
         return cut(samples, self.workers, self.shares, self.min_share)[self.index]
 
 
-class DataService(Protocol):
-    """The way to the lease book in server (0,0). Every call is made on the script's thread."""
-
-    def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
-        """Ask and wait for the answer: (lease, first, last) as in `message.Lease`."""
-        ...
-
-    def applied(self, stream: int) -> int:
-        """Ask and wait: how many batches of a stream are applied, where another process has worked on it before."""
-        ...
-
-    def free(self, epoch: int, ordinal: int, first: int) -> None:
-        """Tell that the group has left the epoch. Must not wait: it may be called when an iterator is collected."""
-        ...
-
-    def put_draw(self, epoch: int, chunk: int, end: bool, sizes: tuple[int, ...], indices: tuple[int, ...]) -> None:
-        """Worker (0,0): tell the others a chunk of the draw."""
-        ...
-
-    def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        """The others: wait for a chunk: (sizes, indices, end)."""
-        ...
-
-
-class BatchAccounting(Protocol):
-    """Who keeps account of the batches that the script was given."""
-
-    def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
-        """The script gets batch `seq` (from 0) of a stream: weight 0 is a repeat that must not count.
-
-        stream: (epoch << 32) | lease, or what `DataPlan.stream` says.
-        """
-        ...
-
-    def left_early(self, epoch: int, batches: int) -> None:
-        """The script left the loop after this many batches. Must not wait, as `DataService.free`."""
-        ...
-
-    def lost(self, stream: int, batches: int) -> None:
-        """Batches of a lease that the stream, read again, no longer has."""
-        ...
-
-
 class BatchPosition(NamedTuple):
     """Where a batch stands: in its stream; in lease `ordinal` of the group; in the epoch; whether it ends the lease."""
 
@@ -184,6 +143,55 @@ class ResumePoint:
 PLAIN = ResumePoint()
 
 
+@dataclass(frozen=True, slots=True)
+class EpochStart:
+    """A pass that is about to begin.
+
+    Args:
+        epoch: its number.
+        drawn: from the generators of worker (0,0)'s script, or from the job's seed.
+        fresh: with a new iterator.
+        generators: the loader's own.
+    """
+
+    epoch: int
+    drawn: Literal["dice", "seed"]
+    fresh: bool
+    generators: tuple[torch.Generator, ...]
+
+
+class ResumeRecorder(ABC):
+    """Records the position of a worker's script, and knows that of an earlier process.
+
+    All methods are called on the script's thread.
+    """
+
+    @property
+    @abstractmethod
+    def first(self) -> int:
+        """Number of the first pass that is not over. Earlier passes are empty."""
+
+    @abstractmethod
+    def opening(self, sight: EpochStart) -> tuple[ResumePoint, bool]:
+        """How a pass begins, and whether an earlier process began it with an iterator that it had already."""
+
+    @abstractmethod
+    def opened(self) -> None:
+        """The pass has reached the position of the earlier process; no batch was given."""
+
+    @abstractmethod
+    def asked(self) -> None:
+        """The script asks for a batch."""
+
+    @abstractmethod
+    def given(self) -> None:
+        """The script gets the batch that it asked for."""
+
+    @abstractmethod
+    def ended(self) -> None:
+        """There is no batch left: the pass is over."""
+
+
 # --- the copied loader -------------------------------------------------------------------------------------------
 
 
@@ -195,12 +203,20 @@ class _Indices:
     """Stands in for the copied loader's sampler, and notes what each batch is that the loader will give."""
 
     def __init__(self) -> None:
-        self.open: Callable[[], Iterator[tuple[_Mark, Any]]] = _nothing
+        self._open: Callable[[], Iterator[tuple[_Mark, Any]]] = _nothing
         self.marks: deque[_Mark] = deque()
+
+    def open(self, draw: Callable[[], Iterator[tuple[_Mark, Any]]]) -> None:
+        """Give the loader what this draws, when it begins to iterate."""
+        self._open = draw
+
+    def close(self) -> None:
+        """Give the loader nothing more."""
+        self._open = _nothing
 
     def __iter__(self) -> Iterator[Any]:
         self.marks = deque()
-        return self._noted(self.open(), self.marks)  # opens now: plain samplers may draw in iter() already
+        return self._noted(self._open(), self.marks)  # opens now: plain samplers may draw in iter() already
 
     @staticmethod
     def _noted(drawn: Iterator[tuple[_Mark, Any]], marks: deque[_Mark]) -> Iterator[Any]:
@@ -212,16 +228,22 @@ class _Indices:
 class _Ahead(Iterator[Any]):
     """What a sampler draws, without the first so many; these are drawn when it is told to, or with the next one."""
 
-    def __init__(self, drawn: Iterator[Any], skipped: int, then: Callable[[], None]) -> None:
-        self._drawn, self._skipped, self._then = drawn, skipped, then
+    def __init__(self, drawn: Iterator[Any], skipped: int, recorder: ResumeRecorder | None) -> None:
+        self._drawn, self._skipped, self._recorder = drawn, skipped, recorder
         self._begun = False
+
+    def catch_up(self, recorder: ResumeRecorder) -> None:
+        """Draw them now, and tell the recorder so."""
+        self._recorder = recorder
+        self.skip()
 
     def skip(self) -> None:
         if not self._begun:
             self._begun = True
             for _ in islice(self._drawn, self._skipped):
                 pass
-            self._then()
+            if self._recorder is not None:
+                self._recorder.opened()
 
     def __next__(self) -> Any:
         self.skip()
@@ -289,7 +311,7 @@ class LoaderCopy:
 class LeaseIterator:
     """The leases of this group in one epoch, one after the other."""
 
-    def __init__(self, desk: DataService, epoch: int, total: int, digest: int) -> None:
+    def __init__(self, desk: DataClient, epoch: int, total: int, digest: int) -> None:
         self._desk, self._epoch, self._digest = desk, epoch, digest
         self.total = total
         self.passed = 0  # leases whose last batch the script has done with
@@ -313,6 +335,19 @@ class LeaseIterator:
         self.at += 1
         return place
 
+    def read(self, place: BatchPosition) -> None:
+        """The script is given this batch: it is done with all leases before it, and with its own if this is the last."""
+        self.passed = place.ordinal + place.last
+
+    def end_at(self, total: int) -> None:
+        """The stream ends after so many batches, so the lease does, too."""
+        self.total = total
+        self.drop_rest()
+
+    def drop_rest(self) -> None:
+        """Take nothing more of this lease."""
+        self.at = self.last
+
     def leave(self, unread: BatchPosition | None) -> None:
         """Give back everything from `unread` (None: from the next batch) on."""
         if self.asked:
@@ -331,7 +366,7 @@ class MapEpoch:
         inner: LoaderCopy,
         indices: _Indices,
         plan: DataPlan,
-        desk: DataService,
+        desk: DataClient,
         epoch: int,
         opening: ResumePoint = PLAIN,
     ) -> None:
@@ -345,7 +380,7 @@ class MapEpoch:
             self._again = False
         self._untold: list[tuple[int, Chunk]] = []
         self._ahead: _Ahead | None = None
-        self._then: Callable[[], None] = lambda: None
+        self._recorder: ResumeRecorder | None = None
         self._leases: LeaseIterator | None = None
         if handed_out:
             places: Callable[[], Iterator[tuple[BatchPosition, Any]]] = self._broadcast
@@ -356,12 +391,12 @@ class MapEpoch:
             if plan.mode == "lease":
                 self._leases = LeaseIterator(desk, epoch, len(units), digest(batches))
                 places = partial(self._leased, self._leases, units)
-        indices.open = lambda: map(self._own, places())
+        indices.open(lambda: map(self._own, places()))
         self._reopen: Callable[[], Iterator[Any]] = lambda: iter(inner.loader)
         self._batches = self._reopen()
 
-    def catch_up(self, then: Callable[[], None]) -> None:
-        """Come to where the pass was when its place was noted, and call `then`: all dice are thrown up to there.
+    def catch_up(self, recorder: ResumeRecorder) -> None:
+        """Go to the batch that an earlier process had reached, and tell the recorder when all its numbers are drawn.
 
         A loader that makes its iterator only when it is asked for a batch does both at that moment.
         """
@@ -369,17 +404,17 @@ class MapEpoch:
             for _ in range(self._units_done()):
                 self._load()
         elif self._opening.restored and self._plan.mode == "broadcast" and not self._opening.drawn:
-            self._then = then
+            self._recorder = recorder
             if self._ahead is not None:
-                self._ahead.skip()
+                self._ahead.catch_up(recorder)
             return
-        then()
+        recorder.opened()
 
     def next(self) -> tuple[BatchPosition, int, Any]:
         """The next batch: its place, how many samples count, the data. StopIteration at the end of the epoch."""
         data, mark = self._load()
         if self._leases is not None:
-            self._leases.passed = mark.place.ordinal + mark.place.last
+            self._leases.read(mark.place)
         if mark.after is _After.SLICE:
             data, samples = share_of_loaded(data, self._plan.bounds, self._plan.min_share)
         else:
@@ -423,7 +458,8 @@ class MapEpoch:
     def end(self) -> None:
         """Let go of the loader's iterator at once: its processes are not to wait for the garbage collector."""
         self._batches = _nothing()
-        self._reopen = self._indices.open = _nothing
+        self._reopen = _nothing
+        self._indices.close()
 
     def _listed(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Batches as lists, whatever the sampler makes of them; with `batch_size=None` a tuple is a key."""
@@ -460,7 +496,7 @@ class MapEpoch:
             return self._placed(self._units(batches), -self._units_done())
         done = self._opening.done
         first = done[0][1] if done and done[0][0] == 0 else 0
-        self._ahead = _Ahead(iter(batches), first, lambda: self._then())
+        self._ahead = _Ahead(iter(batches), first, self._recorder)
         rest = tuple((a - first, b - first) for a, b in done if a)
         return self._placed(self._units(left(self._ahead, rest) if rest else self._ahead), 0)
 

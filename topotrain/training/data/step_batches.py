@@ -1,5 +1,26 @@
 """The batches that a script was given for its next step: their numbers, samples, and the weight of their gradient."""
 
+from abc import ABC, abstractmethod
+
+
+class BatchAccounting(ABC):
+    """Notes the batches that a script is given."""
+
+    @abstractmethod
+    def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
+        """The script gets batch `seq` (from 0) of a stream. Weight 0: a repeated batch that must not count.
+
+        stream: (epoch << 32) | lease, or the value of `DataPlan.stream`.
+        """
+
+    @abstractmethod
+    def left_early(self, epoch: int, batches: int) -> None:
+        """The script left the loop after this many batches. It must not wait, as `DataClient.free`."""
+
+    @abstractmethod
+    def lost(self, stream: int, batches: int) -> None:
+        """Batches of a lease that the stream, read again, no longer has."""
+
 
 class StepBatches:
     """Counts what one worker's loader gave the script since the last commit.

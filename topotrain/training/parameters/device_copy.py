@@ -20,16 +20,19 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class CopyEvent(Protocol):
-    """A point in a copier's work."""
+class ImmediateEvent:
+    """The event of a copier that copies at once."""
 
     def query(self) -> bool:
-        """Return whether it has been reached."""
-        ...
+        """Return True."""
+        return True
 
     def synchronize(self) -> None:
-        """Wait until it has been reached."""
-        ...
+        """Return at once."""
+
+
+CopyEvent = ImmediateEvent | torch.cuda.Event
+"""A point in a copier's work. `query` returns whether it was reached, and `synchronize` waits for it."""
 
 
 class DeviceCopier(Protocol):
@@ -71,17 +74,6 @@ class DeviceCopier(Protocol):
     def close(self) -> None:
         """Finish all copies and release resources."""
         ...
-
-
-class ImmediateEvent:
-    """The event of a copier that copies at once."""
-
-    def query(self) -> bool:
-        """Return True."""
-        return True
-
-    def synchronize(self) -> None:
-        """Return at once."""
 
 
 class ImmediateCopier:

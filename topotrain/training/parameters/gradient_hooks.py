@@ -18,7 +18,7 @@ then leaves at a later hook, or at the end of the backward. With several devices
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,6 +27,8 @@ from torch import nn
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.gradient_exchange import GradientExchange
+from topotrain.core.optim.adapter import HyperEncoder
+from topotrain.training.data.step_batches import StepBatches
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -39,7 +41,7 @@ class GradientPath(ABC):
         parts, slice_map: the model.
         buffers: the worker's flat buffers.
         gradients: adds up gradients over the group.
-        weight: returns the weight of this worker's gradient.
+        batches: knows the weight of this worker's gradient.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class GradientPath(ABC):
         buffers: ModelBuffers,
         gradients: GradientExchange,
         slice_map: SliceMap,
-        weight: Callable[[], float],
+        batches: StepBatches,
     ) -> None:
         self._tensors = parts.tensors
         self._parameters = parts.parameters
@@ -57,7 +59,7 @@ class GradientPath(ABC):
         self._mirror = buffers.mirror
         self._gradients = gradients
         self._map = slice_map
-        self._weight = weight
+        self._batches = batches
         self._step = 0
         self._task: int | None = None
         self.private = False
@@ -163,7 +165,7 @@ class GradientPath(ABC):
 
     def _send(self, number: int, bucket: Bucket, present: int, **how: bool) -> None:
         """Send a bucket of "local" as soon as all its gradients have arrived there."""
-        step, weight, body = self._step, self._weight(), self._flats.view("local", bucket)
+        step, weight, body = self._step, self._batches.weight(), self._flats.view("local", bucket)
         self._mirror.then(lambda: self._gradients.push(step, number, bucket, weight, present, body, **how))
 
     def _zero_absent(self, bucket: Bucket) -> None:
@@ -206,14 +208,14 @@ class MeanPath(GradientPath):
         buffers: ModelBuffers,
         gradients: GradientExchange,
         slice_map: SliceMap,
-        weight: Callable[[], float],
+        batches: StepBatches,
     ) -> None:
         self._aside: dict[int, torch.Tensor] = {}
         self._union = [0] * len(slice_map.buckets)
         self._sums: dict[int, torch.Tensor] = {}
         self._own_sums = False
         self._open = False  # a backward has begun and has not ended
-        super().__init__(parts, buffers, gradients, slice_map, weight)
+        super().__init__(parts, buffers, gradients, slice_map, batches)
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
         def before(_: torch.Tensor) -> None:
@@ -248,7 +250,7 @@ class MeanPath(GradientPath):
         if not self._open:
             return
         self._mirror.drain()
-        self._gradients.end_backward(self._step, self.backwards, self._weight(), self._pushed)
+        self._gradients.end_backward(self._step, self.backwards, self._batches.weight(), self._pushed)
         means, written = self._gradients.wait_means()
         for number, (present, mean) in means.items():
             self._sum(self._map.buckets[number], present, mean)
@@ -312,7 +314,7 @@ class MeanPath(GradientPath):
         for bucket in self._rest():
             self._push(bucket)
         self._mirror.drain()
-        self._gradients.end_backward(self._step, self.backwards, self._weight(), self._pushed)
+        self._gradients.end_backward(self._step, self.backwards, self._batches.weight(), self._pushed)
         means, written = self._gradients.wait_means()
         shown = self._add(means)
         shown.update(dict.fromkeys(self._note_written(written)))
@@ -462,7 +464,7 @@ class PushPath(GradientPath):
         buffers: ModelBuffers,
         gradients: GradientExchange,
         slice_map: SliceMap,
-        weight: Callable[[], float],
+        batches: StepBatches,
         compare: bool,
         eager: bool = True,
     ) -> None:
@@ -477,7 +479,7 @@ class PushPath(GradientPath):
         self._unsent = [False] * len(slice_map.buckets)  # "local" is newer than what was pushed
         self._pushes = [0] * len(slice_map.buckets)  # in this step; numbers the revisions
         self._versions: dict[int, tuple[int, int]] = {}
-        super().__init__(parts, buffers, gradients, slice_map, weight)
+        super().__init__(parts, buffers, gradients, slice_map, batches)
 
     def begin(self) -> None:
         """Begin a backward that may reach no parameter of this worker (a split model)."""
@@ -590,14 +592,14 @@ class ArrivalPath(GradientPath):
         buffers: ModelBuffers,
         gradients: GradientExchange,
         slice_map: SliceMap,
-        weight: Callable[[], float],
-        hyper: Callable[[], bytes],
+        batches: StepBatches,
+        hyper: HyperEncoder,
     ) -> None:
         self._hyper = hyper
         self._sent_hyper = b""
         self._open = False
         self._versions: dict[int, tuple[int, int]] = {}
-        super().__init__(parts, buffers, gradients, slice_map, weight)
+        super().__init__(parts, buffers, gradients, slice_map, batches)
 
     def _after(self, index: int, tensor: torch.Tensor) -> None:
         if self.private or tensor.grad is None:
@@ -633,7 +635,7 @@ class ArrivalPath(GradientPath):
         for bucket in self._rest():
             self._push(bucket)
         self._mirror.drain()
-        self._gradients.end_backward(self._step, 0, self._weight(), self._pushed)
+        self._gradients.end_backward(self._step, 0, self._batches.weight(), self._pushed)
         self.backwards = 1
         self._open = False
 
