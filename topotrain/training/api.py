@@ -1,4 +1,7 @@
-"""What a script calls. In an ordinary process every function here does nothing, or what plain PyTorch would do."""
+"""The functions that a script calls.
+
+In an ordinary process each of them does nothing, or what plain PyTorch would do.
+"""
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +45,7 @@ _BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 
 
 def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, *stateful: Any) -> tuple[Any, ...]:
-    """Tie a model, its optimizer and its data to the job that this process belongs to.
+    """Connect a model, its optimizer and its data to the job of this process.
 
     The same objects come back, changed in place: parameters live in the job's buffers, `optimizer.step()` commits a
     step on the servers, and iterating over `loader` gives this worker's share. In an ordinary process nothing changes.
@@ -220,7 +223,7 @@ def _warn(here: Context, worker: Worker) -> None:
 
 
 def _share_values(roads: Connections, fd: int, slice_map: SliceMap, flats: FlatBuffers) -> None:
-    """Let the parameters lie in memory that all workers of the unit share (in-memory Hogwild)."""
+    """Let all workers of the unit share the parameters' memory (in-memory Hogwild)."""
     sizes = [-(-space.length * space.itemsize // 64) * 64 for space in slice_map.spaces]
     region = roads.memory.adopt(fd, sum(sizes))
     for space in slice_map.spaces:
@@ -248,7 +251,9 @@ def _data_plan(here: Context, model: nn.Module) -> DataPlan:
 
 
 def epochs(count: int) -> Iterator[int]:
-    """`range(count)`; in a job that goes on after a restart, the epochs that are left, the one under way first.
+    """`range(count)`, or after a restart the epochs that are left.
+
+    The first of them is the one that was under way.
 
     A script may have several such loops, one after the other, but not one inside the other.
     """
@@ -262,7 +267,7 @@ def epochs(count: int) -> Iterator[int]:
 
 
 def keep(**objects: Any) -> None:
-    """Name what this worker needs again after a restart: tt.keep(average=ema, scaler=scaler).
+    """Name objects that a restart must restore: tt.keep(average=ema, scaler=scaler).
 
     Anything with `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors. It is copied when an
     epoch begins, and at each snapshot; after a restart it is loaded here, or in `prepare` if that comes later, and
@@ -284,7 +289,9 @@ def keep(**objects: Any) -> None:
 
 
 def report(**metrics: Metric) -> None:
-    """Say what came out: numbers, or functions called once, on worker (0,0), with the job's final parameters.
+    """Report metrics: numbers, or functions of the job's final parameters.
+
+    Functions are called once, on worker (0,0).
 
     In an ordinary process functions are called at once, and every metric is printed.
     """
@@ -307,19 +314,25 @@ def _number(name: str, value: Any) -> float:
 
 
 def rank() -> int:
-    """This worker's number in the job, 0 to the number of workers - 1; 0 in an ordinary process."""
+    """This worker's number in the job, from 0. In an ordinary process it is 0."""
     here = process.current()
     return 0 if here is None else here.number
 
 
 def is_main() -> bool:
-    """Whether this is worker (0,0), whose output reaches the terminal. True in an ordinary process."""
+    """Whether this is worker (0,0). True in an ordinary process.
+
+    The output of worker (0,0) reaches the terminal.
+    """
     here = process.current()
     return here is None or here.is_main
 
 
 def weight(count: float) -> None:
-    """What the next backward counts in the group's mean (its tokens, say) instead of its number of samples."""
+    """Set the weight of the next backward in the group's mean, such as its tokens.
+
+    The default is its number of samples.
+    """
     if not count >= 0:
         raise ValueError(f"weight = {count}: must be >= 0")
     worker = _worker()
@@ -332,7 +345,10 @@ def weight(count: float) -> None:
 
 @contextmanager
 def local() -> Iterator[None]:
-    """A backward inside this block is private: nothing is sent, and `.grad` is this worker's own."""
+    """Make the backwards inside this block private.
+
+    They send nothing, and `.grad` is this worker's own.
+    """
     worker = _worker()
     if worker is None:
         yield

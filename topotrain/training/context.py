@@ -56,7 +56,10 @@ class Connector(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """What the script gave to `tt.prepare`; the optimizer may have been built from the job file."""
+    """The arguments of `tt.prepare`.
+
+    The optimizer may have been built from the job file.
+    """
 
     model: nn.Module
     optimizer: Optimizer
@@ -64,7 +67,7 @@ class PrepareRequest:
 
 
 class PrepareExtension:
-    """What a feature does while a script is prepared, trains and ends.
+    """A feature's part of preparing a script, of its training and of its end.
 
     Every method does nothing unless a subclass overrides it. A process of a job has one list of extensions
     (`Context.extensions`), in which the launcher's composition names every one. The methods are called in the order in
@@ -82,25 +85,37 @@ class PrepareExtension:
     # --- tt.prepare
 
     def divide(self, here: "Context", request: PrepareRequest) -> DividedModel | None:
-        """Divide the model over the workers of the group. None: each worker holds all of it."""
+        """Divide the model over the workers of the group.
+
+        None: each worker holds all of it.
+        """
         return None
 
     def set_aside(self, here: "Context", request: PrepareRequest) -> Sequence[nn.Parameter]:
-        """Parameters that the worker's flat buffers leave out, since this feature transfers them."""
+        """Parameters that the worker's flat buffers leave out.
+
+        This feature transfers them.
+        """
         return ()
 
     def connected(self, here: "Context", request: PrepareRequest) -> None:
         """The connections to the servers are open, and the worker is not made yet."""
 
     def batch_replay(self, here: "Context", worker: Worker) -> BatchReplay | None:
-        """What gives batches to the script again. None: no batch is given twice."""
+        """The feature that gives batches to the script again.
+
+        None: no batch is given twice.
+        """
         return None
 
     def attach(self, here: "Context", worker: Worker) -> None:
         """The worker has started: join its steps."""
 
     def script_position(self, here: "Context", worker: Worker, optimizer: Optimizer) -> ScriptPosition | None:
-        """Where the script stands, which a fresh process may take over. None: this feature does not resume scripts."""
+        """The position of the script, from which a fresh process can go on.
+
+        None: this feature does not resume scripts.
+        """
         return None
 
     # --- the end
@@ -109,11 +124,14 @@ class PrepareExtension:
         """This worker pushes nothing more; called before the worker itself says so."""
 
     def export(self, here: "Context") -> dict[str, torch.Tensor]:
-        """Weights of the result that the worker's buffers do not hold, by name. All workers call it."""
+        """Weights of the result that the worker's buffers do not hold, by name.
+
+        All workers call it.
+        """
         return {}
 
     def resume_hint(self, workspace: Path) -> str:
-        """From where a job can go on that could not write its result; "" where this feature knows nothing."""
+        """How a job can go on that could not write its result; "" if not by this feature."""
         return ""
 
     def close(self, here: "Context") -> None:
@@ -186,12 +204,18 @@ class Context:
         return self.place.job.splits or self.names_workers(model)
 
     def names_workers(self, model: nn.Module) -> bool:
-        """Whether the script assigns parts of the model to workers of the group, however many there are."""
+        """Whether the script assigns parts of the model to workers.
+
+        The number of workers in the group does not matter.
+        """
         return any(extension.splits(model) for extension in self.extensions)
 
 
 class PlanRun(BaseException):
-    """Carries what `prepare` got out of a script that was run only up to there (topotrain plan)."""
+    """Carries the arguments of `prepare` out of a script that is only planned.
+
+    `topotrain plan` runs a script up to there.
+    """
 
     def __init__(self, model: Any, optimizer: Any, loader: Any = None) -> None:
         super().__init__("planning")
@@ -225,7 +249,7 @@ def prepared() -> bool:
 
 
 def prepare_once() -> None:
-    """An ordinary process calls `tt.prepare`. Raises ConfigError where it has done so before, as in a job."""
+    """An ordinary process calls `tt.prepare`. Raises ConfigError the second time."""
     global _prepared
     if _prepared:
         raise again()
@@ -271,13 +295,16 @@ def planning() -> bool:
 
 
 def placed() -> bool:
-    """Whether words by which a script would join a job by hand mean nothing: it has its place, or is only planned."""
+    """Whether a script's call to join a job by hand has no effect.
+
+    The process is part of a job already, or the script is only planned.
+    """
     return _planning or (_current is not None and _current.leave is None)
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """What this thread does inside is no part of a step: an evaluation, say."""
+    """Inside, this thread's work is in no step: an evaluation, say."""
     _aside.active = True
     try:
         yield

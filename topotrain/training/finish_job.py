@@ -1,4 +1,4 @@
-"""How a worker's part in a job ends, whoever started its process: goodbye to the servers, and the result comes home."""
+"""The end of a worker's part in a job: the last messages, and the result."""
 
 import time
 from pathlib import Path
@@ -17,11 +17,17 @@ from topotrain.training.worker import Worker
 
 
 class Unfinished(Exception):
-    """The job's result could not be brought home; the text says why, and from where the job can go on."""
+    """The job's result could not be fetched or written.
+
+    The text says why, and how the job can go on.
+    """
 
 
 def is_complete(here: Context) -> bool:
-    """Whether the script, should it end here, has done its part: it is not in the middle of a loop."""
+    """Whether the script has done its part if it ends here.
+
+    It has, unless it is in the middle of a loop.
+    """
     in_epochs = here.continuing is not None and here.continuing.in_epochs
     return not (in_epochs or (here.loader is not None and here.loader.under_way))
 
@@ -92,7 +98,10 @@ class SpoiledResult(Exception):
 
 
 def _spoiled(here: Context, parts: ModelParts) -> list[str]:
-    """The trained parameters of the result that are not finite, by name; none where the job allows it."""
+    """Names of the result's trained parameters that are not finite.
+
+    There are none if the job allows them.
+    """
     if here.place.job.nonfinite is NonFinite.kAllow:
         return []
     described = zip(parts.parameters, parts.tensors, strict=True)
@@ -146,7 +155,7 @@ def close(here: Context, finished: bool) -> None:
 
 
 def kind_of(error: BaseException) -> str:
-    """What kind of failure (`events.Failed`) an exception of a worker is."""
+    """The kind of failure (`events.Failed`) of a worker's exception."""
     if isinstance(error, ConfigError) or (isinstance(error, JobError) and error.config):
         return "config"
     if isinstance(error, JobError):  # may be about a worker that left its loop with an exception, which explains more

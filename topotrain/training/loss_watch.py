@@ -1,4 +1,4 @@
-"""The losses of a worker: seen where `backward()` starts, and watched in an asynchronous job for a rise.
+"""The losses of a worker, taken where `backward()` starts and watched for a rise.
 
 PyTorch has no hook for the root of a backward. So in a worker process of a job, and in no other, the function that
 every backward calls is wrapped. A scaled loss refers to the loss that the scaler was given.
@@ -107,7 +107,10 @@ class LossWatch:
 
 
 def watch_losses(worker: Worker, watch: LossWatch) -> None:
-    """Add every backward's scalar root to the worker's tally; `watch` gets each that is a number already."""
+    """Add every backward's scalar root to the worker's tally.
+
+    `watch` gets each that is a number already.
+    """
     torch.autograd.backward = _watched(torch.autograd.backward, worker, watch)
     torch.amp.GradScaler.scale = _remembered(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
 
@@ -131,7 +134,10 @@ def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) ->
 
 
 def _told(loss: torch.Tensor) -> float | torch.Tensor:
-    """A number; on a device that works on its own a tensor, for asking for its value would wait for the device."""
+    """The loss as a number, or as a tensor on a device that works on its own.
+
+    Reading a tensor's value would wait for the device.
+    """
     return float(loss.detach()) if loss.device.type == "cpu" else loss.detach().double().reshape(())
 
 

@@ -1,4 +1,6 @@
-"""Whether a script trains what it has prepared: signs that it meant something else, each told once and by name.
+"""Checks that a script trains what it has prepared.
+
+Each sign that it does not is reported once and by name.
 
 Rule: a script that only evaluates is no mistake. So nothing is said of a step that was not made, unless the script went
 backward; and nothing of other optimizers, unless one of them changes what the servers hold.
@@ -23,7 +25,7 @@ ONE = "one optimizer with a parameter group for each part: torch.optim.SGD([{'pa
 
 
 class MisuseChecks(WorkerExtension):
-    """Watches the steps of a script from `tt.prepare` to the end of this worker's part.
+    """Watches the steps of a script until this worker's part ends.
 
     Args:
         here, worker: this process's place.
@@ -64,7 +66,10 @@ class MisuseChecks(WorkerExtension):
             self._here.emit(Notice(str(self._here.me), words))
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Some optimizer of this process has made a step; those of servers step on threads of their own."""
+        """An optimizer of this process has made a step.
+
+        Steps of servers in this process are on threads of their own.
+        """
         if optimizer is self._optimizer or threading.get_ident() != self._thread:
             return
         changed = {id(tensor) for tensor in self._worker.buffers.edited()}
@@ -72,7 +77,7 @@ class MisuseChecks(WorkerExtension):
         if named:
             more = f" and {len(named) - 1} more" if len(named) > 1 else ""
             accepted = (
-                f"has changed parameter {named[0]}{more} of the model, whose values the servers hold: only the "
+                f"has changed parameter {named[0]}{more} of the model. The servers hold its value, so only the "
                 f"{type(self._optimizer).__name__} that tt.prepare was given may change them. Give tt.prepare {ONE}"
             )
             raise ConfigError("another optimizer", type(optimizer).__name__, accepted)

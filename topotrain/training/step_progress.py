@@ -1,4 +1,4 @@
-"""Reports of a worker's steps: progress for the launcher, and norms for `debug: true`."""
+"""Reports of a worker's steps: progress, and norms for `debug: true`."""
 
 import json
 import math
@@ -114,7 +114,10 @@ class ProgressReporter(WorkerExtension):
 
 
 class NormLog(WorkerExtension):
-    """Writes {"step", "norms": {name: {"value", "grad"}}} after every step; "grad" is null where there is none."""
+    """Writes {"step", "norms": {name: {"value", "grad"}}} after every step.
+
+    "grad" is null for a parameter without a gradient.
+    """
 
     def __init__(self, worker: Worker, path: Path) -> None:
         self._worker = worker

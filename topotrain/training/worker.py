@@ -31,7 +31,10 @@ from topotrain.training.worker_stats import SkippedStep, WorkerStats
 
 
 def plan_of(topology: Topology, parts: ModelParts, spec: OptimizerSpec) -> tuple[Schema, SliceMap]:
-    """The description of a model for the servers, and its map; every worker computes the same."""
+    """The description of a model for the servers, and its map.
+
+    Every worker computes the same.
+    """
     slice_map = slice_map_for(parts.parameters, topology)
     return Schema(parts.parameters, parts.buffers, spec.to_text(), slice_map.digest), slice_map
 
@@ -111,7 +114,10 @@ class Worker(BatchAccounting):
         self._hooks.add(extension)
 
     def start(self) -> None:
-        """Fetch the job's initial values: worker (0,0)'s, or those of the first worker of group 0 that holds them."""
+        """Fetch the job's initial values.
+
+        They are worker (0,0)'s, or those of the first worker of group 0 that holds them.
+        """
         if self.me.group == 0 and any(space.speaker == self.me.index for space in self.map.spaces):
             self.buffers.copy_from_model("local")
             self.client.send_initial("local")
@@ -127,7 +133,7 @@ class Worker(BatchAccounting):
         self.client.values.observe(HolderUpdates(self.mirror))
 
     def rejoin(self, taken: int) -> None:
-        """This process replaces one that is gone, and its group has gone on: come to the step that it is in.
+        """This process replaces one that is gone: come to the step of its group.
 
         taken: so many of the group's steps are counted in the tally.
         """
@@ -152,7 +158,10 @@ class Worker(BatchAccounting):
         self.batches.add(stream, seq, weight, samples)
 
     def left_early(self, epoch: int, batches: int) -> None:
-        """The script left the loop over the loader, so other workers may read the batches that it did not."""
+        """The script left the loop over the loader early.
+
+        Other workers may read the batches that it did not.
+        """
         if any(extension.leave_epoch(epoch) for extension in self._hooks.leave_epoch):
             return
         if not self.path.backwards:  # no batch that was given since the last step has a gradient
@@ -160,7 +169,7 @@ class Worker(BatchAccounting):
         self.client.channel.exit_loop(self._committed, self.path.backwards)
 
     def lost(self, stream: int, batches: int) -> None:
-        """A stream that was read again no longer had these batches: they are counted as lost."""
+        """Count batches as lost that a stream no longer had when it was read again."""
         self.tally.add_lost(batches)
 
     def clip(self, max_norm: float, norm_type: float) -> None:
@@ -227,7 +236,7 @@ class Worker(BatchAccounting):
             extension.step_reported()
 
     def _check(self) -> None:
-        """Raise RuntimeError if the script has changed or replaced a parameter, or added a group."""
+        """Raise RuntimeError if the script has changed a parameter or added a group."""
         with self.client.channel.spans.span("check"):
             self.buffers.check(self.parts.parameters)
         if len(self.optimizer.param_groups) != self._groups:
@@ -264,7 +273,10 @@ class Worker(BatchAccounting):
         return outcome
 
     def _end_of(self, step: int, inv_scale: float, check_finite: bool, fetch: bool) -> tuple[StepEnd, bytes]:
-        """The commit of a step, after all gradients are sent; and the optimizer's hyper-parameters."""
+        """The commit of a step, and the optimizer's hyper-parameters, as bytes.
+
+        All gradients are sent before.
+        """
         self.client.values.settle()
         try:
             revisions, edited, dropped = self.path.at_step(step)
@@ -295,7 +307,7 @@ class Worker(BatchAccounting):
         return end, hyper
 
     def _settled(self, outcome: StepOutcome) -> None:
-        """A step that was committed lazily is over; until then its gradients were still read."""
+        """A step that was committed lazily is over, and its gradients may change again."""
         self._count(outcome, self._committed)
         self._held.release()
 
@@ -327,7 +339,9 @@ class Worker(BatchAccounting):
             return self._commit(1.0, False, fetch)
 
     def _overflows(self, scaled: bool) -> bool:
-        """Whether this step's own gradients are to be left out of the sum. A GradScaler expects that now and then.
+        """Whether this step's own gradients are left out of the sum.
+
+        A GradScaler expects that now and then.
 
         Raises JobError where it happens too often, in the servers' words.
         """

@@ -1,4 +1,4 @@
-"""The seam of a worker: `WorkerExtension` is what a feature adds to the worker's steps.
+"""The seam of a worker: a `WorkerExtension` adds a feature to its steps.
 
 The worker names no feature. When an extension is attached, the worker looks up which of the methods it has, so that a
 hook without a user costs an empty loop.
@@ -11,23 +11,32 @@ class WorkerExtension:
     """One feature's part of a worker's steps. Each method does nothing here."""
 
     def weight(self) -> float | None:
-        """The weight of the gradients that are committed next. None: the samples, or what `tt.weight` was given."""
+        """The weight of the gradients that are committed next.
+
+        None: the number of samples, or the argument of `tt.weight`.
+        """
         return None
 
     def before_clip(self) -> None:
-        """The script asks for a bound on the norm. Raises RuntimeError if this feature does not allow it."""
+        """The script asks for a bound on the norm. Raises RuntimeError to refuse it."""
 
     def before_step(self) -> None:
-        """The script has called step(), and nothing of the step is sent yet. Raises RuntimeError for misuse."""
+        """The script has called step(), and nothing of it is sent. Raises RuntimeError."""
 
     def before_commit(self, step: int, end: StepEnd) -> None:
         """The step is about to be committed; all of the worker's own gradients are sent."""
 
     def after_commit(self, outcome: StepOutcome | None) -> None:
-        """The step was applied, skipped, or made without this worker (`outcome.late`). None: that is not known yet."""
+        """The step was applied, skipped, or made without this worker (`outcome.late`).
+
+        None: that is not known yet.
+        """
 
     def after_step(self, outcome: StepOutcome | None) -> None:
-        """The step is over. None: the worker has made it alone, or does not know the outcome yet."""
+        """The step is over.
+
+        None: the worker has made it alone, or does not know the outcome yet.
+        """
 
     def step_reported(self) -> None:
         """Every `after_step` has been called."""
@@ -36,7 +45,10 @@ class WorkerExtension:
         """The others have made steps while this worker had no batch left."""
 
     def leave_epoch(self, epoch: int) -> bool:
-        """The script left a loop over the loader early. Returns whether this feature tells the servers."""
+        """The script left a loop over the loader early.
+
+        Returns whether this feature tells the servers.
+        """
         return False
 
     def job_over(self) -> None:
@@ -49,12 +61,15 @@ class WorkerExtension:
         """The worker leaves while the job goes on."""
 
     def rejoin(self) -> StepOutcome | None:
-        """This process replaces one that is gone. Returns the group's present step, if this feature finds it out."""
+        """This process replaces one that is gone.
+
+        Returns the group's present step, if this feature finds it out.
+        """
         return None
 
 
 class WorkerHooks:
-    """For each hook the extensions of one worker that override it, in the order in which they were attached."""
+    """For each hook, the extensions of one worker that override it, in their order."""
 
     def __init__(self) -> None:
         self.weight: tuple[WorkerExtension, ...] = ()

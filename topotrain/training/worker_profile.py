@@ -1,4 +1,4 @@
-"""A process's part of a profile: its recorders, with the host's clock, and the file that it leaves for the launcher."""
+"""A process's part of a profile: its recorders, and the file for the launcher."""
 
 import os
 import re

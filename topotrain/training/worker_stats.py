@@ -1,4 +1,4 @@
-"""Counts of one worker's steps, samples, losses and staleness, which its reports show."""
+"""Counts of one worker's steps, samples, losses and staleness."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ _FEW_OWN, _MOST_OWN = 10, 501  # steps whose own time is known before it is repo
 
 @dataclass(frozen=True, slots=True)
 class SkippedStep:
-    """Step `step` (from 1) of a worker that was skipped, because a gradient was not finite.
+    """A step of a worker that was skipped, because a gradient was not finite.
 
-    by: the worker whose gradient it was, "" if only the group's sum is known. parameter: one with such a gradient, ""
-    for the rows of a table.
+    step: its number, from 1. by: the worker with that gradient, "" if only the group's sum is known.
+    parameter: one with such a gradient, "" for the rows of a table.
     """
 
     step: int
@@ -26,7 +26,10 @@ class SkippedStep:
 
 @dataclass(slots=True)
 class WorkerStats:
-    """Counts of one worker. Staleness counts versions, per step and slice; losses are those since `take_loss`."""
+    """Counts of one worker.
+
+    Staleness counts versions, per step and slice. Losses are those since `take_loss`.
+    """
 
     steps: int = 0
     samples: int = 0
@@ -47,7 +50,7 @@ class WorkerStats:
 
     @property
     def own_s(self) -> float | None:
-        """Median of this worker's own time for a step, in seconds; None: too few steps were measured."""
+        """Median of this worker's own seconds for a step; None: too few were measured."""
         return median(self.own) if len(self.own) >= _FEW_OWN else None
 
     @property
@@ -56,7 +59,10 @@ class WorkerStats:
         return self.staleness_sum / self.staleness_count if self.staleness_count else 0.0
 
     def start(self, now: float) -> None:
-        """The script makes its first step, or draws its first batch, at this time. Later calls change nothing."""
+        """The script makes its first step, or draws its first batch, at this time.
+
+        Later calls change nothing.
+        """
         self.started = self.started or now
 
     def continue_from(self, steps: int) -> None:
@@ -122,7 +128,10 @@ class WorkerStats:
         return (self.loss_sum.clone() if isinstance(self.loss_sum, torch.Tensor) else self.loss_sum), self.losses
 
     def drop_step(self, samples: int, losses: tuple[float | torch.Tensor, int]) -> None:
-        """A step was made without this worker, so its samples and losses do not count; `losses` are those before it."""
+        """A step was made without this worker, so its samples and losses do not count.
+
+        losses: the state before the step.
+        """
         self.late += 1
         self.samples -= samples
         self.loss_sum, self.losses = losses

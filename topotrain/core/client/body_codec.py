@@ -1,4 +1,7 @@
-"""How the bodies of pushes, means and values travel: as they are. An extension may bring another `BodyCodec`."""
+"""The encoding of the bodies of pushes, means and values: by default none.
+
+An extension may bring another `BodyCodec`.
+"""
 
 from typing import NoReturn
 
@@ -9,14 +12,23 @@ from topotrain.core.protocol import ProtocolError, ReducedGradient, Values
 
 
 class BodyCodec:
-    """A worker's encoding of bodies: none. `landing`, `mean` and `values` are for bodies that are encoded."""
+    """A worker's encoding of bodies, which leaves them as they are.
+
+    `landing`, `mean` and `values` are for bodies that are encoded.
+    """
 
     def push(self, bucket: Bucket, weight: float, present: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The body of a push; `gradient` may change from here on, where it is not the body itself."""
+        """The body of a push.
+
+        `gradient` may change from here on, unless it is the body itself.
+        """
         return gradient
 
     def is_coded(self, message: ReducedGradient | Values, bucket: Bucket) -> bool:
-        """Whether the body of this message is an encoding. Raises ProtocolError where it must not be."""
+        """Whether the body of this message is encoded.
+
+        Raises ProtocolError if it must not be.
+        """
         return not_coded(message, bucket)
 
     def landing(self, message: ReducedGradient | Values, bucket: Bucket) -> torch.Tensor:
@@ -36,7 +48,10 @@ class BodyCodec:
 
 
 def not_coded(message: ReducedGradient | Values, bucket: Bucket) -> bool:
-    """Return False for a body that is not encoded. Raises ProtocolError for a message that claims to be encoded."""
+    """Return False: the body is not encoded.
+
+    Raises ProtocolError for a message that claims to be encoded.
+    """
     if isinstance(message, Values) and message.coded:
         _refuse(bucket)
     return False

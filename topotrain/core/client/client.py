@@ -1,4 +1,4 @@
-"""A worker's client of the servers: it pushes gradients, commits steps and receives values.
+"""A worker's client: it pushes gradients, commits steps and receives values.
 
 `Client` is put together from its parts, each of which is one of these. It computes nothing, and blocks only in the
 `Waiter` that it is given. In a job the waiter is a condition variable that the transports' reader threads notify. In a
@@ -139,7 +139,7 @@ class Client:
         return next((codec for codec in codecs if codec is not None), BodyCodec())
 
     def send_initial(self, buffer: str) -> None:
-        """Group 0: send the values that all workers start from, out of the flat buffer of that name.
+        """Group 0: send the values that all workers start from, out of this flat buffer.
 
         One worker sends those of a space. That is worker 0, if all workers hold the space.
         """

@@ -33,26 +33,34 @@ class ClientExtension:
         return None
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """One of `messages` is here; called under the waiter's exclusive access. Raises ProtocolError."""
+        """Handle one of `messages`. Raises ProtocolError.
+
+        It is called under the waiter's exclusive access.
+        """
 
     def before_commit(self, step: int, end: StepEnd) -> None:
         """The worker is about to commit a step."""
 
     def after_commit(self, end: StepEnd, outcome: StepOutcome) -> None:
-        """A step that the worker committed is applied, or skipped, and its new values are here."""
+        """A step of this worker was applied or skipped, and its new values are here."""
 
     def missed(self, step: int) -> bool:
-        """Whether the group has made this step without the worker; called under the waiter's exclusive access."""
+        """Whether the group has made this step without the worker.
+
+        It is called under the waiter's exclusive access.
+        """
         return False
 
     def catch_up(self) -> StepOutcome:
-        """After `missed`: wait for the group's present values, and return which step the group is in."""
+        """After `missed`: wait for the group's values and return its present step."""
         raise NotImplementedError
 
     def body_codec(
         self, slice_map: SliceMap, flats: FlatBuffers, adds: bool, held: Sequence[Bucket]
     ) -> BodyCodec | None:
-        """The encoding of bodies, if this extension has one; the client asks for it when the model is known.
+        """The encoding of bodies, if this extension has one.
+
+        The client asks for it when the model is known.
 
         Args:
             slice_map: the map of the parameters.
@@ -71,7 +79,7 @@ class ClientExtension:
 
 
 class ClientHooks:
-    """The extensions of one client: all by their class, and for each hook those that override it."""
+    """The extensions of one client, by class and by the hooks that they override."""
 
     def __init__(self) -> None:
         self.by_class: dict[type[ClientExtension], ClientExtension] = {}

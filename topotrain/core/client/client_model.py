@@ -1,4 +1,4 @@
-"""A worker client's view of the model: the slice map, its flat buffers, and the server of each bucket."""
+"""The model as a worker's client knows it: slice map, buffers, servers of buckets."""
 
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address, Topology
@@ -30,7 +30,7 @@ class ClientModel:
         self.is_open = False
 
     def open(self, slice_map: SliceMap, flats: FlatBuffers, codec: BodyCodec) -> None:
-        """The model is known. `flats` are the worker's buffers: values land in "params", means in "mean"."""
+        """The model is known. Values land in the flat buffer "params", means in "mean"."""
         self.map, self.flats, self.codec = slice_map, flats, codec
         self.held = slice_map.buckets_on(self._me.index)
         self.held_by: dict[int, list[int]] = {server.index: [] for server in self._servers}
@@ -43,7 +43,7 @@ class ClientModel:
         self.is_open = True
 
     def bucket(self, sender: Address, number: int) -> Bucket:
-        """The bucket that a server's message names. Raises ProtocolError if the server does not have it."""
+        """The bucket that a message names. Raises ProtocolError if it is not the sender's."""
         if not self.is_open:
             raise m.ProtocolError(f"{sender} sends bucket {number} before this worker has described the model")
         buckets = self.map.buckets if sender == self._relay else self.map.buckets_of(sender.index)
@@ -60,7 +60,7 @@ class ClientModel:
         return self._relay or self._servers[bucket.shard]
 
     def reduced_by(self, server: Address) -> tuple[int, int]:
-        """First and number of the buckets whose sums a server sends to this worker."""
+        """First bucket, and number of buckets, of which a server sends this worker sums."""
         buckets = self.map.buckets if self.reducers == (server,) else self.map.buckets_of(server.index)
         return (buckets[0].id if buckets else 0), len(buckets)
 

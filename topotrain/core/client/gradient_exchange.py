@@ -1,4 +1,7 @@
-"""The gradients of one worker's steps: `GradientExchange` is the contract, `ServerReduction` sends them to servers."""
+"""The exchange of gradients between the workers of a group, for one worker.
+
+`GradientExchange` is the contract. `ServerReduction` sends gradients to servers, which add them up.
+"""
 
 import torch
 
@@ -40,7 +43,9 @@ class GradientExchange:
         body: torch.Tensor,
         fresh: bool = False,
     ) -> None:
-        """Contribute a bucket's local gradient. The body must stay until the mean is here, or the step committed.
+        """Contribute a bucket's local gradient.
+
+        The body must stay until the mean is here, or the step committed.
 
         present: bitmap of the bucket's pieces. fresh: in shared memory, the mean may be written into "grad".
         """
@@ -52,6 +57,8 @@ class GradientExchange:
 
     def wait_means(self) -> tuple[Means, int]:
         """Wait for the group's means of this backward.
+
+        Also returns a bitmap over all pieces, of the means that are in "grad" already. Raises JobError, PeerLost.
 
         The number is a bitmap over all pieces: those whose mean is in "grad" already. Raises JobError, PeerLost.
         """
@@ -67,7 +74,7 @@ class GradientExchange:
             self.channel.send(self.model.server_of(bucket), m.GradientOverride(step, bucket.id, body=body))
 
     def set_rates(self, hyper: bytes) -> None:
-        """Set the hyper-parameters of gradients that are pushed from now on and applied on arrival."""
+        """Set the hyper-parameters of later gradients that are applied on arrival."""
         for server in self.channel.servers:
             self.channel.send(server, m.StepRates(hyper))
 
@@ -146,7 +153,10 @@ class ServerReduction(GradientExchange):
     # --- messages ------------------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.ReducedGradient, viewable: bool) -> torch.Tensor | None:
-        """Where a mean is to be received. A mean in memory that this worker can see needs no other place."""
+        """Where a mean is to be received.
+
+        A mean in memory that this worker can see needs no other place.
+        """
         if viewable:
             return None
         bucket = self.model.bucket(sender, message.bucket)

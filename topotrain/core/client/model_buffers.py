@@ -1,4 +1,7 @@
-"""The client of the model's buffers, such as running averages, which server (0,0) collects at a job's end."""
+"""The client of the model's buffers, such as running averages.
+
+Server (0,0) collects them at a job's end.
+"""
 
 from collections.abc import Sequence
 
@@ -15,7 +18,7 @@ from topotrain.core.model.schema import ModelBuffer
 
 
 class ModelBufferClient(ClientExtension):
-    """Sends a worker's buffers to server (0,0); worker (0,0) reads those of all groups."""
+    """Sends a worker's buffers to server (0,0). Worker (0,0) reads those of all."""
 
     messages = (m.ModelBufferValue,)
 
@@ -49,7 +52,7 @@ class ModelBufferClient(ClientExtension):
         self._values[(message.group, message.index)] = present_body(message)
 
     def put(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Send this worker's share of the model's buffers to server (0,0). In most jobs worker 0 sends all."""
+        """Send this worker's share of the buffers. In most jobs worker 0 sends all."""
         channel = self._channel
         for index, buffer in enumerate(buffers):
             if self._described[index].speaker == channel.me.index:
@@ -59,7 +62,10 @@ class ModelBufferClient(ClientExtension):
             channel.send(channel.first_server, m.ModelBufferValue(channel.me.group, -1))
 
     def final(self) -> dict[int, dict[int, torch.Tensor]]:
-        """Worker (0,0): wait for the buffers of every group, as bytes: group -> index -> 1-D uint8."""
+        """Worker (0,0): wait for the buffers of every group.
+
+        Returns them as bytes: group -> index -> 1-D uint8.
+        """
         self._channel.send(self._channel.first_server, m.BufferRequest())
         each = len(self._described)
         self._channel.wait_until(lambda: self._groups > 0 and len(self._values) == self._groups * each)

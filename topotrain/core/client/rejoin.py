@@ -1,4 +1,4 @@
-"""The restart of a worker: its client announces it, and ignores messages that were meant for the earlier process."""
+"""The restart of a worker: the announcement, and messages for the earlier process."""
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
@@ -23,7 +23,7 @@ class Rejoin(ClientExtension):
         self._ahead: set[Address] = set()
 
     def announce(self) -> None:
-        """Tell all servers that this worker replaces one that is gone; returns when all have replied.
+        """Tell all servers of the restart; returns when all have replied.
 
         Raises JobError if a server cannot go on.
         """
@@ -32,7 +32,10 @@ class Rejoin(ClientExtension):
         self._channel.wait_until(lambda: not self._pending)
 
     def admits(self, sender: Address, message: m.Message) -> bool:
-        """Whether a message is for this process. Until a server knows of the return, most are for the earlier one."""
+        """Whether a message is for this process.
+
+        Until a server knows of the restart, most of its messages are for the earlier process.
+        """
         return sender not in self._pending or isinstance(message, m.WorkerRejoined | m.Fail)
 
     def handle(self, sender: Address, message: m.Message) -> None:
@@ -44,7 +47,9 @@ class Rejoin(ClientExtension):
                 self._ahead.add(sender)
 
     def is_ahead(self, server: Address) -> bool:
-        """Whether the server's values and state are newer than those of a script that has just restarted.
+        """Whether the server is ahead of a script that has just restarted.
+
+        Its values and state are newer then.
 
         This ends with the worker's first step.
         """

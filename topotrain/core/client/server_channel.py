@@ -1,4 +1,4 @@
-"""A worker's messages to its servers, its waits for their replies, and the reason that ends the job for it."""
+"""A worker's messages to its servers, its waits for replies, and its failure."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -70,7 +70,9 @@ class ServerChannel:
             self._send(to, message)
 
     def exit_loop(self, step: int, backwards: int) -> None:
-        """The script left a loop over the loader before its end, after so many backwards of a step; never waits.
+        """The script left a loop over the loader early, after `backwards` of a step.
+
+        This never waits.
 
         The servers learn it before the next message of this worker. A script that an error ends leaves its loops before
         the error is known here. It sends no more, so no server takes that exit for the cause.
@@ -105,13 +107,18 @@ class ServerChannel:
         self._failure = self._failure or JobError(message.text, message.config, message.quarantine)
 
     def on_lost(self, peer: Address, reason: str, expected: bool) -> None:
-        """A connection ended. That ends the job, unless it was expected or the worker is leaving."""
+        """A connection ended.
+
+        That ends the job, unless it was expected or the worker is leaving.
+        """
         self._lost.add(peer)
         if not expected and not self._leaving:
             self._failure = self._failure or PeerLost(f"{self.me} lost {peer}: {reason}")
 
     def await_cause(self, late: Callable[[], bool]) -> str:
-        """Why the job cannot go on: what a server knows to be the cause, otherwise the first reason, or "".
+        """Why the job cannot go on; "" if no server has said so.
+
+        A reason that a server knows to be the cause comes before the first reason.
 
         Waits for a cause until `late` returns true, or the connections to all servers have ended.
         """

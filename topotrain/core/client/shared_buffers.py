@@ -1,4 +1,7 @@
-"""Memory that a worker shares with its servers: parameters that the servers provide, gradients that they may write."""
+"""Memory that a worker shares with its servers.
+
+The servers provide the memory of the parameters, and may write into the worker's gradients.
+"""
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m

@@ -1,4 +1,4 @@
-"""The commit of a step: a worker's client announces the step to its servers and waits until all have applied it."""
+"""The commit of a step: announced to all servers, and awaited until it is applied."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,10 @@ class StepCommit:
         self._applied: dict[Address, m.Applied] = {}
 
     def commit(self, step: int, end: StepEnd) -> StepOutcome:
-        """Commit a step everywhere and wait until it is applied (and, with `fetch`, for the new values)."""
+        """Commit a step everywhere and wait until it is applied.
+
+        With `fetch` it also waits for the new values.
+        """
         self.begin(step, end)
         return self.finish(step, end)
 
@@ -46,11 +49,17 @@ class StepCommit:
             self._channel.send(server, self._commit_for(server, step, end))
 
     def finish_later(self, step: int, end: StepEnd, settled: Callable[[StepOutcome], None]) -> None:
-        """Go on at once. The outcome goes to `settled` when `ValuePull.settle` is called next, on its thread."""
+        """Go on at once.
+
+        `settled` gets the outcome when `ValuePull.settle` is called next, on its thread.
+        """
         self._values.defer(lambda: settled(self.finish(step, end)))
 
     def finish(self, step: int, end: StepEnd) -> StepOutcome:
-        """Wait until the step is applied (and, with `fetch`, for the new values). Raises JobError, PeerLost."""
+        """Wait until the step is applied. Raises JobError, PeerLost.
+
+        With `fetch` it also waits for the new values.
+        """
         with self._channel.spans.span("wait for apply"):
             self._channel.wait_until(lambda: self._overtaken(step) is not None or self._is_applied(step))
         late = self._overtaken(step)

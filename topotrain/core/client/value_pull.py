@@ -1,4 +1,4 @@
-"""Pulls: a worker's client requests values in numbered rounds and receives them in the flat buffer "params"."""
+"""Pulls: requests for values in numbered rounds, received in the buffer "params"."""
 
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from topotrain.core.model.schema import typed
 
 
 class ValueObserver:
-    """What must happen around a change of "params". Each method does nothing here."""
+    """Actions around a change of "params". Each method does nothing here."""
 
     def before_values(self) -> None:
         """ "params" is about to be written."""
@@ -58,7 +58,7 @@ class ValuePull:
     # --- rounds --------------------------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        """Wait for current values of all slices that this worker holds; they land in the flat buffer "params"."""
+        """Wait for current values of all slices that this worker holds, in "params"."""
         self.settle()
         self._fetches += 1
         with self.receive_round(-1 - self._fetches):
@@ -66,7 +66,10 @@ class ValuePull:
                 self._channel.send(server, m.Fetch(self._fetches))
 
     def fetch_final(self) -> None:
-        """Worker (0,0): wait for the job's result, also of what other workers hold; it lands in "params"."""
+        """Worker (0,0): wait for the job's result, also of what other workers hold.
+
+        It lands in the flat buffer "params".
+        """
         self._fetches += 1
         self._awaited = len(self._model.map.buckets)
         with self.receive_round(-1 - self._fetches):
@@ -76,7 +79,7 @@ class ValuePull:
 
     @contextmanager
     def receive_round(self, number: int) -> Iterator[None]:
-        """The block asks for values; the round of this number is received, and is in "params" at the block's end.
+        """The block asks for values; at its end the round of this number is in "params".
 
         Raises JobError, PeerLost.
         """
@@ -106,7 +109,10 @@ class ValuePull:
             self._observer.after_values()
 
     def _arrives(self, fetch: bool) -> bool:
-        """In shared memory the values are new when the step is applied. Lazily they are announced by bucket."""
+        """Whether values of a step are awaited.
+
+        In shared memory the values are new when the step is applied. Lazily they are announced by bucket.
+        """
         return fetch and (self._lazy or not self._model.windowed)
 
     def _expect(self, number: int) -> None:
@@ -123,17 +129,23 @@ class ValuePull:
     # --- lazy pulls ----------------------------------------------------------------------------------------------
 
     def defer(self, end: Callable[[], None]) -> None:
-        """Values of a step may still come when its commit returns; `settle` calls `end`, on its thread."""
+        """Values of a step may still come when its commit returns.
+
+        `settle` calls `end`, on its thread.
+        """
         self._deferred = end
 
     def settle(self) -> None:
-        """Wait until the step that was committed lazily is applied, and all its values are here."""
+        """Wait until a lazily committed step is applied, and all its values are here."""
         if self._deferred is not None:
             end, self._deferred = self._deferred, None
             end()
 
     def wait_for(self, buckets: Set[int]) -> None:
-        """Wait for the new values of these buckets only (numbers), if a lazily committed step has not brought them."""
+        """Wait for the new values of these buckets only (numbers).
+
+        Returns at once unless a lazily committed step is still to bring them.
+        """
         if self._deferred is not None and not buckets <= self._here:
             with self._channel.spans.span("wait for values"):
                 self._channel.wait_until(lambda: buckets <= self._here)

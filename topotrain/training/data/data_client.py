@@ -1,6 +1,6 @@
-"""The client of the data service in server (0,0): which batches a worker reads, and how far its data is applied.
+"""The client of the data service in server (0,0): leases, draws, applied batches.
 
-Rule: one question at a time, and the reply to just this one; what answers an earlier one is no answer.
+A worker has one request at a time. A reply to an earlier request is dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ T = TypeVar("T", bound=m.Message)
 
 
 class DrawObserver:
-    """What must happen before a draw is sent or awaited. The method does nothing here."""
+    """An action before a draw is sent or awaited. The method does nothing here."""
 
     def draw(self, epoch: int, chunk: int) -> None:
-        """Worker (0,0) sends this chunk of the epoch's draw next, or another worker waits for it."""
+        """A chunk of the epoch's draw is sent next by worker (0,0), or awaited by another."""
 
 
 class DataClient(ClientExtension):
-    """What a loader asks of the servers (`distributed_loader.Desk`).
+    """Requests of a loader to the servers.
 
     Args:
         bounded: the job has a `max_staleness`.
@@ -84,7 +84,10 @@ class DataClient(ClientExtension):
         self._channel.try_send(self._first_server, m.LeaseRelease(epoch, ordinal, first))
 
     def applied(self, stream: int) -> int:
-        """How many batches of a data stream the servers have applied; of stream -1, how many steps of this group."""
+        """How many batches of a data stream the servers have applied.
+
+        Of stream -1: how many steps of this group.
+        """
         question = m.AppliedBatchesRequest(stream)
         return self._ask(self._coordinator, question, m.AppliedBatchesReply, lambda at: at.stream == stream).count
 

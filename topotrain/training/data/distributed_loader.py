@@ -1,14 +1,14 @@
-"""The DataLoader that `prepare` gives back: the same batches as the script's own, divided among the workers.
+"""The DataLoader that `prepare` returns: the script's batches, divided.
 
-Rule: every sample once per epoch over all workers. The script's loader is copied with all it was built with, and only
-its sampler is replaced: by one that names this worker's share of each batch of its group. Which batches a group gets
-is one of three ways to divide an epoch:
+Over all workers every sample occurs once per epoch. The script's loader is copied with all its settings, and only its
+sampler is replaced: by one with this worker's share of each batch of its group. An epoch is divided among groups in
+one of three ways:
 
-* "broadcast" (a synchronous job): worker (0,0) draws from the script's sampler as the plain loader would, and tells
-  the others. With one worker in all this is the plain loader, bit for bit.
+* "broadcast" (a synchronous job): worker (0,0) draws from the script's sampler as the plain loader would, and sends
+  the draw to the others. With one worker in all this is the plain loader, bit for bit.
 * "static": all draw the same list from (seed, epoch), and batch b is for group b mod groups.
-* "lease": the same list, from which groups lease runs, so that a slow group takes fewer. A pass ends when nobody holds
-  a batch that might come back: what another group abandons is read here.
+* "lease": the same list, from which groups lease ranges, so that a slow group takes fewer. A pass ends when no group
+  holds a batch that might come back, because batches of a group that leaves early are read here.
 
 A stream (IterableDataset) cannot be drawn from: every worker reads all of it and keeps its part.
 """
@@ -67,7 +67,9 @@ class BatchReplay(Protocol):
 
 
 class ShardedLoader:
-    """Iterates over this worker's share; everything else (`dataset`, `batch_size`, ...) is the script's own loader's.
+    """Iterates over this worker's share of the batches.
+
+    Other attributes (`dataset`, `batch_size`, ...) are those of the script's loader.
 
     Each `iter()` is an epoch, counted from 0. A loop that is left early gives back what it did not read, at the latest
     when the next one begins. `len()` is the number of batches per epoch, in mode "lease" the nominal one (an equal
@@ -161,7 +163,10 @@ class ShardedLoader:
         self._ledger = accounting
 
     def resume_with(self, recorder: ResumeRecorder | None) -> None:
-        """Let this recorder say where each pass begins, and note how far it is. None: a loop that cannot be resumed."""
+        """Let this recorder say where each pass begins, and note how far it is.
+
+        None: the loop cannot be resumed.
+        """
         self._recorder = recorder
 
     @property
@@ -207,7 +212,7 @@ def _check(loader: DataLoader[Any], plan: DataPlan) -> None:
 
 
 def most_workers(loader: DataLoader[Any], per_worker_batch: bool) -> int | None:
-    """How many workers of a group can share this loader; None: any number, as far as is known."""
+    """How many workers of a group can share this loader. None: no limit is known."""
     size, samples = _batch_of(loader) if per_worker_batch else (None, None)
     return None if size is None or samples is None else samples // size
 

@@ -1,8 +1,10 @@
-"""One pass over a stream (IterableDataset), which has no sampler to divide: every worker reads all, and keeps its part.
+"""One pass over a stream: every worker reads all of it, and keeps its part.
 
-Rule: with several workers the dice that a stream throws come from (seed, epoch), so that all read the same stream and
-can read it again when another group left a part of it. A stream that is different every time is read at most once,
-and what is missing is told.
+A stream is an IterableDataset.
+
+With several workers the random numbers of a stream come from (seed, epoch). So all read the same stream, and can read
+it again when another group left a part of it. A stream that is different every time is read at most once, and missing
+batches are reported.
 """
 
 from collections.abc import Callable
@@ -64,7 +66,10 @@ class _Reader:
 
 
 class IterableEpoch:
-    """As `MapEpoch`, for a stream. A lease is requested when everything before it was read, so a request may wait."""
+    """One pass over a stream, with the interface of `MapEpoch`.
+
+    A lease is requested when everything before it was read, so a request may wait.
+    """
 
     def __init__(
         self,
@@ -104,7 +109,7 @@ class IterableEpoch:
         recorder.opened()
 
     def tell(self) -> None:
-        """Nothing is drawn: everybody reads the same."""
+        """Do nothing: all workers read the same stream, so there is no draw to send."""
 
     def leave(self) -> None:
         """As `MapEpoch.leave`."""

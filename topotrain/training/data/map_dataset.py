@@ -1,8 +1,8 @@
-"""One pass over a loader with a sampler: which batches, in which order, and this worker's share of each.
+"""One pass over a loader with a sampler: this worker's share of each batch.
 
-Rule: the script's loader is copied with all it was built with, and only its sampler is replaced, by one that names
-this worker's share of each batch. A loader with processes of its own runs ahead of the script, so what was drawn and
-what was read are two things: leases are given back from what was read, and the sampler never waits for a lease.
+The script's loader is copied with all its settings, and only its sampler is replaced. A loader with processes of its
+own runs ahead of the script, so some batches are drawn and not read yet. Leases are given back from what was read, and
+the sampler never waits for a lease.
 """
 
 from abc import ABC, abstractmethod
@@ -83,7 +83,7 @@ class DataPlan:
 
     @property
     def in_rounds(self) -> bool:
-        """One unit of the epoch is `workers` batches, one for each worker, instead of one batch to divide."""
+        """Whether a unit of the epoch is one batch for each worker, and not one to divide."""
         return self.per_worker_batch and self.workers > 1
 
     def bounds(self, samples: int) -> tuple[int, int]:
@@ -92,7 +92,11 @@ class DataPlan:
 
 
 class BatchPosition(NamedTuple):
-    """Where a batch stands: in its stream; in lease `ordinal` of the group; in the epoch; whether it ends the lease."""
+    """The position of a batch.
+
+    stream, seq: its stream, and its number there. ordinal: its lease, of those of the group. number: in the epoch.
+    last: it ends the lease.
+    """
 
     stream: int
     seq: int
@@ -102,7 +106,7 @@ class BatchPosition(NamedTuple):
 
 
 class _After(Enum):
-    """What is left to do once a batch is loaded."""
+    """The work that remains when a batch is loaded."""
 
     NOTHING = 0
     COUNT = 1  # the key named a whole batch: count its samples
@@ -117,18 +121,18 @@ class _Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """How a pass begins of which something was read before: by a process before this one, or in the job's earlier life.
+    """The beginning of a pass that an earlier process had begun.
 
     Args:
-        done: batches that were applied in the earlier life, by their numbers in the epoch as it was drawn then. What
-            is left counts from 0 again.
-        returned: this job's servers know how much of what is left is applied: a process before this one saw to it.
-        drawn: the epoch was drawn from worker (0,0)'s dice, or from the seed, and now everybody draws it again;
-            empty: the plan's own way, with dice that stand where they stood.
-        dice: where worker (0,0)'s stood, for drawn "dice".
+        done: batches that an earlier start of the job has applied, by their numbers in the epoch as it was drawn then.
+            The batches that are left count from 0 again.
+        returned: the servers know how many of the batches that are left are applied. An earlier process read them.
+        drawn: all workers draw the epoch again, from the generators of worker (0,0) or from the seed. Empty: the plan's
+            own way, with the generators as they are.
+        dice: state of worker (0,0)'s generators, for drawn "dice".
         fresh: the loader's iterator was a new one then.
-        again: what is left out is loaded all the same, for the dice of the loader's processes.
-        restored: the dice of this process are put back once the pass has begun.
+        again: batches that are left out are loaded all the same, for the generators of the loader's processes.
+        restored: the generators of this process are restored once the pass has begun.
     """
 
     done: Runs = ()
@@ -173,7 +177,10 @@ class ResumeRecorder(ABC):
 
     @abstractmethod
     def opening(self, sight: EpochStart) -> tuple[ResumePoint, bool]:
-        """How a pass begins, and whether an earlier process began it with an iterator that it had already."""
+        """How a pass begins.
+
+        Also returns whether an earlier process began it with an iterator that it had already.
+        """
 
     @abstractmethod
     def opened(self) -> None:
@@ -200,7 +207,7 @@ def _nothing() -> Iterator[Any]:
 
 
 class _Indices:
-    """Stands in for the copied loader's sampler, and notes what each batch is that the loader will give."""
+    """The copied loader's sampler. It notes the position of each batch it yields."""
 
     def __init__(self) -> None:
         self._open: Callable[[], Iterator[tuple[_Mark, Any]]] = _nothing
@@ -226,7 +233,10 @@ class _Indices:
 
 
 class _Ahead(Iterator[Any]):
-    """What a sampler draws, without the first so many; these are drawn when it is told to, or with the next one."""
+    """A sampler's draw without its first items.
+
+    These are drawn by `skip`, or with the next item.
+    """
 
     def __init__(self, drawn: Iterator[Any], skipped: int, recorder: ResumeRecorder | None) -> None:
         self._drawn, self._skipped, self._recorder = drawn, skipped, recorder
@@ -252,7 +262,7 @@ class _Ahead(Iterator[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _CollateShare:
-    """Collates this worker's part of a stream's batch, and says how many of its samples count."""
+    """Collates this worker's part of a stream's batch, and counts its samples."""
 
     collate: Callable[[Any], Any]
     plan: DataPlan
@@ -265,7 +275,10 @@ class _CollateShare:
 
 
 class LoaderCopy:
-    """A copy of the script's loader with our sampler in it; DataLoader forbids to set attributes the usual way."""
+    """A copy of the script's loader with another sampler.
+
+    DataLoader does not allow to set attributes the usual way.
+    """
 
     def __init__(self, loader: DataLoader[Any], plan: DataPlan) -> None:
         self.original = loader
@@ -289,7 +302,7 @@ class LoaderCopy:
         self._set("generator", torch.Generator().manual_seed(seed))
 
     def seed_from(self, dice: Stand) -> None:
-        """The same, with the seeds that a worker's loader gave whose dice stood there."""
+        """Let the processes get the seeds of a worker whose generators had this state."""
         generator = torch.Generator()
         generator.set_state(dice.get("own 0", dice["torch"]) if self.original.generator else dice["torch"])
         self._set("generator", generator)
@@ -319,7 +332,10 @@ class LeaseIterator:
         self.stream = self.first = self.at = self.last = 0
 
     def ask(self, wait: bool) -> bool:
-        """Get the next lease; False: there is none now. With `wait` all that was leased must be read; False: over."""
+        """Get the next lease. False: there is none now, or with `wait`, no more.
+
+        With `wait`, all leased batches must have been read.
+        """
         if wait:
             self.passed = self.asked  # also where the last batch failed to load and the script went on
         lease, first, last = self._desk.lease(self._epoch, self.asked, self.total, self._digest, self.passed, wait)
@@ -336,7 +352,10 @@ class LeaseIterator:
         return place
 
     def read(self, place: BatchPosition) -> None:
-        """The script is given this batch: it is done with all leases before it, and with its own if this is the last."""
+        """The script is given this batch, so all leases before it are read.
+
+        Its own lease is read if this is the lease's last batch.
+        """
         self.passed = place.ordinal + place.last
 
     def end_at(self, total: int) -> None:
@@ -396,7 +415,9 @@ class MapEpoch:
         self._batches = self._reopen()
 
     def catch_up(self, recorder: ResumeRecorder) -> None:
-        """Go to the batch that an earlier process had reached, and tell the recorder when all its numbers are drawn.
+        """Go to the batch that an earlier process had reached.
+
+        The recorder is told when all random numbers up to there are drawn.
 
         A loader that makes its iterator only when it is asked for a batch does both at that moment.
         """
@@ -411,7 +432,10 @@ class MapEpoch:
         recorder.opened()
 
     def next(self) -> tuple[BatchPosition, int, Any]:
-        """The next batch: its place, how many samples count, the data. StopIteration at the end of the epoch."""
+        """The next batch: position, samples that count, data.
+
+        Raises StopIteration at the end of the epoch.
+        """
         data, mark = self._load()
         if self._leases is not None:
             self._leases.read(mark.place)
@@ -456,19 +480,22 @@ class MapEpoch:
         self.end()
 
     def end(self) -> None:
-        """Let go of the loader's iterator at once: its processes are not to wait for the garbage collector."""
+        """Release the loader's iterator, so that its processes end at once."""
         self._batches = _nothing()
         self._reopen = _nothing
         self._indices.close()
 
     def _listed(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Batches as lists, whatever the sampler makes of them; with `batch_size=None` a tuple is a key."""
+        """Batches as lists, whatever type the sampler yields.
+
+        With `batch_size=None` a tuple is a key.
+        """
         if self._plan.alone or self._original.batch_sampler is None:
             return iter(batches)
         return (batch if is_list(batch) else list(batch) for batch in batches)
 
     def _units(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """What is divided among the workers: a batch, a key, or with `per_worker_batch` a list of them."""
+        """The units that are divided: batches, keys, or one batch for each worker."""
         if not self._plan.in_rounds:
             return iter(batches)
         flow = iter(batches)
@@ -519,7 +546,7 @@ class MapEpoch:
         return -(-batches // self._plan.workers) if self._plan.in_rounds else batches
 
     def _drawn(self) -> list[Any]:
-        """The epoch as everybody draws it."""
+        """The epoch as all workers draw it."""
         if self._opening.drawn == "dice" and self._opening.dice is not None:
             return draw_again(self._original, self._opening.dice, self._opening.fresh)
         return draw_epoch(self._original, self._plan.seed, self._epoch)

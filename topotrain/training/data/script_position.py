@@ -1,4 +1,4 @@
-"""Where the script of a worker stands, and how a fresh process gets there."""
+"""The position of a worker's script, and how a fresh process gets there."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from topotrain.training.data.map_dataset import ResumeRecorder
 
 
 class ScriptPosition(ResumeRecorder):
-    """The feature that resumes scripts, as `tt.epochs`, `tt.keep` and the end of a job use it."""
+    """The feature that resumes scripts, for `tt.epochs`, `tt.keep` and a job's end."""
 
     in_epochs: bool
     """Whether the script is in the middle of a loop over `tt.epochs`."""

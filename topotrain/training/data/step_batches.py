@@ -1,4 +1,4 @@
-"""The batches that a script was given for its next step: their numbers, samples, and the weight of their gradient."""
+"""The batches that a script was given for its next step, and their weight."""
 
 from abc import ABC, abstractmethod
 
@@ -8,14 +8,19 @@ class BatchAccounting(ABC):
 
     @abstractmethod
     def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
-        """The script gets batch `seq` (from 0) of a stream. Weight 0: a repeated batch that must not count.
+        """The script gets batch `seq` (from 0) of a stream.
+
+        Weight 0: a repeated batch that must not count.
 
         stream: (epoch << 32) | lease, or the value of `DataPlan.stream`.
         """
 
     @abstractmethod
     def left_early(self, epoch: int, batches: int) -> None:
-        """The script left the loop after this many batches. It must not wait, as `DataClient.free`."""
+        """The script left the loop after this many batches.
+
+        This must not wait, as `DataClient.free`.
+        """
 
     @abstractmethod
     def lost(self, stream: int, batches: int) -> None:
@@ -48,7 +53,10 @@ class StepBatches:
         self._marks[stream] = (first, seq)
 
     def weight(self) -> float:
-        """The weight of this worker's gradient: the samples of its share, or what `tt.weight` was given."""
+        """The weight of this worker's gradient.
+
+        It is the number of samples of its share, or the argument of `tt.weight`.
+        """
         return self._batch_weight if self._given_weight is None else self._given_weight
 
     def set_weight(self, weight: float) -> None:
@@ -56,7 +64,7 @@ class StepBatches:
         self._given_weight = weight
 
     def use(self, counts: bool = True) -> None:
-        """The samples given since the last step are in the gradient that is committed next, or in none."""
+        """The samples given since the last step are in the next commit, or in none."""
         self.samples += self._unused if counts else 0
         self._unused = 0
 

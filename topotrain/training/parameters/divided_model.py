@@ -1,4 +1,4 @@
-"""A model that is divided over the workers of a group, as the training loop and the end of a job use it."""
+"""A model that is divided over the workers of a group."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -32,11 +32,17 @@ class DividedModel(ABC):
 
     @abstractmethod
     def start(self, worker: Worker) -> None:
-        """Connect the workers of the group. The worker has started, and the model can be called afterwards."""
+        """Connect the workers of the group. Afterwards the model can be called.
+
+        The worker has started.
+        """
 
     @abstractmethod
     def weight_said(self) -> None:
-        """The script gives the weight of the next backward. Raises RuntimeError after its forward."""
+        """The script sets the weight of the next backward. Not allowed after its forward.
+
+        Raises RuntimeError.
+        """
 
     @abstractmethod
     def is_of(self, model: nn.Module) -> bool:
@@ -44,7 +50,9 @@ class DividedModel(ABC):
 
     @abstractmethod
     def gather(self, what: str) -> dict[str, torch.Tensor] | None:
-        """The whole model by first names on worker 0 of the group, None on the others. All workers call it together.
+        """The whole model by first names on worker 0 of the group, None on the others.
+
+        All workers call it together.
 
         Args:
             what: what the workers do, for the error where another worker goes on without the call.

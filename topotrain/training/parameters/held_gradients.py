@@ -1,4 +1,4 @@
-"""Gradients that a lazily committed step (`pull: kLazy`) still reads after `step()` has returned."""
+"""Gradients that a lazily committed step (`pull: kLazy`) still reads."""
 
 import torch
 
@@ -18,7 +18,7 @@ class HeldGradients:
         self._held = [(index, gradient, gradient._version) for index, gradient in gradients if gradient is not None]
 
     def release(self) -> None:
-        """The step is over. Raises RuntimeError if the script has changed a gradient meanwhile."""
+        """The step is over. Raises RuntimeError if the script has changed a gradient."""
         for index, gradient, version in self._held:
             if gradient._version != version:
                 raise RuntimeError(

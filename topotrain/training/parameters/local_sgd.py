@@ -1,4 +1,4 @@
-"""Local steps between pushes (`n_push` and `n_fetch`): plain SGD, and the sum of the gradients for the servers.
+"""Local steps of plain SGD between pushes (`n_push` and `n_fetch`).
 
 This is Downpour's own scheme (Dean et al., 2012, section 4.1).
 """
@@ -46,7 +46,7 @@ class LocalSgd:
         return step % self._n_fetch == 0
 
     def step(self, inv_scale: float) -> None:
-        """Add the gradients, times a factor, to the sum, and make a step of plain SGD with them."""
+        """Make a step of plain SGD, and add the gradients, times a factor, to the sum."""
         rate = {id(p): float(group["lr"]) for group in self._optimizer.param_groups for p in group["params"]}
         for index, tensor in enumerate(self._parts.tensors):
             if tensor.grad is None:
@@ -58,7 +58,7 @@ class LocalSgd:
 
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:
-        """Inside, `.grad` is the sum, so that it is pushed like a gradient. Afterwards the sum is zero."""
+        """Inside, `.grad` is the sum, so that it is pushed. Afterwards the sum is zero."""
         own = [tensor.grad for tensor in self._parts.tensors]
         for index, tensor in enumerate(self._parts.tensors):
             tensor.grad = self._holder.room("accrued", index) if index in self._summed else None

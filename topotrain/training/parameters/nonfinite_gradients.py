@@ -1,4 +1,4 @@
-"""Gradients that are not finite: which parameter has one, and which worker's step was skipped because of it."""
+"""Gradients that are not finite: their parameters, and the steps that they skip."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ class NonfiniteGradients:
         self._me, self._parts = me, parts
 
     def find(self, gradients: Gradients) -> str:
-        """The name of a parameter whose gradient is not finite, or ""."""
+        """The name of a parameter with such a gradient, or ""."""
         for described, gradient in zip(self._parts.parameters, gradients, strict=True):
             if gradient is not None and not all_finite(gradient.reshape(-1)):
                 return described.name

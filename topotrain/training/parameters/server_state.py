@@ -1,4 +1,4 @@
-"""The optimizer's state, which the servers hold in pieces, as `optimizer.state` has it: one tensor for a parameter."""
+"""The optimizer's state, as the servers hold it and as `optimizer.state` has it."""
 
 import torch
 from torch.optim import Optimizer
@@ -62,7 +62,10 @@ class ServerState:
         flat[at : at + piece.hi - piece.lo] = body.view(flat.dtype)
 
     def scatter(self) -> None:
-        """Load `optimizer.state` into the servers and clear it here. One worker of the group loads each parameter."""
+        """Load `optimizer.state` into the servers and clear it here.
+
+        One worker of the group loads each parameter.
+        """
         if self._speaker is not None:
             index_of = {id(tensor): index for index, tensor in enumerate(self._parts.tensors)}
             for tensor, entry in self._optimizer.state.items():

@@ -113,7 +113,10 @@ def _load(places: dict[str, torch.Tensor], path: str) -> str:
 
 
 def _elsewhere(tensor: torch.Tensor) -> bool:
-    """Return whether the script has assigned a tensor to another worker, which loads it."""
+    """Return whether the script has assigned a tensor to another worker.
+
+    That worker loads it.
+    """
     here = process.current()
     return here is not None and any(extension.holds_elsewhere(here, tensor) for extension in here.extensions)
 
