@@ -95,12 +95,16 @@ class Script:
 class Door(Seat):
     """A worker's exchange, as far as data and deposits need it."""
 
-    device, spans, leaves = torch.device("cpu"), SILENT, False
+    spans, leaves = SILENT, False
 
     def __init__(self, life: "Life", who: Address) -> None:
         super().__init__(life.office, who)
         self.life = life
         self.dead = False
+        self.channel = self.values = self
+
+    def settle(self) -> None:
+        """Nothing is committed lazily."""
 
     def extension(self, kind: type) -> "Door":
         return self
@@ -197,12 +201,12 @@ class Life:
         worker: Any = SimpleNamespace(
             leaves=False,
             me=who,
-            exchange=door,
+            client=door,
+            device=torch.device("cpu"),
             tally=WorkerStats(),
             snapshot=0,
             lazy=False,
             parts=parts,
-            settle=lambda: None,
             rejoin=lambda taken: None,
         )
         here: Any = SimpleNamespace(
