@@ -343,7 +343,7 @@ class Sent:
         self.pushes = []
         self.model = self.values = self
 
-    def push(self, step, ordinal, bucket, weight, present, body):
+    def push(self, step, ordinal, bucket, weight, present, body, fresh):
         self.pushes.append((step, ordinal, bucket.id, present, body.clone()))
 
     def take(self):

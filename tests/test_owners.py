@@ -127,8 +127,8 @@ def test_the_same_over_real_roads_and_into_files(servers, road, tmp_path):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_same_where_parameters_are_on_a_device(shared, monkeypatch):
-    def mirror(tensors, view, own):
-        return DeviceParameters(tensors, view, lambda devices: {device: ImmediateCopier() for device in devices})
+    def mirror(tensors, views):
+        return DeviceParameters(tensors, views, {tensor.device: ImmediateCopier() for tensor in tensors})
 
     monkeypatch.setattr(topotrain.training.parameters.flat_parameters, "mirror_for", mirror)
     check(run_local(job_of(nworkers_per_group=2), build, script, shared, split))

@@ -199,8 +199,8 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     _warn(here, worker)
     rising = LossWatch(here, worker)
     watch_losses(worker, rising)
-    worker.attach(ProgressReporter(here, worker, roads.traffic, rising))
-    here.training = MisuseChecks(here, worker, optimizer)
+    worker.attach(ProgressReporter(here, worker, roads, rising))
+    here.check_with(MisuseChecks(here, worker, optimizer))
     here.spans.step_done(0)
     return worker
 

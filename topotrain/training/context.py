@@ -187,6 +187,10 @@ class Context:
         """The worker of this process has started, perhaps with a part of the model only."""
         self.worker, self.split = worker, split
 
+    def check_with(self, checks: Any) -> None:
+        """Check at the end whether the script trained what it prepared; `checks` are `MisuseChecks`."""
+        self.training = checks
+
     def read_from(self, loader: Any) -> None:
         """`tt.prepare` gives the script this loader."""
         self.loader = loader

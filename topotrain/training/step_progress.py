@@ -3,7 +3,6 @@
 import json
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from topotrain.config.async_momentum import explanation
 from topotrain.config.private_files import create_text
 from topotrain.core.client.client import StepOutcome
 from topotrain.core.events import Finished, Notice, Skipped, StepDone
-from topotrain.training.context import Context
+from topotrain.training.context import Connections, Context
 from topotrain.training.loss_watch import LossWatch
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
@@ -24,11 +23,11 @@ class ProgressReporter(WorkerExtension):
     """Reports progress at most four times a second, and once at the worker's end."""
 
     def __init__(
-        self, here: Context, worker: Worker, traffic: Callable[[], tuple[int, int]], rising: LossWatch | None = None
+        self, here: Context, worker: Worker, connections: Connections, rising: LossWatch | None = None
     ) -> None:
         self._rising = rising
         self._loss: float | None = None  # the last that was told
-        self._here, self._worker, self._traffic = here, worker, traffic
+        self._here, self._worker, self._connections = here, worker, connections
         self._due = 0.0
 
     def after_step(self, outcome: StepOutcome | None) -> None:
@@ -49,7 +48,7 @@ class ProgressReporter(WorkerExtension):
 
     def _tell(self, now: float) -> None:
         tally = self._worker.tally
-        sent, received = self._traffic()
+        sent, received = self._connections.traffic()
         on_device = isinstance(tally.loss_sum, torch.Tensor)
         loss = tally.take_loss()
         self._loss = self._loss if loss is None else loss
@@ -96,7 +95,7 @@ class ProgressReporter(WorkerExtension):
             why = explanation(self._here.place.topology, self._worker.momentum)
             words = f"the last loss is not finite ({self._loss})" + (f". {why}" if why else "")
             self._here.emit(Notice(str(self._here.me), words))
-        sent, received = self._traffic()
+        sent, received = self._connections.traffic()
         self._here.emit(
             Finished(
                 who=str(self._here.me),

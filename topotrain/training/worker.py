@@ -21,10 +21,9 @@ from topotrain.core.server.nonfinite import NonfiniteLimit, complaint
 from topotrain.training.data.step_batches import BatchAccounting, StepBatches
 from topotrain.training.parameters.device_parameters import HolderUpdates, HostParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
+from topotrain.training.parameters.gradient_checks import HeldGradients, NonfiniteGradients
 from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPath, MeanPath, PushPath
-from topotrain.training.parameters.held_gradients import HeldGradients
 from topotrain.training.parameters.local_sgd import LocalSgd
-from topotrain.training.parameters.nonfinite_gradients import NonfiniteGradients
 from topotrain.training.parameters.server_state import ServerState
 from topotrain.training.worker_extension import WorkerExtension, WorkerHooks
 from topotrain.training.worker_stats import SkippedStep, WorkerStats

@@ -7,7 +7,7 @@ it again when another group left a part of it. A stream that is different every 
 batches are reported.
 """
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from topotrain.training.data.batch_ranges import left_below, nth
@@ -42,27 +42,25 @@ class _Reader:
         seed, noted = epoch_seed(plan.seed, epoch), opening.dice if opening.drawn == "dice" else None
         # Processes of the loader have dice of their own; without them the stream would share the script's.
         own = is_own(plan, opening)
-        self._dice = None if own or inner.loader.num_workers else RngState(seed if noted is None else noted)
+        self._dice: AbstractContextManager[object] = nullcontext()
+        if not own and not inner.loader.num_workers:
+            self._dice = RngState(seed if noted is None else noted)
         if not own and noted is None:
             inner.seed(seed)
         elif not own and noted is not None:
             inner.seed_from(noted)
-        self._batches = self._with_dice(lambda: iter(inner.loader))
+        with self._dice:
+            self._batches = iter(inner.loader)
 
     def batch(self, number: int) -> Any:
         """Batch `number` >= `at` of the stream; _END beyond the last."""
         batch = _END
         while not self._ended and self.at <= number:
-            batch = self._with_dice(lambda: next(self._batches, _END))
+            with self._dice:
+                batch = next(self._batches, _END)
             self._ended = batch is _END
             self.at += not self._ended
         return batch
-
-    def _with_dice(self, do: Callable[[], Any]) -> Any:
-        if self._dice is None:
-            return do()
-        with self._dice:
-            return do()
 
 
 class IterableEpoch:

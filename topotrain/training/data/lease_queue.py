@@ -103,6 +103,15 @@ class _Epoch:
         self.leases += 1
         return _Run(self.leases - 1, first, min(last, first + length))
 
+    def take_held(self) -> list[tuple[Address, LeaseRequest]]:
+        """The requests that have no reply yet; those that get none now are appended again."""
+        held, self.held = self.held, []
+        return held
+
+    def name_digest(self, digest: int, witness: Address) -> None:
+        """A worker is the first to name the hash of the epoch's list."""
+        self.digest, self.witness = digest, witness
+
     def give_back(self, runs: list[tuple[int, int]]) -> None:
         """Put runs back into the queue; neighbors become one run again."""
         merged: list[tuple[int, int]] = []
@@ -316,7 +325,7 @@ class LeaseQueue(ServerExtension):
     def _settle(self, number: int) -> Replies:
         """Answer every held question that has an answer now, the oldest first."""
         epoch, replies = self._epochs[number], []
-        held, epoch.held = epoch.held, []
+        held = epoch.take_held()
         for sender, ask in held:
             answer = self._answer(epoch, sender, ask)
             if answer is None:
@@ -378,7 +387,7 @@ def _contradiction(epoch: _Epoch, sender: Address, ask: LeaseRequest) -> str:
     if not ask.digest:
         return ""
     if not epoch.digest:
-        epoch.digest, epoch.witness = ask.digest, sender
+        epoch.name_digest(ask.digest, sender)
         return ""
     if ask.digest == epoch.digest:
         return ""

@@ -29,7 +29,8 @@ from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.gradient_exchange import GradientExchange
 from topotrain.core.optim.adapter import HyperEncoder
 from topotrain.training.data.step_batches import StepBatches
-from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
+from topotrain.training.parameters.device_parameters import QueuedPush
+from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, version_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -163,10 +164,10 @@ class GradientPath(ABC):
                 full.append(bucket)
         return full
 
-    def _send(self, number: int, bucket: Bucket, present: int, **how: bool) -> None:
+    def _send(self, number: int, bucket: Bucket, present: int, fresh: bool = False) -> None:
         """Send a bucket of "local" as soon as all its gradients have arrived there."""
-        step, weight, body = self._step, self._batches.weight(), self._flats.view("local", bucket)
-        self._mirror.then(lambda: self._gradients.push(step, number, bucket, weight, present, body, **how))
+        body, weight = self._flats.view("local", bucket), self._batches.weight()
+        self._mirror.then(QueuedPush(self._gradients, self._step, number, bucket, weight, present, body, fresh))
 
     def _zero_absent(self, bucket: Bucket) -> None:
         """Zero the pieces without a gradient."""
@@ -234,7 +235,7 @@ class MeanPath(GradientPath):
             local = self._buffers.view("local", index)
             alias = tensor.grad.data_ptr() == local.data_ptr()  # left by a backward that raised; soon overwritten
             self._aside[index] = tensor.grad.clone() if alias else tensor.grad
-            tensor.grad = None
+            self._mirror.set_gradient(index, None)
 
     def _begin(self) -> None:
         self._give_up()
@@ -308,7 +309,7 @@ class MeanPath(GradientPath):
         if not any(self._arrived):
             # autograd.grad() calls the first hook, too, but accumulates nothing.
             for index, gradient in self._aside.items():
-                self._tensors[index].grad = gradient
+                self._mirror.set_gradient(index, gradient)
             self._close()
             return
         for bucket in self._rest():
@@ -497,7 +498,7 @@ class PushPath(GradientPath):
             self._mirror.keep(index)
         for bucket, _ in self._pieces[index]:
             self._unsent[bucket.id] = True
-        self._versions[index] = (id(tensor.grad), tensor.grad._version)
+        self._versions[index] = (id(tensor.grad), version_of(tensor.grad))
         if self.backwards == self._guess - 1:
             for bucket in full:
                 self._push(bucket, self._arrived[bucket.id])
@@ -536,7 +537,7 @@ class PushPath(GradientPath):
 
     def _check_edit(self, index: int, gradient: torch.Tensor) -> None:
         known = self._versions.get(index)
-        if not self._compare and known is not None and known != (id(gradient), gradient._version):
+        if not self._compare and known is not None and known != (id(gradient), version_of(gradient)):
             raise RuntimeError(
                 f"the gradient of {self._parameters[index].name} was changed, but with grads: kHidden it was sent "
                 f"already; use grads: kVisible, tt.clip_grad_norm_, or updater {{ clip_norm: … }} in the job file"
@@ -608,7 +609,7 @@ class ArrivalPath(GradientPath):
             self._begin()
         full = self._copy_local(index, tensor.grad)
         self._mirror.keep(index)
-        self._versions[index] = (id(tensor.grad), tensor.grad._version)
+        self._versions[index] = (id(tensor.grad), version_of(tensor.grad))
         for bucket in full:
             self._push(bucket)
 
@@ -647,7 +648,7 @@ class ArrivalPath(GradientPath):
             )
         for index, tensor in enumerate(self._tensors):
             gradient = tensor.grad
-            now = None if gradient is None else (id(gradient), gradient._version)
+            now = None if gradient is None else (id(gradient), version_of(gradient))
             if now != self._versions.get(index):
                 raise RuntimeError(
                     f"the gradient of {self._parameters[index].name} is not what backward() left, but with apply: "

@@ -18,7 +18,7 @@ def wait_by_layer(model: nn.Module, worker: Worker) -> None:
     """Let each module's forward wait for its parameters, and `state_dict()` for all."""
     number = {id(tensor): index for index, tensor in enumerate(worker.parts.tensors)}
     for module in model.modules():
-        indices = [number[id(p)] for p in module._parameters.values() if p is not None and id(p) in number]
+        indices = [number[id(p)] for p in module.parameters(recurse=False) if id(p) in number]
         buckets = frozenset(
             piece.bucket
             for index in indices

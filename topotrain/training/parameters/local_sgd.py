@@ -60,13 +60,13 @@ class LocalSgd:
     def sum_as_gradient(self) -> Iterator[None]:
         """Inside, `.grad` is the sum, so that it is pushed. Afterwards the sum is zero."""
         own = [tensor.grad for tensor in self._parts.tensors]
-        for index, tensor in enumerate(self._parts.tensors):
-            tensor.grad = self._holder.room("accrued", index) if index in self._summed else None
+        for index in range(len(own)):
+            self._holder.set_gradient(index, self._holder.room("accrued", index) if index in self._summed else None)
         try:
             yield
         finally:
-            for tensor, gradient in zip(self._parts.tensors, own, strict=True):
-                tensor.grad = gradient
+            for index, gradient in enumerate(own):
+                self._holder.set_gradient(index, gradient)
         for index in self._summed:
             self._holder.room("accrued", index).zero_()
         self._summed.clear()

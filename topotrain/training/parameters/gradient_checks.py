@@ -1,14 +1,14 @@
-"""Gradients that are not finite: their parameters, and the steps that they skip."""
+"""Checks of gradients: that they are finite, and unchanged while a step reads them."""
 
 from collections.abc import Sequence
 
 import torch
 
-from topotrain.config.topology import Address
+from topotrain.config.topology import Address, Role
 from topotrain.core.client.client_types import StepOutcome
 from topotrain.core.model.finite import all_finite
 from topotrain.core.server.nonfinite import NOBODY
-from topotrain.training.parameters.flat_parameters import ModelParts
+from topotrain.training.parameters.flat_parameters import ModelParts, version_of
 from topotrain.training.worker_stats import SkippedStep
 
 Gradients = Sequence[torch.Tensor | None]  # by parameter
@@ -38,6 +38,29 @@ class NonfiniteGradients:
         by = self._me.index if self._me.index in refused else max(refused)
         parameter = self._parts.parameters[refused[by]].name if refused[by] >= 0 else ""
         if by != NOBODY:
-            return SkippedStep(step, str(self._me._replace(index=by)), parameter)
+            return SkippedStep(step, str(Address(Role.WORKER, self._me.group, by)), parameter)
         own = self.find(mine)
         return SkippedStep(step, str(self._me) if own else "", own or parameter)
+
+
+class HeldGradients:
+    """Gradients that a lazily committed step (`pull: kLazy`) still reads after `step()` has returned."""
+
+    def __init__(self, parts: ModelParts) -> None:
+        self._parts = parts
+        self._held: list[tuple[int, torch.Tensor, int]] = []  # parameter, gradient, its version
+
+    def hold(self) -> None:
+        """The step is about to be committed."""
+        gradients = ((index, tensor.grad) for index, tensor in enumerate(self._parts.tensors))
+        self._held = [(index, gradient, version_of(gradient)) for index, gradient in gradients if gradient is not None]
+
+    def release(self) -> None:
+        """The step is over. Raises RuntimeError if the script has changed a gradient."""
+        for index, gradient, version in self._held:
+            if version_of(gradient) != version:
+                raise RuntimeError(
+                    f"the gradient of {self._parts.parameters[index].name} was changed after step(), but with pull: "
+                    f"kLazy it may still be read then: use zero_grad(set_to_none=True), the default, or pull: kStep"
+                )
+        self._held = []
