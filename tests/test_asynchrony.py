@@ -233,7 +233,9 @@ def test_a_last_loss_that_is_not_finite_is_told(last: float) -> None:
         me=Address(Role.WORKER, 0, 0), is_main=True, emit=told.append, place=SimpleNamespace(topology=layout(DOWNPOUR))
     )
     tally = WorkerStats(steps=4, started=1.0, loss_sum=last, losses=1)
-    ProgressReporter(here, SimpleNamespace(tally=tally, momentum=0.0), lambda: (0, 0)).finish()  # type: ignore[arg-type]
+    ProgressReporter(
+        here, SimpleNamespace(tally=tally, momentum=0.0), SimpleNamespace(traffic=lambda: (0, 0))
+    ).job_over()  # type: ignore[arg-type]
     notices = [event.text for event in told if isinstance(event, Notice)]
     assert len(notices) == (not math.isfinite(last))
     assert all("the last loss is not finite" in text and "without waiting" in text for text in notices)

@@ -277,7 +277,7 @@ def test_workers_that_disagree_are_named(algorithm: Algorithm, script: Any, kind
 def test_gloo_computes_what_the_reference_does(workers: int, grads: Grads, road: Road, tmp_path: Path) -> None:
     job, build, script = gloo(workers, grads=grads, road=road), building(Halves, adam), halves
     result = run_hosted(job, build, script, tmp_path)
-    assert all(isinstance(worker.client.gradients, TorchReduction) for worker in result.workers)
+    assert all(isinstance(handle.worker.client.gradients, TorchReduction) for handle in result.workers)
     assert result.distance(reference(job, build, script)) < NEAR
 
 

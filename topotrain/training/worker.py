@@ -1,7 +1,7 @@
 """A worker: the user's model and optimizer, connected to the servers of a job.
 
 A gradient starts here. Autograd finishes with a parameter, a hook copies the gradient into a flat buffer and its bucket
-is pushed (`gradient_hooks`, `gradient_exchange`). `optimizer.step()` does no arithmetic here: it commits the step on
+is pushed (`gradient_hooks`, `step_exchange`). `optimizer.step()` does no arithmetic here: it commits the step on
 every server and returns when the new values are in the model's parameters.
 """
 

@@ -14,17 +14,15 @@ import torch
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
-from topotrain.core.client.body_codec import BodyCodec
 from topotrain.core.client.client_extension import ClientExtension, ClientHooks
-from topotrain.core.client.client_model import ClientModel
+from topotrain.core.client.client_model import BodyCodec, ClientModel
 from topotrain.core.client.client_types import JobError, PeerLost, StepEnd, StepOutcome, Waiter
-from topotrain.core.client.gradient_exchange import GradientExchange, ServerReduction
 from topotrain.core.client.model_buffers import ModelBufferClient
 from topotrain.core.client.optimizer_state import OptimizerStateClient
 from topotrain.core.client.rejoin import Rejoin
 from topotrain.core.client.server_channel import Send, ServerChannel
 from topotrain.core.client.shared_buffers import SharedBufferClient
-from topotrain.core.client.step_commit import StepCommit
+from topotrain.core.client.step_exchange import GradientExchange, ServerReduction, StepCommit
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.model.schema import FlatBuffers, Schema
 from topotrain.core.protocol.message_validation import MessageValidator
@@ -68,6 +66,7 @@ class Client:
         self.gradients.bind(self.channel, self.model, self.values)
         self._hooks = ClientHooks()
         self.steps = StepCommit(self.channel, self.model, self.values, self.gradients, self._hooks)
+        self._returned = incarnation > 0
         self.rejoin = Rejoin(self.channel, incarnation)
         self.optimizer_state = OptimizerStateClient(self.rejoin)
         self.buffers = ModelBufferClient()
@@ -154,7 +153,7 @@ class Client:
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `Endpoint.place`)."""
         self._validator.check(sender, message)
-        if not self.rejoin.admits(sender, message):
+        if self._returned and not self.rejoin.admits(sender, message):
             return None
         placing = self._places.get(type(message))
         if placing is not None:
@@ -167,7 +166,7 @@ class Client:
         self._validator.check(sender, message)
         with self.channel.waiter.update():
             handler = self._handlers.get(type(message))
-            if handler is not None and self.rejoin.admits(sender, message):
+            if handler is not None and (not self._returned or self.rejoin.admits(sender, message)):
                 handler(sender, message)
 
     def lost(self, peer: Address, reason: str) -> None:

@@ -5,10 +5,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
-from topotrain.core import protocol as m
-
 
 class JobError(Exception):
     """A server refuses to go on, with its reason in the user's words.
@@ -80,10 +76,3 @@ class StepEnd:
     clip_norm: float = 0.0
     clip_type: float = 2.0
     samples: int = 0
-
-
-def present_body(message: m.Message) -> torch.Tensor:
-    """The body of a message that must have one. Raises ProtocolError."""
-    if message.body is None:
-        raise m.ProtocolError(f"{type(message).__name__} without a body")
-    return message.body

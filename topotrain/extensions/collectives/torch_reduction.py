@@ -18,7 +18,7 @@ from topotrain.config.sharding import Bucket
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client_types import PeerLost, StepEnd
-from topotrain.core.client.gradient_exchange import GradientExchange, Means
+from topotrain.core.client.step_exchange import GradientExchange, Means
 from topotrain.extensions.collectives.torch_backend import (
     DEADLINE,
     CollectiveError,

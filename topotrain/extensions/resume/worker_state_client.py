@@ -5,8 +5,7 @@ import torch
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.core.client.client_model import ClientModel
-from topotrain.core.client.client_types import present_body
+from topotrain.core.client.client_model import ClientModel, present_body
 from topotrain.core.client.server_channel import ServerChannel
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, PartialState, cut, room

@@ -1,4 +1,4 @@
-"""What is kept and taken up again: leases of data, optimizer state, workers' states, snapshots; and split models."""
+"""Messages about data, optimizer state, worker states, snapshots and split models."""
 
 from dataclasses import dataclass
 
@@ -27,9 +27,10 @@ class LeaseRequest(Message):
 @numbered(51)
 @dataclass(frozen=True, slots=True)
 class Lease(Message):
-    """Server -> worker: batches [first, last) of the epoch; last < 0: the epoch is over; last == first: none now.
+    """Server -> worker: batches [first, last) of the epoch.
 
-    rested: the group had to wait for this lease; all its workers are told the same.
+    last < 0: the epoch is over. last == first: there is none now. rested: the group had to wait for this lease, which
+    all its workers learn.
     """
 
     epoch: int
@@ -43,7 +44,10 @@ class Lease(Message):
 @numbered(52)
 @dataclass(frozen=True, slots=True)
 class LeaseRelease(Message):
-    """Worker -> server (0,0): my group left the epoch; from batch `first` of lease `ordinal` on, all are free."""
+    """Worker -> server (0,0): my group left the epoch.
+
+    From batch `first` of lease `ordinal` on, all are free.
+    """
 
     epoch: int
     ordinal: int
@@ -53,7 +57,10 @@ class LeaseRelease(Message):
 @numbered(53)
 @dataclass(frozen=True, slots=True)
 class DrawnBatches(Message):
-    """Worker (0,0) -> server (0,0): a run of the epoch's batches; sizes per batch, then all indices. end: no more."""
+    """Worker (0,0) -> server (0,0): a range of the epoch's batches.
+
+    sizes: of each batch. indices: of all. end: there are no more.
+    """
 
     epoch: int
     chunk: int
@@ -65,7 +72,10 @@ class DrawnBatches(Message):
 @numbered(54)
 @dataclass(frozen=True, slots=True)
 class DrawRequest(Message):
-    """Worker -> server (0,0): chunk number `chunk` of the epoch; replied with DrawPut when it is there."""
+    """Worker -> server (0,0): request chunk number `chunk` of the epoch.
+
+    The reply is DrawnBatches, when the chunk is there.
+    """
 
     epoch: int
     chunk: int
@@ -77,7 +87,10 @@ class DrawRequest(Message):
 @numbered(60)
 @dataclass(frozen=True, slots=True)
 class StateRequest(Message):
-    """Worker -> server: your optimizer state; replied with StatePart, the end marked by an empty key."""
+    """Worker -> server: request the server's optimizer state.
+
+    The replies are StatePart. An empty key marks the end.
+    """
 
     round: int
 
@@ -85,7 +98,9 @@ class StateRequest(Message):
 @numbered(61)
 @dataclass(frozen=True, slots=True)
 class StatePart(Message):
-    """One entry of the optimizer state of one piece of a parameter: a tensor (body, float32 bytes), or a number.
+    """One entry of the optimizer state of one piece of a parameter.
+
+    It is a tensor (body, float32 bytes) or a number.
 
     The last one has no key, and the number of entries before it as its number.
     """
@@ -104,11 +119,13 @@ class StatePart(Message):
 @numbered(62)
 @dataclass(frozen=True, slots=True)
 class WorkerStatePart(Message):
-    """Worker -> server (0,0): part `part` of `parts` of the worker's state of `nbytes` bytes; and back, if asked for.
+    """Worker -> server (0,0), and back on request: a part of the worker's state.
 
-    number: what it is good for: -1, the state in which the worker's last epoch began; -2, what has changed since; from
-    1 on, the state at this snapshot. All parts have `worker_state_store.PART` bytes but the last. Back, -1 and -2 are
-    told, and of what is not there one part of none (parts = 0). The body is a snapshot.
+    It is part `part` of `parts` of a state of `nbytes` bytes. The body is a snapshot.
+
+    number: -1 for the state in which the worker's last epoch began, -2 for later changes, from 1 on for the state at
+    this snapshot. All parts but the last have `worker_state_store.PART` bytes. Back go -1 and -2. A state that is not
+    there is one message with parts = 0.
     """
 
     group: int
@@ -122,7 +139,10 @@ class WorkerStatePart(Message):
 @numbered(63)
 @dataclass(frozen=True, slots=True)
 class WorkerStateRequest(Message):
-    """Worker -> server (0,0): what did the process before me leave? Answered by Deposit."""
+    """Worker -> server (0,0): request the state that the earlier process left.
+
+    The replies are WorkerStatePart.
+    """
 
 
 # --- snapshots (see `snapshot_coordinator`)
@@ -132,7 +152,7 @@ class WorkerStateRequest(Message):
 @numbered(64)
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest(Message):
-    """A coordinator's own host -> it: it is time for a snapshot. Nobody else says this.
+    """A coordinator's own host -> it: it is time for a snapshot. No other sends this.
 
     last: the job is to end, so it is to be behind the very next step.
     """
@@ -143,9 +163,9 @@ class SnapshotRequest(Message):
 @numbered(65)
 @dataclass(frozen=True, slots=True)
 class SnapshotPart(Message):
-    """Shard -> coordinator, and back: one part of what there is to say about a snapshot at this stage (JSON text).
+    """Shard -> coordinator, and back: a part of a text (JSON) about a snapshot.
 
-    shard: who says it; a coordinator passes on what shards of its group have to say to the first one of all.
+    shard: the author. A coordinator passes on the texts of its shards to the first coordinator.
     """
 
     number: int
@@ -159,7 +179,10 @@ class SnapshotPart(Message):
 @numbered(66)
 @dataclass(frozen=True, slots=True)
 class Remainder(Message):
-    """Group -> master group: at snapshot `number` this had been added to a bucket since exchange `sync`. Snapshot."""
+    """Group -> master group: the changes of a bucket since an exchange, at a snapshot.
+
+    number: the snapshot's. sync: the exchange's. The body is a snapshot.
+    """
 
     number: int
     bucket: int
@@ -172,12 +195,12 @@ class Remainder(Message):
 @numbered(96)
 @dataclass(frozen=True, slots=True)
 class Activation(Message):
-    """Worker -> worker: a part of a value of the model's forward, or of the gradient of one on its way back.
+    """Worker -> worker: a part of a value of the model's forward, or of its gradient.
 
-    forward, micro, edge, backward: which one (`split.passage.TensorKey`). grad: the sender wants its gradient back. The
-    body is part number `part` of `parts`, in order, of the `nbytes` bytes of a contiguous tensor of `sizes` and `dtype`
-    (torch's name without "torch."); there is none where nbytes is 0. taken: how many activations of the receiver's the
-    sender has read. A body is a view that nobody writes until its receiver has said so of it.
+    forward, micro, edge, backward: which one (`channel.TensorKey`). grad: the sender wants its gradient back. The body
+    is part number `part` of `parts`, in order, of the `nbytes` bytes of a contiguous tensor of `sizes` and `dtype`
+    (torch's name without "torch."). There is no body if nbytes is 0. taken: how many activations of the receiver the
+    sender has read. A body is a view that does not change until its receiver has reported it as read.
     """
 
     forward: int
@@ -196,4 +219,4 @@ class Activation(Message):
 @numbered(97)
 @dataclass(frozen=True, slots=True)
 class ActivationHello(Message):
-    """Worker -> worker of its group: the first word on the way that the sender has opened between the two."""
+    """Worker -> worker of its group: the first message on a connection that it opened."""

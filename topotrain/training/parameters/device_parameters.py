@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from topotrain.config.sharding import Bucket
-from topotrain.core.client.gradient_exchange import GradientExchange
+from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.client.value_pull import ValueObserver
 from topotrain.training.parameters.device_copy import CopyEvent, DeviceCopier, ferries
 

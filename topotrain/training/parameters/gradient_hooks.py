@@ -26,7 +26,7 @@ from torch import nn
 
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.core.bitmaps import NO_REVISION
-from topotrain.core.client.gradient_exchange import GradientExchange
+from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.optim.adapter import HyperEncoder
 from topotrain.training.data.step_batches import StepBatches
 from topotrain.training.parameters.device_parameters import QueuedPush

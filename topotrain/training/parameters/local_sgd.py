@@ -25,12 +25,9 @@ class LocalSgd:
     def __init__(self, parts: ModelParts, holder: ParameterHolder, optimizer: Optimizer, cluster: Cluster) -> None:
         self._parts, self._holder, self._optimizer = parts, holder, optimizer
         self._n_push, self._n_fetch = cluster.n_push, cluster.n_fetch
-        self._summed: set[int] = set()
-
-    @property
-    def is_used(self) -> bool:
+        self.is_used = cluster.n_push > 1 or cluster.n_fetch > 1
         """Whether the job lets a worker make steps alone."""
-        return self._n_push > 1 or self._n_fetch > 1
+        self._summed: set[int] = set()
 
     @property
     def has_sum(self) -> bool:
