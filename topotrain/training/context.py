@@ -188,7 +188,10 @@ class Context:
         self.worker, self.split = worker, split
 
     def check_with(self, checks: Any) -> None:
-        """Check at the end whether the script trained what it prepared; `checks` are `MisuseChecks`."""
+        """Check at the end whether the script trained what it prepared.
+
+        checks: `misuse_checks.MisuseChecks`.
+        """
         self.training = checks
 
     def read_from(self, loader: Any) -> None:

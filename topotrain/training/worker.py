@@ -70,7 +70,7 @@ class Worker(BatchAccounting):
         spec = describe(optimizer, parts.tensors, job.cluster.slicing, job.import_, aside)
         self._optimizer_name, self._groups = spec.name, len(optimizer.param_groups)
         if job.correction is Correction.kMomentum and not self.momentum:
-            accepted = "needs an optimizer whose momentum is above 0: there is nothing to take it from"
+            accepted = "needs an optimizer with a momentum above 0: there is nothing to take it from"
             raise ConfigError("correction", job.correction, accepted)
         schema, self.map = plan_of(topology, parts, spec)
         self.buffers = ModelBuffers(parts, self.map, flats(self.map))

@@ -13,10 +13,10 @@ from topotrain.core.profiling.spans import SILENT, ProcessSpans, Recorder, Serve
 
 
 class ProfileRecorders:
-    """Makes the recorders of one process: silent ones where no profile is wanted.
+    """Makes the recorders of one process. Without a profile they record nothing.
 
     Args:
-        step: the step whose spans are recorded, counted from 1. 0: no step.
+        step: the step of which spans are recorded, counted from 1. 0: no step.
         folder: the folder in which the launcher looks for files of spans.
         who: the process's first resident.
     """

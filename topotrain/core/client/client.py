@@ -83,7 +83,8 @@ class Client:
             m.Applied: self.steps.on_applied,
             m.Fail: self.channel.on_failure,
         }
-        for extension in (self.rejoin, self.optimizer_state, self.buffers, self.shared_buffers, *extensions):
+        returned = (self.rejoin,) if self._returned else ()
+        for extension in (*returned, self.optimizer_state, self.buffers, self.shared_buffers, *extensions):
             self.attach(extension)
 
     def attach(self, extension: ClientExtension) -> None:

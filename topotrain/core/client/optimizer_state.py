@@ -71,7 +71,7 @@ class OptimizerStateClient(ClientExtension):
     def put(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor) -> None:
         """Load one entry: a number, or the piece's part of a tensor (1-D).
 
-        Nothing is loaded into a server whose state is newer, because the script was restarted.
+        A server that is ahead of a restarted script keeps its state.
         """
         server = self._model.server_of(bucket)
         if self._rejoin.is_ahead(server):

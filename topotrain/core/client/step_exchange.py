@@ -1,4 +1,4 @@
-"""The exchange of one worker's step: its gradients, the means of its group, and its commit.
+"""The exchange of one worker's step: gradients, means of its group, commit.
 
 `GradientExchange` is the contract of the gradients. `ServerReduction` sends them to servers, which add them up.
 `StepCommit` announces a step to the servers and waits until all have applied it.
@@ -65,7 +65,7 @@ class GradientExchange:
 
         Also returns a bitmap over all pieces, of the means that are in "grad" already. Raises JobError, PeerLost.
 
-        The number is a bitmap over all pieces: those whose mean is in "grad" already. Raises JobError, PeerLost.
+        The number is a bitmap of the pieces with a mean that is in "grad" already. Raises JobError, PeerLost.
         """
         raise NotImplementedError
 

@@ -49,14 +49,14 @@ class DataPlan:
 
     Args:
         group, groups, index, workers: worker `index` of the `workers` in group `group` of `groups`.
-        shares: claims of the group's workers on a batch, in any unit; empty: equal.
-        mode: see `data`; "broadcast" needs groups = 1.
+        shares: claims of the group's workers on a batch, in any unit. Empty: equal.
+        mode: see `distributed_loader`. "broadcast" needs groups = 1.
         per_worker_batch: the loader's batch is a worker's, not the group's.
         seed: the job's.
         min_share: samples below which a share goes to fewer workers; 2 for models with BatchNorm.
         is_main: worker (0,0).
-        own_streams: with backup workers, each worker's batches count by themselves, and one that came too late is given
-            again; in rounds only.
+        own_streams: with backup workers (in rounds only), each worker's batches count by themselves, and a batch that came
+            too late is given again.
     """
 
     group: int
@@ -302,7 +302,7 @@ class LoaderCopy:
         self._set("generator", torch.Generator().manual_seed(seed))
 
     def seed_from(self, dice: Stand) -> None:
-        """Let the processes get the seeds of a worker whose generators had this state."""
+        """Give the processes the seeds of a worker with generators in this state."""
         generator = torch.Generator()
         generator.set_state(dice.get("own 0", dice["torch"]) if self.original.generator else dice["torch"])
         self._set("generator", generator)

@@ -32,7 +32,7 @@ class ParameterViews(ABC):
 
     @abstractmethod
     def own(self, name: str, index: int) -> torch.Tensor:
-        """Return the same memory as a tensor with a storage and a version counter of its own.
+        """Return the same memory as a tensor with its own storage and version counter.
 
         torch.save and pickle would write the whole storage of a view.
         """
@@ -40,7 +40,7 @@ class ParameterViews(ABC):
 
 @dataclass(frozen=True, slots=True)
 class QueuedPush:
-    """A bucket's push, which must not be sent before its gradients have arrived in "local"."""
+    """A bucket's push that waits until its gradients have arrived in "local"."""
 
     gradients: GradientExchange
     step: int

@@ -1,4 +1,4 @@
-"""Checks of gradients: that they are finite, and unchanged while a step reads them."""
+"""Checks of gradients: finite, and unchanged while a step reads them."""
 
 from collections.abc import Sequence
 
@@ -44,7 +44,7 @@ class NonfiniteGradients:
 
 
 class HeldGradients:
-    """Gradients that a lazily committed step (`pull: kLazy`) still reads after `step()` has returned."""
+    """Gradients that a lazily committed step (`pull: kLazy`) still reads."""
 
     def __init__(self, parts: ModelParts) -> None:
         self._parts = parts
