@@ -47,14 +47,14 @@ _BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, *stateful: Any) -> tuple[Any, ...]:
     """Connect a model, its optimizer and its data to the job of this process.
 
-    The same objects are returned, changed in place. Parameters are in the job's buffers, `optimizer.step()` commits a step
-    on the servers, and iterating over `loader` gives this worker's share. In an ordinary process nothing changes.
+    The same objects are returned, changed in place. Parameters are in the job's buffers, `optimizer.step()` commits a
+    step on the servers, and iterating over `loader` gives this worker's share. In an ordinary process nothing changes.
 
     Args:
         model: on the CPU or on NVIDIA GPUs (see `device`), with all its parameters made.
         optimizer: any of the tested `torch.optim` classes. None: the optimizer of the conf's `updater` block.
         loader: a DataLoader with the group's batches. None: the script divides its data itself.
-        stateful: objects with `state_dict` such as scalers, as for `keep`. Schedulers of the optimizer are found without.
+        stateful: objects with `state_dict` such as scalers, as for `keep`. Schedulers of the optimizer are found.
 
     Returns:
         (model, optimizer, loader).

@@ -42,7 +42,8 @@ class StepOutcome:
     snapshot: number of the snapshot of the values after this step, 0 if there is none.
     refused: as in `message.Applied`, as pairs. leaves: the group leaves the job after this step.
 
-    late: the group made the step without this worker's gradient and is in step `next` now. The values of that step are here.
+    late: the group made the step without this worker's gradient and is in step `next` now. The values are those of that
+    step.
     """
 
     version: int

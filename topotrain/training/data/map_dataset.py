@@ -55,8 +55,8 @@ class DataPlan:
         seed: the job's.
         min_share: samples below which a share goes to fewer workers; 2 for models with BatchNorm.
         is_main: worker (0,0).
-        own_streams: with backup workers (in rounds only), each worker's batches count by themselves, and a batch that came
-            too late is given again.
+        own_streams: with backup workers (in rounds only), each worker's batches count by themselves, and a batch that
+            came too late is given again.
     """
 
     group: int

@@ -1,0 +1,373 @@
+"""Groups that do not wait for each other: how far apart they are, what momentum does, and how the user hears of it."""
+
+import json
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from simulation import Seat, Town, job, parameters
+from torch import nn
+
+from topotrain.config.async_momentum import Corrector, corrector, explanation, groups_apart, momentum_of, warning
+from topotrain.config.job import Agreement, Cluster, ConfigError, Correction, Job, NonFinite, Updater
+from topotrain.config.sharding import Parameter, cut
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.client.client import JobError
+from topotrain.core.events import Apart, Event, Notice
+from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
+from topotrain.core.protocol import Delta, MasterValue, RingOffer, RingReply
+from topotrain.core.server.group_sync import MasterSync, RingSync
+from topotrain.launch import JobOutcome
+from topotrain.parallel.api.dry_run import PreparedArguments
+from topotrain.tools.monitor.job_report import Report
+from topotrain.tools.monitor.result_tables import comparison, console, distance, summary
+from topotrain.tools.plan.layout_plan import plan
+from topotrain.training.finish_job import SpoiledResult, _spoiled
+from topotrain.training.loss_watch import LossTrend, LossWatch
+from topotrain.training.step_progress import ProgressReporter
+from topotrain.training.worker_stats import WorkerStats
+
+DOWNPOUR = Cluster(nworker_groups=3)
+HOGWILD = Cluster(nworker_groups=3, nserver_groups=3)
+BUCKETS = cut([Parameter("w", (128,), (1,), "float32", True)], 1, groups=2).buckets
+
+
+# --- how far apart (12) ----------------------------------------------------------------------------------------------
+
+
+def two(make: Any) -> tuple[list[torch.Tensor], list[Any]]:
+    values = [torch.ones(128), torch.ones(128)]
+    made = [make(g, lambda bucket, g=g: values[g][BUCKETS[bucket].lo : BUCKETS[bucket].hi]) for g in range(2)]
+    for agreement in made:
+        agreement.begin()
+    return values, made
+
+
+def test_an_exchange_with_a_master_tells_versions_and_norm() -> None:
+    """Group 1 makes 2 updates, group 0 makes 3 meanwhile: each lacks the other's."""
+    values, (master, other) = two(lambda g, view: MasterSync(g, BUCKETS, view, 2))
+    for _ in range(3):
+        values[0][:64] += 1.0
+        assert master.updated([0]) == []
+    values[1][:64] += 1.0
+    assert other.updated([0]) == []
+    values[1][:64] += 1.0
+    ((_, delta),) = other.updated([0])
+    assert isinstance(delta, Delta) and delta.updates == 2
+    for _ in range(2):  # said twice, it counts once
+        ((_, reply),) = master.meet(1, delta, delta.body.clone())
+        assert reply == MasterValue(0, 1, 3)
+    assert (master.distance.exchanges, master.distance.updates, master.distance.most) == (1, 2, 2)
+    assert master.distance.share == pytest.approx(2 / 6)  # each of 64 elements is 6 now, and 2 of it was not here
+    other.meet(0, reply, reply.body.clone())
+    assert (other.distance.exchanges, other.distance.mean, other.distance.most) == (1, 3.0, 3)
+    assert other.distance.share == pytest.approx(3 / 6)
+    values[1][:64] += 1.0
+    other.updated([0])
+    ((_, delta),) = other.updated([0])
+    ((_, reply),) = master.meet(1, delta, delta.body.clone())
+    other.meet(0, reply, reply.body.clone())
+    assert (other.distance.exchanges, other.distance.updates) == (2, 3), "nothing new of others the second time"
+
+
+def test_an_exchange_between_neighbors_of_a_ring_does_so_too() -> None:
+    values, (left, right) = two(lambda g, view: RingSync(g, 2, BUCKETS, view, 1))
+    for _ in range(4):
+        values[1][:64] += 1.0
+        right.updated([0])
+    values[0][:64] += 2.0
+    ((_, offer),) = left.updated([0])
+    assert isinstance(offer, RingOffer)
+    ((_, reply),) = right.meet(0, offer, offer.body.clone())
+    assert isinstance(reply, RingReply) and reply.updates == 4
+    left.meet(1, reply, reply.body.clone())
+    assert (left.distance.exchanges, left.distance.updates, left.distance.most) == (1, 4, 4)
+    assert left.distance.share == pytest.approx(2 / 4)  # 3 and 5 meet at 4
+
+
+@pytest.mark.parametrize("agreement", list(Agreement))
+def test_the_servers_of_a_job_know_it(agreement: Agreement) -> None:
+    town = Town(job(2, 1, 1, nserver_groups=2, agreement=agreement), 3, None, parameters(150, 256))
+
+    def script(seat: Seat) -> None:
+        seat.open(1000.0)
+        for _ in range(6):
+            seat.sleep(0.01, 0.02)
+            seat.step([torch.ones(150), torch.ones(256)])
+        seat.finish()
+
+    town.play(script)
+    for group in range(2):
+        found = town.server(group, 0).distance
+        assert found.exchanges > 0 and found.updates > 0 and 0 < found.share < 0.1
+    assert Town(job(1, 1, 1)).server(0, 0).distance.exchanges == 0
+
+
+def test_the_report_and_the_tables_show_it() -> None:
+    of = Job(cluster=HOGWILD)
+    report = Report(of, layout(HOGWILD))
+    assert report.as_data(JobOutcome(0, 1.0))["server_groups_apart"] is None
+    report(Apart("server 1/0", 30, 2.0, 7, 0.03))
+    report(Apart("server 2/0", 10, 4.0, 9, 0.04))
+    data = report.as_data(JobOutcome(0, 1.0))
+    squares = (30 * 0.03**2 + 10 * 0.04**2) / 40
+    assert data["server_groups_apart"] == {
+        "exchanges": 40,
+        "updates_mean": 2.5,
+        "updates_max": 9,
+        "share": pytest.approx(math.sqrt(squares)),
+    }
+    assert "server groups 2.5 updates (max 9), 3.3% apart" in summary(data)
+    single = Report(Job(cluster=DOWNPOUR), layout(DOWNPOUR)).as_data(JobOutcome(0, 1.0))
+    assert distance(single) == "–" and "apart" not in summary(single)
+    terminal = console()
+    with terminal.capture() as shown:
+        terminal.print(comparison([data | {"label": "Hogwild"}, single | {"label": "Downpour"}]))
+    assert "server groups apart" in shown.get() and "2.5 updates (max 9), 3.3%" in shown.get()
+
+
+# --- the warning at the start (13a) ----------------------------------------------------------------------------------
+
+
+def test_who_is_warned() -> None:
+    def said(cluster: Cluster, momentum: float, **more: Any) -> str:
+        return warning(Job(cluster=cluster, **more), layout(cluster), momentum)
+
+    text = said(DOWNPOUR, 0.9)
+    assert "momentum 0.9 may be too much for 3 worker groups" in text
+    assert "a momentum of 0.67" in text and "at most 0.33" in text and "kMomentum or kRate" in text
+    assert "kRate" not in said(HOGWILD, 0.9)
+    assert said(DOWNPOUR, 1 / 3) == said(DOWNPOUR, 0.0) == ""
+    assert said(Cluster(nworkers_per_group=3), 0.9) == "", "one group: nothing is late"
+    assert said(Cluster(nworker_groups=3, nserver_groups=0), 0.9) == "", "independent trainings"
+    for correction in (Correction.kRate, Correction.kMomentum):
+        assert said(DOWNPOUR, 0.9, correction=correction) == ""
+    assert groups_apart(layout(HOGWILD)) == 3
+
+
+def test_what_counts_as_momentum() -> None:
+    weights = [nn.Parameter(torch.zeros(4, 4))]
+    for optimizer, momentum in (
+        (torch.optim.SGD(weights, lr=0.1, momentum=0.9, nesterov=True), 0.9),
+        (torch.optim.RMSprop(weights, lr=0.1, momentum=0.5), 0.5),
+        (torch.optim.SGD(weights, lr=0.1), 0.0),
+        (torch.optim.Adam(weights, lr=0.1), 0.0),
+        (torch.optim.Muon(weights, lr=0.1), 0.0),
+    ):
+        assert momentum_of(type(optimizer).__name__, optimizer.param_groups) == momentum
+        assert PreparedArguments(None, optimizer, None).momentum(None) == momentum
+    assert PreparedArguments(None, None, None).momentum(Updater(type="kSGD", momentum=0.8)) == 0.8  # type: ignore[arg-type]
+
+
+def test_a_plan_warns_of_the_updater_block() -> None:
+    found = plan(Job(cluster=DOWNPOUR, updater=Updater(type="kSGD", momentum=0.9)))  # type: ignore[arg-type]
+    assert "warning: momentum 0.9 may be too much" in found.explain()
+    assert "too much" in found.as_data()["warning"]
+    assert "warning" not in plan(Job(cluster=DOWNPOUR)).as_data()
+
+
+# --- a loss that rises (13b) -----------------------------------------------------------------------------------------
+
+
+def rose(losses: list[float]) -> bool:
+    trend = LossTrend()
+    return [trend(loss) for loss in losses].count(True) > 0
+
+
+def test_noise_is_no_rise() -> None:
+    for seed in range(20):
+        dice = random.Random(seed)
+        falls = [2.3 * 0.99**n + 0.3 + dice.gauss(0, 0.1) for n in range(2000)]
+        still = [1.0 + dice.gauss(0, 0.3) for _ in range(2000)]
+        spikes = [0.5 + abs(dice.gauss(0, 0.05)) + (100.0 if n % 40 == 7 else 0.0) for n in range(2000)]
+        two_losses = [(0.1 if n % 2 else 3.0) + dice.gauss(0, 0.05) for n in range(2000)]
+        negative = [-5.0 + dice.gauss(0, 0.5) for _ in range(2000)]
+        assert not any(map(rose, (falls, still, spikes, two_losses, negative))), f"seed {seed}"
+
+
+def test_a_rise_is_found() -> None:
+    dice = random.Random(1)
+    learned = [2.3 * 0.95**n + 0.1 + dice.gauss(0, 0.03) for n in range(100)]
+    assert rose([*learned, *(1.9 + dice.gauss(0, 0.2) for _ in range(40))])
+    assert rose([0.35, 0.3, 0.4, *(1.9 + dice.gauss(0, 0.2) for _ in range(40))]), "wrong from the first block on"
+    assert rose([10.0**n for n in range(40)]), "each loss ten times the one before"
+    assert rose([1.0] * 8 + [math.nan] * 24)
+    assert not rose([*learned, *(0.5 + dice.gauss(0, 0.05) for _ in range(10))]), "not yet"
+    short = LossTrend()
+    assert not [short(5.0 * 3.0**n) for n in range(14)].count(True) and short.end()
+    calm = LossTrend()
+    assert not [calm(loss) for loss in learned].count(True) and not calm.end()
+
+
+def watcher(cluster: Cluster, index: int = 0) -> tuple[LossWatch, list[Event]]:
+    told: list[Event] = []
+    me = Address(Role.WORKER, 0, index)
+    here = SimpleNamespace(me=me, is_main=index == 0, emit=told.append, place=SimpleNamespace(topology=layout(cluster)))
+    return LossWatch(here, SimpleNamespace(momentum=0.9)), told  # type: ignore[arg-type]
+
+
+def test_it_is_said_once_by_one_worker_of_an_asynchronous_job() -> None:
+    rising, told = watcher(DOWNPOUR)
+    for n in range(200):
+        rising(0.1 if n < 20 else 2.0)
+    rising.end()
+    (notice,) = told
+    assert isinstance(notice, Notice)
+    assert "the loss is rising: 2 now, 0.1 at its lowest. 3 worker groups train without waiting" in notice.text
+    assert "momentum of at most 0.33" in notice.text
+    for silent, told in (watcher(DOWNPOUR, 1), watcher(Cluster(nworkers_per_group=2))):
+        for n in range(200):
+            silent(0.1 if n < 20 else 2.0)
+        silent.end()
+        assert told == []
+
+
+@pytest.mark.parametrize("last", [math.inf, math.nan, 0.5])
+def test_a_last_loss_that_is_not_finite_is_told(last: float) -> None:
+    told: list[Event] = []
+    here = SimpleNamespace(
+        me=Address(Role.WORKER, 0, 0), is_main=True, emit=told.append, place=SimpleNamespace(topology=layout(DOWNPOUR))
+    )
+    tally = WorkerStats(steps=4, started=1.0, loss_sum=last, losses=1)
+    ProgressReporter(
+        here, SimpleNamespace(tally=tally, momentum=0.0), SimpleNamespace(traffic=lambda: (0, 0))
+    ).job_over()  # type: ignore[arg-type]
+    notices = [event.text for event in told if isinstance(event, Notice)]
+    assert len(notices) == (not math.isfinite(last))
+    assert all("the last loss is not finite" in text and "without waiting" in text for text in notices)
+
+
+# --- the words for gradients that are not finite (13c) ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("groups", "words"), [(2, "2 worker groups train without waiting for each other"), (1, "")])
+def test_the_error_says_what_may_have_led_there(groups: int, words: str) -> None:
+    town = Town(job(groups, 1, 1))
+    caught: list[str] = []
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        try:
+            for _ in range(3):
+                seat.step([torch.full((p.count,), torch.nan) for p in town.schema.parameters])
+        except JobError as error:
+            caught.append(str(error))
+
+    town.play(script, [town.workers[0]])
+    assert "3 steps in a row" in caught[0]
+    assert ("without waiting" in caught[0]) == bool(words) and words in caught[0]
+    assert explanation(layout(Cluster()), 0.9) == ""
+
+
+# --- the correction (13e) --------------------------------------------------------------------------------------------
+
+
+def test_what_the_correction_takes() -> None:
+    cluster = Cluster(nworker_groups=4)
+    assert corrector(Job(), 1) == Corrector()
+    assert corrector(Job(cluster=cluster, correction=Correction.kRate), 4) == Corrector(by_staleness=True)
+    made = corrector(Job(cluster=cluster, correction=Correction.kMomentum), 4)
+    assert made.momentum(0.9) == pytest.approx(0.15) and made.momentum(0.5) == 0.0 and made.rate(7) == 1.0
+    assert [Corrector(by_staleness=True).rate(n) for n in (0, 1, 2, 4)] == [1.0, 1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_slice_is_updated_as_torch_does_with_the_corrected_settings(fused: bool | None) -> None:
+    """Rates change from step to step, and a scheduler's change in between counts."""
+    dice = torch.Generator().manual_seed(0)
+    plain, ours = nn.Parameter(torch.ones(64)), torch.ones(64)
+    mine = torch.optim.SGD([plain], lr=0.1, momentum=0.4, fused=fused)
+    told = torch.optim.SGD([nn.Parameter(torch.ones(64))], lr=0.1, momentum=0.9, fused=fused)
+    spec = describe(told, told.param_groups[0]["params"])
+    update = SliceUpdate(spec, [(0, 0, ours)], correct=Corrector(less_momentum=0.5, by_staleness=True))
+    for staleness, rate in ((0, 0.1), (3, 0.1), (3, 0.05), (1, 0.05), (2, 0.05)):
+        gradient = torch.randn(64, generator=dice)
+        mine.param_groups[0]["lr"] = rate / max(1, staleness)
+        told.param_groups[0]["lr"] = rate
+        plain.grad = gradient.clone()
+        mine.step()
+        update.apply(hyper(told), {0: gradient}, staleness)
+        torch.testing.assert_close(ours, plain.detach())
+
+
+def test_a_server_divides_the_rate_by_the_staleness_of_the_step() -> None:
+    """Group 1 makes three updates while group 0 computes one: that one is worth a third."""
+    settings = json.dumps([{"lr": 1.0, "momentum": 0.0}]).encode()
+    for correction, last in ((Correction.kRate, 1 / 3), (Correction.kNone, 1.0)):
+        town = Town(job(2, 1, 1, correction=correction, share_memory=False), 0, None, parameters(64))
+
+        def script(seat: Seat, town: Town = town) -> None:
+            seat.open()
+            for _ in range(1 if seat.me.group == 0 else 3):
+                town.sim.sleep(10.0 if seat.me.group == 0 else 1.0)
+                seat.step([torch.ones(64)], hyper=settings)
+            seat.finish()
+
+        town.play(script)
+        assert float(town.values()[0][0]) == pytest.approx(-3.0 - last)
+
+
+def test_a_correction_of_momentum_needs_one() -> None:
+    town = Town(job(2, 1, 1, correction=Correction.kMomentum))
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="correction = kMomentum: needs an optimizer with a momentum above 0"):
+        town.worker(town.workers[0], model, torch.optim.Adam(model.parameters()))
+
+
+def test_a_job_without_it_keeps_its_digest() -> None:
+    assert Job(cluster=DOWNPOUR).digest() == Job(cluster=DOWNPOUR, correction=Correction.kNone).digest()
+    assert Job(cluster=DOWNPOUR).digest() != Job(cluster=DOWNPOUR, correction=Correction.kRate).digest()
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_which_results_are_spoiled() -> None:
+    described = tuple(Parameter(name, (2,), (1,), "float32", name != "mask") for name in ("good", "bad", "mask"))
+    tensors = (torch.ones(2), torch.tensor([1.0, torch.inf]), torch.tensor([-torch.inf, 0.0]))
+    parts = SimpleNamespace(parameters=described, tensors=tensors)
+
+    def found(nonfinite: NonFinite) -> list[str]:
+        here = SimpleNamespace(place=SimpleNamespace(job=Job(nonfinite=nonfinite)))
+        return _spoiled(here, parts)  # type: ignore[arg-type]
+
+    assert found(NonFinite.kSkip) == ["bad"], "what is not trained may be what it likes"
+    assert found(NonFinite.kAllow) == []
+    assert issubclass(SpoiledResult, Exception)
+
+
+OVERFLOW = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import topotrain as tt
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e38)
+loader = DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=8)
+model, optimizer, loader = tt.prepare(model, optimizer, loader)
+for _ in tt.epochs(1):
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        (model(batch) * 10).mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize(("nonfinite", "code"), [("kSkip", 1), ("kAllow", 0)])
+def test_a_job_whose_result_is_not_finite_fails(tmp_path: Path, nonfinite: str, code: int) -> None:
+    import subprocess
+    import sys
+
+    (tmp_path / "job.conf").write_text(f'name: "job" nonfinite: {nonfinite}')
+    (tmp_path / "over.py").write_text(OVERFLOW)
+    command = [sys.executable, "-m", "topotrain", "run", "--quiet", "job.conf", "over.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert ("the final parameters are not finite: weight" in done.stderr) == bool(code)
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "workspace" / "job" / "final.safetensors").exists()
