@@ -119,6 +119,7 @@ class Worker(BatchAccounting):
         """
         if self.me.group == 0 and any(space.speaker == self.me.index for space in self.map.spaces):
             self.buffers.copy_from_model("local")
+            # Out of "local": "params" may be memory of the servers, which is not here yet.
             self.client.send_initial("local")
             # Until "params" is filled. The memory that the script made can be freed meanwhile.
             self.buffers.live_in("local")
@@ -218,6 +219,7 @@ class Worker(BatchAccounting):
             else:
                 self.batches.use()
                 outcome = self._commit(inv_scale, check_finite, fetch=True, lazy=self.lazy)
+        # The time until the next step, without waits, is this worker's own.
         self._freed = time.monotonic(), self.client.channel.waited
         if outcome is None or not outcome.late:  # otherwise `advance` has counted the steps
             self.tally.add_steps(1)
@@ -248,6 +250,7 @@ class Worker(BatchAccounting):
             extension.before_commit(step, end)
         if lazy:
             self._check()
+            # The servers may read these gradients after step() has returned.
             self._held.hold()
             steps.begin(step, end)
             steps.finish_later(step, end, self._settled)
@@ -259,9 +262,11 @@ class Worker(BatchAccounting):
             outcome = steps.finish(step, end)
             if not outcome.late:
                 self._count(outcome, self._own_steps)
+        # Servers keep the last hyper-parameters, so unchanged ones are not sent again.
         self._sent_hyper = hyper
         self.batches.committed()
         self._clip = (0.0, 2.0)
+        # The path counts its backwards for the next step from here on.
         self.path.after_step()
         if outcome is not None and outcome.late:
             self.advance(outcome)
@@ -315,6 +320,7 @@ class Worker(BatchAccounting):
         self.leaves = self.leaves or outcome.leaves
         self.tally.add_outcome(outcome)
         if outcome.refused:
+            # Only now: it reads all gradients of this worker.
             skipped = self._nonfinite.skipped(step, outcome, self.path.sent)
             if skipped is not None:
                 self.tally.add_skip(skipped)

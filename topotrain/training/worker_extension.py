@@ -88,5 +88,6 @@ class WorkerHooks:
     def add(self, extension: WorkerExtension) -> None:
         """Call this extension from now on."""
         for name, known in vars(self).items():
+            # The fields of this object have the names of the hooks.
             if getattr(type(extension), name) is not getattr(WorkerExtension, name):
                 setattr(self, name, (*known, extension))

@@ -117,6 +117,7 @@ class WorkerStats:
 
     def take_loss(self) -> float | None:
         """Mean loss per step since the last call, or None."""
+        # A loss on a device is added up there; only this line waits for the device.
         mean = float(self.loss_sum) / self.losses if self.losses else None
         self.loss_sum, self.losses = 0.0, 0
         return mean

@@ -134,6 +134,7 @@ class Client:
                 self.shared_buffers.show("grad", server)
 
     def _body_codec(self, slice_map: SliceMap, flats: FlatBuffers, adds: bool) -> BodyCodec:
+        # The codec is asked for before the model is open, because the model needs it.
         held = slice_map.buckets_on(self.channel.me.index)
         codecs = (extension.body_codec(slice_map, flats, adds, held) for extension in self._hooks.by_class.values())
         return next((codec for codec in codecs if codec is not None), BodyCodec())
@@ -156,6 +157,7 @@ class Client:
         self._validator.check(sender, message)
         if self._returned and not self.rejoin.admits(sender, message):
             return None
+        # Bodies are placed by the transport, before the message is handled and without exclusive access.
         placing = self._places.get(type(message))
         if placing is not None:
             return placing(sender, message, viewable)
@@ -166,6 +168,7 @@ class Client:
         """Handle a message of a server or of another worker. Raises ProtocolError."""
         self._validator.check(sender, message)
         with self.channel.waiter.update():
+            # A message without a handler is one of an extension that this job does not have. It is dropped.
             handler = self._handlers.get(type(message))
             if handler is not None and (not self._returned or self.rejoin.admits(sender, message)):
                 handler(sender, message)
@@ -173,6 +176,7 @@ class Client:
     def lost(self, peer: Address, reason: str) -> None:
         """A connection ended."""
         with self.channel.waiter.update():
+            # A list: every extension must learn of the loss, also after one has dealt with it.
             expected = [extension.on_lost(peer, reason) for extension in self._hooks.on_lost]
             self.channel.on_lost(peer, reason, any(expected))
 

@@ -107,6 +107,7 @@ class ClientModel:
         """The bucket that a message names. Raises ProtocolError if it is not the sender's."""
         if not self.is_open:
             raise m.ProtocolError(f"{sender} sends bucket {number} before this worker has described the model")
+        # In a collective the server beside this worker sends the sums of all buckets.
         buckets = self.map.buckets if sender == self._relay else self.map.buckets_of(sender.index)
         if not buckets or not buckets[0].id <= number <= buckets[-1].id:
             raise m.ProtocolError(f"bucket {number} is not {sender}'s")

@@ -27,6 +27,7 @@ class Rejoin(ClientExtension):
 
         Raises JobError if a server cannot go on.
         """
+        # Sorted, so that a simulation of the same seed sends in the same order.
         for server in sorted(self._pending):
             self._channel.send(server, m.WorkerRejoined(self._incarnation))
         self._channel.wait_until(lambda: not self._pending)

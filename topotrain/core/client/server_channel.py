@@ -88,6 +88,7 @@ class ServerChannel:
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait for a reply. Raises JobError or PeerLost if the job cannot go on."""
         before = 0.0 if self._clock is None else self._clock()
+        # Any failure ends every wait, because the reply may never come.
         self.waiter.wait(lambda: self._failure is not None or ready())
         if self._clock is not None:
             self.waited += self._clock() - before
@@ -104,6 +105,7 @@ class ServerChannel:
     def on_failure(self, sender: Address, message: m.Fail) -> None:
         """A server refuses to go on."""
         self._reasons.append(message)
+        # The first failure stays: later ones are mostly consequences of it.
         self._failure = self._failure or JobError(message.text, message.config, message.quarantine)
 
     def on_lost(self, peer: Address, reason: str, expected: bool) -> None:

@@ -129,6 +129,7 @@ class ServerReduction(GradientExchange):
         self._backward = (step, ordinal)
         for server in self.model.reducers:
             lo, count = self.model.reduced_by(server)
+            # A server is told of the buckets only whose sums it sends.
             bits = int_to_bits(pushed >> lo & (1 << count) - 1, count)
             self.channel.send(server, m.BackwardEnd(step, ordinal, weight, bits, self.channel.exits))
 
@@ -137,6 +138,7 @@ class ServerReduction(GradientExchange):
         with self.channel.spans.span("wait for means"):
             self.channel.wait_until(self._all_reduced)
         with self.channel.waiter.update():
+            # From here on a mean that is delivered twice is dropped.
             self._backward = None
             written = self._written()
             self._reduced.clear()
@@ -146,6 +148,7 @@ class ServerReduction(GradientExchange):
     def _all_reduced(self) -> bool:
         if len(self._reduced) < len(self.model.reducers):
             return False
+        # A bucket to which no worker contributed has no mean, so the servers say how many there are.
         return len(self._means) == sum(bits_to_int(done.contributed).bit_count() for done in self._reduced.values())
 
     def _written(self) -> int:
@@ -178,6 +181,7 @@ class ServerReduction(GradientExchange):
         if self.model.codec.is_coded(message, bucket):
             body = self.model.codec.mean(bucket, body)
         else:
+            # Bodies arrive as bytes. The dtype is that of the parameters.
             body = typed(body, self.model.flats.view("params", bucket))
         self._means[bucket.id] = (bits_to_int(message.present), body)
 
@@ -219,9 +223,11 @@ class StepCommit:
     def begin(self, step: int, end: StepEnd) -> None:
         """Commit a step everywhere. `finish` or `finish_later` must follow."""
         self._values.settle()
+        # Sums that are made only now must be complete before the servers learn of the step.
         end = self._gradients.before_commit(step, end)
         for extension in self._hooks.before_commit:
             extension.before_commit(step, end)
+        # Replies to earlier steps may arrive twice, and must not count for this one.
         self._applied.clear()
         self._values.begin_step(step, end.fetch)
         for server in self._channel.servers:
@@ -241,6 +247,7 @@ class StepCommit:
         """
         with self._channel.spans.span("wait for apply"):
             self._channel.wait_until(lambda: self._overtaken(step) is not None or self._is_applied(step))
+        # The servers drop a commit that comes too late, so no reply to it will come.
         late = self._overtaken(step)
         if late is not None:
             return late.catch_up()
@@ -280,6 +287,7 @@ class StepCommit:
         buckets, (low, number) = model.map.buckets_of(server.index), model.reduced_by(server)
         first = model.first_piece[buckets[0].id if buckets else 0]
         pieces = sum(len(bucket.pieces) for bucket in buckets)
+        # The bitmaps are over all pieces. Each server gets its own part.
         mask = (1 << pieces) - 1
         revisions = end.revisions[low : low + number] if end.revisions else (NO_REVISION,) * number
         return m.Commit(

@@ -70,6 +70,7 @@ class ValuePull:
         It lands in the flat buffer "params".
         """
         self._fetches += 1
+        # Without splitting this is what the worker holds anyway.
         self._awaited = len(self._model.map.buckets)
         with self.receive_round(-1 - self._fetches):
             for server in self._channel.servers:
@@ -115,6 +116,7 @@ class ValuePull:
         return fetch and (self._lazy or not self._model.windowed)
 
     def _expect(self, number: int) -> None:
+        # Values pushed early may be here already, and clearing them would lose them.
         if self._round != number:
             with self._channel.waiter.update():
                 self._here.clear()
@@ -137,6 +139,7 @@ class ValuePull:
     def settle(self) -> None:
         """Wait until a lazily committed step is applied, and all its values are here."""
         if self._deferred is not None:
+            # Cleared first, so that an end that fails is not run again.
             end, self._deferred = self._deferred, None
             end()
 
@@ -165,6 +168,7 @@ class ValuePull:
             if message.round != self._round:
                 return
             if message.bucket < 0:
+                # In shared memory one message announces all buckets of a server.
                 self._here.update(self._model.held_by[sender.index])
             else:
                 self._land(sender, message)

@@ -108,6 +108,7 @@ class DataClient(ClientExtension):
     def _ask(self, server: Address, question: m.Message, kind: type[T], answers: Callable[[T], bool]) -> T:
         """Ask and wait for the reply to just this question."""
         with self._channel.waiter.update():
+            # Under exclusive access: a late reply to the last request may be arriving now.
             self._replies.clear()
             self._answers = lambda reply: isinstance(reply, kind) and answers(reply)
         self._channel.send(server, question)

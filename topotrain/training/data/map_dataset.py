@@ -356,6 +356,7 @@ class LeaseIterator:
 
         Its own lease is read if this is the lease's last batch.
         """
+        # A lease is finished with its last batch; a bool is 0 or 1.
         self.passed = place.ordinal + place.last
 
     def end_at(self, total: int) -> None:
@@ -405,6 +406,7 @@ class MapEpoch:
             places: Callable[[], Iterator[tuple[BatchPosition, Any]]] = self._broadcast
         else:
             batches = list(left(self._listed(self._drawn()), opening.done))
+            # All of it: leases name batches by their number in this list.
             units = list(self._units(batches))
             places = partial(self._dealt, units)
             if plan.mode == "lease":

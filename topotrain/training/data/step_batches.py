@@ -46,9 +46,11 @@ class StepBatches:
 
     def add(self, stream: int, seq: int, weight: float, samples: int) -> None:
         """The script was given batch `seq` of a data stream."""
+        # `tt.weight` holds for one batch.
         self._batch_weight, self._given_weight = weight, None
         self.last_samples = samples
         self._unused += samples
+        # Batches of a stream are read in order, so first and last are enough.
         first, _ = self._marks.get(stream, (seq, seq))
         self._marks[stream] = (first, seq)
 

@@ -39,6 +39,7 @@ class NonfiniteGradients:
         parameter = self._parts.parameters[refused[by]].name if refused[by] >= 0 else ""
         if by != NOBODY:
             return SkippedStep(step, str(Address(Role.WORKER, self._me.group, by)), parameter)
+        # The servers saw only the sum, but this worker can still look at its own part.
         own = self.find(mine)
         return SkippedStep(step, str(self._me) if own else "", own or parameter)
 

@@ -48,6 +48,7 @@ class LocalSgd:
         for index, tensor in enumerate(self._parts.tensors):
             if tensor.grad is None:
                 continue
+            # The scaled gradient stays as it is: the script may look at it after the step.
             gradient = tensor.grad if inv_scale == 1.0 else tensor.grad * inv_scale
             self._holder.room("accrued", index).add_(gradient)
             self._summed.add(index)
@@ -66,4 +67,5 @@ class LocalSgd:
                 self._holder.set_gradient(index, gradient)
         for index in self._summed:
             self._holder.room("accrued", index).zero_()
+        # Not reached if the push fails, so that no gradient is lost.
         self._summed.clear()

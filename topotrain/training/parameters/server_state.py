@@ -55,6 +55,7 @@ class ServerState:
         segment = self._map.segments[piece.segment]
         if part.key not in entry:
             described = self._map.parameters[segment.parameter]
+            # The pieces are in the order of the memory, which strides (channels_last) may permute.
             laid_out = torch.empty(described.count, dtype=torch_dtype(described.dtype))
             entry[part.key] = laid_out.as_strided(described.shape, described.stride)
         flat = entry[part.key].as_strided((entry[part.key].numel(),), (1,))
@@ -83,6 +84,7 @@ class ServerState:
             if value.numel() != described.count:
                 raise RuntimeError(f"optimizer state {key!r} of {described.name} is not element-wise")
             laid_out = torch.empty(described.count, dtype=value.dtype).as_strided(described.shape, described.stride)
+            # Through the strides of the parameter, so that elements and pieces agree.
             flat = laid_out.copy_(value).as_strided((described.count,), (1,)).to(torch_dtype(described.dtype))
         for segment in self._map.segments_of_parameter(index):
             for piece in self._map.pieces_of(segment.id):
