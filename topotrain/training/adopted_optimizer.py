@@ -16,10 +16,7 @@ from topotrain.training.worker import Worker
 
 
 def adopt(optimizer: Optimizer, worker: Worker) -> None:
-    """Let `optimizer` commit steps of `worker`.
-
-    It keeps its identity, class name and parameter groups.
-    """
+    """Let `optimizer` commit steps of `worker`; its identity and groups stay."""
     had_step = optimizer.__dict__.pop("step", None)
     cls = type(optimizer)
     optimizer.__class__ = type(cls.__name__, (_Adopted, cls), {"__module__": cls.__module__, "_topotrain": worker})

@@ -319,10 +319,7 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is worker (0,0). True in an ordinary process.
-
-    The output of worker (0,0) reaches the terminal.
-    """
+    """Whether this is worker (0,0). True in an ordinary process."""
     here = process.current()
     return here is None or here.is_main
 
@@ -344,10 +341,7 @@ def weight(count: float) -> None:
 
 @contextmanager
 def local() -> Iterator[None]:
-    """Make the backwards inside this block private.
-
-    They send nothing, and `.grad` is this worker's own.
-    """
+    """Make the backwards inside this block private: they send nothing."""
     worker = _worker()
     if worker is None:
         yield

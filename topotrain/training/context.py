@@ -56,10 +56,7 @@ class Connector(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """The arguments of `tt.prepare`.
-
-    The optimizer may have been built from the job file.
-    """
+    """The arguments of `tt.prepare`, perhaps with an optimizer of the job file."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -85,27 +82,18 @@ class PrepareExtension:
     # --- tt.prepare
 
     def divide(self, here: "Context", request: PrepareRequest) -> DividedModel | None:
-        """Divide the model over the workers of the group.
-
-        None: each worker holds all of it.
-        """
+        """Divide the model over the group's workers. None: each worker holds all of it."""
         return None
 
     def set_aside(self, here: "Context", request: PrepareRequest) -> Sequence[nn.Parameter]:
-        """Parameters that the worker's flat buffers leave out.
-
-        This feature transfers them.
-        """
+        """Parameters that this feature transfers, and the flat buffers leave out."""
         return ()
 
     def connected(self, here: "Context", request: PrepareRequest) -> None:
         """The connections to the servers are open, and the worker is not made yet."""
 
     def batch_replay(self, here: "Context", worker: Worker) -> BatchReplay | None:
-        """The feature that gives batches to the script again.
-
-        None: no batch is given twice.
-        """
+        """The feature that gives batches again. None: no batch is given twice."""
         return None
 
     def attach(self, here: "Context", worker: Worker) -> None:
@@ -124,10 +112,7 @@ class PrepareExtension:
         """This worker pushes nothing more; called before the worker itself says so."""
 
     def export(self, here: "Context") -> dict[str, torch.Tensor]:
-        """Weights of the result that the worker's buffers do not hold, by name.
-
-        All workers call it.
-        """
+        """Weights of the result by name that the worker's buffers do not hold."""
         return {}
 
     def resume_hint(self, workspace: Path) -> str:
@@ -188,10 +173,7 @@ class Context:
         self.worker, self.split = worker, split
 
     def check_with(self, checks: Any) -> None:
-        """Check at the end whether the script trained what it prepared.
-
-        checks: `misuse_checks.MisuseChecks`.
-        """
+        """Let these `MisuseChecks` check at the end what the script trained."""
         self.training = checks
 
     def read_from(self, loader: Any) -> None:
@@ -211,18 +193,12 @@ class Context:
         return self.place.job.splits or self.names_workers(model)
 
     def names_workers(self, model: nn.Module) -> bool:
-        """Whether the script assigns parts of the model to workers.
-
-        The number of workers in the group does not matter.
-        """
+        """Whether the script assigns parts of the model to workers."""
         return any(extension.splits(model) for extension in self.extensions)
 
 
 class PlanRun(BaseException):
-    """Carries the arguments of `prepare` out of a script that is only planned.
-
-    `topotrain plan` runs a script up to there.
-    """
+    """Carries the arguments of `prepare` out of a script that is only planned."""
 
     def __init__(self, model: Any, optimizer: Any, loader: Any = None) -> None:
         super().__init__("planning")

@@ -238,19 +238,13 @@ def _out_of_pairs(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str])
 
 
 def to_bytes(tensors: dict[str, torch.Tensor]) -> bytes:
-    """The bytes of a safetensors file of these tensors.
-
-    They are contiguous and on the CPU, and share no memory.
-    """
+    """These tensors, contiguous and on the CPU, as bytes of a safetensors file."""
     written, paired = _in_pairs(tensors)
     return save(written, paired or None)
 
 
 def from_bytes(data: bytes, what: str) -> dict[str, torch.Tensor]:
-    """The tensors of `to_bytes`.
-
-    Raises ConfigError, about the field `what`, for other bytes.
-    """
+    """The tensors of `to_bytes`. Raises ConfigError, about the field `what`."""
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return _out_of_pairs(load(data), header.get("__metadata__", {}))

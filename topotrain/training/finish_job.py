@@ -17,17 +17,11 @@ from topotrain.training.worker import Worker
 
 
 class Unfinished(Exception):
-    """The job's result could not be fetched or written.
-
-    The text says why, and how the job can go on.
-    """
+    """The job's result is not written; the text says how the job can go on."""
 
 
 def is_complete(here: Context) -> bool:
-    """Whether the script has done its part if it ends here.
-
-    It has, unless it is in the middle of a loop.
-    """
+    """Whether the script may end here: it is in the middle of no loop."""
     in_epochs = here.continuing is not None and here.continuing.in_epochs
     return not (in_epochs or (here.loader is not None and here.loader.under_way))
 
@@ -98,10 +92,7 @@ class SpoiledResult(Exception):
 
 
 def _spoiled(here: Context, parts: ModelParts) -> list[str]:
-    """Names of the result's trained parameters that are not finite.
-
-    There are none if the job allows them.
-    """
+    """Names of trained parameters that are not finite, and not allowed to be so."""
     if here.place.job.nonfinite is NonFinite.kAllow:
         return []
     described = zip(parts.parameters, parts.tensors, strict=True)

@@ -66,10 +66,7 @@ class MisuseChecks(WorkerExtension):
             self._here.emit(Notice(str(self._here.me), words))
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer of this process has made a step.
-
-        Steps of servers in this process are on threads of their own.
-        """
+        """An optimizer of this process has made a step, perhaps on a server's thread."""
         if optimizer is self._optimizer or threading.get_ident() != self._thread:
             return
         changed = {id(tensor) for tensor in self._worker.buffers.edited()}

@@ -53,10 +53,7 @@ class RngState:
 
 
 def stand(own: Sequence[torch.Generator] = (), device: torch.device | None = None) -> Stand:
-    """The state of the global generators and of these, such as a loader's.
-
-    It includes a GPU's generator, if that was used.
-    """
+    """The state of the global generators, of a used GPU's, and of these."""
     _, words, gauss = random.getstate()
     _, key, at, has_gauss, cached = numpy.random.get_state()
     found = {

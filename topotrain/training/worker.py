@@ -30,10 +30,7 @@ from topotrain.training.worker_stats import SkippedStep, WorkerStats
 
 
 def plan_of(topology: Topology, parts: ModelParts, spec: OptimizerSpec) -> tuple[Schema, SliceMap]:
-    """The description of a model for the servers, and its map.
-
-    Every worker computes the same.
-    """
+    """The description of a model for the servers, and its map, equal on all workers."""
     slice_map = slice_map_for(parts.parameters, topology)
     return Schema(parts.parameters, parts.buffers, spec.to_text(), slice_map.digest), slice_map
 
@@ -158,10 +155,7 @@ class Worker(BatchAccounting):
         self.batches.add(stream, seq, weight, samples)
 
     def left_early(self, epoch: int, batches: int) -> None:
-        """The script left the loop over the loader early.
-
-        Other workers may read the batches that it did not.
-        """
+        """The script left the loop over the loader early."""
         if any(extension.leave_epoch(epoch) for extension in self._hooks.leave_epoch):
             return
         if not self.path.backwards:  # no batch that was given since the last step has a gradient
@@ -277,10 +271,7 @@ class Worker(BatchAccounting):
         return outcome
 
     def _end_of(self, step: int, inv_scale: float, check_finite: bool, fetch: bool) -> tuple[StepEnd, bytes]:
-        """The commit of a step, and the optimizer's hyper-parameters, as bytes.
-
-        All gradients are sent before.
-        """
+        """The commit of a step whose gradients are sent, and the hyper-parameters."""
         self.client.values.settle()
         try:
             revisions, edited, dropped = self.path.at_step(step)

@@ -11,10 +11,7 @@ class WorkerExtension:
     """One feature's part of a worker's steps. Each method does nothing here."""
 
     def weight(self) -> float | None:
-        """The weight of the gradients that are committed next.
-
-        None: the number of samples, or the argument of `tt.weight`.
-        """
+        """The weight of the next commit. None: samples, or what `tt.weight` was given."""
         return None
 
     def before_clip(self) -> None:
@@ -27,16 +24,10 @@ class WorkerExtension:
         """The step is about to be committed; all of the worker's own gradients are sent."""
 
     def after_commit(self, outcome: StepOutcome | None) -> None:
-        """The step was applied, skipped, or made without this worker (`outcome.late`).
-
-        None: that is not known yet.
-        """
+        """A step was applied, skipped, or made without this worker. None: not known yet."""
 
     def after_step(self, outcome: StepOutcome | None) -> None:
-        """The step is over.
-
-        None: the worker has made it alone, or does not know the outcome yet.
-        """
+        """The step is over. None: made alone, or its outcome is not known yet."""
 
     def step_reported(self) -> None:
         """Every `after_step` has been called."""
@@ -45,10 +36,7 @@ class WorkerExtension:
         """The others have made steps while this worker had no batch left."""
 
     def leave_epoch(self, epoch: int) -> bool:
-        """The script left a loop over the loader early.
-
-        Returns whether this feature tells the servers.
-        """
+        """The script left a loop over the loader. Returns whether the servers know."""
         return False
 
     def job_over(self) -> None:
@@ -61,10 +49,7 @@ class WorkerExtension:
         """The worker leaves while the job goes on."""
 
     def rejoin(self) -> StepOutcome | None:
-        """This process replaces one that is gone.
-
-        Returns the group's present step, if this feature finds it out.
-        """
+        """This process replaces one that is gone. Returns the group's step, if known."""
         return None
 
 

@@ -59,10 +59,7 @@ class WorkerStats:
         return self.staleness_sum / self.staleness_count if self.staleness_count else 0.0
 
     def start(self, now: float) -> None:
-        """The script makes its first step, or draws its first batch, at this time.
-
-        Later calls change nothing.
-        """
+        """The script's first step or batch is at this time. Later calls change nothing."""
         self.started = self.started or now
 
     def continue_from(self, steps: int) -> None:
@@ -129,10 +126,7 @@ class WorkerStats:
         return (self.loss_sum.clone() if isinstance(self.loss_sum, torch.Tensor) else self.loss_sum), self.losses
 
     def drop_step(self, samples: int, losses: tuple[float | torch.Tensor, int]) -> None:
-        """A step was made without this worker, so its samples and losses do not count.
-
-        losses: the state before the step.
-        """
+        """A step was made without this worker: its samples and losses do not count."""
         self.late += 1
         self.samples -= samples
         self.loss_sum, self.losses = losses

@@ -32,10 +32,7 @@ class ClientExtension:
         return None
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """Handle one of `messages`. Raises ProtocolError.
-
-        It is called under the waiter's exclusive access.
-        """
+        """Handle one of `messages`, under exclusive access. Raises ProtocolError."""
 
     def before_commit(self, step: int, end: StepEnd) -> None:
         """The worker is about to commit a step."""

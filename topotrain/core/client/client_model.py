@@ -49,10 +49,7 @@ class BodyCodec:
 
 
 def not_coded(message: ReducedGradient | Values, bucket: Bucket) -> bool:
-    """Return False: the body is not encoded.
-
-    Raises ProtocolError for a message that claims to be encoded.
-    """
+    """Return False. Raises ProtocolError if the message claims to be encoded."""
     if isinstance(message, Values) and message.coded:
         _refuse(bucket)
     return False

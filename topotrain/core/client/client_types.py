@@ -7,10 +7,7 @@ from typing import Protocol
 
 
 class JobError(Exception):
-    """A server refuses to go on, with its reason in the user's words.
-
-    config, quarantine: as in `message.Fail`.
-    """
+    """A server's refusal in the user's words; other fields as in `message.Fail`."""
 
     def __init__(self, text: str, config: bool, quarantine: bool = False) -> None:
         super().__init__(text)
@@ -59,10 +56,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """The content of a worker's commit (see `message.Commit`).
-
-    Bitmaps are over all pieces of the map.
-    """
+    """A worker's commit (see `message.Commit`), with bitmaps over all pieces."""
 
     backwards: int
     weight: float

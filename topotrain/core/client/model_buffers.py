@@ -61,10 +61,7 @@ class ModelBufferClient(ClientExtension):
             channel.send(channel.first_server, m.ModelBufferValue(channel.me.group, -1))
 
     def final(self) -> dict[int, dict[int, torch.Tensor]]:
-        """Worker (0,0): wait for the buffers of every group.
-
-        Returns them as bytes: group -> index -> 1-D uint8.
-        """
+        """Worker (0,0): wait for the buffers of all groups: group -> index -> bytes."""
         self._channel.send(self._channel.first_server, m.BufferRequest())
         each = len(self._described)
         self._channel.wait_until(lambda: self._groups > 0 and len(self._values) == self._groups * each)

@@ -23,10 +23,7 @@ class Rejoin(ClientExtension):
         self._ahead: set[Address] = set()
 
     def announce(self) -> None:
-        """Tell all servers of the restart; returns when all have replied.
-
-        Raises JobError if a server cannot go on.
-        """
+        """Tell all servers of the restart and wait for their replies. Raises JobError."""
         # Sorted, so that a simulation of the same seed sends in the same order.
         for server in sorted(self._pending):
             self._channel.send(server, m.WorkerRejoined(self._incarnation))

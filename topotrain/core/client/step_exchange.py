@@ -213,10 +213,7 @@ class StepCommit:
         self._applied: dict[Address, m.Applied] = {}
 
     def commit(self, step: int, end: StepEnd) -> StepOutcome:
-        """Commit a step everywhere and wait until it is applied.
-
-        With `fetch` it also waits for the new values.
-        """
+        """Commit a step and wait until it is applied, and with `fetch` for its values."""
         self.begin(step, end)
         return self.finish(step, end)
 

@@ -65,10 +65,7 @@ class ValuePull:
                 self._channel.send(server, m.Fetch(self._fetches))
 
     def fetch_final(self) -> None:
-        """Worker (0,0): wait for the job's result, also of what other workers hold.
-
-        It lands in the flat buffer "params".
-        """
+        """Worker (0,0): wait for the job's whole result, in the flat buffer "params"."""
         self._fetches += 1
         # Without splitting this is what the worker holds anyway.
         self._awaited = len(self._model.map.buckets)

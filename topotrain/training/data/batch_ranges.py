@@ -39,10 +39,7 @@ def left_below(done: Runs, number: int) -> int:
 
 
 def left(items: Iterable[T], done: Runs) -> Iterator[T]:
-    """The items, counted from 0, that are left.
-
-    No item is asked for before it is needed.
-    """
+    """The items, counted from 0, that are left, each drawn when it is needed."""
     flow, at = iter(items), 0
     for first, last in done:
         yield from islice(flow, first - at)

@@ -84,10 +84,7 @@ class DataClient(ClientExtension):
         self._channel.try_send(self._first_server, m.LeaseRelease(epoch, ordinal, first))
 
     def applied(self, stream: int) -> int:
-        """How many batches of a data stream the servers have applied.
-
-        Of stream -1: how many steps of this group.
-        """
+        """Batches of a stream that the servers have applied; of -1, the group's steps."""
         question = m.AppliedBatchesRequest(stream)
         return self._ask(self._coordinator, question, m.AppliedBatchesReply, lambda at: at.stream == stream).count
 

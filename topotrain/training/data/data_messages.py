@@ -139,10 +139,7 @@ class WorkerStatePart(Message):
 @numbered(63)
 @dataclass(frozen=True, slots=True)
 class WorkerStateRequest(Message):
-    """Worker -> server (0,0): request the state that the earlier process left.
-
-    The replies are WorkerStatePart.
-    """
+    """Worker -> server (0,0): request the state of the earlier process."""
 
 
 # --- snapshots (see `snapshot_coordinator`)

@@ -163,10 +163,7 @@ class ShardedLoader:
         self._ledger = accounting
 
     def resume_with(self, recorder: ResumeRecorder | None) -> None:
-        """Let this recorder say where each pass begins, and note how far it is.
-
-        None: the loop cannot be resumed.
-        """
+        """Resume passes by this recorder. None: the loop cannot be resumed."""
         self._recorder = recorder
 
     @property

@@ -191,10 +191,7 @@ class LeaseQueue(ServerExtension):
         raise ProtocolError(f"{type(message).__name__} is no question about batches")
 
     def group_over(self, group: int) -> Replies:
-        """All scripts of the group have ended, so no worker waits for it.
-
-        It may be called twice.
-        """
+        """All scripts of the group have ended. It may be called twice."""
         self._finished.add(group)
         if group == 0:
             self._warming = False
@@ -243,10 +240,7 @@ class LeaseQueue(ServerExtension):
 
     @property
     def open_epochs(self) -> tuple[int, ...]:
-        """Epochs with leases in the queue.
-
-        A group that leaves early is ahead, so there may be several.
-        """
+        """Epochs with leases; several, if a group left one early and is ahead."""
         return tuple(self._epochs)
 
     @property
@@ -398,10 +392,7 @@ def _contradiction(epoch: _Epoch, sender: Address, ask: LeaseRequest) -> str:
 
 
 def _position(table: Sequence[_Run], free: LeaseRelease) -> int:
-    """How many batches the group read before it left.
-
-    -1: there is no such place in its leases.
-    """
+    """How many batches the group read; -1: there is no such place in its leases."""
     before = sum(run.last - run.first for run in table[: free.ordinal])
     if 0 <= free.ordinal < len(table):
         run = table[free.ordinal]
@@ -462,10 +453,7 @@ class DrawnChunks:
         self._drawn = 0
 
     def put(self, put: DrawnBatches) -> Replies:
-        """Store a chunk and reply to the workers that wait for it.
-
-        Raises ProtocolError if it was another one before.
-        """
+        """Store a chunk and reply to waiting workers. Raises ProtocolError."""
         key = (put.epoch, put.chunk)
         chunk = self._chunk(key)
         if chunk.put not in (None, put):

@@ -233,10 +233,7 @@ class _Indices:
 
 
 class _Ahead(Iterator[Any]):
-    """A sampler's draw without its first items.
-
-    These are drawn by `skip`, or with the next item.
-    """
+    """A sampler's draw without its first items, which `skip` or `next` draw."""
 
     def __init__(self, drawn: Iterator[Any], skipped: int, recorder: ResumeRecorder | None) -> None:
         self._drawn, self._skipped, self._recorder = drawn, skipped, recorder
@@ -434,10 +431,7 @@ class MapEpoch:
         recorder.opened()
 
     def next(self) -> tuple[BatchPosition, int, Any]:
-        """The next batch: position, samples that count, data.
-
-        Raises StopIteration at the end of the epoch.
-        """
+        """The next batch: position, samples that count, data. Raises StopIteration."""
         data, mark = self._load()
         if self._leases is not None:
             self._leases.read(mark.place)
@@ -488,10 +482,7 @@ class MapEpoch:
         self._indices.close()
 
     def _listed(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Batches as lists, whatever type the sampler yields.
-
-        With `batch_size=None` a tuple is a key.
-        """
+        """Batches as lists, whatever the sampler yields; a tuple may be a key."""
         if self._plan.alone or self._original.batch_sampler is None:
             return iter(batches)
         return (batch if is_list(batch) else list(batch) for batch in batches)

@@ -83,10 +83,7 @@ def share_of(batch: Any, bounds: tuple[int, int], min_share: int) -> tuple[Any, 
 
 
 def leading(data: Any) -> int | None:
-    """Length of the leading dimension that all tensors and arrays in `data` share.
-
-    None: they share none.
-    """
+    """The leading dimension of all tensors and arrays in `data`. None: they differ."""
     lengths = {len(leaf) for leaf in _leaves(data)}
     return lengths.pop() if len(lengths) == 1 else None
 
@@ -166,10 +163,7 @@ def samplers(loader: DataLoader[Any]) -> list[Any]:
 
 
 def index_sampler(loader: DataLoader[Any]) -> Any:
-    """The sampler that the loader iterates over: its batch sampler, or its sampler.
-
-    It is the sampler with `batch_size=None`.
-    """
+    """The sampler that the loader iterates over: the batch sampler, if it has one."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 

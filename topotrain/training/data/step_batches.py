@@ -17,10 +17,7 @@ class BatchAccounting(ABC):
 
     @abstractmethod
     def left_early(self, epoch: int, batches: int) -> None:
-        """The script left the loop after this many batches.
-
-        This must not wait, as `DataClient.free`.
-        """
+        """The script left the loop after so many batches. This must not wait."""
 
     @abstractmethod
     def lost(self, stream: int, batches: int) -> None:
@@ -55,10 +52,7 @@ class StepBatches:
         self._marks[stream] = (first, seq)
 
     def weight(self) -> float:
-        """The weight of this worker's gradient.
-
-        It is the number of samples of its share, or the argument of `tt.weight`.
-        """
+        """The weight of the gradient: samples, or the argument of `tt.weight`."""
         return self._batch_weight if self._given_weight is None else self._given_weight
 
     def set_weight(self, weight: float) -> None:

@@ -32,17 +32,11 @@ class DividedModel(ABC):
 
     @abstractmethod
     def start(self, worker: Worker) -> None:
-        """Connect the workers of the group. Afterwards the model can be called.
-
-        The worker has started.
-        """
+        """Connect the workers of the group; then the model can be called."""
 
     @abstractmethod
     def weight_said(self) -> None:
-        """The script sets the weight of the next backward. Not allowed after its forward.
-
-        Raises RuntimeError.
-        """
+        """The script sets the next weight. Raises RuntimeError after its forward."""
 
     @abstractmethod
     def is_of(self, model: nn.Module) -> bool:

@@ -295,10 +295,7 @@ class MeanPath(GradientPath):
         self._send(self.backwards, bucket, self._arrived[bucket.id], fresh=fresh)
 
     def _is_fresh(self, bucket: Bucket) -> bool:
-        """Return whether no parameter of the bucket has an earlier `.grad`.
-
-        Earlier means from before this backward.
-        """
+        """Return whether the bucket's parameters had no `.grad` before this backward."""
         for i, index in enumerate(self._owners[bucket.id]):
             arrived = self._arrived[bucket.id] >> i & 1
             if index in self._aside or not (arrived or self._tensors[index].grad is None):
@@ -417,10 +414,7 @@ class MeanPath(GradientPath):
         return bits
 
     def _edited(self, index: int) -> int:
-        """Return the pieces of a parameter that differ from the sum of the means.
-
-        The comparison is bit for bit.
-        """
+        """Return the pieces of a parameter that differ in bits from the sum of means."""
         bits = 0
         for bucket, i in self._pieces[index]:
             piece = bucket.pieces[i]

@@ -11,7 +11,4 @@ class RowModule(nn.Module, ABC):
 
     @abstractmethod
     def follow(self, optimizer: Optimizer) -> None:
-        """In an ordinary process: let `step()` update the rows.
-
-        `zero_grad()` drops their gradients.
-        """
+        """In an ordinary process: let `step()` update rows, `zero_grad()` clear them."""
