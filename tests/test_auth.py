@@ -14,7 +14,7 @@ from wire_town import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identit
 
 from topotrain.comm.security import handshake
 from topotrain.comm.security.handshake import CODES, HandshakeTimeout, NotOurProtocol, Peer, answer, dial
-from topotrain.comm.transport import Refused, TransportError, socket_transport
+from topotrain.comm.transport import Refused, TransportError, listener, socket_transport
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch
 
@@ -268,14 +268,14 @@ def test_probes_of_other_protocols_get_no_answer_and_disturb_nobody(pair, raw):
 
 
 def test_silent_strangers_are_few_and_do_not_block_the_door(monkeypatch):
-    monkeypatch.setattr(socket_transport, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(listener, "MAX_UNPROVEN", 3)
     town = Town("tcp")
     pair = Pair(town)
     silent = [knock(pair.url) for _ in range(3)]
     latecomer, me = town.wire(patience=0), Address(Role.WORKER, 8, 0)
     latecomer.attach(me, Recorder())
     deadline = time.monotonic() + WAIT
-    while len(pair.server_wire._strangers) < 3:
+    while pair.server_wire._listener.unproven < 3:
         assert time.monotonic() < deadline
     with pytest.raises(Refused) as refused:
         latecomer.connect(me, SERVER, pair.url)

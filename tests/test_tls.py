@@ -25,7 +25,7 @@ from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security import handshake, tls
 from topotrain.comm.security.handshake import HandshakeTimeout, NotOurProtocol, answer, dial
 from topotrain.comm.security.tls import BUDGET, PIECE, Certificate, TlsChannel, client_side, server_side
-from topotrain.comm.transport import Refused, TransportError, socket_transport, tcp
+from topotrain.comm.transport import Refused, TransportError, listener, socket_transport, tcp
 from topotrain.comm.transport.tcp import ListenAddress, TcpTransport, home
 from topotrain.config.job import Link
 from topotrain.config.topology import Address, Role
@@ -443,7 +443,7 @@ def test_a_wrong_token_and_a_full_house(town, monkeypatch):
     for _ in range(10):
         with pytest.raises(Refused, match="AUTH"):
             stranger.connect(me, SERVER, pair.url)
-    monkeypatch.setattr(socket_transport, "MAX_STRANGERS", 0)
+    monkeypatch.setattr(listener, "MAX_UNPROVEN", 0)
     with pytest.raises(Refused) as refused:
         stranger.connect(me, SERVER, pair.url)
     assert refused.value.code == "FULL"

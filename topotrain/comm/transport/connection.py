@@ -98,7 +98,7 @@ class Connection:
         self._done = threading.Event()
         self._closing = self._lingering = False
         self._only_answers = me.role is Role.SERVER and peer.role is Role.WORKER
-        self._number_out = self._number_in = 0
+        self._number_out = 0
         self._announced: set[int] = set()
         self._foreign: dict[int, torch.Tensor] = {}
         self._ours = self._theirs = self._fault = ""  # why it ends: this side's decision, the peer's text, the system's
@@ -236,16 +236,9 @@ class Connection:
         return False
 
     def _frame_in(self) -> bool:
-        raw = self._intake.header(HEADER_BYTES)
-        if raw is None:
+        if not self._intake.wait():
             return False
-        header = Header.unpack(raw)
-        self._number_in += 1
-        if header.generation < self.generation:
-            raise ProtocolError(f"FENCED: a frame of generation {header.generation}, we are in {self.generation}")
-        if header.number != self._number_in:
-            raise ProtocolError(f"frame number {header.number} where {self._number_in} was due")
-        meta = self._intake.take(header.meta)
+        header, meta = self._intake.frame(self.generation)
         if header.flags == CONTROL:
             return self._control(header.kind, meta)
         message = decode(header.kind, meta)

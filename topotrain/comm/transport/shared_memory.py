@@ -27,7 +27,8 @@ import torch
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.inline_reader import InlineReader
-from topotrain.comm.transport.socket_transport import BACKLOG, SocketTransport
+from topotrain.comm.transport.listener import BACKLOG
+from topotrain.comm.transport.socket_transport import SocketTransport
 from topotrain.config.private_files import FILE_MODE
 from topotrain.core.protocol import ProtocolError
 

@@ -2,8 +2,8 @@
 
 It has one listener per process, the handshakes, and the table of connections.
 
-* An unproven peer cannot stop the job. Every handshake runs on a thread of its own with its own deadline, at most
-  MAX_STRANGERS at once (further ones are refused with FULL), and a failed one leaves nothing behind.
+* An unproven peer cannot stop the job. Every handshake runs on a thread of its own with its own deadline (see
+  `listener`), and a failed one leaves nothing behind.
 * The thread of a handshake that succeeded becomes the reader of the connection.
 * Of each pair of endpoints one side connects and the other accepts.
 * A newer connection of the same peer replaces the older one.
@@ -16,7 +16,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from urllib.parse import SplitResult, urlsplit
 
 from topotrain.comm.backoff import spread
@@ -35,12 +34,11 @@ from topotrain.comm.transport import ConnectionLost, Endpoint, PeerUnreachable, 
 from topotrain.comm.transport.connection import Connection, SharedRegions
 from topotrain.comm.transport.frame_writer import LINGER, ReaderThread
 from topotrain.comm.transport.inline_reader import InlineReader
+from topotrain.comm.transport.listener import Listener
 from topotrain.comm.transport.multi_socket import Channel, HandshakeSocket, MultiSocketChannel, PendingSockets
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Message
 
-MAX_STRANGERS = 64
-BACKLOG = 128
 _HEARING = DEADLINE  # seconds that a caller has for the handshake, before it has proven its identity
 
 
@@ -72,11 +70,9 @@ class SocketTransport:
         self._residents: dict[Address, Endpoint] = {}
         self._ways: dict[tuple[Address, Address], Connection] = {}
         self._connections: set[Connection] = set()
-        self._strangers: dict[socket.socket, threading.Thread] = {}
         self._incarnations: dict[Address, int] = {}
         self._sent = self._received = 0
-        self._listener: socket.socket | None = None
-        self._doorman: threading.Thread | None = None
+        self._listener: Listener | None = None
         self._url = ""
         self._refused: Counter[str] = Counter()
         self.admit: Callable[[Peer, bool], None] = lambda *_: None
@@ -124,9 +120,9 @@ class SocketTransport:
             if me in self._residents:
                 raise TransportError(f"{me} is attached already")
             if self._listener is None:
-                self._listener, self._url = self._listen()
-                self._doorman = threading.Thread(target=self._accept, name=f"door {self._url}", daemon=True)
-                self._doorman.start()
+                sock, self._url = self._listen()
+                self._listener = Listener(sock, self, f"transport at {self._url}", thread=ReaderThread)
+                self._listener.start()
             self._residents[me] = resident
             return self._url
 
@@ -184,7 +180,8 @@ class SocketTransport:
         "STRANGER" counts dialers without a valid handshake.
         """
         with self._lock:
-            return dict(self._refused)
+            full = 0 if self._listener is None else self._listener.refused
+            return {**self._refused, "FULL": self._refused["FULL"] + full}
 
     def close(self) -> None:
         """End all connections; queued messages are sent first.
@@ -197,13 +194,9 @@ class SocketTransport:
             if self._stop.is_set():
                 return
             self._stop.set()
-            connections, strangers = list(self._connections), dict(self._strangers)
-        if self._listener is not None and self._doorman is not None:
-            _hang_up(self._listener)  # wakes `accept`, closing alone would not
-            self._doorman.join(LINGER)
-            self._listener.close()
-        for sock in strangers:
-            _hang_up(sock)
+            connections = list(self._connections)
+        if self._listener is not None:
+            self._listener.stop()
         self._parking.close()
         for connection in connections:
             connection.shut()
@@ -212,71 +205,45 @@ class SocketTransport:
             if not connection.join(until - time.monotonic()):
                 connection.cut("closed on this side; the peer did not take everything in time")
                 connection.join(LINGER)
-        for thread in strangers.values():
-            if thread is not threading.current_thread():
-                thread.join(LINGER)
+        if self._listener is not None:
+            self._listener.join(LINGER)
 
     # --- coming in -----------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def handle_connection(self, sock: socket.socket) -> None:
+        """Do the handshake with a dialer, and read its connection until it ends."""
         assert self._listener is not None
-        while not self._stop.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                self._stop.wait(0.05)  # out of descriptors: some will be closed; closing: the loop ends
-                continue
-            self._hear_apart(sock)
-
-    def _hear_apart(self, sock: socket.socket) -> None:
-        thread = ReaderThread(target=self._hear, args=(sock,), name="handshake", daemon=True)
-        with self._lock:
-            room = len(self._strangers) < MAX_STRANGERS and not self._stop.is_set()
-            if room:
-                self._strangers[sock] = thread
-                try:
-                    thread.start()
-                except RuntimeError:  # the system has no thread left
-                    del self._strangers[sock]
-                    room = False
-            self._refused["FULL"] += not room
-        if not room:
-            refuse(sock, Refused("FULL", f"{MAX_STRANGERS} other handshakes are under way; try again"))
-            sock.close()
-
-    def _hear(self, sock: socket.socket) -> None:
-        connection, kept = None, False
         try:
-            until = time.monotonic() + _HEARING
-            self._inspect(sock)
-            line, binding = self._secure(sock, _HEARING)
-            left = until - time.monotonic()
-            peer, welcome = answer(line, self._identity, self._residents.__contains__, left, binding)
-            try:
-                if peer.lane.lanes != self._lanes:
-                    raise Refused("CONFIG", f"a connection of {peer.lane.lanes} sockets, here it has {self._lanes}")
-                if peer.lane.lane:
-                    self._parking.put((peer.me, peer.address), peer.lane.bundle, peer.lane.lane, line)
-                    line.sendall(welcome)
-                else:
-                    connection = self._enter([line], peer, welcome, sock)
-                kept = True
-            except Refused as refused:
-                refuse(line, refused)
-                raise
+            connection = self._admit(sock)
         except (TransportError, OSError) as error:
             with self._lock:
                 self._refused[error.code if isinstance(error, Refused) else "STRANGER"] += 1
-        finally:
-            with self._lock:
-                self._strangers.pop(sock, None)
-            if not kept:
-                sock.close()
+            return
+        self._listener.release(sock)  # from now on it belongs to its connection, or waits for the other lanes
         if connection is not None and self._pump is not None:
             connection.greet()
             self._pump.add(connection)
         elif connection is not None:
             connection.run()
+
+    def _admit(self, sock: socket.socket) -> Connection | None:
+        """Answer a dialer; return its connection, or None for a lane that waits for the others."""
+        until = time.monotonic() + _HEARING
+        self._inspect(sock)
+        line, binding = self._secure(sock, _HEARING)
+        left = until - time.monotonic()
+        peer, welcome = answer(line, self._identity, self._residents.__contains__, left, binding)
+        try:
+            if peer.lane.lanes != self._lanes:
+                raise Refused("CONFIG", f"a connection of {peer.lane.lanes} sockets, here it has {self._lanes}")
+            if not peer.lane.lane:
+                return self._enter([line], peer, welcome, sock)
+            self._parking.put((peer.me, peer.address), peer.lane.bundle, peer.lane.lane, line)
+            line.sendall(welcome)
+            return None
+        except Refused as refused:
+            refuse(line, refused)
+            raise
 
     # --- going out -----------------------------------------------------------------------------------------------
 
@@ -377,8 +344,3 @@ def _hung_up(sock: socket.socket) -> bool:
         return True
     finally:
         sock.settimeout(seconds)
-
-
-def _hang_up(sock: socket.socket) -> None:
-    with suppress(OSError):  # it may be closed already
-        sock.shutdown(socket.SHUT_RDWR)

@@ -5,9 +5,7 @@ other address is served and dialed only under TLS (tls://), and only with a secr
 interfaces is refused, because it would listen on interfaces that were not asked for.
 """
 
-import ipaddress
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import SplitResult
 
@@ -18,12 +16,10 @@ from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.connection import Connection
 from topotrain.comm.transport.multi_socket import Channel, HandshakeSocket
 from topotrain.comm.transport.peer_keepalive import LEASE_S, KeepaliveWatch
-from topotrain.comm.transport.socket_transport import BACKLOG, SocketTransport
+from topotrain.comm.transport.socket_transport import SocketTransport
+from topotrain.comm.transport.tcp_socket import bind, is_loopback, literal, plain, prepare
 
-# The default of some systems (bbr) paces loopback to a third of its speed; cubic may need a privilege, reno does not.
-_CONGESTION = (b"cubic", b"reno")
 _LAST_PORT = 65535
-_LOCALHOST = {"localhost": "127.0.0.1"}  # the one name that needs no lookup
 
 
 class TcpTransport(SocketTransport):
@@ -79,13 +75,9 @@ class TcpTransport(SocketTransport):
         ports = range(self._start_port, last + 1) if self._start_port else (0,)
         error: OSError | None = None
         for port in ports:
-            sock = socket.socket(self._home.family, socket.SOCK_STREAM)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                sock.bind((self._home.address, port))
-                sock.listen(BACKLOG)  # two sockets may both bind, only one may listen: the port is taken from here on
+                sock = bind(self._home.family, self._home.address, port)
             except OSError as busy:
-                sock.close()
                 error = busy
             else:
                 scheme = "tcp" if self._certificate is None else "tls"
@@ -101,11 +93,11 @@ class TcpTransport(SocketTransport):
             raise TransportError(f"{url.geturl()}: {error}") from error
         if not host or not port:
             raise TransportError(f"{url.geturl()}: must be {url.scheme}://ADDRESS:PORT")
-        if url.scheme == "tcp" and not _loopback(host):
+        if url.scheme == "tcp" and not is_loopback(host):
             raise TransportError(
                 f"{url.geturl()}: tcp:// is for loopback addresses such as 127.0.0.1, others have tls://"
             )
-        return socket.create_connection((_LOCALHOST.get(host, host), port), timeout=seconds)
+        return socket.create_connection((literal(host), port), timeout=seconds)
 
     def _inspect(self, sock: socket.socket) -> None:
         prepare(sock)
@@ -128,7 +120,7 @@ class TcpTransport(SocketTransport):
     def _guard(self, connection: Connection, roads: list[Channel]) -> None:
         below = [road.below if isinstance(road, TlsChannel) else road for road in roads]
         socks = [sock for sock in below if isinstance(sock, socket.socket)]
-        if not _loopback(str(socks[0].getpeername()[0])):  # the own machine is reachable for as long as it runs
+        if not is_loopback(str(socks[0].getpeername()[0])):  # the own machine is reachable for as long as it runs
             self._watch.add(connection, socks)
 
     def _leave(self, connection: Connection) -> None:
@@ -166,11 +158,11 @@ def home(host: str) -> ListenAddress:
         TransportError: it is not an address of this machine, or stands for all of its interfaces.
     """
     try:
-        found = socket.getaddrinfo(_LOCALHOST.get(host, host), None, type=socket.SOCK_STREAM) if host else []
+        answers = socket.getaddrinfo(literal(host), None, type=socket.SOCK_STREAM) if host else []
     except (OSError, UnicodeError) as error:
         raise TransportError(f"host = {host!r}: must be an address or a name of this machine ({error})") from error
-    for *_, (literal, *_) in found:
-        address = _plain(str(literal))
+    for *_, (found, *_) in answers:
+        address = plain(str(found))
         if address is None:
             continue
         if address.is_unspecified:
@@ -181,20 +173,6 @@ def home(host: str) -> ListenAddress:
     raise TransportError(f"host = {host!r}: must be an address of this machine, of one of its interfaces")
 
 
-def _plain(literal: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return an address that means the same on every machine, IPv4 as such.
-
-    None for one that names an interface, too.
-    """
-    try:
-        address = ipaddress.ip_address(literal)
-    except ValueError:
-        return None
-    if isinstance(address, ipaddress.IPv6Address):
-        return None if address.scope_id else address.ipv4_mapped or address
-    return address
-
-
 def _is_here(family: socket.AddressFamily, address: str) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -202,26 +180,3 @@ def _is_here(family: socket.AddressFamily, address: str) -> bool:
         except OSError:
             return False
     return True
-
-
-def _loopback(host: str) -> bool:
-    """Whether this is a literal loopback address.
-
-    Names do not count, because their meaning may change at any time.
-    """
-    address = _plain(_LOCALHOST.get(host, host))
-    return address is not None and address.is_loopback
-
-
-def prepare(sock: socket.socket) -> None:
-    """Set a connected TCP socket up.
-
-    It does not wait for more bytes, and on loopback its congestion control is a fast one.
-    """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if not _loopback(str(sock.getsockname()[0])):
-        return
-    for name in _CONGESTION:
-        with suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
-            return

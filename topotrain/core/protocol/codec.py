@@ -17,13 +17,11 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-MAX_META = 64 * 1024
-MAX_BODY = 64 * 1024 * 1024
+from topotrain.core.message_limits import MAX_BODY as MAX_BODY
+from topotrain.core.message_limits import MAX_META as MAX_META
+from topotrain.core.message_limits import ProtocolError as ProtocolError
+
 MAX_TEXT = 48 * 1024  # less than MAX_META, which leaves space for the other fields of a message
-
-
-class ProtocolError(Exception):
-    """A peer sent bytes that are not a message, or a message that is not allowed now."""
 
 
 @dataclass(frozen=True, slots=True)

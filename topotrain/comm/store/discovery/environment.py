@@ -19,7 +19,7 @@ from topotrain.comm.store.key_validation import StoreError
 from topotrain.comm.store.store_base import Store
 from topotrain.comm.store.store_url import ACCEPTED, StoreUrl, parse
 from topotrain.comm.store.tcp_store import AccessDenied, TcpStore
-from topotrain.comm.store.tcp_store_handshake import is_loopback, resolve, shown
+from topotrain.comm.transport.tcp_socket import InvalidHost, is_loopback, resolve, url_of
 
 if TYPE_CHECKING:
     from topotrain.comm.store.tcp_store_server import TcpServer
@@ -138,7 +138,7 @@ def _tell(master: MasterAddress, secret: bytes) -> "TcpServer":
 def _is_local(master: MasterAddress) -> bool:
     try:
         return master.alone or is_loopback(resolve(master.host, 0)[1])
-    except OSError:
+    except (OSError, InvalidHost):
         raise StoreError(f"MASTER_ADDR = {master.host!r}: no such host") from None
 
 
@@ -180,5 +180,5 @@ def _ask(master: MasterAddress, question: Callable[[], Any]) -> Any:
     try:
         return question()
     except RuntimeError as error:
-        where = shown(master.host, master.port)
+        where = url_of(master.host, master.port)
         raise StoreError(f"torch's store at {where} does not answer: {str(error).splitlines()[0]}") from None
