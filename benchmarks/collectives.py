@@ -31,8 +31,9 @@ from benchmarks.harness import ROUNDS, Row, Samples, row
 from benchmarks.record import run_table, say
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.transport import Transport
-from topotrain.comm.transport.shared_memory import ProcessMemory, SharedMemoryTransport
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.comm.transport.tcp import TcpTransport
+from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.job import Algorithm, Engine
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import CollectivePart, Message

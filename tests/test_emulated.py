@@ -14,6 +14,7 @@ from arrangement import Cnn, adam, building, images, job_of, mlp, reference, run
 from wire_town import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
 
 from topotrain.comm.emulation import link as emulated
+from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
 from topotrain.comm.emulation.link import (
     PACKET,
     REPAIR_S,
@@ -311,7 +312,7 @@ class LinkedTown(Town):
 
     def wire(self, **changes: object) -> TcpTransport:
         network = EmulatedNetwork(LINKS[2], self._folder, "k", lambda address: address.role)
-        wire = TcpTransport(identity(**changes), network=network, lanes=self._lanes)
+        wire = EmulatedTcpTransport(network, identity(**changes), lanes=self._lanes)
         self.wires.append(wire)
         return wire
 

@@ -458,7 +458,7 @@ def test_beside_torchs_own_store_units_find_ours():
 
 
 def test_a_torch_store_that_is_not_there_is_told(monkeypatch):
-    monkeypatch.setattr(environment, "MEETING_S", 0.1)
+    monkeypatch.setattr(environment, "RENDEZVOUS_S", 0.1)
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for ask in (open_store, host_store):
         with pytest.raises(StoreError, match=r"torch's store at tcp://127.0.0.1:1 does not answer"):

@@ -43,7 +43,7 @@ class Door:
         while (sock := self.queue.get()) is not None:
             with closing(sock):
                 try:
-                    peer, welcome = answer(sock, US, {SERVER}.__contains__, 5, self.binding)
+                    peer, welcome = answer(sock, US, {SERVER}, 5, self.binding)
                     sock.sendall(welcome)
                     self.heard.put(peer)
                 except TransportError as error:

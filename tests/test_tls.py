@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from wire_town import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
 
 from topotrain.comm import router
+from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
 from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security import handshake, tls
 from topotrain.comm.security.handshake import HandshakeTimeout, NotOurProtocol, answer, dial
@@ -273,7 +274,7 @@ def meet(dialer_sees, answerer_shows, believe=False, monkeypatch=None):
         monkeypatch.setattr(
             handshake._Talk, "proven", lambda t, key: threading.current_thread() is me or proven(t, key)
         )
-    heard = over(lambda: answer(b, identity(), {SERVER}.__contains__, WAIT, answerer_shows))
+    heard = over(lambda: answer(b, identity(), {SERVER}, WAIT, answerer_shows))
     with closing(a), closing(b):
         try:
             said = dial(a, identity(), WORKER, SERVER, 1.0 if not believe else WAIT, binding=dialer_sees)
@@ -402,8 +403,10 @@ def test_whoever_closes_first_all_arrives_and_both_end(first):
 def test_lanes_and_a_pretended_link_go_with_it(tmp_path, lanes, link):
     ends = Recorder(), Recorder()
     wires = [
-        TcpTransport(
-            identity(), lanes=lanes, tls=True, network=link and EmulatedNetwork(link, tmp_path, "k", lambda a: a.role)
+        TcpTransport(identity(), lanes=lanes, tls=True)
+        if link is None
+        else EmulatedTcpTransport(
+            EmulatedNetwork(link, tmp_path, "k", lambda a: a.role), identity(), lanes=lanes, tls=True
         )
         for _ in ends
     ]

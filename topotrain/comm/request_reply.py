@@ -1,4 +1,4 @@
-"""Requests and replies of the services beside a job: its store, and a session's tasks.
+"""Requests and replies of the services beside a job: stores and session tasks.
 
 * A connection begins with the handshake of the transports, with a key of the service's own.
 * At an address that other machines can reach it goes through TLS 1.3. Both sides know from the address whether it does.
@@ -72,7 +72,7 @@ class RequestChannel:
             raise ConnectionLost(str(error)) from error
 
     def receive(self, begin: float | None, seconds: float, most: int = MAX_BODY) -> Frame | None:
-        """Return the next frame, or None when the other side has closed between two frames.
+        """Return the next frame; None when the other side has closed after the last one.
 
         Args:
             begin: seconds in which the frame must begin; None: any time.
@@ -117,7 +117,10 @@ class RequestChannel:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this process's end; a connection that was shared by a fork lives on in the other process."""
+        """Close this process's end.
+
+        A connection that was shared by a fork lives on in the other process.
+        """
         self._sock.close()
 
 
@@ -163,13 +166,13 @@ def _prove_server(sock: socket.socket, proof: Identity, certificate: "Certificat
     prepare(sock)
     keep_alive(sock)
     if certificate is None:
-        _, welcome = answer(sock, proof, SERVER.__eq__)
+        _, welcome = answer(sock, proof, {SERVER})
         sock.sendall(welcome)
         return sock
     from topotrain.comm.security.tls import server_side
 
     channel, binding = server_side(sock, certificate)
-    _, welcome = answer(channel, proof, SERVER.__eq__, until - time.monotonic(), binding)
+    _, welcome = answer(channel, proof, {SERVER}, until - time.monotonic(), binding)
     channel.trust()
     channel.sendall(welcome)
     return channel
@@ -194,7 +197,10 @@ class RequestHandler(Protocol):
     """The part of a service that answers its proven clients."""
 
     def serve_client(self, channel: RequestChannel) -> None:
-        """Serve one client until its end, on a thread of its own. The caller closes the channel."""
+        """Serve one client until its end, on a thread of its own.
+
+        The caller closes the channel.
+        """
         ...
 
 

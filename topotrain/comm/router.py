@@ -1,9 +1,10 @@
 """Choose which of a process's transports leads to which peer."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
@@ -11,15 +12,18 @@ from typing import Protocol
 import torch
 
 from topotrain.comm.backoff import spread
+from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
 from topotrain.comm.emulation.link import EmulatedNetwork
-from topotrain.comm.security.handshake import Identity, NotOurProtocol, Peer
+from topotrain.comm.security.handshake import Identity, NotOurProtocol
 from topotrain.comm.store import Store
 from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.comm.transport import ConnectionLost, Endpoint, PeerUnreachable, Refused, Transport, TransportError
 from topotrain.comm.transport.inline_reader import InlineReader
 from topotrain.comm.transport.inprocess import InProcessTransport
-from topotrain.comm.transport.shared_memory import ProcessMemory, SharedMemoryTransport
+from topotrain.comm.transport.shared_memory import ProcessMemory
+from topotrain.comm.transport.socket_transport import PeerAdmission
 from topotrain.comm.transport.tcp import TcpTransport
+from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.job import Job, Road
 from topotrain.config.topology import Address, Topology, layout
 from topotrain.core.protocol import Message
@@ -30,7 +34,7 @@ _NOT_HERE = ("JOB", "FULL")  # codes of refusals by another process, or by one t
 _ROADS = {"tls": "tcp"}  # the transport that takes a scheme of another name
 
 
-def spoken(moves: int) -> str:
+def published_kind(moves: int) -> str:
     """Return the kind under which a server is published after `moves` moves.
 
     A move is one from one process to another.
@@ -38,21 +42,31 @@ def spoken(moves: int) -> str:
     return f"server-{moves}" if moves else "server"
 
 
+class RetryNotice:
+    """Says nothing about a peer that is not there yet; subclasses may tell the user."""
+
+    def retrying(self, peer: Address, reason: str) -> None:
+        """Note that this process tries again to connect; `reason` is the last failure."""
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectTimeouts:
     """How long a process looks for a peer before it gives up.
 
-    again: retry a peer that does not answer, because its address may be known before it listens. Before each retry
-    `waiting` gets the peer and the reason of the last failure.
+    again: retry a peer that does not answer, because its address may be known before it listens. notice: is told of
+    each retry.
     """
 
     seconds: float = 60.0
     again: bool = False
-    waiting: Callable[[Address, str], None] = lambda *_: None
+    notice: RetryNotice = field(default_factory=RetryNotice)
 
 
 class ResumedSnapshot(Protocol):
-    """The snapshot that a job goes on from; the transports carry it and read nothing of it."""
+    """The snapshot that a job goes on from.
+
+    The transports carry it and read nothing of it.
+    """
 
     @property
     def path(self) -> Path:
@@ -109,11 +123,12 @@ class Router:
             )
         if road is not Road.kShm and pump is None:
             cluster = place.job.cluster
-            self._wires["tcp"] = self._tcp = TcpTransport(
+            network = _network(place)
+            make = TcpTransport if network is None else partial(EmulatedTcpTransport, network)
+            self._wires["tcp"] = self._tcp = make(
                 place.identity,
                 place.port or cluster.start_port,
                 place.host,
-                network=_network(place),
                 lanes=cluster.connections,
                 exact=place.port > 0,
                 lease_s=cluster.lease_s,
@@ -160,7 +175,7 @@ class Router:
                     raise
                 if time.monotonic() + pause > until:
                     raise TransportError(f"{peer} was not there within {self._meeting.seconds:g} s: {error}") from error
-                self._meeting.waiting(peer, str(error))
+                self._meeting.notice.retrying(peer, str(error))
             time.sleep(spread(pause))  # without jitter all processes would retry at the same moment
             pause = min(2 * pause, _LAST_PAUSE_S)
 
@@ -180,7 +195,7 @@ class Router:
         until, pause = time.monotonic() + self._meeting.seconds, _FIRST_PAUSE_S
         while True:
             try:
-                self._connect(me, peer, spoken(moves), _GLANCE_S, anew=True)
+                self._connect(me, peer, published_kind(moves), _GLANCE_S, anew=True)
                 return moves
             except TransportError as error:
                 if isinstance(error, Refused) and error.code not in _NOT_HERE:
@@ -195,12 +210,12 @@ class Router:
                 moves += 1
 
     def _is_published(self, peer: Address, moves: int) -> bool:
-        return self._store.get(f"{spoken(moves)}/{peer.group}/{peer.index}") is not None
+        return self._store.get(f"{published_kind(moves)}/{peer.group}/{peer.index}") is not None
 
     def _answers(self, me: Address, peer: Address, moves: int) -> bool:
         """Whether the process answers from which the server seemed to have moved."""
         try:
-            self._connect(me, peer, spoken(moves), _GLANCE_S, anew=True)
+            self._connect(me, peer, published_kind(moves), _GLANCE_S, anew=True)
         except (TransportError, TimeoutError):
             return False
         return True
@@ -220,10 +235,10 @@ class Router:
             self._wires[name].connect(me, peer, by_road[name])
         self.found(me, peer, name)
 
-    def admit(self, decide: Callable[[Peer, bool], None]) -> None:
-        """Let `decide` refuse peers that connect over TCP, see `SocketTransport.admit`."""
+    def set_admission(self, admission: PeerAdmission) -> None:
+        """Ask this rule about every peer that connects over TCP."""
         if self._tcp is not None:
-            self._tcp.admit = decide
+            self._tcp.set_admission(admission)
 
     def connect_inside(self, me: Address, peer: Address) -> None:
         """Connect two endpoints of this process."""

@@ -1,4 +1,4 @@
-"""The requests and replies between a tcp:// store and its clients, as frames (see `request_reply`).
+"""The requests and replies of a tcp:// store, as frames (see `request_reply`).
 
 The fields of a request are in the meta of its frame, and values in its payload. Each length is checked before a byte
 after the header of the frame is read.

@@ -77,26 +77,23 @@ class TcpServer:
         Raises ConnectionLost when the client closes or sends meanwhile.
         """
         until = time.monotonic() + request.seconds
-        change = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        try:
+        with self._table.watching(request.key) as change:
             ready = select.poll()
             ready.register(channel, select.POLLIN)
             ready.register(change, select.POLLIN)
-            with self._table.watching(request.key, lambda: os.eventfd_write(change, 1)):
-                while True:
-                    value = self._table.get(request.key)
-                    if value is not None and value != request.known:
-                        return Reply(Status.YES, value)
-                    left = until - time.monotonic()
-                    if left <= 0:
-                        return Reply(Status.TIMEOUT)
-                    events = dict(ready.poll(0 if channel.pending else min(left, 3600.0) * 1000 + 1))
-                    if channel.pending or channel.fileno() in events:
-                        raise ConnectionLost("a client closed its connection, or sent a request, while it watched")
-                    if change in events:
-                        os.eventfd_read(change)
-        finally:
-            os.close(change)
+            while True:
+                value = self._table.get(request.key)
+                if value is not None and value != request.known:
+                    return Reply(Status.YES, value)
+                left = until - time.monotonic()
+                if left <= 0:
+                    return Reply(Status.TIMEOUT)
+                # Bytes that were read ahead do not show in the poll.
+                events = dict(ready.poll(0 if channel.pending else min(left, 3600.0) * 1000 + 1))
+                if channel.pending or channel.fileno() in events:
+                    raise ConnectionLost("a client closed its connection, or sent a request, while it watched")
+                if change in events:
+                    os.eventfd_read(change)
 
 
 class AddressInUse(StoreError):

@@ -6,7 +6,7 @@
 * Any error in a frame ends the connection, with a reason that both sides get.
 * Each direction carries its frames in order and once. They are numbered, and a gap ends the connection.
 
-With `SharedRegions` (shared memory), a payload that lies in a region travels as a reference to it, and may be as large
+With `ProcessMemory`, a payload that lies in a region travels as a reference to it, and may be as large
 as the region.
 """
 
@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -34,37 +33,12 @@ from topotrain.comm.transport.frame import (
 from topotrain.comm.transport.frame_reader import EndOfStream, FrameReader
 from topotrain.comm.transport.frame_writer import FrameWriter, ReaderThread
 from topotrain.comm.transport.multi_socket import Channel
+from topotrain.comm.transport.shared_memory import OwnRegion, ProcessMemory
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import MAX_BODY, Message, ProtocolError, decode, encode
 
 _MAX_REGIONS = 4096
 _MAX_REASON = 1000  # bytes
-
-
-class SharedRegion(Protocol):
-    """A piece of shared memory: its number in this process, descriptor and bytes."""
-
-    @property
-    def id(self) -> int: ...
-    @property
-    def fd(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
-class SharedRegions(Protocol):
-    """The shared memory of this process, and the regions of peers that it has mapped."""
-
-    def find(self, tensor: torch.Tensor) -> tuple[SharedRegion, int] | None:
-        """Return the region that contains the tensor, and its byte offset, or None."""
-        ...
-
-    def map(self, fd: int, nbytes: int) -> torch.Tensor:
-        """Map a peer's region as 1-D uint8, and close `fd`.
-
-        Raises ProtocolError when the region is not what the peer claims.
-        """
-        ...
 
 
 class Connection:
@@ -83,7 +57,7 @@ class Connection:
         peer: Address,
         resident: Endpoint,
         generation: int,
-        memory: SharedRegions | None = None,
+        memory: ProcessMemory | None = None,
         greeting: bytes = b"",
         ended: Callable[["Connection"], None] = lambda _: None,
     ) -> None:
@@ -93,7 +67,7 @@ class Connection:
         self.sent = self.received = 0  # bytes of messages; a reference counts as the payload it stands for
         self._sock, self._resident, self._memory, self._ended = sock, resident, memory, ended
         self._intake = FrameReader(sock, with_fds=memory is not None)
-        self._out = FrameWriter(sock, f"to {peer}", greeting, self._note)
+        self._out = FrameWriter(sock, f"to {peer}", greeting)
         self._reader: threading.Thread | None = None
         self._done = threading.Event()
         self._closing = self._lingering = False
@@ -106,9 +80,8 @@ class Connection:
     @property
     def reason(self) -> str:
         """The reason why the connection ended or is ending."""
-        return (
-            self._ours or self._theirs or self._fault or "the peer closed without giving a reason; did its process die?"
-        )
+        fault = self._fault or (_broke(self._out.error) if self._out.error is not None else "")
+        return self._ours or self._theirs or fault or "the peer closed without giving a reason; did its process die?"
 
     # --- out -----------------------------------------------------------------------------------------------------
 
@@ -147,11 +120,10 @@ class Connection:
             else:
                 self._frame_out(0, kind, meta)
             self.sent += HEADER_BYTES + len(meta) + size
-        if self.interrupted:
-            self.interrupted = False
+        if self.interrupted and self.clear_interrupt():
             raise KeyboardInterrupt
 
-    def _announce(self, region: SharedRegion) -> None:
+    def _announce(self, region: OwnRegion) -> None:
         if region.id not in self._announced:
             self._announced.add(region.id)
             self._frame_out(CONTROL, REGION, REGION_IS.pack(region.id, region.nbytes), fds=(region.fd,))
@@ -174,6 +146,15 @@ class Connection:
         else:
             self._out.put([memoryview(head), tail] if size else [memoryview(head)], fds)
 
+    def interrupt(self) -> None:
+        """Have `send` raise KeyboardInterrupt once its frame is sent."""
+        self.interrupted = True
+
+    def clear_interrupt(self) -> bool:
+        """Keep `send` from raising KeyboardInterrupt; return whether it was going to."""
+        interrupted, self.interrupted = self.interrupted, False
+        return interrupted
+
     def beat(self) -> None:
         """Send an empty frame for the other host to acknowledge.
 
@@ -194,7 +175,7 @@ class Connection:
         """Read on the calling thread until the connection ends."""
         self._reader = threading.current_thread()
         self._reader.name = f"from {self.peer}"
-        self._read(self._after_frame)
+        self._read()
         self.end()
 
     def greet(self) -> None:
@@ -210,24 +191,24 @@ class Connection:
 
         Returns False at the end, after which `end` must be called.
         """
-        return self._read(lambda: self._intake.pending)
+        return self._read(turn=True)
 
-    def _after_frame(self) -> bool:
-        if self._only_answers:
-            self._out.wait_until_taken()
-        return True
+    def _read(self, turn: bool = False) -> bool:
+        """Process frames until the connection has ended; then return False.
 
-    def _read(self, go_on: Callable[[], bool]) -> bool:
-        """Process frames as long as `go_on` is true; False when the connection has ended."""
+        turn: return True after the frames that have come.
+        """
         try:
             self._out.greet()
             while self._frame_in():
-                if not go_on():
+                if turn and not self._intake.pending:
                     return True
+                if self._only_answers and not turn:
+                    self._out.wait_until_taken()
         except ProtocolError as error:
             self._turn_away(str(error))
         except (EndOfStream, OSError) as error:
-            self._fault = self._fault or _broke(error)
+            self._fault = _broke(self._out.error or error)
         except Exception as error:  # an error in the endpoint must not leave a connection that no thread reads
             self._turn_away(f"internal error: {type(error).__name__}: {error}")
         except BaseException:
@@ -335,9 +316,6 @@ class Connection:
             if self._out.empty and not self._closing:
                 self._frame_out(CONTROL, BYE, f"refused by the peer: {reason}".encode()[:_MAX_REASON])
             self._closing, self._lingering = True, False
-
-    def _note(self, error: OSError) -> None:
-        self._fault = self._fault or _broke(error)
 
     def end(self) -> None:
         """Close after the last frame was read, and notify the endpoint and the owner."""

@@ -43,7 +43,7 @@ class FrameReader:
         return self._at < self._end or self._more()
 
     def frame(self, generation: int) -> tuple[Header, bytes]:
-        """Return the header and the meta of the next frame; its payload comes next in the stream.
+        """Return the header and the meta of the next frame; its payload comes next.
 
         Raises:
             ProtocolError: it is no frame, or of an older generation, or a frame before it is missing.

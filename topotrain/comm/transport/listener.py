@@ -24,9 +24,9 @@ class ConnectionHandler(Protocol):
     """The part of a server that a listener gives its connections to."""
 
     def handle_connection(self, sock: socket.socket) -> None:
-        """Do the handshake, and serve the connection until its end, on a thread of its own.
+        """Do the handshake, and serve the connection until its end.
 
-        The listener closes the socket afterwards, unless it was released.
+        This runs on a thread of its own. The listener closes the socket afterwards, unless it was released.
         """
         ...
 

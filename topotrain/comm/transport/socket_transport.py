@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
 
 from topotrain.comm.backoff import spread
@@ -31,15 +31,27 @@ from topotrain.comm.security.handshake import (
     refuse,
 )
 from topotrain.comm.transport import ConnectionLost, Endpoint, PeerUnreachable, Refused, TransportError
-from topotrain.comm.transport.connection import Connection, SharedRegions
+from topotrain.comm.transport.connection import Connection
 from topotrain.comm.transport.frame_writer import LINGER, ReaderThread
 from topotrain.comm.transport.inline_reader import InlineReader
 from topotrain.comm.transport.listener import Listener
 from topotrain.comm.transport.multi_socket import Channel, HandshakeSocket, MultiSocketChannel, PendingSockets
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Message
 
 _HEARING = DEADLINE  # seconds that a caller has for the handshake, before it has proven its identity
+
+
+class PeerAdmission(Protocol):
+    """A rule about the peers that may connect."""
+
+    def admit(self, peer: Peer, connected: bool) -> None:
+        """Raise Refused for a proven peer that may not connect.
+
+        connected: it has a connection here already.
+        """
+        ...
 
 
 class SocketTransport:
@@ -57,7 +69,7 @@ class SocketTransport:
     def __init__(
         self,
         identity: Identity,
-        memory: SharedRegions | None = None,
+        memory: ProcessMemory | None = None,
         patience: float = 10.0,
         pump: InlineReader | None = None,
         lanes: int = 1,
@@ -75,8 +87,7 @@ class SocketTransport:
         self._listener: Listener | None = None
         self._url = ""
         self._refused: Counter[str] = Counter()
-        self.admit: Callable[[Peer, bool], None] = lambda *_: None
-        """Gets a proven caller, and whether it has a connection here already; may raise Refused."""
+        self._admission: PeerAdmission | None = None
 
     # --- for the subclasses --------------------------------------------------------------------------------------
 
@@ -157,6 +168,10 @@ class SocketTransport:
             raise ConnectionLost(f"no connection from {me} to {to}")
         connection.send(message, wait)
 
+    def set_admission(self, admission: PeerAdmission) -> None:
+        """Ask this rule about every peer that connects from now on."""
+        self._admission = admission
+
     def traffic(self) -> tuple[int, int]:
         """Return the bytes of messages sent and received so far.
 
@@ -227,12 +242,12 @@ class SocketTransport:
             connection.run()
 
     def _admit(self, sock: socket.socket) -> Connection | None:
-        """Answer a dialer; return its connection, or None for a lane that waits for the others."""
+        """Answer a dialer; return its connection, None for a lane that has to wait."""
         until = time.monotonic() + _HEARING
         self._inspect(sock)
         line, binding = self._secure(sock, _HEARING)
         left = until - time.monotonic()
-        peer, welcome = answer(line, self._identity, self._residents.__contains__, left, binding)
+        peer, welcome = answer(line, self._identity, self._residents, left, binding)
         try:
             if peer.lane.lanes != self._lanes:
                 raise Refused("CONFIG", f"a connection of {peer.lane.lanes} sockets, here it has {self._lanes}")
@@ -306,7 +321,8 @@ class SocketTransport:
                 # It may have connected again meanwhile, and must not lose its new connection to the one it gave up.
                 raise HandshakeAborted("the other side closed the connection before it was welcomed")
             if caller is not None:
-                self.admit(peer, way in self._ways)
+                if self._admission is not None:
+                    self._admission.admit(peer, way in self._ways)
                 lines = [*lines, *self._parking.take(way, peer.lane.bundle, self._lanes)]
             self._incarnations[peer.address] = peer.incarnation
             generation = self._identity.generation

@@ -9,7 +9,6 @@ import socket
 from dataclasses import dataclass
 from urllib.parse import SplitResult
 
-from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security.handshake import MAX_LANES, TOKEN_BYTES, Identity, Peer
 from topotrain.comm.security.tls import Certificate, TlsChannel, client_side, server_side
 from topotrain.comm.transport import TransportError
@@ -26,8 +25,6 @@ class TcpTransport(SocketTransport):
     """The transport over TCP.
 
     Its listener takes the first free port from `start_port` on (0: any).
-
-    With a `network`, the traffic after the handshake goes through its links.
 
     Args:
         host: a literal address of this machine, or a name of it.
@@ -49,7 +46,6 @@ class TcpTransport(SocketTransport):
         start_port: int = 0,
         host: str = "127.0.0.1",
         patience: float = 10.0,
-        network: EmulatedNetwork | None = None,
         lanes: int = 1,
         exact: bool = False,
         tls: bool = False,
@@ -67,7 +63,6 @@ class TcpTransport(SocketTransport):
             )
         self._certificate = Certificate.make() if tls or not self._home.loopback else None
         self._start_port, self._exact = start_port, exact
-        self._network = network
         self._watch = KeepaliveWatch(lease_s)
 
     def _listen(self) -> tuple[socket.socket, str]:
@@ -112,10 +107,10 @@ class TcpTransport(SocketTransport):
     def _shape(self, line: HandshakeSocket, peer: Peer) -> Channel:
         if isinstance(line, TlsChannel):
             line.trust()
-            line.relay(lambda sock: self._shaped(sock, peer))
+            line.relay(self._wrap(line.below, peer))
             return line
         assert isinstance(line, socket.socket)
-        return self._shaped(line, peer)
+        return self._wrap(line, peer)
 
     def _guard(self, connection: Connection, roads: list[Channel]) -> None:
         below = [road.below if isinstance(road, TlsChannel) else road for road in roads]
@@ -132,8 +127,9 @@ class TcpTransport(SocketTransport):
         super().close()
         self._watch.close()
 
-    def _shaped(self, sock: socket.socket, peer: Peer) -> socket.socket:
-        return sock if self._network is None else self._network.shape(sock, peer.me, peer.address)
+    def _wrap(self, sock: socket.socket, peer: Peer) -> socket.socket:
+        """Return the socket to go on with after the handshake."""
+        return sock
 
 
 @dataclass(frozen=True, slots=True)

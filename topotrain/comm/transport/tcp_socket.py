@@ -1,4 +1,4 @@
-"""TCP sockets: which addresses other machines reach, how to listen, and the options of a connected socket."""
+"""TCP sockets: addresses that other machines reach, listening, and options."""
 
 import ipaddress
 import socket
