@@ -212,16 +212,17 @@ def test_what_several_hold_comes_to_the_first_in_small_pieces(monkeypatch: pytes
         made = {name: torch.zeros_like(tensor) for name, (tensor, _) in WHOLES.items()}
         meeting = WorkerSync(town)
 
-        def place(entry: gathering.GatheredTensor) -> torch.Tensor:
-            nonlocal most
-            most = max(most, len(roads.stores[0]))
-            return entry.share.of(made[entry.whole.names[0]])
+        class Targets(dict[str, torch.Tensor]):
+            def __getitem__(self, name: str) -> torch.Tensor:
+                nonlocal most
+                most = max(most, len(roads.stores[0]))
+                return super().__getitem__(name)
 
         for _ in range(2):  # the second time the same
             if town.me:
                 give(meeting, held_by(town.me), "a test")
             else:
-                gather(meeting, held_by(0), place, "a test")
+                gather(meeting, held_by(0), Targets(made), "a test")
         return made
 
     found = together(3, work, roads)[0]
@@ -243,7 +244,7 @@ def test_a_worker_that_goes_on_without_the_others_is_named(absent: int, does: st
             give(meeting, held_by(town.me), "tt.state_dict")
         else:
             room = {name: torch.zeros_like(tensor) for name, (tensor, _) in WHOLES.items()}
-            gather(meeting, held_by(0), lambda e: e.share.of(room[e.whole.names[0]]), "tt.state_dict")
+            gather(meeting, held_by(0), room, "tt.state_dict")
 
     words = rf"worker {absent} of the group goes on with the training, worker \d is in tt\.state_dict"
     with pytest.raises(ConfigError, match=words):

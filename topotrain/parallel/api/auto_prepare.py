@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
 from topotrain.config.job import Cluster, ConfigError, Job, Schedule
@@ -29,7 +30,6 @@ from topotrain.parallel.program.build_program import program
 from topotrain.parallel.runtime.local_model import described
 from topotrain.training.data.sampling import cut
 
-_BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 _COPIES = 3  # of parameters, in what placements are first compared by
 _TRIES = 12
 _INDEX = re.compile(r"worker \d+/(\d+)")
@@ -174,7 +174,7 @@ def call_of(job: Job, model: nn.Module, given: ExampleInputs) -> ModelCall:
     """
     cluster, workers = job.cluster, job.cluster.nworkers_per_group
     batch = given.samples * (workers if job.per_worker_batch else 1)
-    least = 2 if any(isinstance(module, _BATCH_NORM) for module in model.modules()) else 1
+    least = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
     shares = [high - low for low, high in cut(batch, workers, cluster.shares, least)]
     return ModelCall(given.args, given.kwargs, given.samples, tuple(max(1, share) for share in shares))
 

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from topotrain.config.job import ConfigError, Placement
 from topotrain.parallel.capture import device_scopes
+from topotrain.parallel.placement.parameter_owners import tables
 from topotrain.training import context as process
 from topotrain.training.parameters.devices import device_of
 
@@ -173,12 +174,13 @@ def _under_construction() -> set[int]:
 
 
 def _give_back(module: nn.Module) -> None:
-    for name in list(module._parameters):
-        parameter = module._parameters[name]
+    parameters, _ = tables(module)
+    for name in list(parameters):
+        parameter = parameters[name]
         # A parameter with further references may be tied to another module: `localise` handles it later.
         if parameter is None or parameter.is_meta or sys.getrefcount(parameter) > _OWN_REFERENCES:
             continue
         like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
         empty = nn.Parameter(like, parameter.requires_grad)
         empty.__dict__.update(parameter.__dict__)  # keep attributes such as the device of its scope
-        module._parameters[name] = empty
+        parameters[name] = empty

@@ -27,13 +27,13 @@ from topotrain.parallel.capture import device_scopes
 from topotrain.parallel.capture.capture_model import CapturedForward, capture
 from topotrain.parallel.placement.assign_modules import Assignment, assignments
 from topotrain.parallel.placement.parameter_owners import divide
-from topotrain.parallel.runtime.channel import ActivationChannel
 from topotrain.parallel.runtime.gather import entries, gather, give
 from topotrain.parallel.runtime.local_model import LocalModel, localise, restore
+from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.final_parameters import in_one_file, metadata_of
 from topotrain.training.parameters.divided_model import DividedModel
-from topotrain.training.parameters.flat_parameters import ModelParts, describe_model, in_file
+from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
 from topotrain.training.worker import Worker
 
 _ANY = 1 << 16
@@ -55,7 +55,7 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
         said = says_where(model) if workers > 1 else None
         if said is None:
             return None
-    if "_orig_mod" in model._modules:
+    if "_orig_mod" in dict(model.named_children()):
         raise ConfigError("tt.prepare", "a compiled model", "a split model must be prepared before torch.compile")
     captured = said or capture(model)
     if workers == 1:
@@ -143,7 +143,7 @@ def _check(job: Job, model: nn.Module) -> None:
 class GroupConnections(Protocol):
     """Connections of a worker that can reach the other workers of its group."""
 
-    def meet_group(self) -> ActivationChannel:
+    def meet_group(self) -> NetworkChannel:
         """Connect all workers of the group, which all call this once."""
         ...
 
@@ -226,7 +226,7 @@ class SplitModel(DividedModel):
         wholes = (*division.parameters, *division.buffers)
         likes = [torch.empty(whole.shape, dtype=whole.tensor.dtype, device="meta") for whole in wholes]
         found = dict(zip((whole.names[0] for whole in wholes), in_one_file(likes, self._here.workspace), strict=True))
-        gather(self._forward.meeting, held, lambda entry: entry.share.of(found[entry.whole.names[0]]), what)
+        gather(self._forward.meeting, held, found, what)
         return found
 
     @property
@@ -249,14 +249,8 @@ class SplitModel(DividedModel):
         """
         folder = self._here.workspace
         worker.take_final(folder)
-        room = in_file(folder)
-        restore(
-            self._localised,
-            self._optimizer,
-            lambda index: worker.buffers.own("params", index),
-            worker.final_buffers.__getitem__,
-            lambda like: room(like.numel(), like.dtype).as_strided(like.shape, like.stride()),
-        )
+        values = [worker.buffers.own("params", index) for index in range(len(self.parts.tensors))]
+        restore(self._localised, self._optimizer, values, worker.final_buffers, folder)
         for hook in self._hooks:
             hook.remove()
         del self._model.forward

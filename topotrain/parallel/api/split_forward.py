@@ -13,7 +13,8 @@ from topotrain.core.client.client import StepEnd
 from topotrain.parallel.capture.capture_model import CapturedForward
 from topotrain.parallel.placement.assign_modules import Assignment
 from topotrain.parallel.program.build_program import program
-from topotrain.parallel.runtime.channel import STEPPED, ActivationChannel, TensorKey
+from topotrain.parallel.runtime.channel import STEPPED, TensorKey
+from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.parallel.runtime.program_runner import Runner
 from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
 from topotrain.training.data.data_client import DataClient
@@ -37,16 +38,16 @@ class SplitForward:
         self._model, self._job = model, job
         self._captured, self._found, self._workers = captured, found, workers
         self._runners: dict[object, Runner] = {}
-        self._passage: ActivationChannel | None = None
+        self._passage: NetworkChannel | None = None
         self._weight: Callable[[], float] = lambda: 1.0
         self._last: Runner | None = None
         self.open = False  # a forward has run, and its backward has not begun
         self.inside = False
 
-    def start(self, worker: Worker, passage: ActivationChannel) -> None:
+    def start(self, worker: Worker, passage: NetworkChannel) -> None:
         """Connect to the worker and to the other workers of the group."""
         self._passage, self._weight = passage, worker.weight
-        self.meeting = _JobMeeting(passage, worker, self._begun)
+        self.meeting = _JobSync(passage, worker, self)
         worker.counts = self._counts
         worker.exchange.extension(DataClient).drawing = self.meeting.draw
         worker.before_commit.append(self._step)
@@ -64,7 +65,7 @@ class SplitForward:
         finally:
             self.inside = False
 
-    def _runner(self, passage: ActivationChannel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runner:
+    def _runner(self, passage: NetworkChannel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runner:
         samples = samples_of(args, kwargs)
         training = self._model.training
         key = (kind_of(args, kwargs, samples), training if self._captured.by_mode else None)
@@ -88,7 +89,8 @@ class SplitForward:
     def _counts(self) -> float:
         return self._weight() if self._last is None else self._last.counts
 
-    def _begun(self) -> None:
+    def backward_begun(self) -> None:
+        """Note that the backward of the last forward has begun."""
         self.open = False
 
     def _step(self, step: int, end: StepEnd) -> None:
@@ -102,7 +104,7 @@ class SplitForward:
         self.__deepcopy__(None)
 
 
-class _JobMeeting(WorkerSync):
+class _JobSync(WorkerSync):
     """Synchronizes the forwards of a group in a job.
 
     - The worker is notified of each backward, since it would not notice one that reaches none of its parameters.
@@ -110,9 +112,9 @@ class _JobMeeting(WorkerSync):
       them draws the order of the batches, as the only process of an ordinary script does.
     """
 
-    def __init__(self, passage: ActivationChannel, worker: Worker, begins: Callable[[], None]) -> None:
+    def __init__(self, passage: NetworkChannel, worker: Worker, forward: SplitForward) -> None:
         super().__init__(passage)
-        self._begins = begins
+        self._forward = forward
         assert isinstance(worker.path, PushPath)  # gradients of a split model are hidden
         self._path = worker.path
         self.dice = torch.default_generator if passage.me == 0 else torch.Generator()
@@ -120,7 +122,7 @@ class _JobMeeting(WorkerSync):
     def begun(self) -> None:
         """Notify the worker that a backward begins here."""
         super().begun()
-        self._begins()
+        self._forward.backward_begun()
         self._path.begin()
 
     def meet(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:

@@ -4,13 +4,13 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from topotrain.config.job import ConfigError
+from topotrain.config.job import ConfigError, Partition
 from topotrain.parallel.capture.capture_model import CapturedForward
 from topotrain.parallel.estimate.cost_report import bill
 from topotrain.parallel.placement.assign_modules import DEFAULT, Assignment
@@ -18,13 +18,6 @@ from topotrain.parallel.placement.auto_placement import ChosenPlacement, choose
 from topotrain.parallel.placement.cost_model import EVERYWHERE, USUAL, WorkerSpeeds, work_of
 from topotrain.parallel.placement.parameter_owners import divide
 from topotrain.parallel.program.build_program import program
-
-
-class MatchedBlock(Protocol):
-    """The part of a `partition` block that selects modules."""
-
-    @property
-    def match(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +39,7 @@ def place(
     model: nn.Module,
     captured: CapturedForward,
     said: Mapping[str, Assignment],
-    blocks: Sequence[MatchedBlock],
+    blocks: Sequence[Partition],
     call: ModelCall,
     microbatches: int = 1,
     limits: Sequence[int] | None = None,
@@ -89,7 +82,7 @@ def place(
     return {**said, **placed, **fixed}, chosen
 
 
-def _matched(name: str, module: nn.Module | None, blocks: Sequence[MatchedBlock]) -> bool:
+def _matched(name: str, module: nn.Module | None, blocks: Sequence[Partition]) -> bool:
     """Return whether a block matches a module.
 
     A block matches by the name of the module, of a module around it, or of a parameter inside it.

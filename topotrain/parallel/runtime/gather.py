@@ -5,7 +5,7 @@ sent in pieces, and worker 0 acknowledges each piece. At most AHEAD pieces of a 
 not fit in memory, as long as the destinations are elsewhere, such as in a file.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,10 @@ class GatheredTensor:
     whole: WholeTensor
     share: OwnedPart
     held: torch.Tensor
+
+    def of(self, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return its part of a whole tensor."""
+        return self.share.of(targets[self.whole.names[0]])
 
     @property
     def source(self) -> int:
@@ -65,10 +69,10 @@ def give(meeting: WorkerSync, held: Sequence[GatheredTensor], what: str) -> None
             passage.send(0, TensorKey(meeting.forwards, number, _PIECE, False), piece.view(-1).view(torch.uint8))
 
 
-def gather(
-    meeting: WorkerSync, held: Sequence[GatheredTensor], place: Callable[[GatheredTensor], torch.Tensor], what: str
-) -> None:
-    """Write every tensor to its destination. Worker 0 calls this.
+def gather(meeting: WorkerSync, held: Sequence[GatheredTensor], targets: Mapping[str, torch.Tensor], what: str) -> None:
+    """Write every tensor into `targets`, whole tensors by their first names.
+
+    Worker 0 calls this.
 
     Raises:
         ConfigError: another worker continues without this call.
@@ -76,12 +80,12 @@ def gather(
     passage = meeting.passage
     for entry in held:
         if entry.source == 0:
-            place(entry).copy_(entry.held)
+            entry.of(targets).copy_(entry.held)
     for source in range(1, passage.size):
         coming = _pieces([entry for entry in held if entry.source == source])
         for number, (entry, rows) in enumerate(coming):
             came = meeting.take(source, TensorKey(meeting.forwards, number, _PIECE, False), what)
-            target = _rowed(place(entry))[rows]
+            target = _rowed(entry.of(targets))[rows]
             target.copy_(came.view(target.dtype).view(target.shape))
             passage.send(source, TensorKey(meeting.forwards, number, _PLACED, False), torch.empty(0))
 

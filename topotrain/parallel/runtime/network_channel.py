@@ -1,4 +1,4 @@
-"""The `ActivationChannel` of a job: tensors between workers over the transports.
+"""The channel between the workers of a group: tensors under keys, over the transports.
 
 - Sending never waits, so two workers cannot block each other.
 - A tensor is copied into a buffer (`send_buffers`), which a receiver on the same host can map. It is sent in parts of
@@ -32,7 +32,7 @@ PART_BYTES = 16 << 20
 
 
 class NetworkChannel(ClientExtension):
-    """One worker's `ActivationChannel`.
+    """One worker's channel to the other workers of its group.
 
     The client delivers messages on transport threads.
 
@@ -60,7 +60,7 @@ class NetworkChannel(ClientExtension):
         self._turn = threading.Lock()
         self._read: dict[int, int] = defaultdict(int)  # messages of each worker
         self._coming: dict[tuple[int, TensorKey], list[torch.Tensor]] = {}
-        self._greeted: set[int] = set()
+        self._met: set[int] = set()
         self._left: dict[int, str] = {}
         exchange.attach(self)
 
@@ -68,7 +68,7 @@ class NetworkChannel(ClientExtension):
 
     def greet(self, to: int) -> None:
         """Send the first message to a worker to which this worker has connected."""
-        self._say(to, ActivationHello())
+        self._post(to, ActivationHello())
 
     def await_greetings(self, workers: Collection[int]) -> None:
         """Wait until these workers have connected to this one.
@@ -76,12 +76,20 @@ class NetworkChannel(ClientExtension):
         Raises:
             JobError, PeerLost: the job has failed, or a worker is lost.
         """
-        self._wait(lambda: self._greeted.issuperset(workers), workers)
+        exchange = self._exchange
+        exchange.wait_until(lambda: self._met.issuperset(workers) or self._any_left(workers))
+        with exchange.waiter.update():
+            if not self._met.issuperset(workers):
+                self._check(workers)
 
     # --- the channel ---------------------------------------------------------------------------------------------
 
     def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool = False) -> None:
-        """Send a tensor, see `ActivationChannel.send`.
+        """Send a tensor under a key without waiting; `tensor` has been read on return.
+
+        Args:
+            grad: in the forward, the sender wants a gradient back. In the backward, there is a gradient. Without one
+                `tensor` is empty, which means zero.
 
         Raises:
             PeerLost: the connection to the worker is lost.
@@ -112,10 +120,14 @@ class NetworkChannel(ClientExtension):
                 flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             for part in range(parts):
                 body = flat[part * PART_BYTES : (part + 1) * PART_BYTES] if nbytes else None
-                self._say(to, said(part=part, taken=self._read[to], body=body))
+                self._post(to, said(part=part, taken=self._read[to], body=body))
 
     def here(self, source: int, key: TensorKey) -> bool:
-        """Return whether `take` would not wait, see `ActivationChannel.here`."""
+        """Return whether `take` would not wait.
+
+        Raises:
+            JobError, PeerLost: as `take`.
+        """
         if self._store.here(source, key):
             return True
         self._look()
@@ -128,32 +140,43 @@ class NetworkChannel(ClientExtension):
             return found
 
     def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
-        """Return a tensor, see `ActivationChannel.take`."""
+        """Wait for a tensor and return it and its `grad`.
+
+        Tensors under the same key come in the order they were sent. The tensor belongs to the caller.
+
+        Raises:
+            JobError, PeerLost: the tensor will not arrive.
+        """
         self.wait_any([(source, key)])
         with self._exchange.waiter.update():
             return self._store.take(source, key)
 
     def wait_any(self, wanted: Collection[tuple[int, TensorKey]]) -> None:
-        """Wait for one of several tensors, see `ActivationChannel.wait_any`."""
+        """Wait until one of (source, key) has arrived.
+
+        Raises:
+            JobError, PeerLost: as `take`.
+        """
         if not self._any(wanted):
+            sources = {source for source, _ in wanted}
             with self._exchange.spans.span("wait for workers"):
-                self._wait(lambda: self._any(wanted), {source for source, _ in wanted})
+                self._exchange.wait_until(lambda: self._any(wanted) or self._any_left(sources))
+                with self._exchange.waiter.update():
+                    if not self._any(wanted):
+                        self._check(sources)
 
     def _any(self, wanted: Collection[tuple[int, TensorKey]]) -> bool:
         return any(self._store.here(source, key) for source, key in wanted)
 
-    def _wait(self, ready: Callable[[], bool], sources: Collection[int]) -> None:
-        self._exchange.wait_until(lambda: ready() or not self._left.keys().isdisjoint(sources))
-        with self._exchange.waiter.update():
-            if not ready():
-                self._check(sources)
+    def _any_left(self, workers: Collection[int]) -> bool:
+        return not self._left.keys().isdisjoint(workers)
 
     def _check(self, sources: Collection[int]) -> None:
         for source in sources:
             if source in self._left:
                 raise PeerLost(f"{self._exchange.me} lost {self._worker(source)}: {self._left[source]}")
 
-    def _say(self, to: int, message: Message) -> None:
+    def _post(self, to: int, message: Message) -> None:
         try:
             self._send(self._worker(to), message)
         except TransportError as error:
@@ -175,7 +198,7 @@ class NetworkChannel(ClientExtension):
     def handle(self, sender: Address, message: Message) -> None:
         """Handle a part or a hello, in order. Raises ProtocolError."""
         if isinstance(message, ActivationHello):
-            self._greeted.add(sender.index)
+            self._met.add(sender.index)
         elif isinstance(message, Activation):
             self._take_part(sender, message)
 
@@ -194,7 +217,10 @@ class NetworkChannel(ClientExtension):
             self._store.put(sender.index, key, _whole(message, came), message.grad)
 
     def on_lost(self, peer: Address, reason: str) -> bool:
-        """Note that a worker will send nothing more. This is a failure only when something is needed from it."""
+        """Note that a worker will send nothing more.
+
+        This is a failure only when something is needed from it.
+        """
         if peer.role is Role.WORKER:
             self._left[peer.index] = reason
         return peer.role is Role.WORKER

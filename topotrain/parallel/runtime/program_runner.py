@@ -18,9 +18,9 @@ from topotrain.config.field_checks import ConfigError
 from topotrain.parallel.program.split_program import LocationKind, Program, StepKind
 from topotrain.parallel.program.worker_program import digest, given_of
 from topotrain.parallel.runtime import dropout
-from topotrain.parallel.runtime.channel import ActivationChannel
 from topotrain.parallel.runtime.microbatch import ForwardPass, ForwardSettings, MicroBatchState, pipe
 from topotrain.parallel.runtime.model_outputs import OutputMerger, tied
+from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.parallel.runtime.one_f_one_b import OneFOneBForward, loss_of
 from topotrain.parallel.runtime.transfers import ForwardMessages
 from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
@@ -55,7 +55,7 @@ class Runner:
         self,
         program: Program,
         model: nn.Module,
-        passage: ActivationChannel,
+        passage: NetworkChannel,
         weight: Callable[[], float],
         microbatches: int = 1,
         schedule: str = GPIPE,
@@ -91,13 +91,13 @@ class Runner:
             leaves = [name for name, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad]
             if leaves:
                 raise ConfigError(leaves[0], None, "must not need a gradient where schedule is k1F1B: detach it")
-            return OneFOneBForward(self._route, trip, self._loss, factor)(self.passage.wait_any, self.meeting.begun)
+            return OneFOneBForward(self._route, trip, self._loss, factor)(self.passage, self.meeting)
         flights = [MicroBatchState(self._route, trip, micro) for micro in range(trip.micros)]
-        pipe(flights, self.passage.wait_any)
+        pipe(flights, self.passage)
         output = self._outputs.joined(flights, me)
         if not torch.is_grad_enabled():
             return output
-        return tied(output, [token for flight in flights for token in flight.tokens], self.meeting.begun, factor)
+        return tied(output, [token for flight in flights for token in flight.tokens], self.meeting, factor)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
         """Return the arguments by name.
@@ -156,7 +156,7 @@ class Runner:
         themselves = dropout.inside(self.program, self.model)
         masks = dropout.draw(self.program, drops, self.passage.me, samples, micros, self._generator, themselves)
         forward = self.meeting.forwards - 1
-        post = ForwardMessages(self.passage, forward, weights, self._device(given), self.meeting.wait)
+        post = ForwardMessages(self.passage, forward, weights, self._device(given), self.meeting)
         mine = [stop.step for stop in self._route.stops if stop.step is not None]
         modules = {step.number: self.model.get_submodule(step.target) for step in mine if step.kind is StepKind.MODULE}
         apart = themselves | {step.number for step in mine if dropout.draws_by_itself(step, self.model)}

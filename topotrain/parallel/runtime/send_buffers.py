@@ -34,6 +34,12 @@ class _Lent:
     parts: int
     kept: bool
 
+    def read(self, most: int) -> int:
+        """Count up to `most` of its parts as read; return how many."""
+        count = min(most, self.parts)
+        self.parts -= count
+        return count
+
 
 class SendBuffers:
     """The send buffers of one worker. Any thread may call it.
@@ -74,9 +80,7 @@ class SendBuffers:
                 return False
             self._read[by] = count
             while new:
-                some = min(new, lent[0].parts)
-                lent[0].parts -= some
-                new -= some
+                new -= lent[0].read(new)
                 if not lent[0].parts:
                     self._take_back(lent.popleft())
         return True

@@ -13,7 +13,7 @@ On worker k, gradients are scaled by W / w_k relative to the group's loss (w: th
 that arrives from worker i is multiplied by w_i / w_k.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import prod
@@ -24,7 +24,9 @@ from torch.autograd import Function
 
 from topotrain.parallel.program.layouts import Box, Transfer, box, sizes_of, transfers, within
 from topotrain.parallel.program.split_program import LayoutEdge
-from topotrain.parallel.runtime.channel import ActivationChannel, ArrivedTensors, TensorKey
+from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
+from topotrain.parallel.runtime.network_channel import NetworkChannel
+from topotrain.parallel.runtime.worker_sync import WorkerSync
 
 
 @dataclass(slots=True)
@@ -34,12 +36,11 @@ class ForwardMessages:
     Messages to the worker itself are not sent but kept in `own`.
     """
 
-    passage: ActivationChannel
+    passage: NetworkChannel
     forward: int
     weights: tuple[float, ...]
     device: torch.device
-    wait: Callable[[int, TensorKey], None]
-    """Returns when the tensor has arrived."""
+    sync: WorkerSync
     own: ArrivedTensors = field(default_factory=ArrivedTensors)
 
     @property
@@ -48,7 +49,7 @@ class ForwardMessages:
         return self.passage.me
 
     def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool) -> None:
-        """Send a tensor to a worker, possibly this one, see `ActivationChannel.send`."""
+        """Send a tensor to a worker, possibly this one, see `NetworkChannel.send`."""
         if to == self.me:
             self.own.put(to, key, _copy(tensor), grad)
         else:
@@ -57,11 +58,11 @@ class ForwardMessages:
     def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         """Return a tensor on the model's device, possibly from this worker itself.
 
-        See `ActivationChannel.take`.
+        See `NetworkChannel.take`.
         """
         if source == self.me:
             return self.own.take(source, key)
-        self.wait(source, key)
+        self.sync.wait(source, key)
         tensor, grad = self.passage.take(source, key)
         return tensor.to(self.device), grad
 
@@ -233,24 +234,25 @@ class ReceiveActivation(Function):
 
 
 class TieTokens(Function):
-    """(begun, factor, count, results and tokens) -> the first `count`, unchanged.
+    """(sync, factor, count, results and tokens) -> the first `count`, unchanged.
 
-    The backward calls `begun` and multiplies gradients of results by `factor`. Factor 0 gives zeros, even for gradients
-    that are not finite.
+    The backward is counted in `sync`, and multiplies gradients of results by `factor`. Factor 0 gives zeros, even for
+    gradients that are not finite.
     """
 
     @staticmethod
-    def forward(ctx: Any, begun: Callable[[], None], factor: float, count: int, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, sync: WorkerSync, factor: float, count: int, *tensors: torch.Tensor) -> Any:
         """Return an alias of each result. Not a view, because the script may write to it."""
         ctx.set_materialize_grads(False)
-        ctx.begun, ctx.factor, ctx.rest = begun, factor, len(tensors) - count
+        ctx.state = sync, factor, len(tensors) - count
         return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the scaled gradients of the results."""
-        ctx.begun()
-        return None, None, None, *(_scaled(gradient, ctx.factor) for gradient in gradients), *[None] * ctx.rest
+        sync, factor, rest = ctx.state
+        sync.begun()
+        return None, None, None, *(_scaled(gradient, factor) for gradient in gradients), *[None] * rest
 
 
 def _scaled(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:

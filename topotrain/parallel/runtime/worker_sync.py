@@ -12,7 +12,8 @@ from dataclasses import astuple, dataclass
 import torch
 
 from topotrain.config.field_checks import ConfigError
-from topotrain.parallel.runtime.channel import HELLO, STEPPED, ActivationChannel, TensorKey
+from topotrain.parallel.runtime.channel import HELLO, STEPPED, TensorKey
+from topotrain.parallel.runtime.network_channel import NetworkChannel
 
 _DRAW = STEPPED - 4
 """`TensorKey.edge` of the notice that a worker goes on to other batches. Other files use -3 to -5."""
@@ -60,7 +61,7 @@ class WorkerSync:
     All runners of a process that share a channel share this object.
     """
 
-    def __init__(self, passage: ActivationChannel) -> None:
+    def __init__(self, passage: NetworkChannel) -> None:
         self.passage = passage
         self.forwards = self.backwards = self.steps = 0
         self._others = [worker for worker in range(passage.size) if worker != passage.me]

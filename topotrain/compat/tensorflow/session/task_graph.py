@@ -25,8 +25,8 @@ from topotrain.launch.runtime.process_host import WorkerConnections
 from topotrain.parallel.estimate.memory_check import room
 from topotrain.parallel.remote.graph_description import GraphDescription, StateDescription
 from topotrain.parallel.remote.graph_replayer import OutputCollector, WorkerModel, program
-from topotrain.parallel.runtime.channel import ActivationChannel
 from topotrain.parallel.runtime.local_model import localise
+from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.parallel.runtime.program_runner import Runner
 from topotrain.parallel.runtime.worker_sync import WorkerSync
 from topotrain.training.adopted_optimizer import adopt
@@ -135,7 +135,7 @@ class SessionWorker:
             lambda slice_map: FlatBuffers(slice_map, None, roads.allocate),
         )
         self._worker.start()
-        self._passage: ActivationChannel = roads.meet_group()
+        self._passage: NetworkChannel = roads.meet_group()
         adopt(self._optimizer, self._worker)
         self._worker.scatter_state()
         assert isinstance(self._worker.path, PushPath)
@@ -231,7 +231,7 @@ class _Meeting(WorkerSync):
     A worker would not notice a backward that reaches none of its parameters.
     """
 
-    def __init__(self, passage: ActivationChannel, begins: Callable[[], None]) -> None:
+    def __init__(self, passage: NetworkChannel, begins: Callable[[], None]) -> None:
         super().__init__(passage)
         self._begins = begins
 
