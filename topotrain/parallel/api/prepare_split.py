@@ -20,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from topotrain.config.job import ConfigError, Job, Placement
 from topotrain.extensions.tables.frontend.embedding import Embedding
 from topotrain.parallel.api import device_placement
-from topotrain.parallel.api.auto_prepare import PlacementRequest, check_room, place_modules
+from topotrain.parallel.api.automatic_placement import place_modules
 from topotrain.parallel.api.dry_run import state_factor
+from topotrain.parallel.api.split_costs import PlacementRequest, check_room
 from topotrain.parallel.api.split_forward import SplitForward
 from topotrain.parallel.capture import device_scopes
 from topotrain.parallel.capture.capture_model import CapturedForward, capture
@@ -68,9 +69,10 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
     asked = PlacementRequest(job, topology, model, captured, found, None, state_factor(optimizer))
     if job.placement is Placement.kAuto:
         with _dice_kept(loader):
-            found, chosen = place_modules(asked, loader)
+            chosen = place_modules(asked, loader)
+        found = chosen.found
         if here.is_main:
-            print(chosen.explain(), file=sys.stderr)
+            print(chosen.text, file=sys.stderr)
     division = divide(model, found, workers)
     if not (job.splits or any(share.owners for whole in division.parameters for share in whole.shares)):
         accepted = "names workers for nothing that has parameters: place a module, or write a partition block"

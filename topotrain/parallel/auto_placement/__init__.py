@@ -1,0 +1,1 @@
+"""Automatic placement (`placement: kAuto`): nothing imports it but `api.automatic_placement`."""
