@@ -14,8 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from topotrain.comm.transport import ConnectionLost, Endpoint
 from topotrain.comm.transport.frame import (
@@ -33,9 +32,13 @@ from topotrain.comm.transport.frame import (
 from topotrain.comm.transport.frame_reader import EndOfStream, FrameReader
 from topotrain.comm.transport.frame_writer import FrameWriter, ReaderThread
 from topotrain.comm.transport.multi_socket import Channel
-from topotrain.comm.transport.shared_memory import OwnRegion, ProcessMemory
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import MAX_BODY, Message, ProtocolError, decode, encode
+
+if TYPE_CHECKING:  # a launcher connects without bodies, and does not load torch
+    import torch
+
+    from topotrain.comm.transport.shared_memory import OwnRegion, ProcessMemory
 
 _MAX_REGIONS = 4096
 _MAX_REASON = 1000  # bytes
@@ -57,7 +60,7 @@ class Connection:
         peer: Address,
         resident: Endpoint,
         generation: int,
-        memory: ProcessMemory | None = None,
+        memory: "ProcessMemory | None" = None,
         greeting: bytes = b"",
         ended: Callable[["Connection"], None] = lambda _: None,
     ) -> None:
@@ -123,7 +126,7 @@ class Connection:
         if self.interrupted and self.clear_interrupt():
             raise KeyboardInterrupt
 
-    def _announce(self, region: OwnRegion) -> None:
+    def _announce(self, region: "OwnRegion") -> None:
         if region.id not in self._announced:
             self._announced.add(region.id)
             self._frame_out(CONTROL, REGION, REGION_IS.pack(region.id, region.nbytes), fds=(region.fd,))
@@ -233,13 +236,13 @@ class Connection:
         self._resident.handle(self.peer, message)
         return True
 
-    def _placed(self, message: Message, size: int) -> torch.Tensor:
+    def _placed(self, message: Message, size: int) -> "torch.Tensor":
         target = checked(self._resident.place(self.peer, message, False), message, size)
         if size:
             self._intake.fill(_flat(target).numpy().data)
         return target
 
-    def _shown(self, message: Message, number: int, offset: int, size: int) -> torch.Tensor:
+    def _shown(self, message: Message, number: int, offset: int, size: int) -> "torch.Tensor":
         region = self._foreign.get(number)
         if region is None or offset + size > region.numel():
             raise ProtocolError(f"a reference to bytes {offset} to {offset + size} of region {number}, out of bounds")
@@ -335,7 +338,7 @@ class Connection:
             self._done.set()
 
 
-def checked(target: torch.Tensor | None, message: Message, size: int) -> torch.Tensor:
+def checked(target: "torch.Tensor | None", message: Message, size: int) -> "torch.Tensor":
     """Return `target` if it fits a payload of `size` bytes.
 
     Raises ProtocolError otherwise.
@@ -356,8 +359,10 @@ def _broke(error: Exception) -> str:
     return str(error) if isinstance(error, EndOfStream) else f"the connection broke: {error}"
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(tensor: "torch.Tensor") -> "torch.Tensor":
     """Return the tensor's own memory as uint8."""
+    import torch  # here, because a launcher connects without bodies, and does not load torch
+
     if tensor.ndim != 1 or not tensor.is_contiguous():
         raise ValueError(f"a body must be 1-D and contiguous, not {tuple(tensor.shape)} of strides {tensor.stride()}")
     return tensor.detach().view(torch.uint8)

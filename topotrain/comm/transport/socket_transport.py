@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import SplitResult, urlsplit
 
 from topotrain.comm.backoff import spread
@@ -36,9 +36,11 @@ from topotrain.comm.transport.frame_writer import LINGER, ReaderThread
 from topotrain.comm.transport.inline_reader import InlineReader
 from topotrain.comm.transport.listener import Listener
 from topotrain.comm.transport.multi_socket import Channel, HandshakeSocket, MultiSocketChannel, PendingSockets
-from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Message
+
+if TYPE_CHECKING:  # it needs torch
+    from topotrain.comm.transport.shared_memory import ProcessMemory
 
 _HEARING = DEADLINE  # seconds that a caller has for the handshake, before it has proven its identity
 
@@ -69,7 +71,7 @@ class SocketTransport:
     def __init__(
         self,
         identity: Identity,
-        memory: ProcessMemory | None = None,
+        memory: "ProcessMemory | None" = None,
         patience: float = 10.0,
         pump: InlineReader | None = None,
         lanes: int = 1,
