@@ -98,7 +98,7 @@ class RequestChannel:
         came = bytearray()
         while len(came) < size:
             piece = bytearray(min(size - len(came), _PIECE))
-            self._reader.fill(memoryview(piece))
+            self._reader.read_into(memoryview(piece))
             came += piece
         return came
 

@@ -27,7 +27,7 @@ from topotrain.comm.security import handshake, tls
 from topotrain.comm.security.handshake import HandshakeTimeout, NotOurProtocol, answer, dial
 from topotrain.comm.security.tls import BUDGET, PIECE, Certificate, TlsChannel, client_side, server_side
 from topotrain.comm.transport import Refused, TransportError, listener, socket_transport, tcp
-from topotrain.comm.transport.tcp import ListenAddress, TcpTransport, home
+from topotrain.comm.transport.tcp import ListenAddress, TcpTransport, local_address
 from topotrain.config.job import Link
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Push, Values
@@ -521,21 +521,21 @@ def test_nobody_listens_on_every_interface(host):
 @pytest.mark.parametrize("host", ["", "192.0.2.7", "224.0.0.1", "2001:db8::1", "no name", "x" * 300])
 def test_an_address_must_be_one_of_this_machine(host):
     with pytest.raises(TransportError, match=r"host = .*: must be an address"):
-        home(host)
+        local_address(host)
 
 
 def test_a_name_is_what_it_stands_for_here(monkeypatch):
     known = [("192.0.2.7", 0), ("fe80::1%lo", 0, 0, 1), ("127.0.0.3", 0)]
     monkeypatch.setattr(tcp.socket, "getaddrinfo", lambda *a, **b: [(0, 0, 0, "", address) for address in known])
-    assert home("machine") == ListenAddress(socket.AF_INET, "127.0.0.3", True)
-    assert home("localhost").loopback
+    assert local_address("machine") == ListenAddress(socket.AF_INET, "127.0.0.3", True)
+    assert local_address("localhost").loopback
     del known[2]
     with pytest.raises(TransportError, match="must be an address of this machine"):
-        home("machine")
+        local_address("machine")
 
 
 def test_no_other_machine_reaches_us_without_a_secret_or_tls(monkeypatch):
-    monkeypatch.setattr(tcp, "home", lambda host: ListenAddress(socket.AF_INET, host, host.startswith("127.")))
+    monkeypatch.setattr(tcp, "local_address", lambda host: ListenAddress(socket.AF_INET, host, host.startswith("127.")))
     with pytest.raises(TransportError, match="needs a secret"):
         TcpTransport(identity(token=bytes(32)), host="10.9.8.7")
     monkeypatch.setitem(sys.modules, "cryptography", None)

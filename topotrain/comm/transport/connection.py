@@ -58,7 +58,7 @@ class Connection:
         sock: Channel,
         me: Address,
         peer: Address,
-        resident: Endpoint,
+        endpoint: Endpoint,
         generation: int,
         memory: "ProcessMemory | None" = None,
         greeting: bytes = b"",
@@ -68,8 +68,8 @@ class Connection:
         self.me, self.peer, self.generation = me, peer, generation
         self.interrupted = False
         self.sent = self.received = 0  # bytes of messages; a reference counts as the payload it stands for
-        self._sock, self._resident, self._memory, self._ended = sock, resident, memory, ended
-        self._intake = FrameReader(sock, with_fds=memory is not None)
+        self._sock, self._endpoint, self._memory, self._ended = sock, endpoint, memory, ended
+        self._frames = FrameReader(sock, with_fds=memory is not None)
         self._out = FrameWriter(sock, f"to {peer}", greeting)
         self._reader: threading.Thread | None = None
         self._done = threading.Event()
@@ -181,9 +181,9 @@ class Connection:
         self._read()
         self.end()
 
-    def greet(self) -> None:
+    def send_greeting(self) -> None:
         """Send the greeting now."""
-        self._out.greet()
+        self._out.send_greeting()
 
     def fileno(self) -> int:
         """Return the socket's number, for a selector."""
@@ -202,52 +202,52 @@ class Connection:
         turn: return True after the frames that have come.
         """
         try:
-            self._out.greet()
+            self._out.send_greeting()
             while self._frame_in():
-                if turn and not self._intake.pending:
+                if turn and not self._frames.pending:
                     return True
                 if self._only_answers and not turn:
                     self._out.wait_until_taken()
         except ProtocolError as error:
-            self._turn_away(str(error))
+            self._refuse(str(error))
         except (EndOfStream, OSError) as error:
             self._fault = _broke(self._out.error or error)
         except Exception as error:  # an error in the endpoint must not leave a connection that no thread reads
-            self._turn_away(f"internal error: {type(error).__name__}: {error}")
+            self._refuse(f"internal error: {type(error).__name__}: {error}")
         except BaseException:
             self.end()
             raise
         return False
 
     def _frame_in(self) -> bool:
-        if not self._intake.wait():
+        if not self._frames.wait():
             return False
-        header, meta = self._intake.frame(self.generation)
+        header, meta = self._frames.frame(self.generation)
         if header.flags == CONTROL:
             return self._control(header.kind, meta)
         message = decode(header.kind, meta)
         size = header.payload
         if header.flags == REFERENCE:
-            number, offset, size = REFERENCE_AT.unpack(self._intake.take(REFERENCE_AT.size))
-            message = replace(message, body=self._shown(message, number, offset, size))
+            number, offset, size = REFERENCE_AT.unpack(self._frames.read(REFERENCE_AT.size))
+            message = replace(message, body=self._referenced(message, number, offset, size))
         elif header.flags == BODY:
-            message = replace(message, body=self._placed(message, size))
+            message = replace(message, body=self._received_body(message, size))
         self.received += HEADER_BYTES + header.meta + size
-        self._resident.handle(self.peer, message)
+        self._endpoint.handle(self.peer, message)
         return True
 
-    def _placed(self, message: Message, size: int) -> "torch.Tensor":
-        target = checked(self._resident.place(self.peer, message, False), message, size)
+    def _received_body(self, message: Message, size: int) -> "torch.Tensor":
+        target = checked(self._endpoint.place(self.peer, message, False), message, size)
         if size:
-            self._intake.fill(_flat(target).numpy().data)
+            self._frames.read_into(_flat(target).numpy().data)
         return target
 
-    def _shown(self, message: Message, number: int, offset: int, size: int) -> "torch.Tensor":
+    def _referenced(self, message: Message, number: int, offset: int, size: int) -> "torch.Tensor":
         region = self._foreign.get(number)
         if region is None or offset + size > region.numel():
             raise ProtocolError(f"a reference to bytes {offset} to {offset + size} of region {number}, out of bounds")
         view = region[offset : offset + size]
-        target = self._resident.place(self.peer, message, True)
+        target = self._endpoint.place(self.peer, message, True)
         if target is None:
             return view
         _flat(checked(target, message, size)).copy_(view)
@@ -265,7 +265,7 @@ class Connection:
         if kind != REGION or self._memory is None or len(meta) != REGION_IS.size:
             raise ProtocolError(f"unknown control frame {kind}")
         number, nbytes = REGION_IS.unpack(meta)
-        fd = self._intake.pop_fd()
+        fd = self._frames.pop_fd()
         if fd is None:
             raise ProtocolError(f"region {number} came without its memory")
         view = self._memory.map(fd, nbytes)
@@ -309,7 +309,7 @@ class Connection:
             self._reader.join(max(0.0, until - time.monotonic()))
         return True
 
-    def _turn_away(self, reason: str) -> None:
+    def _refuse(self, reason: str) -> None:
         """End the connection for an error of the peer.
 
         The reason is sent if the socket takes it at once.
@@ -329,10 +329,10 @@ class Connection:
         self._out.stop()
         with self._out.lock:  # no thread may be inside a call on the descriptor when its number becomes free
             self._sock.close()
-        self._intake.close()
+        self._frames.close()
         self._foreign.clear()
         try:
-            self._resident.lost(self.peer, self.reason)
+            self._endpoint.lost(self.peer, self.reason)
         finally:
             self._ended(self)  # only now may a newer connection of the peer come without waiting for this one
             self._done.set()

@@ -49,19 +49,19 @@ class FrameReader:
             ProtocolError: it is no frame, or of an older generation, or a frame before it is missing.
             EndOfStream: the stream ended within it.
         """
-        header = Header.unpack(self.take(HEADER_BYTES))
+        header = Header.unpack(self.read(HEADER_BYTES))
         self._number += 1
         if header.generation < generation:
             raise ProtocolError(f"FENCED: a frame of generation {header.generation}, we are in {generation}")
         if header.number != self._number:
             raise ProtocolError(f"frame number {header.number} where {self._number} was due")
-        return header, self.take(header.meta)
+        return header, self.read(header.meta)
 
-    def take(self, size: int) -> bytes:
+    def read(self, size: int) -> bytes:
         """Return the next `size` bytes (the caller has bounded it). Raises EndOfStream."""
         if size > READ_AHEAD:
             whole = bytearray(size)
-            self.fill(memoryview(whole))
+            self.read_into(memoryview(whole))
             return bytes(whole)
         while self._end - self._at < size:
             if not self._more():
@@ -69,7 +69,7 @@ class FrameReader:
         self._at += size
         return bytes(self._buffer[self._at - size : self._at])
 
-    def fill(self, target: memoryview) -> None:
+    def read_into(self, target: memoryview) -> None:
         """Receive exactly `target`. Raises EndOfStream."""
         ready = min(len(target), self._end - self._at)
         target[:ready] = self._buffer[self._at : self._at + ready]

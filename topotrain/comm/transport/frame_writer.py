@@ -58,13 +58,13 @@ class _Chunk:
         Raises OSError.
         """
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", self.fds))] if self.fds else []
-        taken = sock.sendmsg(self.views, extra, flags | socket.MSG_NOSIGNAL)
+        sent = sock.sendmsg(self.views, extra, flags | socket.MSG_NOSIGNAL)
         # The kernel sends descriptors with the first byte, so they must not be sent again.
         self.fds = ()
-        while self.views and taken >= len(self.views[0]):
-            taken -= len(self.views.pop(0))
-        if taken:
-            self.views[0] = self.views[0][taken:]
+        while self.views and sent >= len(self.views[0]):
+            sent -= len(self.views.pop(0))
+        if sent:
+            self.views[0] = self.views[0][sent:]
         return not self.views
 
 
@@ -73,7 +73,7 @@ class FrameWriter:
 
     After an error the socket is shut down, so its reader sees the end, and `error` has it.
 
-    `greeting` goes out before everything else, at the first `greet` or `put`.
+    `greeting` goes out before everything else, at the first `send_greeting` or `put`.
     """
 
     def __init__(self, sock: Channel, name: str, greeting: bytes) -> None:
@@ -91,7 +91,7 @@ class FrameWriter:
         """Whether the kernel has taken everything."""
         return not self._queue
 
-    def greet(self) -> None:
+    def send_greeting(self) -> None:
         """Send the greeting, unless a writer has begun with it already."""
         with self.lock:
             if self._queue and self._writer is None:

@@ -51,12 +51,12 @@ class KernelSignals:
     waiting: bool = False
 
 
-def signs(line: socket.socket) -> KernelSignals:
+def signs(sock: socket.socket) -> KernelSignals:
     """Read the state of a connection from the kernel.
 
     Raises OSError for a closed socket.
     """
-    raw = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     info = _INFO.unpack(raw.ljust(_INFO.size, b"\0"))
     waiting = bool(info[_UNACKED] or info[_UNSENT])
     return KernelSignals(info[_LAST_ACK_MS] / 1000, info[_TOTAL_RETRANS], info[_RETRANSMITS], info[_PROBES], waiting)
@@ -65,19 +65,19 @@ def signs(line: socket.socket) -> KernelSignals:
 class SilenceTimer:
     """How long one host has been silent, as far as this process was looking.
 
-    It has no clock: `look` gets the time.
+    It has no clock: `update` gets the time.
 
-    lease_s: as in `KeepaliveWatch`. now: seconds, of the clock that `look` is given.
+    lease_s: as in `KeepaliveWatch`. now: seconds, of the clock that `update` is given.
     """
 
     def __init__(self, lease_s: float, now: float) -> None:
-        self._lease_s, self._looked = lease_s, now
+        self._lease_s, self._updated = lease_s, now
         self._last = KernelSignals(0.0)
         self.silent_s = 0.0
 
-    def look(self, signs: KernelSignals, now: float) -> bool:
+    def update(self, signs: KernelSignals, now: float) -> bool:
         """Whether the host is out of reach."""
-        passed, self._looked = now - self._looked, now
+        passed, self._updated = now - self._updated, now
         most = 2 * beat_s(self._lease_s)
         if signs.silent_s < passed:
             self.silent_s, self._last = min(signs.silent_s, most), signs
@@ -105,13 +105,13 @@ class KeepaliveWatch:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, connection: Connection, lines: Sequence[socket.socket]) -> None:
+    def add(self, connection: Connection, socks: Sequence[socket.socket]) -> None:
         """Watch this connection, too, over its sockets."""
         now = time.monotonic()
         with self._change:
             if self._closed:
                 return
-            self._watched[connection] = [(line, SilenceTimer(self._lease_s, now)) for line in lines]
+            self._watched[connection] = [(sock, SilenceTimer(self._lease_s, now)) for sock in socks]
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
                 self._thread.start()
@@ -133,9 +133,9 @@ class KeepaliveWatch:
 
     def _run(self) -> None:
         while watched := self._next():
-            for connection, lines in watched:
+            for connection, socks in watched:
                 with suppress(OSError):  # its socket has just been closed
-                    self._look(connection, lines)
+                    self._look(connection, socks)
 
     def _next(self) -> list[tuple[Connection, list[tuple[socket.socket, SilenceTimer]]]]:
         """Return the connections to look at, when it is time; none at the end."""
@@ -148,14 +148,14 @@ class KeepaliveWatch:
                 self._change.wait(left if self._watched else None)
         return []
 
-    def _look(self, connection: Connection, lines: Sequence[tuple[socket.socket, SilenceTimer]]) -> None:
+    def _look(self, connection: Connection, socks: Sequence[tuple[socket.socket, SilenceTimer]]) -> None:
         now = time.monotonic()
-        found = [(lease, signs(line)) for line, lease in lines]
-        silent = [lease.silent_s for lease, sign in found if lease.look(sign, now)]
+        found = [(timer, signs(sock)) for sock, timer in socks]
+        silent = [timer.silent_s for timer, sign in found if timer.update(sign, now)]
         if silent:
             self.remove(connection)
-            for line, _ in lines:
-                line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+            for sock, _ in socks:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
             connection.cut(
                 f"its host has not answered for {max(silent):.1f} s (lease_s: {self._lease_s:g}): "
                 "it is gone, or the network between us is"

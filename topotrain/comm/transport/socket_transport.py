@@ -77,12 +77,12 @@ class SocketTransport:
         lanes: int = 1,
     ) -> None:
         self._pump = pump
-        self._lanes, self._parking = lanes, PendingSockets()
+        self._lanes, self._pending = lanes, PendingSockets()
         self._identity, self._regions, self._patience = identity, memory, patience
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._residents: dict[Address, Endpoint] = {}
-        self._ways: dict[tuple[Address, Address], Connection] = {}
+        self._routes: dict[tuple[Address, Address], Connection] = {}
         self._connections: set[Connection] = set()
         self._incarnations: dict[Address, int] = {}
         self._sent = self._received = 0
@@ -97,7 +97,7 @@ class SocketTransport:
         """Return a listening socket and its URL."""
         raise NotImplementedError
 
-    def _reach(self, url: SplitResult, seconds: float) -> socket.socket:
+    def _open_socket(self, url: SplitResult, seconds: float) -> socket.socket:
         """Return a socket connected to the URL. Raises OSError."""
         raise NotImplementedError
 
@@ -120,8 +120,8 @@ class SocketTransport:
         """Return the channel to a proven peer; it may take over the one given."""
         return line
 
-    def _guard(self, connection: Connection, roads: list[Channel]) -> None:
-        """Watch a new connection over these channels, until `_leave` gets its end."""
+    def _watch_over(self, connection: Connection, channels: list[Channel]) -> None:
+        """Watch a new connection over these channels, until `unregister` gets its end."""
 
     # --- the contract --------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class SocketTransport:
             taken = " and ".join(f"{scheme}://" for scheme in self.schemes)
             raise TransportError(f"{url}: this transport takes {taken} addresses")
         until, pause = time.monotonic() + self._patience, 0.02
-        while anew or (me, peer) not in self._ways:
+        while anew or (me, peer) not in self._routes:
             try:
                 self._dial(me, peer, parts)
                 return
@@ -165,7 +165,7 @@ class SocketTransport:
 
         Raises ConnectionLost when there is no connection.
         """
-        connection = self._ways.get((me, to))
+        connection = self._routes.get((me, to))
         if connection is None:
             raise ConnectionLost(f"no connection from {me} to {to}")
         connection.send(message, wait)
@@ -214,7 +214,7 @@ class SocketTransport:
             connections = list(self._connections)
         if self._listener is not None:
             self._listener.stop()
-        self._parking.close()
+        self._pending.close()
         for connection in connections:
             connection.shut()
         until = time.monotonic() + LINGER
@@ -238,7 +238,7 @@ class SocketTransport:
             return
         self._listener.release(sock)  # from now on it belongs to its connection, or waits for the other lanes
         if connection is not None and self._pump is not None:
-            connection.greet()
+            connection.send_greeting()
             self._pump.add(connection)
         elif connection is not None:
             connection.run()
@@ -254,8 +254,8 @@ class SocketTransport:
             if peer.lane.lanes != self._lanes:
                 raise Refused("CONFIG", f"a connection of {peer.lane.lanes} sockets, here it has {self._lanes}")
             if not peer.lane.lane:
-                return self._enter([line], peer, welcome, sock)
-            self._parking.put((peer.me, peer.address), peer.lane.bundle, peer.lane.lane, line)
+                return self._register([line], peer, welcome, sock)
+            self._pending.put((peer.me, peer.address), peer.lane.bundle, peer.lane.lane, line)
             line.sendall(welcome)
             return None
         except Refused as refused:
@@ -271,13 +271,13 @@ class SocketTransport:
         bundle = secrets.token_bytes(16)
         try:
             for number in reversed(range(self._lanes)):
-                sock = self._open(peer, url)
+                sock = self._connected_socket(peer, url)
                 lines.insert(0, sock)
                 until = time.monotonic() + DEADLINE
                 lines[0], binding = self._secure(sock, DEADLINE, url)
                 lane, left = SocketNumber(number, self._lanes, bundle), until - time.monotonic()
                 proven = dial(lines[0], self._identity, me, peer, left, lane, binding)
-            connection = self._enter(lines, proven)
+            connection = self._register(lines, proven)
         except BaseException:
             for line in lines:
                 line.close()
@@ -287,9 +287,9 @@ class SocketTransport:
         else:
             connection.start()
 
-    def _open(self, peer: Address, url: SplitResult) -> socket.socket:
+    def _connected_socket(self, peer: Address, url: SplitResult) -> socket.socket:
         try:
-            sock = self._reach(url, DEADLINE)
+            sock = self._open_socket(url, DEADLINE)
         except BlockingIOError as error:  # a local socket whose backlog is full
             raise Refused("FULL", f"{peer} at {url.geturl()} cannot take a connection now") from error
         except OSError as error:
@@ -303,7 +303,7 @@ class SocketTransport:
 
     # --- both ----------------------------------------------------------------------------------------------------
 
-    def _enter(
+    def _register(
         self, lines: list[HandshakeSocket], peer: Peer, greeting: bytes = b"", caller: socket.socket | None = None
     ) -> Connection:
         """Put a connection to a proven peer into the table.
@@ -312,7 +312,7 @@ class SocketTransport:
 
         With `caller`, the accepted socket, this side accepted, and only lane 0 is given: the others are parked.
         """
-        way = (peer.me, peer.address)
+        route = (peer.me, peer.address)
         with self._lock:
             if self._stop.is_set():
                 raise TransportError("this transport is closed")
@@ -324,30 +324,30 @@ class SocketTransport:
                 raise HandshakeAborted("the other side closed the connection before it was welcomed")
             if caller is not None:
                 if self._admission is not None:
-                    self._admission.admit(peer, way in self._ways)
-                lines = [*lines, *self._parking.take(way, peer.lane.bundle, self._lanes)]
+                    self._admission.admit(peer, route in self._routes)
+                lines = [*lines, *self._pending.claim(route, peer.lane.bundle, self._lanes)]
             self._incarnations[peer.address] = peer.incarnation
             generation = self._identity.generation
             resident = self._residents[peer.me]
-            roads = [self._shape(line, peer) for line in lines]
-            road = MultiSocketChannel(roads, len(greeting)) if len(roads) > 1 else roads[0]
-            connection = Connection(road, *way, resident, generation, self._regions, greeting, self._leave)
-            older, self._ways[way] = self._ways.get(way), connection
+            channels = [self._shape(line, peer) for line in lines]
+            channel = MultiSocketChannel(channels, len(greeting)) if len(channels) > 1 else channels[0]
+            connection = Connection(channel, *route, resident, generation, self._regions, greeting, self.unregister)
+            older, self._routes[route] = self._routes.get(route), connection
             self._connections.add(connection)
-            self._guard(connection, roads)
+            self._watch_over(connection, channels)
         if older is not None:
             older.cut("replaced by a newer connection of the same peer")
             older.join(LINGER)  # all its messages, and its end, are handled before the first message of the newer one
         return connection
 
-    def _leave(self, connection: Connection) -> None:
+    def unregister(self, connection: Connection) -> None:
         with self._lock:
             self._connections.discard(connection)
             self._sent += connection.sent
             self._received += connection.received
-            way = (connection.me, connection.peer)
-            if self._ways.get(way) is connection:
-                del self._ways[way]
+            route = (connection.me, connection.peer)
+            if self._routes.get(route) is connection:
+                del self._routes[route]
 
 
 def _hung_up(sock: socket.socket) -> bool:

@@ -56,12 +56,12 @@ class TcpTransport(SocketTransport):
             raise TransportError(f"lanes = {lanes}: must be 1 to {MAX_LANES}")
         if not 0 <= start_port <= _LAST_PORT:
             raise TransportError(f"start_port = {start_port}: must be 0 to {_LAST_PORT}")
-        self._home = home(host)
-        if not self._home.loopback and identity.token == bytes(TOKEN_BYTES):
+        self._address = local_address(host)
+        if not self._address.loopback and identity.token == bytes(TOKEN_BYTES):
             raise TransportError(
                 f"host = {host!r}: other machines reach it, so the job needs a secret; its token is zeros"
             )
-        self._certificate = Certificate.make() if tls or not self._home.loopback else None
+        self._certificate = Certificate.make() if tls or not self._address.loopback else None
         self._start_port, self._exact = start_port, exact
         self._watch = KeepaliveWatch(lease_s)
 
@@ -71,17 +71,17 @@ class TcpTransport(SocketTransport):
         error: OSError | None = None
         for port in ports:
             try:
-                sock = bind(self._home.family, self._home.address, port)
+                sock = bind(self._address.family, self._address.address, port)
             except OSError as busy:
                 error = busy
             else:
                 scheme = "tcp" if self._certificate is None else "tls"
-                return sock, f"{scheme}://{self._home}:{sock.getsockname()[1]}"
+                return sock, f"{scheme}://{self._address}:{sock.getsockname()[1]}"
         if self._exact:
-            raise TransportError(f"port {self._start_port} of {self._home} cannot be used: {error}")
-        raise TransportError(f"no free port on {self._home} from {self._start_port} on: {error}")
+            raise TransportError(f"port {self._start_port} of {self._address} cannot be used: {error}")
+        raise TransportError(f"no free port on {self._address} from {self._start_port} on: {error}")
 
-    def _reach(self, url: SplitResult, seconds: float) -> socket.socket:
+    def _open_socket(self, url: SplitResult, seconds: float) -> socket.socket:
         try:
             host, port = url.hostname, url.port
         except ValueError as error:
@@ -112,15 +112,15 @@ class TcpTransport(SocketTransport):
         assert isinstance(line, socket.socket)
         return self._wrap(line, peer)
 
-    def _guard(self, connection: Connection, roads: list[Channel]) -> None:
-        below = [road.below if isinstance(road, TlsChannel) else road for road in roads]
+    def _watch_over(self, connection: Connection, channels: list[Channel]) -> None:
+        below = [channel.below if isinstance(channel, TlsChannel) else channel for channel in channels]
         socks = [sock for sock in below if isinstance(sock, socket.socket)]
         if not is_loopback(str(socks[0].getpeername()[0])):  # the own machine is reachable for as long as it runs
             self._watch.add(connection, socks)
 
-    def _leave(self, connection: Connection) -> None:
+    def unregister(self, connection: Connection) -> None:
         self._watch.remove(connection)
-        super()._leave(connection)
+        super().unregister(connection)
 
     def close(self) -> None:
         """Close as `SocketTransport.close`; unreachable peers are noticed until its end."""
@@ -147,7 +147,7 @@ class ListenAddress:
         return f"[{self.address}]" if ":" in self.address else self.address
 
 
-def home(host: str) -> ListenAddress:
+def local_address(host: str) -> ListenAddress:
     """Return the local address of a host name; of several, the first usable one.
 
     Raises:

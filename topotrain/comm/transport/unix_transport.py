@@ -68,7 +68,7 @@ class SharedMemoryTransport(SocketTransport):
             raise TransportError(f"cannot listen at {self._path}: {error}") from error
         return sock, Path(self._path).as_uri().replace("file:", "unix:", 1)
 
-    def _reach(self, url: SplitResult, seconds: float) -> socket.socket:
+    def _open_socket(self, url: SplitResult, seconds: float) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(seconds)

@@ -130,10 +130,10 @@ class PrimaryEndpoint:
     def lost(self, peer: Address, reason: str) -> None:
         """See `wire.Endpoint.lost`."""
         if peer == self.lead.shadow:
-            if not self._roads.leads(self.lead.me, peer):  # else a new standby is connected already
+            if not self._roads.has_route(self.lead.me, peer):  # else a new standby is connected already
                 self._missing()
         elif peer.role is Role.SERVER:
-            if not self._roads.leads(self.lead.me, peer):  # else there is a new connection already
+            if not self._roads.has_route(self.lead.me, peer):  # else there is a new connection already
                 with self._lock:
                     self.lead.parted(peer)
                 self._parted(peer)

@@ -513,7 +513,7 @@ class WorkerConnections:
                 self._roads.connect_inside(self.me, server)
             elif self._lines is not None:
                 self._lines.begin(server)
-                self._roads.follow(self.me, server, 0)
+                self._roads.connect_moved(self.me, server, 0)
             else:
                 self._roads.connect(self.me, server, "server")
         self.exchange.come_back()
@@ -535,7 +535,7 @@ class WorkerConnections:
 
         def look() -> None:
             try:
-                lines.connected(server, self._roads.follow(self.me, server, moves))
+                lines.connected(server, self._roads.connect_moved(self.me, server, moves))
             except ConnectionLost as error:
                 lines.failed(server, str(error))
             except (TransportError, TimeoutError) as error:
@@ -588,8 +588,8 @@ class WorkerConnections:
         workers = self._place.topology.workers(self.me.group)
         for peer in workers[: self.me.index]:
             self._roads.connect(self.me, peer, kind)
-            crossing.greet(peer.index)
-        crossing.await_greetings(range(self.me.index + 1, len(workers)))
+            crossing.send_hello(peer.index)
+        crossing.wait_for_hellos(range(self.me.index + 1, len(workers)))
         return crossing
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

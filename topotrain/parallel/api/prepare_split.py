@@ -51,14 +51,14 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
         ConfigError: the model cannot be split like this, or not in this job.
     """
     job, workers = here.place.job, here.place.topology.workers_per_group
-    said = None
+    captured_early = None
     if not (job.splits or tagged(model)):
-        said = says_where(model) if workers > 1 else None
-        if said is None:
+        captured_early = captured_if_placed(model) if workers > 1 else None
+        if captured_early is None:
             return None
     if "_orig_mod" in dict(model.named_children()):
         raise ConfigError("tt.prepare", "a compiled model", "a split model must be prepared before torch.compile")
-    captured = said or capture(model)
+    captured = captured_early or capture(model)
     if workers == 1:
         assignments(model, job, _ANY, captured)  # for its errors only
         localise(model, optimizer, divide(model, {}, 1), 0, job.seed)
@@ -68,7 +68,7 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
     topology, unit = here.place.topology, here.place.topology.unit_of(here.me)
     asked = PlacementRequest(job, topology, model, captured, found, None, state_factor(optimizer))
     if job.placement is Placement.kAuto:
-        with _dice_kept(loader):
+        with _random_state_kept(loader):
             chosen = place_modules(asked, loader)
         found = chosen.found
         if here.is_main:
@@ -77,7 +77,7 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
     if not (job.splits or any(share.owners for whole in division.parameters for share in whole.shares)):
         accepted = "names workers for nothing that has parameters: place a module, or write a partition block"
         raise ConfigError("tt.device", None, accepted)
-    with _dice_kept(loader):
+    with _random_state_kept(loader):
         check_room(replace(asked, found=found), loader, topology.hosts[unit] if topology.hosts else 0)
     return SplitModel(
         here, model, optimizer, captured, found, localise(model, optimizer, division, here.me.index, job.seed)
@@ -90,12 +90,12 @@ def tagged(model: nn.Module) -> bool:
     return any(device_scopes.parse(tag).task is not None for tag in tags if tag)
 
 
-def says_where(model: nn.Module) -> CapturedForward | None:
+def captured_if_placed(model: nn.Module) -> CapturedForward | None:
     """Return the captured forward if it names a worker with `tt.device`, else None.
 
     A forward is traced only if its code mentions `tt.device`.
     """
-    if not any(_speaks_of_device(kind) for kind in {type(module) for module in model.modules()}):
+    if not any(_mentions_device(kind) for kind in {type(module) for module in model.modules()}):
         return None
     try:
         captured = capture(model)
@@ -106,18 +106,18 @@ def says_where(model: nn.Module) -> CapturedForward | None:
     return captured if any(device.task is not None and device.job != "ps" for device in found) else None
 
 
-def _speaks_of_device(kind: type[nn.Module]) -> bool:
+def _mentions_device(kind: type[nn.Module]) -> bool:
     code = getattr(kind.forward, "__code__", None)
     if code is None or "device" not in code.co_names:
         return False
-    spoken = [kind.forward.__globals__.get(name) for name in code.co_names]
-    return any(getattr(thing, "__name__", "").partition(".")[0] == "topotrain" for thing in spoken) or any(
-        getattr(thing, "__module__", "") == device_placement.__name__ for thing in spoken
+    named = [kind.forward.__globals__.get(name) for name in code.co_names]
+    return any(getattr(thing, "__name__", "").partition(".")[0] == "topotrain" for thing in named) or any(
+        getattr(thing, "__module__", "") == device_placement.__name__ for thing in named
     )
 
 
 @contextmanager
-def _dice_kept(loader: Any) -> Iterator[None]:
+def _random_state_kept(loader: Any) -> Iterator[None]:
     """Restore the random state of a loader and of torch after the block.
 
     So looking at a batch does not change the order of the batches.
@@ -223,12 +223,12 @@ class SplitModel(DividedModel):
         parts, division = self.parts, self._localised.division
         held = entries(division.parameters, parts.tensors) + entries(division.buffers, parts.buffer_tensors)
         if self._here.me.index:
-            give(self._forward.meeting, held, what)
+            give(self._forward.sync, held, what)
             return None
         wholes = (*division.parameters, *division.buffers)
         likes = [torch.empty(whole.shape, dtype=whole.tensor.dtype, device="meta") for whole in wholes]
         found = dict(zip((whole.names[0] for whole in wholes), in_one_file(likes, self._here.workspace), strict=True))
-        gather(self._forward.meeting, held, found, what)
+        gather(self._forward.sync, held, found, what)
         return found
 
     @property
@@ -290,7 +290,7 @@ class SplitExtension(PrepareExtension):
 
     def splits(self, model: nn.Module) -> bool:
         """As `PrepareExtension` has it."""
-        return tagged(model) or says_where(model) is not None
+        return tagged(model) or captured_if_placed(model) is not None
 
     def holds_elsewhere(self, here: Context, tensor: torch.Tensor) -> bool:
         """As `PrepareExtension` has it."""

@@ -38,11 +38,11 @@ class ArrivedTensors:
         """
         self._came.setdefault((source, key), deque()).append((tensor, grad))
 
-    def here(self, source: int, key: TensorKey) -> bool:
+    def has(self, source: int, key: TensorKey) -> bool:
         """Return whether there is a tensor to take."""
         return (source, key) in self._came
 
-    def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
+    def pop(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         """Return the first tensor that arrived.
 
         Raises:

@@ -148,7 +148,7 @@ class MicroBatchState:
     def _leave(self, edge: int, value: Any) -> None:
         if self._stays(edge):
             if self.route.edges[edge].target.on(self.route.me):
-                self.values[ResultRef(self.route.edges[edge].value, edge)] = self._move(edge).take_own(value)
+                self.values[ResultRef(self.route.edges[edge].value, edge)] = self._move(edge).own_part(value)
             return
         move = self._move(edge)
         if edge == self.cold:

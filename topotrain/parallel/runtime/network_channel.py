@@ -60,26 +60,26 @@ class NetworkChannel(ClientExtension):
         self._turn = threading.Lock()
         self._read: dict[int, int] = defaultdict(int)  # messages of each worker
         self._coming: dict[tuple[int, TensorKey], list[torch.Tensor]] = {}
-        self._met: set[int] = set()
+        self._connected: set[int] = set()
         self._left: dict[int, str] = {}
         exchange.attach(self)
 
-    # --- meeting -------------------------------------------------------------------------------------------------
+    # --- sync -------------------------------------------------------------------------------------------------
 
-    def greet(self, to: int) -> None:
+    def send_hello(self, to: int) -> None:
         """Send the first message to a worker to which this worker has connected."""
         self._post(to, ActivationHello())
 
-    def await_greetings(self, workers: Collection[int]) -> None:
+    def wait_for_hellos(self, workers: Collection[int]) -> None:
         """Wait until these workers have connected to this one.
 
         Raises:
             JobError, PeerLost: the job has failed, or a worker is lost.
         """
         exchange = self._exchange
-        exchange.wait_until(lambda: self._met.issuperset(workers) or self._any_left(workers))
+        exchange.wait_until(lambda: self._connected.issuperset(workers) or self._any_left(workers))
         with exchange.waiter.update():
-            if not self._met.issuperset(workers):
+            if not self._connected.issuperset(workers):
                 self._check(workers)
 
     # --- the channel ---------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class NetworkChannel(ClientExtension):
             return
         nbytes = tensor.nbytes
         parts = _parts(nbytes)
-        said = partial(
+        message = partial(
             Activation,
             forward=key.forward,
             micro=key.micro,
@@ -120,26 +120,26 @@ class NetworkChannel(ClientExtension):
                 flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             for part in range(parts):
                 body = flat[part * PART_BYTES : (part + 1) * PART_BYTES] if nbytes else None
-                self._post(to, said(part=part, taken=self._read[to], body=body))
+                self._post(to, message(part=part, taken=self._read[to], body=body))
 
-    def here(self, source: int, key: TensorKey) -> bool:
-        """Return whether `take` would not wait.
+    def arrived(self, source: int, key: TensorKey) -> bool:
+        """Return whether `receive` would not wait.
 
         Raises:
-            JobError, PeerLost: as `take`.
+            JobError, PeerLost: as `receive`.
         """
-        if self._store.here(source, key):
+        if self._store.has(source, key):
             return True
         self._look()
         if self._exchange.failure is not None:
             raise self._exchange.failure
         with self._exchange.waiter.update():  # a tensor that arrived before the peer left still counts
-            found = self._store.here(source, key)
+            found = self._store.has(source, key)
             if not found:
                 self._check([source])
             return found
 
-    def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
+    def receive(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         """Wait for a tensor and return it and its `grad`.
 
         Tensors under the same key come in the order they were sent. The tensor belongs to the caller.
@@ -149,13 +149,13 @@ class NetworkChannel(ClientExtension):
         """
         self.wait_any([(source, key)])
         with self._exchange.waiter.update():
-            return self._store.take(source, key)
+            return self._store.pop(source, key)
 
     def wait_any(self, wanted: Collection[tuple[int, TensorKey]]) -> None:
         """Wait until one of (source, key) has arrived.
 
         Raises:
-            JobError, PeerLost: as `take`.
+            JobError, PeerLost: as `receive`.
         """
         if not self._any(wanted):
             sources = {source for source, _ in wanted}
@@ -166,7 +166,7 @@ class NetworkChannel(ClientExtension):
                         self._check(sources)
 
     def _any(self, wanted: Collection[tuple[int, TensorKey]]) -> bool:
-        return any(self._store.here(source, key) for source, key in wanted)
+        return any(self._store.has(source, key) for source, key in wanted)
 
     def _any_left(self, workers: Collection[int]) -> bool:
         return not self._left.keys().isdisjoint(workers)
@@ -198,11 +198,11 @@ class NetworkChannel(ClientExtension):
     def handle(self, sender: Address, message: Message) -> None:
         """Handle a part or a hello, in order. Raises ProtocolError."""
         if isinstance(message, ActivationHello):
-            self._met.add(sender.index)
+            self._connected.add(sender.index)
         elif isinstance(message, Activation):
-            self._take_part(sender, message)
+            self._receive_part(sender, message)
 
-    def _take_part(self, sender: Address, message: Activation) -> None:
+    def _receive_part(self, sender: Address, message: Activation) -> None:
         if not self._slots.read(sender.index, message.taken):
             raise ProtocolError(f"{sender} reports {message.taken} messages read, which is not possible")
         self._read[sender.index] += 1

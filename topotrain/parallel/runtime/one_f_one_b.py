@@ -164,7 +164,9 @@ class OneFOneBForward:
             return []
         post, move = self.trip.post, flight.departed[-1]
         key = move.key(True)
-        return [(t.target, key) for t in move.outgoing if t.target != post.me and not post.passage.here(t.target, key)]
+        return [
+            (t.target, key) for t in move.outgoing if t.target != post.me and not post.channel.arrived(t.target, key)
+        ]
 
     def _root(self, flight: MicroBatchState) -> torch.Tensor | None:
         root = flight.values[self.loss.ref] if self.loss.edge is None else flight.root

@@ -82,14 +82,14 @@ class SendBuffers:
             while new:
                 new -= lent[0].read(new)
                 if not lent[0].parts:
-                    self._take_back(lent.popleft())
+                    self._return(lent.popleft())
         return True
 
     def _slot(self, size: int) -> torch.Tensor:
         free = self._free[size]
         return free.pop() if free else self._allocate(size, torch.uint8)
 
-    def _take_back(self, lent: _Lent) -> None:
+    def _return(self, lent: _Lent) -> None:
         if lent.kept:
             self._free[lent.memory.nbytes].append(lent.memory)
 

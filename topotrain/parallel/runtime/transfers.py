@@ -36,7 +36,7 @@ class ForwardMessages:
     Messages to the worker itself are not sent but kept in `own`.
     """
 
-    passage: NetworkChannel
+    channel: NetworkChannel
     forward: int
     weights: tuple[float, ...]
     device: torch.device
@@ -46,30 +46,32 @@ class ForwardMessages:
     @property
     def me(self) -> int:
         """This worker's index in the group."""
-        return self.passage.me
+        return self.channel.me
 
     def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool) -> None:
         """Send a tensor to a worker, possibly this one, see `NetworkChannel.send`."""
         if to == self.me:
             self.own.put(to, key, _copy(tensor), grad)
         else:
-            self.passage.send(to, key, tensor, grad)
+            self.channel.send(to, key, tensor, grad)
 
-    def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
+    def receive(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         """Return a tensor on the model's device, possibly from this worker itself.
 
-        See `NetworkChannel.take`.
+        See `NetworkChannel.receive`.
         """
         if source == self.me:
-            return self.own.take(source, key)
+            return self.own.pop(source, key)
         self.sync.wait(source, key)
-        tensor, grad = self.passage.take(source, key)
+        tensor, grad = self.channel.receive(source, key)
         return tensor.to(self.device), grad
 
     def missing(self, move: "EdgeTransfer") -> list[tuple[int, TensorKey]]:
         """Return the incoming tensors of a move that have not arrived yet."""
         key = move.key(False)
-        return [(t.source, key) for t in move.incoming if t.source != self.me and not self.passage.here(t.source, key)]
+        return [
+            (t.source, key) for t in move.incoming if t.source != self.me and not self.channel.arrived(t.source, key)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ class EdgeTransfer:
         arrived, token = ReceiveActivation.apply(anchor, [value], self)  # type: ignore[no-untyped-call]
         return arrived, token
 
-    def take_own(self, value: torch.Tensor) -> torch.Tensor:
+    def own_part(self, value: torch.Tensor) -> torch.Tensor:
         """Return the target's part of a value that this worker has as a whole."""
         return value if self._want == self._have else value[within(_box(self._want), _box(self._have))]
 
@@ -148,7 +150,7 @@ class EdgeTransfer:
     def _assemble(self) -> tuple[torch.Tensor, tuple[Transfer, ...]]:
         want, whole, answers = _box(self._want), None, []
         for transfer in self.incoming:
-            tensor, grad = self.post.take(transfer.source, self.key(False))
+            tensor, grad = self.post.receive(transfer.source, self.key(False))
             if grad:
                 answers.append(transfer)
             if transfer.box == want:
@@ -179,7 +181,7 @@ class EdgeTransfer:
         """
         have, found = _box(self._have), list[tuple[Transfer, torch.Tensor]]()
         for transfer in self.outgoing:
-            gradient, there = self.post.take(transfer.target, self.key(True))
+            gradient, there = self.post.receive(transfer.target, self.key(True))
             if there:
                 factor = self.post.weights[transfer.target] / self.post.weights[self.post.me]
                 found.append((transfer, gradient if factor == 1.0 else gradient * factor))

@@ -135,12 +135,12 @@ class SessionWorker:
             lambda slice_map: FlatBuffers(slice_map, None, roads.allocate),
         )
         self._worker.start()
-        self._passage: NetworkChannel = roads.meet_group()
+        self._channel: NetworkChannel = roads.meet_group()
         adopt(self._optimizer, self._worker)
         self._worker.scatter_state()
         assert isinstance(self._worker.path, PushPath)
-        self._meeting = _Meeting(self._passage, self._worker.path.begin)
-        self._worker.before_commit.append(lambda *_: self._meeting.stepped())
+        self._sync = _SessionSync(self._channel, self._worker.path.begin)
+        self._worker.before_commit.append(lambda *_: self._sync.stepped())
 
     def learn(self, number: int, data: Any, loss: bool) -> None:
         """Keep a description to be run under this number. Raises ConfigError."""
@@ -150,7 +150,7 @@ class SessionWorker:
         box = None if loss else OutputCollector()
         most = max(_LEAST_ROOM, room().least() or 0)
         cut = program(description, self._states, self._meet.workers, self._meet.first, box, most)
-        runner = Runner(cut, self._model, self._passage, lambda: 1.0, meeting=self._meeting, generator=self._dice)
+        runner = Runner(cut, self._model, self._channel, lambda: 1.0, sync=self._sync, generator=self._dice)
         self._graphs[number] = _Graph(runner, box, description)
 
     def run(self, number: int, inputs: Sequence[torch.Tensor], dice: torch.Tensor | None, settings: str) -> Any:
@@ -225,14 +225,14 @@ class SessionWorker:
             self._store.close()
 
 
-class _Meeting(WorkerSync):
+class _SessionSync(WorkerSync):
     """Worker synchronization that also starts a push without own gradients.
 
     A worker would not notice a backward that reaches none of its parameters.
     """
 
-    def __init__(self, passage: NetworkChannel, begins: Callable[[], None]) -> None:
-        super().__init__(passage)
+    def __init__(self, channel: NetworkChannel, begins: Callable[[], None]) -> None:
+        super().__init__(channel)
         self._begins = begins
 
     def begun(self) -> None:
