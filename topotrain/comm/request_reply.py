@@ -72,7 +72,7 @@ class RequestChannel:
             raise ConnectionLost(str(error)) from error
 
     def receive(self, begin: float | None, seconds: float, most: int = MAX_BODY) -> Frame | None:
-        """Return the next frame; None when the other side has closed after the last one.
+        """Return the next frame, or None when the other side has closed between two.
 
         Args:
             begin: seconds in which the frame must begin; None: any time.

@@ -1,4 +1,4 @@
-"""The transports carry messages, as the contract in `core.transport_contract` promises."""
+"""The transports carry messages, as `core.transport_contract` promises."""
 
 from topotrain.core.transport_contract import (
     ConnectionLost,

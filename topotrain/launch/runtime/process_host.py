@@ -39,6 +39,7 @@ from topotrain.extensions.replication.replica_host import ReplicaSlot, Replicate
 from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.parallel.runtime.network_channel import NetworkChannel
+from topotrain.parallel.runtime.send_buffers import SendBuffers
 
 # --- servers -----------------------------------------------------------------------------------------------------
 
@@ -581,7 +582,7 @@ class WorkerConnections:
                 "a list of addresses names servers only",
             )
         send = partial(self._roads.send, self.me)
-        crossing = NetworkChannel(self.exchange, send, self._monitor.look, self.allocate)
+        crossing = NetworkChannel(self.exchange, send, self._monitor.look, SendBuffers(self.allocate))
         incarnation = self._place.identity.incarnation
         kind = f"worker-{incarnation}" if incarnation else "worker"  # where others of the group were is of no use
         self._roads.publish(kind, self.me, self._urls)

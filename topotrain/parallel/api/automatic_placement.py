@@ -1,6 +1,7 @@
-"""The one way to automatic placement (`placement: kAuto`), which is a package of its own.
+"""The one way to automatic placement (`placement: kAuto`).
 
-Without the package `auto_placement` everything else works, and a job with kAuto is refused.
+That is a package of its own, `auto_placement`. Without it everything else works, and a job with kAuto
+is refused.
 """
 
 from collections.abc import Mapping

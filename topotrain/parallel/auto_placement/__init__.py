@@ -1,1 +1,1 @@
-"""Automatic placement (`placement: kAuto`): nothing imports it but `api.automatic_placement`."""
+"""Automatic placement; nothing but `api.automatic_placement` imports it."""

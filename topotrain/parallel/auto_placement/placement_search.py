@@ -1,4 +1,4 @@
-"""Search of a placement that fits into the memory of all processes of a job (`placement: kAuto`)."""
+"""Search of a placement that fits into the memory of all processes of a job."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -21,7 +21,7 @@ _MAKERS = (
 
 
 class CaptureRecorder:
-    """What a capture changes in torch and in the user's code reports here; the base of the tracer."""
+    """Base of the tracer: gets reports of what a capture changes in torch."""
 
     def __init__(self) -> None:
         self.by_mode = False  # the forward depends on the mode of a module

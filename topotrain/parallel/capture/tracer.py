@@ -6,8 +6,9 @@ depend on the number of samples are then plain Python values for the user's code
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -56,21 +57,18 @@ class _Valued(fx.Proxy):
         accepted = "writes into a tensor, which cannot be captured; torch.where and torch.cat make a new one"
         raise ConfigError(FIELD, None, accepted, user_line())
 
+    def write(self, operation: Any, other: Any) -> Any:
+        """Record an operation that writes to this value."""
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
     def _refused(self, does: str) -> Exception:
         tracer: Any = self.tracer
         error: Exception = tracer.undecided(self.node, does)
         return error
 
 
-def _writing(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def record(self: _Valued, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", operation, (self, other), {})
-
-    return record
-
-
 for _operation in WRITING:  # fx records `x += y` as `x = x + y`, which is wrong where x has a second name
-    setattr(_Valued, f"__{_operation.__name__}__", _writing(_operation))
+    setattr(_Valued, f"__{_operation.__name__}__", partialmethod(_Valued.write, _operation))
 
 
 class Tracer(fx.Tracer, CaptureRecorder):

@@ -1,4 +1,4 @@
-"""Keys of the tensors that workers of a group send each other, and those that have arrived."""
+"""Tensors that workers of a group send each other: their keys, and arrivals."""
 
 from collections import deque
 from dataclasses import dataclass, field

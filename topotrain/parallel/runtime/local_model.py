@@ -21,7 +21,7 @@ from topotrain.config.sharding import Parameter
 from topotrain.core.model.schema import ModelBuffer
 from topotrain.parallel.placement.parameter_owners import OwnedPart, ParameterOwners, WholeTensor, tables
 from topotrain.parallel.runtime.meta_init import cut_to, drop_memory, materialise, set_memory
-from topotrain.parallel.runtime.send_buffers import Allocate, private
+from topotrain.parallel.runtime.send_buffers import private
 from topotrain.training.parameters.flat_parameters import HOME, ModelParts, in_file
 
 
@@ -177,22 +177,21 @@ def restore(
         parameters, buffers: the final values of the entries of `parts`. A value that was not cut is not copied.
         folder: memory for a parameter that was cut is to be in a file there; None: ordinary memory.
     """
-    division, room = localised.division, private if folder is None else in_file(folder)
+    division = localised.division
     for wholes, values in ((division.parameters, parameters), (division.buffers, buffers)):
         left = iter(values)
         for whole in wholes:
-            value = _joined(whole, [next(left) for _ in whole.shares], room)
-            _put(whole, value)
+            _put(whole, _joined(whole, [next(left) for _ in whole.shares], folder))
     for group, (own, names) in zip(optimizer.param_groups, localised.groups, strict=True):
         group["params"] = own
         if names is not None:
             group["param_names"] = names
 
 
-def _joined(whole: WholeTensor, values: Sequence[torch.Tensor], room: Allocate) -> torch.Tensor:
+def _joined(whole: WholeTensor, values: Sequence[torch.Tensor], folder: Path | None) -> torch.Tensor:
     if len(values) == 1:
         return values[0].detach()
-    like = whole.like()
+    like, room = whole.like(), private if folder is None else in_file(folder)
     joined = room(like.numel(), like.dtype).as_strided(like.shape, like.stride())
     for share, part in zip(whole.shares, values, strict=True):
         share.of(joined).copy_(part)
@@ -200,7 +199,7 @@ def _joined(whole: WholeTensor, values: Sequence[torch.Tensor], room: Allocate) 
 
 
 def _put(whole: WholeTensor, value: torch.Tensor) -> None:
-    """Give the value to the script's own tensor, and put that where it was in the modules."""
+    """Give the value to the script's own tensor, and put that back into the modules."""
     tensor = whole.tensor
     if tensor.is_meta:
         tensor = whole.made(value)

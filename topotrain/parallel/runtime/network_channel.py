@@ -1,4 +1,4 @@
-"""The channel between the workers of a group: tensors under keys, over the transports.
+"""The channel between the workers of a group: tensors under keys.
 
 - Sending never waits, so two workers cannot block each other.
 - A tensor is copied into a buffer (`send_buffers`), which a receiver on the same host can map. It is sent in parts of
@@ -26,7 +26,7 @@ from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.model.schema import torch_dtype
 from topotrain.core.protocol import Activation, ActivationHello, Message, ProtocolError
 from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
-from topotrain.parallel.runtime.send_buffers import Allocate, SendBuffers, private
+from topotrain.parallel.runtime.send_buffers import SendBuffers
 
 PART_BYTES = 16 << 20
 
@@ -40,7 +40,7 @@ class NetworkChannel(ClientExtension):
         exchange: the worker's client.
         send: send(to, message). It never waits.
         look: reads messages that have arrived, for transports that read only on demand.
-        allocate: allocates memory for sending, which the transport may share with the receiver.
+        buffers: memory for sending, which the transport may share with the receiver.
     """
 
     messages = (Activation, ActivationHello)
@@ -50,12 +50,12 @@ class NetworkChannel(ClientExtension):
         exchange: Client,
         send: Callable[[Address, Message], None],
         look: Callable[[], None] = lambda: None,
-        allocate: Allocate = private,
+        buffers: SendBuffers | None = None,
     ) -> None:
         self.me, self.size = exchange.me.index, exchange.group_size
         self._exchange, self._send, self._look = exchange, send, look
         self._group = exchange.me.group
-        self._store, self._slots = ArrivedTensors(), SendBuffers(allocate)
+        self._store, self._slots = ArrivedTensors(), buffers or SendBuffers()
         # Buffers are lent and messages sent in the same order, whichever thread of autograd sends.
         self._turn = threading.Lock()
         self._read: dict[int, int] = defaultdict(int)  # messages of each worker

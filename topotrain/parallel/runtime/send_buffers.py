@@ -48,7 +48,7 @@ class SendBuffers:
         allocate: allocate(numel, dtype) returns 1-D memory, which is kept until the end.
     """
 
-    def __init__(self, allocate: Allocate) -> None:
+    def __init__(self, allocate: Allocate = private) -> None:
         self._allocate = allocate
         self._lock = threading.Lock()
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size

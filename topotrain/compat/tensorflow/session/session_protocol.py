@@ -1,6 +1,7 @@
-"""Messages between a session's processes, as frames (see `request_reply`): JSON with tensors behind it.
+"""Messages between a session's processes: JSON with tensors behind it.
 
-A message is one frame with the JSON, which gives the form of each tensor. Frames with the tensors' bytes follow.
+They travel in frames (see `request_reply`). A message is one frame with the JSON, which gives the form of each tensor.
+Frames with the tensors' bytes follow.
 """
 
 import json
