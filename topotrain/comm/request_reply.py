@@ -149,6 +149,7 @@ def connect(host: str, port: int, proof: Identity) -> RequestChannel:
 def _prove_client(sock: socket.socket, proof: Identity) -> HandshakeSocket:
     prepare(sock)
     keep_alive(sock)
+    # The address that was reached decides, not the name that was given: the name may mean another one by now.
     if is_loopback(str(sock.getpeername()[0])):
         dial(sock, proof, CLIENT, SERVER)
         return sock
@@ -242,5 +243,6 @@ class RequestServer:
         """Serve a client, once it has proven itself."""
         with suppress(OSError, TransportError):  # the end of one client concerns no other
             channel = RequestChannel(_prove_server(sock, self._identity, self._certificate))
+            # From here on it no longer counts among the few that may be unproven.
             self._listener.proven(sock)
             self._handler.serve_client(channel)

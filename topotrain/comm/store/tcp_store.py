@@ -156,7 +156,7 @@ class TcpStore:
         except BaseException:
             with self._lock:
                 self._busy.discard(channel)
-            channel.close()
+            channel.close()  # its reply may still come, and would be taken for the one of another request
             raise
         self._release(channel)
         return reply

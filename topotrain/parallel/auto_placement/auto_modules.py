@@ -99,7 +99,7 @@ def measure(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
     busy: list[str] = []
     with torch.no_grad():
-        model(*args, **kwargs)
+        model(*args, **kwargs)  # allocators and kernels warm up here, which is not to be measured
     try:
         for name, module in model.named_modules():
             if any(True for _ in module.parameters()) and name:

@@ -85,6 +85,7 @@ def _cheapest(load: _Loads, crossing: Sequence[int], workers: int, count: int, m
             chosen.append(low)
         best = row
         cuts.append(chosen)
+    # Walk back from the last worker: each row knows where the stretch before it ends.
     found: list[int] = []
     high = count
     for chosen in reversed(cuts):

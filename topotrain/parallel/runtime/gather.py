@@ -61,6 +61,7 @@ def give(sync: WorkerSync, held: Sequence[GatheredTensor], what: str) -> None:
     channel = sync.channel
     mine = list(_pieces([entry for entry in held if entry.source == channel.me]))
     for number in range(len(mine) + AHEAD):
+        # Worker 0 acknowledges each piece: so it never holds more than AHEAD pieces of a worker.
         if number >= AHEAD:
             sync.receive(0, TensorKey(sync.forwards, number - AHEAD, _PLACED, False), what)
         if number < len(mine):

@@ -123,6 +123,7 @@ class MicroBatchState:
             self.values[ResultRef(stop.step.number)] = value
             for edge in stop.leaves:
                 self._leave(edge, value)
+        # A value that no later step reads would keep its memory until the end of the forward.
         for ref in stop.frees:
             del self.values[ref]
         self.place, self._arrivals = self.place + 1, None
@@ -152,6 +153,7 @@ class MicroBatchState:
             return
         move = self._move(edge)
         if edge == self.cold:
+            # No gradient returns over this edge: the backward starts here, from the root.
             self.root, value = value, value.detach()
         token = move.leave(value)
         if token is not None:

@@ -59,7 +59,7 @@ class NetworkChannel(ClientExtension):
         # Buffers are lent and messages sent in the same order, whichever thread of autograd sends.
         self._turn = threading.Lock()
         self._read: dict[int, int] = defaultdict(int)  # messages of each worker
-        self._coming: dict[tuple[int, TensorKey], list[torch.Tensor]] = {}
+        self._coming: dict[tuple[int, TensorKey], list[torch.Tensor]] = {}  # parts of tensors that are not whole yet
         self._connected: set[int] = set()
         self._left: dict[int, str] = {}
         exchange.attach(self)
@@ -97,7 +97,7 @@ class NetworkChannel(ClientExtension):
         tensor = tensor.detach()
         if to == self.me:
             with self._exchange.waiter.update():
-                self._store.put(to, key, tensor.clone(), grad)
+                self._store.put(to, key, tensor.clone(), grad)  # the script may write to its own tensor next
             return
         nbytes = tensor.nbytes
         parts = _parts(nbytes)
