@@ -379,9 +379,9 @@ def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, 
     guest.attach(me, Recorder(), dial_only=True)
     for server in servers:
         guest.connect(me, server, "server")
-    kinds = [guest._ways[me, server].schemes[0] for server in servers]
+    kinds = [guest._routes[me, server].schemes[0] for server in servers]
     assert kinds == ["unix" if road == "kAuto" else "tcp", "tcp"]
-    assert type(guest._ways[me, servers[1]]._ways[me, servers[1]]._sock) is ShapedSocket
+    assert type(guest._routes[me, servers[1]]._routes[me, servers[1]]._sock) is ShapedSocket
     for each in (guest, here, there):
         each.close()
 

@@ -207,7 +207,7 @@ class Dripping:
 def test_a_timeout_holds_for_the_whole_call_not_for_each_part(monkeypatch):
     with channels() as (server, _):
         raw = server._sock
-        server.relay(lambda sock: Dripping(monkeypatch))
+        server.relay(Dripping(monkeypatch))
         server.settimeout(2.0)
         with pytest.raises(TimeoutError):
             server.recv(1)
@@ -271,9 +271,9 @@ def meet(dialer_sees, answerer_shows, believe=False, monkeypatch=None):
     """What both sides of our handshake say when they have seen these certificates."""
     a, b = socket.socketpair()
     if believe:  # a dialer that looks at no proof
-        proven, me = handshake._Talk.proven, threading.current_thread()
+        proven, me = handshake._Turns.proven, threading.current_thread()
         monkeypatch.setattr(
-            handshake._Talk, "proven", lambda t, key: threading.current_thread() is me or proven(t, key)
+            handshake._Turns, "proven", lambda t, key: threading.current_thread() is me or proven(t, key)
         )
     heard = over(lambda: answer(b, identity(), {SERVER}, WAIT, answerer_shows))
     with closing(a), closing(b):
