@@ -24,12 +24,13 @@ from simulation import Seat, Town, job, zeros
 from snapshot_files import Vault
 from transport_pairs import SERVER, WORKER, Recorder, identity, place_new
 
+from topotrain.comm.request_reply import RequestChannel
 from topotrain.comm.security.handshake import NotOurProtocol, answer
 from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix
 from topotrain.comm.store.memory_store import MemoryTable
-from topotrain.comm.store.tcp_store_protocol import MalformedFrame, Op, StoreRequest, receive_request, send_request
+from topotrain.comm.store.tcp_store_protocol import Op, StoreRequest, receive_request, send_request
 from topotrain.comm.store.tcp_store_server import _answer
-from topotrain.comm.transport import Refused
+from topotrain.comm.transport import ConnectionLost, Refused
 from topotrain.comm.transport.connection import Connection, checked
 from topotrain.comm.transport.frame import BODY, Header
 from topotrain.compat.tensorflow.session.session_protocol import SessionClosed, SessionConnection
@@ -53,6 +54,13 @@ from topotrain.launch.runtime.server_composition import make_server
 from topotrain.training.data.data_client import DataClient
 
 MIB = 1 << 20
+
+
+class Everything:
+    """Holds every address."""
+
+    def __contains__(self, address: object) -> bool:
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -378,7 +386,7 @@ def one_side() -> bytes:
     a, b = socket.socketpair()
 
     def hear() -> None:
-        _, welcome = answer(b, identity(), lambda address: True, 5)
+        _, welcome = answer(b, identity(), Everything(), 5)
         b.sendall(welcome)
 
     thread = threading.Thread(target=hear)
@@ -397,7 +405,7 @@ def test_nobody_comes_in_by_a_damaged_handshake() -> None:
     for _ in range(share(0.1)):
         a, b = filled(dice.spoiled(said, others)[:4000] if dice.random.random() < 0.9 else said)
         with a, b, pytest.raises((Refused, NotOurProtocol)):
-            answer(b, identity(), lambda address: True, 5)
+            answer(b, identity(), Everything(), 5)
 
 
 def heard(speak: Callable[[socket.socket], None]) -> bytes:
@@ -413,29 +421,33 @@ def test_requests_to_a_store_are_answered_or_hung_up_on() -> None:
     asked = []
     for op in Op:
         request = StoreRequest(op, "some/key", b"value", b"known" if op % 2 else None, 5, 0.1)
-        asked.append(heard(lambda sock, request=request: send_request(sock, request)))
+        asked.append(heard(lambda sock, request=request: send_request(RequestChannel(sock), request)))
     for _ in range(share(0.05)):
         a, b = filled(dice.spoiled(dice.random.choice(asked), asked))
         with a, b:
             try:
-                request = receive_request(b, 5)
+                request = receive_request(RequestChannel(b), 5)
                 if request is not None and request.op is not Op.WATCH:
                     (check_prefix if request.op is Op.KEYS else check_key)(request.key)
                     _answer(table, request)
-            except (MalformedFrame, StoreError, OSError, ValueError):
+            except (ConnectionLost, StoreError, ValueError):
                 continue
+
+
+def connected(sock: socket.socket) -> SessionConnection:
+    return SessionConnection(RequestChannel(sock))
 
 
 def test_what_a_session_hears_is_words_or_its_end() -> None:
     dice, asked = Dice(SEED + 6), []
     for words in ({"do": "open", "n": [1, 2, {"x": None}]}, {"do": "run", "feeds": "x" * 50}):
         tensors = [torch.arange(6.0).view(2, 3), torch.ones(3, dtype=torch.int8)]
-        asked.append(heard(lambda sock, words=words, tensors=tensors: SessionConnection(sock).say(words, tensors)))
+        asked.append(heard(lambda sock, words=words, tensors=tensors: connected(sock).send(words, tensors)))
     for _ in range(share(0.03)):
         a, b = filled(dice.spoiled(dice.random.choice(asked), asked))
         with a, b:
             try:
-                words, tensors = SessionConnection(b).hear(5)
+                words, tensors = connected(b).receive(5)
                 assert isinstance(words, dict) and all(tensor.numel() < 1 << 16 for tensor in tensors)
             except SessionClosed:
                 continue

@@ -111,7 +111,7 @@ class Town:
         wire = self.roads.pop(seat)._tcp
         assert wire is not None and wire._listener is not None
         wire._residents.clear()
-        wire._listener.close()
+        wire._listener.stop()
         wire._watch.close()
         for connection in list(wire._connections):
             connection.cut("killed")

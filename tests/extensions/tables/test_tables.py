@@ -30,7 +30,7 @@ from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.ordered_sum import canonical_mean
 from topotrain.extensions.tables.row_optimizers import make_rule, rule_text
 from topotrain.extensions.tables.row_storage import RowIndex, RowStorage
-from topotrain.extensions.tables.table_client import TableClient, dense_spec
+from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_server import TableServer
 from topotrain.extensions.tables.table_spec import TableSpec, initial_rows, pack_ids
 from topotrain.launch.runtime.process_host import WorkerConnections, serve
@@ -674,6 +674,24 @@ def test_the_mean_counts_weights_as_dense_gradients_do() -> None:
 
 # --- dense keys ------------------------------------------------------------------------------------------------------
 
+BLOCK = 1 << 14  # elements of a row: a multiple of 64, so that an update cut there has the bits of the whole
+
+
+def dense_spec(name: str, numel: int, **more: Any) -> TableSpec:
+    width = max(1, min(numel, BLOCK))
+    return TableSpec(name, max(1, -(-numel // width)), width, dense=True, **{"init": "given", **more})
+
+
+def blocks(value: torch.Tensor) -> tuple[range, torch.Tensor]:
+    """The rows of a key: all of them, the last one filled up."""
+    width = max(1, min(value.numel(), BLOCK))
+    rows = -(-value.numel() // width)
+    return range(rows), torch.cat([value, value.new_zeros(rows * width - value.numel())]).view(rows, width)
+
+
+def pulled(door: TableClient, name: str, numel: int) -> torch.Tensor:
+    return door.wait(door.pull_async(name, blocks(torch.empty(numel))[0])).view(-1)[:numel]
+
 
 @pytest.mark.parametrize("numel", [1, 63, 16384, 50_001])
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -689,15 +707,13 @@ def test_a_dense_key_has_torchs_bits(cls: Any, mode: str, numel: int) -> None:
     def script(seat: Seat) -> None:
         door = door_of(seat)
         door.open(dense_spec("key", numel, mode=mode, first=1))
-        door.give_dense("key", start)
+        door.give("key", *blocks(start))
         door.set_optimizer("key", rule(cls, **more))
-        found = torch.empty(numel)
         for grad in grads:
             value.grad = grad.clone()
             optimizer.step()
-            door.push_dense("key", grad)
-            door.wait_dense(door.pull_dense_async("key"), found)
-            assert torch.equal(found, value.detach())
+            door.push("key", *blocks(grad))
+            assert torch.equal(pulled(door, "key", numel), value.detach())
         assert sum(size.value_bytes for size in door.stats("key")) >= 4 * numel
         door.close()
 
@@ -712,15 +728,13 @@ def test_mixed_modes_without_optimizer_assign_and_add() -> None:
         for mode in ("sync", "async"):
             door.open(dense_spec(mode, 5, mode=mode))
             if rank == 0:
-                door.give_dense(mode, torch.full((5,), 7.0))
+                door.give(mode, *blocks(torch.full((5,), 7.0)))
         door.barrier()
-        found = torch.empty(5)
         for mode in ("sync", "async"):
-            door.push_dense(mode, torch.full((5,), 1.0 + rank))
+            door.push(mode, *blocks(torch.full((5,), 1.0 + rank)))
         door.barrier()
         for mode, wanted in (("sync", 3.0), ("async", 10.0)):
-            door.wait_dense(door.pull_dense_async(mode), found)
-            assert found.tolist() == [wanted] * 5
+            assert pulled(door, mode, 5).tolist() == [wanted] * 5
         door.close()
 
     town.play(script)

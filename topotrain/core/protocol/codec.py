@@ -13,17 +13,16 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import torch
+from topotrain.core.message_limits import MAX_BODY as MAX_BODY
+from topotrain.core.message_limits import MAX_META as MAX_META
+from topotrain.core.message_limits import ProtocolError as ProtocolError
 
-MAX_META = 64 * 1024
-MAX_BODY = 64 * 1024 * 1024
+if TYPE_CHECKING:
+    import torch
+
 MAX_TEXT = 48 * 1024  # less than MAX_META, which leaves space for the other fields of a message
-
-
-class ProtocolError(Exception):
-    """A peer sent bytes that are not a message, or a message that is not allowed now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Message:
     """Base class of all messages. `body` is 1-D and contiguous, or None."""
 
     KIND: ClassVar[int] = 0
-    body: torch.Tensor | None = field(default=None, compare=False, repr=False, kw_only=True)
+    body: "torch.Tensor | None" = field(default=None, compare=False, repr=False, kw_only=True)
 
 
 KINDS: dict[int, type[Message]] = {}
@@ -118,7 +117,7 @@ def encode(message: Message) -> tuple[int, bytes]:
     return message.KIND, meta
 
 
-def decode(kind: int, meta: bytes, body: torch.Tensor | None = None) -> Message:
+def decode(kind: int, meta: bytes, body: "torch.Tensor | None" = None) -> Message:
     """Return the message of a type number and its meta.
 
     Raises:

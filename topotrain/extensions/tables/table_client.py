@@ -13,9 +13,8 @@ than the parameters had). A worker that pushes to a step table needs a prepared 
 pull sees at least all of this worker's pushes; it waits until every worker of the job has made as many. "async":
 pushes are applied one by one as they come; a pull sees this worker's own.
 
-A key of any shape is a dense table whose rows are blocks of the flat key: `dense_spec`, `give_dense`, `push_dense`,
-`pull_dense`. Rows of a table with init "given" come from `give` (or `give_dense`): it returns when the servers have
-them; let one worker do it, and have the others wait at `barrier`.
+Rows of a table with init "given" come from `give`. It returns when the servers have them. Let one worker do it, and
+have the others wait at `barrier`.
 
 Whatever goes wrong on a server ends the job: the next wait raises `JobError` with the reason.
 """
@@ -23,7 +22,6 @@ Whatever goes wrong on a server ends the job: the next wait raises `JobError` wi
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,18 +33,6 @@ from topotrain.core.client.client import Client, StepEnd
 from topotrain.core.client.client_extension import ClientExtension
 from topotrain.extensions.tables.row_optimizers import check_rule
 from topotrain.extensions.tables.table_spec import Ids, TableSpec, pack_ids, unpack_ids
-
-BLOCK = 1 << 14
-"""Elements of a row of a dense key: a multiple of 64, so that an update cut there has the bits of the whole."""
-
-
-def dense_spec(name: str, numel: int, **more: Any) -> TableSpec:
-    """The table of a key of so many elements; `more` are fields of `TableSpec`, such as dtype, mode, init, first.
-
-    Raises ConfigError.
-    """
-    width = max(1, min(numel, BLOCK))
-    return TableSpec(name, max(1, -(-numel // width)), width, dense=True, **{"init": "given", **more})
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,34 +269,6 @@ class TableClient(ClientExtension):
             self._closed = True
             for server in self._servers:
                 self._tell(server, m.TablesFinished)
-
-    # --- keys of any shape -----------------------------------------------------------------------------------------
-
-    def give_dense(self, name: str, value: torch.Tensor) -> None:
-        """The whole key is so from now on."""
-        rows = self._blocks(name, value)
-        self.give(name, range(len(rows)), rows)
-
-    def push_dense(self, name: str, value: torch.Tensor) -> None:
-        """Push a whole key."""
-        rows = self._blocks(name, value)
-        self.push(name, range(len(rows)), rows)
-
-    def pull_dense_async(self, name: str) -> PendingPull:
-        """Ask for a whole key; `wait_dense` for it."""
-        return self.pull_async(name, range(self._table(name).spec.rows))
-
-    def wait_dense(self, pull: PendingPull, out: torch.Tensor) -> None:
-        """Copy a key that was pulled into a tensor of its size."""
-        out.copy_(self.wait(pull).view(-1)[: out.numel()].view(out.shape))
-
-    def _blocks(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        spec = self._table(name).spec
-        flat = value.detach().to("cpu", spec.torch_dtype).reshape(-1)
-        short = spec.rows * spec.width - flat.numel()
-        if not 0 <= short < spec.width:
-            raise ValueError(f"{flat.numel()} elements for key {name!r}, which has up to {spec.rows * spec.width}")
-        return (torch.cat([flat, flat.new_zeros(short)]) if short else flat).view(spec.rows, spec.width)
 
     # --- parts ---------------------------------------------------------------------------------------------------
 

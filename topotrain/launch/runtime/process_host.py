@@ -39,6 +39,7 @@ from topotrain.extensions.replication.replica_host import ReplicaSlot, Replicate
 from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.parallel.runtime.network_channel import NetworkChannel
+from topotrain.parallel.runtime.send_buffers import SendBuffers
 from topotrain.training.context import Connections
 
 # --- servers -----------------------------------------------------------------------------------------------------
@@ -514,7 +515,7 @@ class WorkerConnections(Connections):
                 self._roads.connect_inside(self.me, server)
             elif self._lines is not None:
                 self._lines.begin(server)
-                self._roads.follow(self.me, server, 0)
+                self._roads.connect_moved(self.me, server, 0)
             else:
                 self._roads.connect(self.me, server, "server")
         self.exchange.rejoin.announce()
@@ -536,7 +537,7 @@ class WorkerConnections(Connections):
 
         def look() -> None:
             try:
-                lines.connected(server, self._roads.follow(self.me, server, moves))
+                lines.connected(server, self._roads.connect_moved(self.me, server, moves))
             except ConnectionLost as error:
                 lines.failed(server, str(error))
             except (TransportError, TimeoutError) as error:
@@ -583,15 +584,15 @@ class WorkerConnections(Connections):
                 "a list of addresses names servers only",
             )
         send = partial(self._roads.send, self.me)
-        crossing = NetworkChannel(self.exchange, send, self._monitor.look, self.allocate)
+        crossing = NetworkChannel(self.exchange, send, self._monitor.look, SendBuffers(self.allocate))
         incarnation = self._place.identity.incarnation
         kind = f"worker-{incarnation}" if incarnation else "worker"  # where others of the group were is of no use
         self._roads.publish(kind, self.me, self._urls)
         workers = self._place.topology.workers(self.me.group)
         for peer in workers[: self.me.index]:
             self._roads.connect(self.me, peer, kind)
-            crossing.greet(peer.index)
-        crossing.await_greetings(range(self.me.index + 1, len(workers)))
+            crossing.send_hello(peer.index)
+        crossing.wait_for_hellos(range(self.me.index + 1, len(workers)))
         return crossing
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
