@@ -21,10 +21,10 @@ from pathlib import Path
 
 from benchmarks.record import ROOT, say
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from hosts_town import UNIT, Job, Town
-from shop import Shop
+from job_runner import Shop
+from unit_hosts import UNIT, Job, Town
 
 EPOCHS = 4
 LEDGER = ("--epochs", str(EPOCHS), "--step-s", "0.03")

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import audit
+import process_pool
 import pytest
-import warm
+import unpickle_audit
 from hypothesis import HealthCheck, settings
 
 # A shared machine is slow at times; a failing example is printed in a form that can be run again.
 settings.register_profile("topotrain", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("topotrain")
 
-audit.in_tests()
+unpickle_audit.in_tests()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def nothing_unpickled() -> Iterator[None]:
     """Also where a road's thread has swallowed the error."""
     yield
-    assert not audit.FOUND
+    assert not unpickle_audit.FOUND
 
 
 @pytest.fixture(autouse=True)
@@ -54,19 +54,22 @@ def nothing_kept_in_stores() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def warmed() -> Iterator[warm.Warm]:
+def warmed() -> Iterator[process_pool.Warm]:
     """What has imported torch once for the processes of all tests."""
-    with tempfile.TemporaryDirectory(prefix="tt-") as folder, closing(warm.start(Path(folder) / "warm")) as running:
+    with (
+        tempfile.TemporaryDirectory(prefix="tt-") as folder,
+        closing(process_pool.start(Path(folder) / "warm")) as running,
+    ):
         yield running
 
 
 @pytest.fixture(scope="session")
-def served_at(warmed: warm.Warm) -> str:
+def served_at(warmed: process_pool.Warm) -> str:
     """The socket of a forkserver, for jobs."""
     return warmed.served
 
 
 @pytest.fixture(scope="session")
-def warm_at(warmed: warm.Warm) -> str:
+def warm_at(warmed: process_pool.Warm) -> str:
     """The socket of who makes the processes of users' shells."""
     return warmed.path

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts_town import Town
+from job_runner import Shop
 from shells import Shells, open_shells
-from shop import Shop
+from unit_hosts import Town
 
 
 @pytest.fixture

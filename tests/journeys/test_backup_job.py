@@ -2,7 +2,7 @@
 the script asked for."""
 
 import pytest
-from shop import Shop
+from job_runner import Shop
 
 pytestmark = pytest.mark.journey
 

@@ -5,9 +5,9 @@ The reference is one process that uses the job's summation tree and the servers'
 
 import pytest
 import torch
-from arrangement import Result, reference
+from in_process_job import Result, reference
+from job_runner import ALLREDUCE, SANDBLASTER, Shop
 from programs import bits
-from shop import ALLREDUCE, SANDBLASTER, Shop
 
 from topotrain.config.job import Cluster, Job
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from job_runner import PROGRAMS, Shop, free_ports
 from safetensors.torch import load_file
 from shells import PATIENCE_S, ROOT, Shell, Shells, ended
-from shop import PROGRAMS, Shop, free_ports
 
 pytestmark = pytest.mark.journey
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 import torch
+from job_runner import PROGRAMS, free_ports
 from safetensors.torch import load_file
 from shells import PATIENCE_S, ROOT, Shell, Shells, ended
-from shop import PROGRAMS, free_ports
 
 pytestmark = pytest.mark.journey
 

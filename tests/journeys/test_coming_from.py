@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import typer.main
-from shop import Shop
-from warm import client
+from job_runner import Shop
+from process_pool import client
 
 from topotrain.config.job_file import loads
 from topotrain.tools.cli.app import app

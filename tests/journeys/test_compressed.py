@@ -1,7 +1,7 @@
 """Compression through the command line: it trains over TCP, and the report shows fewer bytes."""
 
 import pytest
-from shop import SANDBLASTER, Ended, Shop
+from job_runner import SANDBLASTER, Ended, Shop
 
 pytestmark = pytest.mark.journey
 

@@ -1,7 +1,7 @@
 """Groups that leave real jobs and come to them: in the result every sample counts as often as the script asked for."""
 
 import pytest
-from shop import Shop
+from job_runner import Shop
 
 pytestmark = pytest.mark.journey
 

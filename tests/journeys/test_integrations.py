@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from job_runner import Ended, Shop
 from safetensors.torch import load_file
-from shop import Ended, Shop
 
 from topotrain.launch.agent import forkserver
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from job_runner import PROGRAMS
 from safetensors.torch import load_file
-from shop import PROGRAMS
-from slurm_town import Missing, Town, add_forkserver, add_slurm, town
+from slurm_cluster import Missing, Town, add_forkserver, add_slurm, town
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 

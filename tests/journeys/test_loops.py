@@ -5,8 +5,8 @@ The plain side is the same function, called here: outside a job `prepare` change
 
 import pytest
 import torch
+from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, Shop
 from programs.loops import LOOPS, Net
-from shop import ALLREDUCE, DOWNPOUR, SANDBLASTER, Shop
 from torch import nn
 
 pytestmark = pytest.mark.journey

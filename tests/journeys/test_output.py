@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from patience import ended_after
-from shop import ALLREDUCE, Shop
+from job_runner import ALLREDUCE, Shop
+from wait_limit import ended_after
 
 pytestmark = pytest.mark.journey
 

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import redisserver
-from hosts_town import Job, Town, hastily
-from shop import Shop
+import redis_server
+from job_runner import Shop
+from unit_hosts import Job, Town, hastily
 
 from benchmarks.partitions import EPOCHS, LEDGER, Ground, trial
 from topotrain.comm.store.store_url import parse
@@ -35,10 +35,10 @@ def test_no_sample_is_lost_or_counted_twice(ground: Ground, kind: str, layout: s
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     """The URL of a Redis server, and how it dies."""
-    if redisserver.MISSING:
-        pytest.skip(redisserver.MISSING)
+    if redis_server.MISSING:
+        pytest.skip(redis_server.MISSING)
     with ExitStack() as stack:
-        yield stack.enter_context(redisserver.redis_server(tmp_path)), stack.close
+        yield stack.enter_context(redis_server.redis_server(tmp_path)), stack.close
 
 
 @pytest.mark.parametrize("end", ["flushed", "killed"])

@@ -1,8 +1,8 @@
 """What the plan says that servers with second copies will hold, beside what they hold."""
 
 import pytest
+from job_runner import Shop
 from programs import weighed
-from shop import Shop
 
 from topotrain.config.job_file import load_with_warnings
 from topotrain.config.sharding import Parameter

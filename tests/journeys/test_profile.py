@@ -5,7 +5,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from shop import ALLREDUCE, DOWNPOUR, SANDBLASTER, Ended, Shop
+from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, Ended, Shop
 
 pytestmark = pytest.mark.journey
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from job_runner import PROGRAMS, Shop
 from safetensors.torch import load_file
-from shop import PROGRAMS, Shop
-from slurm_town import Missing, Town, add_forkserver, town
+from slurm_cluster import Missing, Town, add_forkserver, town
 
 pytestmark = pytest.mark.journey
 

@@ -2,7 +2,7 @@
 the script asked for."""
 
 import pytest
-from shop import ALLREDUCE, DOWNPOUR, SANDBLASTER, Ended, Shop
+from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, Ended, Shop
 
 pytestmark = pytest.mark.journey
 

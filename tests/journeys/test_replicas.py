@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shop import Shop
+from job_runner import Shop
 
 pytestmark = pytest.mark.journey
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hosts_town import Job, hastily, port, wait
-from shop import Shop
+from job_runner import Shop
+from unit_hosts import Job, hastily, port, wait
 
 pytestmark = pytest.mark.journey
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from job_runner import Ended, Shop
+from process_pool import client
 from programs.resuming import SAMPLES, Net
 from safetensors.torch import load_file
-from shop import Ended, Shop
-from warm import client
 
 from topotrain.extensions.checkpointing.checkpoint_reader import Manifest, latest
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from job_runner import Ended, Shop
+from process_pool import client
 from safetensors.torch import load_file
-from shop import Ended, Shop
-from warm import client
 
 pytestmark = pytest.mark.journey
 

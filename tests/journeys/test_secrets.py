@@ -4,7 +4,7 @@ import base64
 from pathlib import Path
 
 import pytest
-from shop import DOWNPOUR, SANDBLASTER, Ended, Shop
+from job_runner import DOWNPOUR, SANDBLASTER, Ended, Shop
 
 pytestmark = pytest.mark.journey
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, Shop
+from process_pool import client
 from safetensors import safe_open
-from shop import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, Shop
-from warm import client
 
 pytestmark = pytest.mark.journey
 

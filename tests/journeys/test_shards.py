@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from redisserver import MISSING, PASSWORD, redis_server
+from job_runner import PROGRAMS, Shop
+from redis_server import MISSING, PASSWORD, redis_server
 from shells import ROOT, Shells, ended
-from shop import PROGRAMS, Shop
 
 pytestmark = pytest.mark.journey
 

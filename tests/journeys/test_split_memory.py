@@ -9,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from job_runner import Shop
 from programs import heavy
-from shop import Shop
 
 from topotrain.config.job_file import load_with_warnings
 from topotrain.launch.agent import forkserver

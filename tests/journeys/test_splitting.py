@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from job_runner import Ended, Shop
 from programs import cut
 from safetensors import safe_open
 from safetensors.torch import load_file
-from shop import Ended, Shop
 
 from topotrain.launch.agent import forkserver
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hosts_town import Job, hastily, port, wait
-from shop import Shop
+from job_runner import Shop
+from unit_hosts import Job, hastily, port, wait
 
 pytestmark = pytest.mark.journey
 

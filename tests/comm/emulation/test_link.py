@@ -1,0 +1,448 @@
+"""A pretended network: what a link costs is arithmetic and tested without a clock; bytes come through as they are."""
+
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process_job import Cnn, adam, building, images, job_of, mlp, reference, run_hosted, usual_loop, vectors
+from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
+
+from topotrain.comm.emulation import link as emulated
+from topotrain.comm.emulation.link import (
+    PACKET,
+    REPAIR_S,
+    EmulatedNetwork,
+    EmulatedRoute,
+    LinkMeter,
+    PiecesInFlight,
+    ShapedSocket,
+    _head,
+)
+from topotrain.comm.router import Router, RouterConfig
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.store import open_store
+from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
+from topotrain.comm.transport.tcp import TcpTransport
+from topotrain.config.job import Cluster, ConfigError, Job, Link
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.protocol import Values
+from topotrain.tools.cli import app
+
+RATE = 1000.0  # bytes per second, where a number is looked at
+FAST = Link(bandwidth=2000.0)
+LINKS = [
+    FAST,
+    Link(delay=2.0),
+    Link(bandwidth=1000.0, delay=3.0, jitter=2.0, loss=0.05),
+    Link(bandwidth=200.0, jitter=1.0),
+]
+
+
+class Dice:
+    """Draws what it is told."""
+
+    def __init__(self, *draws: float) -> None:
+        self.draws = list(draws)
+
+    def random(self) -> float:
+        return self.draws.pop(0)
+
+    def uniform(self, low: float, high: float) -> float:
+        return low + (high - low) * self.draws.pop(0)
+
+
+def route(
+    tmp_path: Path, link: Link, up: int = 0, down: int = 1, dice: Any = None, rate: float = RATE
+) -> EmulatedRoute:
+    meters = [LinkMeter(tmp_path / name, rate) for name in (f"{up}-up", f"{down}-down")]
+    return EmulatedRoute(link, *meters, dice or random.Random(1))
+
+
+# ---- the meter -------------------------------------------------------------------------------------------------------
+
+
+def test_a_link_carries_one_thing_after_the_other(tmp_path: Path) -> None:
+    meter = LinkMeter(tmp_path / "m", RATE)
+    assert meter.book(5.0, 500) == 5.5
+    assert meter.book(5.0, 1000) == 6.5
+    assert meter.book(6.0, 100) == pytest.approx(6.6)
+
+
+def test_time_in_which_nobody_sends_is_lost(tmp_path: Path) -> None:
+    meter = LinkMeter(tmp_path / "m", RATE)
+    meter.book(0.0, 100)
+    assert meter.book(50.0, 1000) == 51.0
+
+
+def test_processes_of_a_host_share_its_link(tmp_path: Path) -> None:
+    meters = [LinkMeter(tmp_path / "m", RATE) for _ in range(4)]
+    assert [meter.book(1.0, 100) for meter in meters * 2] == pytest.approx([1.1 + i / 10 for i in range(8)])
+
+
+def test_no_booking_is_lost_between_threads_and_processes(tmp_path: Path) -> None:
+    meters = [LinkMeter(tmp_path / "m", 1e6) for _ in range(4)]
+
+    def book(meter: LinkMeter) -> None:
+        for _ in range(500):
+            meter.book(1.0, 1000)
+
+    threads = [threading.Thread(target=book, args=(meter,)) for meter in meters * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert meters[0].book(0.0, 0) == pytest.approx(1.0 + 8 * 500 * 0.001)
+
+
+# ---- the route -------------------------------------------------------------------------------------------------------
+
+
+def send(way: EmulatedRoute, pieces: int, ready: float = 0.0, nbytes: int = 100) -> tuple[float, float]:
+    """Pieces one after the other, by a sender that never oversleeps."""
+    there = 0.0
+    for _ in range(pieces):
+        ready, there = way.book(ready, nbytes)
+    return ready, there
+
+
+def test_two_links_in_a_row_carry_as_much_as_one(tmp_path: Path) -> None:
+    go_on, there = send(route(tmp_path, Link()), 20)
+    assert (go_on, there) == pytest.approx((2.0, 2.0))
+
+
+def test_delay_takes_nothing_from_the_throughput(tmp_path: Path) -> None:
+    go_on, there = send(route(tmp_path, Link(delay=300.0)), 20)
+    assert (go_on, there) == pytest.approx((2.0, 2.3))
+
+
+def test_a_sender_that_comes_early_keeps_the_link_busy(tmp_path: Path) -> None:
+    way = route(tmp_path, Link())
+    assert [way.book(early, 100)[1] for early in (0.0, 0.05, 0.15)] == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_many_to_one_wait_for_the_receivers_link(tmp_path: Path) -> None:
+    ways = [route(tmp_path, Link(), up=n, down=9) for n in range(4)]
+    ready, there = [0.0] * 4, [0.0] * 4
+    for _ in range(40):
+        turn = min(range(4), key=ready.__getitem__)
+        ready[turn], there[turn] = ways[turn].book(ready[turn], 100)
+    assert max(there) == pytest.approx(4.0)  # 40 pieces of 0.1 s over one link
+    assert max(there) - min(there) == pytest.approx(0.3)  # in turn
+    assert all(t - r < 0.5 for r, t in zip(ready, there, strict=True))  # and nobody is far ahead of what is through
+
+
+def test_one_to_many_share_the_senders_link(tmp_path: Path) -> None:
+    ways = [route(tmp_path, Link(), up=0, down=n) for n in range(1, 5)]
+    assert max(way.book(0.0, 100)[1] for way in ways * 10) == pytest.approx(4.0)
+
+
+def test_both_directions_of_a_host_are_separate(tmp_path: Path) -> None:
+    there, back = route(tmp_path, Link(), 0, 1), route(tmp_path, Link(), 1, 0)
+    assert send(there, 10)[1] == send(back, 10)[1] == pytest.approx(1.0)
+
+
+def test_jitter_varies_the_delay_and_never_reorders(tmp_path: Path) -> None:
+    way = route(tmp_path, Link(delay=10.0, jitter=30.0), rate=1e6)
+    sent = [n / 100 for n in range(300)]
+    arrivals = [way.book(ready, 100)[1] for ready in sent]
+    assert all(a <= b for a, b in pairwise(arrivals))
+    late = [there - ready for ready, there in zip(sent, arrivals, strict=True)]
+    assert 0.0 <= min(late) < 0.01
+    assert 0.03 < max(late) <= 0.0402
+
+
+def test_a_lost_packet_is_sent_again_and_those_behind_it_wait(tmp_path: Path) -> None:
+    link = Link(loss=0.5, delay=100.0)
+    way = route(tmp_path, link, dice=Dice(0.9, 0.1, 0.1, 0.4, 0.9, 0.9, 0.9), rate=1e6)  # 3 packets; 2, then 1 is lost
+    go_on, there = way.book(0.0, 2 * PACKET + 1)
+    assert go_on == pytest.approx((2 * PACKET + 1 + 3 * PACKET) / 1e6)
+    assert there == pytest.approx(go_on + 0.1 + 2 * (0.2 + REPAIR_S))
+    assert way.book(go_on, 1)[1] == there  # in order
+
+
+def test_without_loss_and_jitter_nothing_is_left_to_chance(tmp_path: Path) -> None:
+    assert send(route(tmp_path, Link(delay=1.0), dice=Dice()), 3)[1] == pytest.approx(0.301)
+
+
+def test_without_bandwidth_only_time_passes() -> None:
+    way = EmulatedRoute(Link(delay=20.0), None, None, random.Random(1))
+    assert way.book(3.0, 1 << 30) == pytest.approx((3.0, 3.02))
+
+
+def test_what_is_under_way_keeps_its_order_and_is_counted() -> None:
+    under_way = PiecesInFlight()
+    assert not under_way
+    for n in range(3):
+        under_way.put(float(n), bytes(10 + n))
+    assert under_way.nbytes == 33
+    for n in range(3):
+        assert under_way.first() == (float(n), bytes(10 + n))
+        under_way.arrived()
+    assert not under_way
+    assert under_way.nbytes == 0
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 7, 100])
+def test_a_piece_is_cut_from_the_front_of_the_buffers(size: int) -> None:
+    buffers = [b"abcd", memoryview(torch.zeros(0).numpy()), memoryview(b"efg")]
+    assert _head(buffers, size) == b"abcdefg"[:size]
+
+
+# ---- sockets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tcp() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        out = socket.create_connection(door.getsockname())
+        back, _ = door.accept()
+    out.settimeout(WAIT)
+    back.settimeout(WAIT)
+    yield out, back
+    out.close()
+    back.close()
+
+
+def shaped(link: Link, sock: socket.socket, directory: Path) -> ShapedSocket:
+    made = EmulatedNetwork(link, directory, "k", lambda address: address.role).shape(sock, WORKER, SERVER)
+    assert isinstance(made, ShapedSocket)
+    return made
+
+
+def read_all(sock: socket.socket) -> bytes:
+    return b"".join(iter(lambda: sock.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize("link", LINKS, ids=str)
+def test_bytes_come_through_as_they_are(tcp: Any, tmp_path: Path, link: Link) -> None:
+    out, back = shaped(link, tcp[0], tmp_path), tcp[1]
+    data = random.Random(3).randbytes(700_001)
+    writer = threading.Thread(target=lambda: (out.sendall(data), out.shutdown(socket.SHUT_WR)))
+    writer.start()
+    assert read_all(back) == data
+    back.sendall(b"the other direction is open still")
+    assert out.recv(100) == b"the other direction is open still"
+    writer.join()
+    out.close()
+    assert out.fileno() == -1
+
+
+def test_a_caller_that_must_not_wait_is_told_so(tcp: Any, tmp_path: Path) -> None:
+    out = shaped(FAST, tcp[0], tmp_path)
+    with pytest.raises(BlockingIOError):
+        out.sendmsg([b"x"], [], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    out.close()
+    assert read_all(tcp[1]) == b""
+
+
+@pytest.mark.parametrize("how", [socket.SHUT_WR, socket.SHUT_RDWR, None])
+def test_what_was_sent_arrives_after_the_end(tcp: Any, tmp_path: Path, how: int | None) -> None:
+    out = shaped(Link(delay=50.0), tcp[0], tmp_path)
+    out.sendall(b"goodbye")
+    if how is not None:
+        out.shutdown(how)
+        with pytest.raises(BrokenPipeError):
+            out.sendall(b"more")
+    out.close()
+    out.close()
+    assert read_all(tcp[1]) == b"goodbye"
+
+
+def test_a_sender_that_sleeps_is_woken_by_the_end(tcp: Any, tmp_path: Path) -> None:
+    out = shaped(Link(bandwidth=1e-4), tcp[0], tmp_path)  # two minutes a packet
+    ends: list[type] = []
+
+    def write() -> None:
+        try:
+            out.sendall(bytes(10_000))
+        except OSError as error:
+            ends.append(type(error))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    out.shutdown(socket.SHUT_RDWR)
+    writer.join(WAIT)
+    assert ends == [BrokenPipeError]
+    out._cut.set()  # nor does this test wait for what is under way
+    out.close()
+
+
+def test_a_peer_that_takes_nothing_does_not_hold_up_the_end(
+    tcp: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated, "_LINGER_S", 0.05)
+    out = shaped(Link(delay=0.1), tcp[0], tmp_path)
+    for _ in range(200):  # 50 MB: more than the kernel keeps
+        out.sendmsg([bytes(1 << 18)])
+    out.close()
+    assert not out._carrier.is_alive()
+    assert out._under_way
+
+
+def test_a_peer_that_is_gone_is_an_error_for_who_sends(tcp: Any, tmp_path: Path) -> None:
+    out = shaped(Link(delay=0.5), tcp[0], tmp_path)
+    tcp[1].close()
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        out.sendall(bytes(100 << 20))
+    out.close()
+
+
+def test_one_host_has_no_link_inside(tcp: Any, tmp_path: Path) -> None:
+    for link, host_of in ((FAST, lambda address: 7), (Link(), lambda address: address.role)):
+        assert EmulatedNetwork(link, tmp_path, "k", host_of).shape(tcp[0], WORKER, SERVER) is tcp[0]
+    assert not list(tmp_path.iterdir())
+
+
+# ---- the road --------------------------------------------------------------------------------------------------------
+
+
+class LinkedTown(Town):
+    """TCP roads on hosts of their own, a worker's and a server's, with so many sockets per connection."""
+
+    def __init__(self, directory: Path, lanes: int) -> None:
+        super().__init__("tcp")
+        self._folder, self._lanes = directory, lanes
+
+    def wire(self, **changes: object) -> TcpTransport:
+        network = EmulatedNetwork(LINKS[2], self._folder, "k", lambda address: address.role)
+        wire = TcpTransport(identity(**changes), network=network, lanes=self._lanes)
+        self.wires.append(wire)
+        return wire
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_messages_go_through_the_link_in_both_directions(
+    tmp_path: Path, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def post(self: ShapedSocket, piece: bytes, really: Any = ShapedSocket._post) -> int:
+        sent.append(len(piece))
+        return int(really(self, piece))
+
+    monkeypatch.setattr(ShapedSocket, "_post", post)
+    town = LinkedTown(tmp_path, lanes)
+    pair = Pair(town)
+    body = torch.arange(300_001, dtype=torch.float32)
+    for n in range(3):
+        pair.to_server(Values(round=n, bucket=body.numel(), version=0, body=body))
+        pair.to_worker(Values(round=-n, bucket=body.numel(), version=0, body=-body))
+    for n in range(3):
+        to_server, to_worker = pair.server.next(), pair.worker.next()
+        assert (to_server.round, to_worker.round) == (n, -n)
+        assert torch.equal(to_server.body, body)
+        assert torch.equal(to_worker.body, -body)
+    assert sum(sent) > 6 * body.nbytes
+    town.close()
+    assert {pair.worker.end(), pair.server.end()} <= {"closed by the peer", "closed on this side"}
+
+
+# ---- the layout and the job ------------------------------------------------------------------------------------------
+
+
+def test_with_a_link_every_unit_is_a_host() -> None:
+    cluster = {"nworkers_per_group": 4, "nworkers_per_procs": 2, "nservers_per_group": 2}
+    alone, linked = layout(Cluster(**cluster)), layout(Cluster(**cluster, link=Link()))
+    addresses = [resident for unit in linked.units for resident in (*unit.workers, *unit.servers)]
+    for a in addresses:
+        assert (alone.host_of(a), linked.host_of(a)) == (0, linked.unit_of(a))
+        for b in addresses:
+            assert alone.together(a, b)
+            assert linked.together(a, b) == (linked.unit_of(a) == linked.unit_of(b))
+    with pytest.raises(ValueError, match="does not exist"):
+        alone.host_of(Address(Role.WORKER, 0, 4))
+
+
+@pytest.mark.parametrize("road", ["kAuto", "kTcp"])
+def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, road: str) -> None:
+    job = job_of("two by two", link=LINKS[2], road=road)
+    (tmp_path / "store").mkdir(mode=0o700)
+    sockets = Path(socket_directory())
+
+    def roads(number: int) -> Router:
+        store = open_store((tmp_path / "store").as_uri())
+        who = Identity(job.name, bytes(32), number, 0, job.digest())
+        return Router(RouterConfig(job, layout(job.cluster), who, store, sockets), ProcessMemory())
+
+    here, there, guest = (roads(number) for number in range(3))
+    servers = [Address(Role.SERVER, 0, n) for n in range(2)]
+    me = Address(Role.WORKER, 0, 1)
+    for home, server in zip((here, there), servers, strict=True):
+        home.publish("server", server, home.attach(server, Recorder()))
+    guest.attach(me, Recorder(), dial_only=True)
+    for server in servers:
+        guest.connect(me, server, "server")
+    kinds = [guest._ways[me, server].schemes[0] for server in servers]
+    assert kinds == ["unix" if road == "kAuto" else "tcp", "tcp"]
+    assert type(guest._ways[me, servers[1]]._ways[me, servers[1]]._sock) is ShapedSocket
+    for each in (guest, here, there):
+        each.close()
+
+
+@pytest.mark.parametrize("name", ["sandblaster", "two by two"])
+def test_a_link_changes_no_bit(name: str, tmp_path: Path) -> None:
+    script, build = usual_loop(vectors(6)), building(mlp, adam)
+    link = Link(bandwidth=100.0, delay=2.0, jitter=1.0, loss=0.01)
+    hosted = run_hosted(job_of(name, link=link), build, script, tmp_path)
+    assert hosted.same_bits(reference(job_of(name), build, script))
+
+
+def test_a_link_changes_no_bit_of_larger_values(tmp_path: Path) -> None:
+    script, build = usual_loop(images(4)), building(Cnn, adam)
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "plain").mkdir()
+    linked = run_hosted(job_of("allreduce", link=FAST), build, script, tmp_path / "linked")
+    assert linked.same_bits(run_hosted(job_of("allreduce"), build, script, tmp_path / "plain"))
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("100mbit,20ms", Link(bandwidth=100.0, delay=20.0)),
+        ("1gbit", Link(bandwidth=1000.0)),
+        ("20ms", Link(delay=20.0)),
+        ("1.5Mbit, jitter=5ms, loss=0.01", Link(bandwidth=1.5, jitter=5.0, loss=0.01)),
+        ("bandwidth=500kbit,delay=1s,loss=2%", Link(bandwidth=0.5, delay=1000.0, loss=0.02)),
+        ("100us,.5gbit", Link(bandwidth=500.0, delay=0.1)),
+    ],
+)
+def test_a_link_in_short(text: str, link: Link) -> None:
+    assert app.parse_link(text) == link
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("100", "'100' is not a part of a link"),
+        ("fast", "'fast' is not a part of a link"),
+        ("100mbit,", "'' is not a part of a link"),
+        ("jitter=5", "'jitter=5' is not a part of a link"),
+        ("delay=5mbit", "'delay=5mbit' is not a part of a link"),
+        ("speed=5mbit", "'speed=5mbit' is not a part of a link"),
+        ("-5ms", "'-5ms' is not a part of a link"),
+        ("1mbit,2mbit", "bandwidth is given twice"),
+        ("0mbit", "cluster.link.bandwidth = 0.0: must be a number > 0"),
+        ("loss=1", "cluster.link.loss = 1.0: must be a number >= 0 and < 1"),
+    ],
+)
+def test_what_is_no_link(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        app.parse_link(text)
+
+
+def test_the_option_replaces_the_link_of_the_file() -> None:
+    job = Job(cluster=Cluster(nworkers_per_group=2, link=Link(loss=0.1)))
+    assert app._linked(job, "1gbit").cluster == Cluster(nworkers_per_group=2, link=Link(bandwidth=1000.0))
+    assert app._linked(job, "") is job
+    shared = Job(cluster=Cluster(nworkers_per_group=2, road="kShm"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="road = kShm: must be kAuto or kTcp with a link"):
+        app._linked(shared, "1gbit")

@@ -1,0 +1,366 @@
+"""The door: who may come in, and that a stranger costs next to nothing."""
+
+import shutil
+import socket
+import struct
+import threading
+import time
+from contextlib import closing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
+
+from topotrain.comm.security import handshake
+from topotrain.comm.security.handshake import CODES, HandshakeTimeout, NotOurProtocol, Peer, answer, dial
+from topotrain.comm.transport import Refused, TransportError, socket_transport
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Fetch
+
+
+class Tap:
+    """A socket that keeps what went through it, and can change it on its way out."""
+
+    def __init__(self, sock, change=lambda raw: raw):
+        self.sock, self.change, self.sent, self.got = sock, change, b"", b""
+
+    def settimeout(self, seconds):
+        self.sock.settimeout(seconds)
+
+    def sendall(self, raw):
+        self.sent += raw
+        self.sock.sendall(self.change(raw))
+
+    def send(self, raw, flags=0):
+        self.sent += raw
+        return self.sock.send(raw, flags)
+
+    def recv(self, size):
+        raw = self.sock.recv(size)
+        self.got += raw
+        return raw
+
+
+def meet(dialer, answerer, me=WORKER, wanted=SERVER, change=lambda raw: raw, here=(SERVER,)):
+    """Both outcomes of a handshake, and the dialer's tap."""
+    a, b = socket.socketpair()
+    heard = []
+
+    def hear():
+        try:
+            peer, welcome = answer(b, answerer, here.__contains__, seconds=5)
+            b.sendall(welcome)
+            heard.append(peer)
+        except TransportError as error:
+            heard.append(error)
+        b.close()
+
+    thread = threading.Thread(target=hear)
+    thread.start()
+    with closing(a):
+        tap = Tap(a, change)
+        try:
+            said = dial(tap, dialer, me, wanted, seconds=5)
+        except TransportError as error:
+            said = error
+    thread.join()
+    return said, heard[0], tap
+
+
+def test_each_side_learns_who_the_other_is():
+    said, heard, tap = meet(identity(incarnation=3), identity(incarnation=4, generation=2))
+    assert said == Peer(WORKER, SERVER, incarnation=4, generation=2) or said.code == "FENCED"
+    said, heard, tap = meet(identity(incarnation=3, generation=5), identity(incarnation=4, generation=5))
+    assert said == Peer(WORKER, SERVER, incarnation=4, generation=5)
+    assert heard == Peer(SERVER, WORKER, incarnation=3, generation=5)
+    for raw in (tap.sent, tap.got):
+        assert len(raw) <= 512
+        assert TOKEN not in raw
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"job_id": "x"}, "JOB"),
+        ({"digest": "x"}, "CONFIG"),
+        ({"token": bytes(32)}, "AUTH"),
+        ({"generation": 1}, "FENCED"),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_each_mismatch_has_its_code(changes, code, turned):
+    us = identity(generation=2)
+    them = identity(**{"generation": 2} | changes)
+    said, heard, tap = meet(*((us, them) if turned else (them, us)))
+    assert isinstance(said, Refused) and said.code == code, said
+    assert not isinstance(heard, Peer)
+    assert len(tap.got) <= 512
+    if code in ("JOB", "AUTH"):
+        assert us.digest.encode() not in tap.got + tap.sent  # a config is no business of strangers
+
+
+def test_a_config_mismatch_names_both():
+    said, _, _ = meet(identity(digest="a" * 64), identity(digest="b" * 64))
+    assert said.text == f"the configs differ: worker 0/1 has {'a' * 64}, server 0/0 has {'b' * 64}"
+
+
+def test_the_wanted_must_live_there():
+    said, _, _ = meet(identity(), identity(), wanted=Address(Role.SERVER, 3, 1))
+    assert (said.code, said.text) == ("JOB", "server 3/1 is not in this process")
+
+
+def test_a_later_version_without_ours_is_refused(monkeypatch):
+    def newer(raw):
+        return raw.replace(b"ttHS\x01" + raw[5:7] + b"\x01\x01", b"ttHS\x01" + raw[5:7] + b"\x02\x07")
+
+    said, heard, _ = meet(identity(), identity(), change=newer)
+    assert said.code == heard.code == "VERSION"
+    assert "versions 2 to 7" in said.text and "version 1" in said.text
+
+
+@given(st.integers(0, 240), st.integers(1, 255))
+@settings(max_examples=150)
+def test_every_changed_byte_is_noticed(position, flip):
+    def change(raw, seen=[0]):  # noqa: B006  # one count for all messages of this handshake
+        start, seen[0] = seen[0], seen[0] + len(raw)
+        if not start <= position < start + len(raw):
+            return raw
+        at = position - start
+        return raw[:at] + bytes([raw[at] ^ flip]) + raw[at + 1 :]
+
+    a, b = socket.socketpair()
+    outcome = []
+
+    def hear():
+        try:
+            answer(b, identity(), {SERVER}.__contains__, seconds=5)
+            outcome.append("admitted")
+        except TransportError:
+            outcome.append("refused")
+        b.close()
+
+    thread = threading.Thread(target=hear)
+    thread.start()
+    tap = Tap(a, change)
+    with closing(a), pytest.raises(TransportError):
+        dial(tap, identity(), WORKER, SERVER, seconds=0.2)
+    thread.join()
+    changed = position < len(tap.sent)
+    assert outcome == (["refused"] if changed else ["admitted"])
+
+
+def test_a_proof_cannot_be_sent_back_or_again():
+    """Reflection: the answering side's own proof is no dialer's proof. Replay: a recorded dialer does not get in."""
+    _, _, tap = meet(identity(), identity(), me=SERVER, wanted=SERVER)
+    challenge = tap.got[: tap.got.index(b"ttHS", 1)]
+    for second in (
+        b"ttHS\x03" + struct.pack("<H", 96) + b"d" * 64 + challenge[-32:],
+        tap.sent[tap.sent.index(b"ttHS", 1) :],
+    ):
+        a, b = socket.socketpair()
+        with closing(a), closing(b):
+            a.sendall(tap.sent[: tap.sent.index(b"ttHS", 1)] + second)
+            with pytest.raises(Refused) as refused:
+                answer(b, identity(), {SERVER}.__contains__)
+            assert refused.value.code == "AUTH"
+
+
+@given(st.binary(max_size=600))
+@settings(max_examples=300)
+def test_random_bytes_are_strangers(raw):
+    for speak in (
+        lambda s: answer(s, identity(), {SERVER}.__contains__, 1),
+        lambda s: dial(s, identity(), WORKER, SERVER, 1),
+    ):
+        a, b = socket.socketpair()
+        with closing(b):
+            with closing(a):
+                a.sendall(raw)
+                a.shutdown(socket.SHUT_WR)
+            with pytest.raises(TransportError):
+                speak(b)
+
+
+def test_a_refusal_of_unknown_code_and_odd_text_is_harmless():
+    for body, kind in ((bytes([99]) + b"x", NotOurProtocol), (bytes([CODES.index("FULL")]) + b"\x1b[31m\xff", Refused)):
+        a, b = socket.socketpair()
+        with closing(a), closing(b):
+            a.sendall(b"ttHS\x05" + struct.pack("<H", len(body)) + body)
+            with pytest.raises(kind) as refused:
+                dial(b, identity(), WORKER, SERVER)
+            assert "\x1b" not in str(refused.value)
+
+
+def test_silence_has_a_deadline_also_drop_by_drop(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(handshake.time, "monotonic", lambda: now[0])
+
+    class Dripping:
+        def settimeout(self, seconds):
+            assert 0 < seconds <= 2
+
+        def recv(self, size):
+            now[0] += 0.5
+            return b"t"
+
+    with pytest.raises(NotOurProtocol, match="too slow"):
+        answer(Dripping(), identity(), {SERVER}.__contains__)
+    assert now[0] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"token": b"short"}, "token of 5 bytes: must have 32"),
+        ({"job_id": ""}, "job_id"),
+        ({"digest": "x" * 65}, "digest"),
+        ({"digest": "é"}, "digest"),
+        ({"generation": -1}, "generation = -1"),
+        ({"incarnation": 1 << 63}, "incarnation"),
+    ],
+)
+def test_an_identity_is_checked_and_keeps_its_secret(changes, text):
+    with pytest.raises(ValueError, match=text):
+        identity(**changes)
+    assert "token" not in repr(identity())
+
+
+# --- the door of a real road -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair():
+    town = Town("tcp")
+    yield Pair(town)
+    town.close()
+
+
+def knock(url):
+    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=WAIT)
+
+
+def closed_without_a_word(sock):
+    try:
+        return sock.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+def refusals(wire, code, count):
+    """Wait until the road has counted so many refusals."""
+    until = time.monotonic() + WAIT
+    while wire.refusals().get(code, 0) < count:
+        assert time.monotonic() < until, wire.refusals()
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\0" * 5000]
+)
+def test_probes_of_other_protocols_get_no_answer_and_disturb_nobody(pair, raw):
+    with closing(knock(pair.url)) as sock:
+        sock.sendall(raw)
+        assert closed_without_a_word(sock)
+    pair.to_server(Fetch(round=1))
+    assert pair.server.next() == Fetch(round=1)
+    refusals(pair.server_wire, "STRANGER", 1)
+
+
+def test_silent_strangers_are_few_and_do_not_block_the_door(monkeypatch):
+    monkeypatch.setattr(socket_transport, "MAX_STRANGERS", 3)
+    town = Town("tcp")
+    pair = Pair(town)
+    silent = [knock(pair.url) for _ in range(3)]
+    latecomer, me = town.wire(patience=0), Address(Role.WORKER, 8, 0)
+    latecomer.attach(me, Recorder())
+    deadline = time.monotonic() + WAIT
+    while len(pair.server_wire._strangers) < 3:
+        assert time.monotonic() < deadline
+    with pytest.raises(Refused) as refused:
+        latecomer.connect(me, SERVER, pair.url)
+    assert refused.value.code == "FULL"
+    patient, other = town.wire(), Address(Role.WORKER, 8, 1)
+    patient.attach(other, Recorder())
+    thread = threading.Thread(target=patient.connect, args=(other, SERVER, pair.url))
+    thread.start()
+    refusals(pair.server_wire, "FULL", 2)
+    silent.pop().close()  # room again: who is patient comes in
+    thread.join()
+    patient.send(other, SERVER, Fetch(round=4))
+    assert pair.server.next() == Fetch(round=4)
+    for sock in silent:
+        sock.close()
+    town.close()
+
+
+@pytest.mark.parametrize("proven", [False, True])
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_handshake_that_is_answered_too_late_is_tried_again(monkeypatch, kind, proven):
+    """Also when all but the welcome was said in time: the attempt given up must not end the one that counts."""
+    attempts, through = [], threading.Event()
+
+    def slow_at_first(sock, *args):
+        attempts.append(sock)
+        if len(attempts) > 1:
+            return answer(sock, *args)
+        heard = answer(sock, *args) if proven else None
+        assert through.wait(WAIT)
+        return heard or answer(sock, *args)
+
+    monkeypatch.setattr(socket_transport, "answer", slow_at_first)
+    monkeypatch.setattr(socket_transport, "DEADLINE", 0.1)  # of who dials
+    town = Town(kind)
+    pair = Pair(town)
+    through.set()
+    refusals(pair.server_wire, "STRANGER", 1)
+    assert len(attempts) > 1
+    pair.to_server(Fetch(round=1))
+    assert pair.server.next() == Fetch(round=1)
+    assert pair.server.ends.empty() and pair.worker.ends.empty()
+    town.close()
+    shutil.rmtree(town.directory, ignore_errors=True)
+
+
+def test_who_never_answers_is_given_up_when_patience_ends(monkeypatch):
+    monkeypatch.setattr(socket_transport, "DEADLINE", 0.05)
+    town = Town("tcp")
+    wire = town.wire(patience=0)
+    wire.attach(WORKER, Recorder())
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent, pytest.raises(HandshakeTimeout, match="too slow"):
+        wire.connect(WORKER, SERVER, f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+    town.close()
+
+
+def test_who_speaks_something_else_is_not_tried_again(monkeypatch):
+    town = Town("tcp")
+    wire = town.wire()
+    wire.attach(WORKER, Recorder())
+    dialed = []
+    monkeypatch.setattr(socket_transport, "dial", lambda *args: dialed.append(args) or dial(*args))
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def greet():
+            with closing(listener.accept()[0]) as sock:
+                sock.sendall(b"SSH-2.0-OpenSSH_9.0\r\n")
+                sock.recv(500)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(NotOurProtocol, match="does not speak"):
+            wire.connect(WORKER, SERVER, f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+    assert len(dialed) == 1
+    town.close()
+
+
+def test_a_flood_of_wrong_tokens_admits_nobody(pair):
+    stranger = pair.town.wire(token=bytes(32))
+    me = Address(Role.WORKER, 9, 9)
+    stranger.attach(me, Recorder())
+    for _ in range(50):
+        with pytest.raises(Refused, match="AUTH"):
+            stranger.connect(me, SERVER, pair.url)
+    assert len(pair.server_wire._connections) == 1
+    pair.to_server(Fetch(round=1))
+    assert pair.server.next() == Fetch(round=1)

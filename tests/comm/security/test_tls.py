@@ -1,0 +1,639 @@
+"""TLS where other machines can reach: the same bytes for us, nothing for anybody else, and no way around it."""
+
+import json
+import os
+import shutil
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import threading
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from in_process_job import building, job_of, reference, run_hosted, usual_loop, vectors
+from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
+
+from topotrain.comm import router
+from topotrain.comm.emulation.link import EmulatedNetwork
+from topotrain.comm.security import handshake, tls
+from topotrain.comm.security.handshake import HandshakeTimeout, NotOurProtocol, answer, dial
+from topotrain.comm.security.tls import BUDGET, PIECE, Certificate, TlsChannel, client_side, server_side
+from topotrain.comm.transport import Refused, TransportError, socket_transport, tcp
+from topotrain.comm.transport.tcp import ListenAddress, TcpTransport, home
+from topotrain.config.job import Link
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Fetch, Push, Values
+
+ROOT = Path(__file__).parents[3]
+CERTIFICATE = Certificate.make()
+RAW = torch.arange(5 * PIECE // 16, dtype=torch.int32).numpy().tobytes()  # a piece and a quarter
+
+
+def over(function, *arguments):
+    """Run it on a thread; the answer's `result()` waits for what it returned or raised."""
+    outcome = []
+
+    def work():
+        try:
+            outcome.append(function(*arguments))
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+
+    def result():
+        thread.join(WAIT)
+        assert not thread.is_alive()
+        return outcome[0]
+
+    return result
+
+
+@contextmanager
+def channels(trusted=True, **options):
+    """Both ends of a connection; options: of their sockets."""
+    ends = socket.socketpair()
+    for end in ends:
+        for name, value in options.items():
+            end.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
+    listening = over(server_side, ends[0], CERTIFICATE, WAIT)
+    client, seen = client_side(ends[1], WAIT)
+    server, shown = listening()
+    assert seen == shown == CERTIFICATE.binding
+    if trusted:
+        server.trust()
+        client.trust()
+    with server, client:
+        yield server, client
+
+
+# --- the channel -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waitall", [0, socket.MSG_WAITALL])
+def test_what_was_sent_before_the_end_arrives_before_it(waitall):
+    with channels() as (server, client):
+        for part in (RAW[:10], RAW[10:40_000], RAW[40_000:50_000]):
+            server.sendall(part)
+        server.shutdown(socket.SHUT_WR)
+        got = b""
+        while part := client.recv(20_000, waitall):  # much of it has been taken from the socket long before
+            got += part
+        assert got == RAW[:50_000]
+        client.sendall(b"still heard")
+        assert server.recv(100) == b"still heard"
+
+
+def test_the_own_end_wakes_a_reader():
+    with channels() as (server, client):
+        waiting = over(client.recv, 10)
+        client.shutdown(socket.SHUT_RDWR)
+        assert waiting() == b""
+        assert server.recv(10) == b""
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 2 * PIECE), st.booleans()), max_size=8),
+    st.lists(st.tuples(st.integers(1, 2 * PIECE), st.booleans()), max_size=8),
+    st.integers(1, 3),
+)
+@settings(max_examples=40, deadline=None)
+def test_what_goes_in_comes_out_however_it_is_cut(sends, receives, buffers):
+    with channels(SO_SNDBUF=4096) as (here, there):  # small: often the kernel takes a part of what is sealed
+        sent = over(send, here, RAW, [*sends, (len(RAW), False)], buffers)
+        got = bytearray()
+        for size, whole in [*receives, (len(RAW), True)]:
+            size = min(size, len(RAW) - len(got))
+            if not size:
+                break
+            target = bytearray(size)
+            count = there.recv_into(target, 0, socket.MSG_WAITALL if whole else 0)
+            assert count == size or (not whole and count > 0)
+            got += target[:count]
+        assert sent() is None
+        assert got == RAW
+        here.shutdown(socket.SHUT_WR)
+        assert there.recv_into(bytearray(10), 0, socket.MSG_WAITALL) == 0
+
+
+def send(channel, raw, sizes, buffers):
+    """As an outbox does: without waiting first, then with it, and the same bytes again when they were not taken."""
+    rest = memoryview(raw)
+    for size, wait in sizes:
+        part, rest = rest[:size], rest[size:]
+        step = -(-len(part) // buffers) or 1
+        views = [part[at : at + step] for at in range(0, len(part), step)]
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        while views:
+            try:
+                count = channel.sendmsg(views, (), flags)
+            except BlockingIOError:
+                count, flags = channel.sendmsg(views), 0
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if views:
+                views[0] = views[0][count:]
+
+
+def test_bytes_that_the_kernel_did_not_take_are_not_counted():
+    with channels(SO_SNDBUF=4096, SO_RCVBUF=4096) as (here, there):
+        taken = 0
+        with suppress(BlockingIOError):
+            while taken < len(RAW):
+                taken += here.sendmsg([memoryview(RAW)[taken:]], (), socket.MSG_DONTWAIT)
+        assert taken < len(RAW)
+        sent = over(here.sendall, memoryview(RAW)[taken:])
+        got = bytearray(len(RAW))
+        assert there.recv_into(got, 0, socket.MSG_WAITALL) == len(RAW)
+        assert sent() is None
+        assert got == RAW
+
+
+def test_two_threads_on_each_end_at_once():
+    size, rounds = 3 * PIECE + 7, 40
+    with channels() as pair:
+
+        def talk(channel, seed):
+            raw = bytearray(torch.full((size,), seed, dtype=torch.uint8).numpy().tobytes())
+            for number in range(rounds):
+                struct.pack_into("<I", raw, size // 2, number)
+                channel.sendall(raw)
+
+        def listen(channel, seed):
+            raw = bytearray(size)
+            for number in range(rounds):
+                assert channel.recv_into(raw, 0, socket.MSG_WAITALL) == size
+                assert struct.unpack_from("<I", raw, size // 2) == (number,)
+                assert raw.count(seed) >= size - 4
+
+        waits = [over(f, pair[n], s) for n, s in ((0, 5), (1, 6)) for f, s in ((talk, s), (listen, 11 - s))]
+        assert [wait() for wait in waits] == [None] * 4
+
+
+class Dripping:
+    """A socket on which a byte of a record comes every half second, of a clock that only this turns."""
+
+    def __init__(self, monkeypatch):
+        self.now, self._record = 0.0, iter(b"\x17\x03\x03\x01\x00" + bytes(256))
+        monkeypatch.setattr(tls.time, "monotonic", lambda: self.now)
+
+    def gettimeout(self):
+        return None
+
+    def settimeout(self, seconds):
+        assert seconds is None or 0 < seconds <= 2
+
+    def sendall(self, raw):
+        pass
+
+    def recv_into(self, buffer):
+        self.now += 0.5
+        buffer[0] = next(self._record)
+        return 1
+
+    def close(self):
+        pass
+
+
+def test_a_timeout_holds_for_the_whole_call_not_for_each_part(monkeypatch):
+    with channels() as (server, _):
+        raw = server._sock
+        server.relay(lambda sock: Dripping(monkeypatch))
+        server.settimeout(2.0)
+        with pytest.raises(TimeoutError):
+            server.recv(1)
+        raw.close()
+    drips = Dripping(monkeypatch)
+    with pytest.raises(HandshakeTimeout):
+        server_side(drips, CERTIFICATE, 2.0)
+    assert drips.now <= 2.0
+
+
+def test_who_is_not_trusted_cannot_fill_the_memory():
+    with channels(trusted=False) as (server, client):
+        sent = over(lambda: [client.sendall(b"x") for _ in range(2 * BUDGET // 23)])
+        with pytest.raises(NotOurProtocol, match=f"more than {BUDGET} bytes"):
+            server.recv_into(bytearray(BUDGET // 20), 0, socket.MSG_WAITALL)
+        server.close()
+        sent()
+
+
+def test_every_certificate_is_another_and_its_key_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert Certificate.make().binding != CERTIFICATE.binding
+    assert os.listdir(tmp_path) == []
+    assert "context" not in repr(CERTIFICATE)
+
+
+def shake_and_close(channel):
+    with channel:
+        channel.shake_hands(WAIT)
+
+
+def old_context(side):
+    """Of a peer that speaks TLS 1.2 at most, and would go on with it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if side == "client" else Certificate.make().context
+    if side == "client":
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+@pytest.mark.parametrize("old", ["client", "server", "both"])
+def test_older_versions_are_refused(old):
+    here, there = socket.socketpair()
+    with closing(here), closing(there):
+        side = "server" if old == "server" else "client"
+        other = over(shake_and_close, TlsChannel(there, old_context(side), side == "server"))
+        if old == "both":  # two such peers agree: what the others meet is the refusal
+            TlsChannel(here, old_context("server"), True).shake_hands(WAIT)
+            assert other() is None
+            return
+        with pytest.raises(NotOurProtocol, match="TLS"):
+            server_side(here, CERTIFICATE, WAIT) if old == "client" else client_side(here, WAIT)
+        here.close()
+        assert isinstance(other(), NotOurProtocol)
+
+
+# --- the proof is bound to the certificate -----------------------------------------------------------------------
+
+
+def meet(dialer_sees, answerer_shows, believe=False, monkeypatch=None):
+    """What both sides of our handshake say when they have seen these certificates."""
+    a, b = socket.socketpair()
+    if believe:  # a dialer that looks at no proof
+        proven, me = handshake._Talk.proven, threading.current_thread()
+        monkeypatch.setattr(
+            handshake._Talk, "proven", lambda t, key: threading.current_thread() is me or proven(t, key)
+        )
+    heard = over(lambda: answer(b, identity(), {SERVER}.__contains__, WAIT, answerer_shows))
+    with closing(a), closing(b):
+        try:
+            said = dial(a, identity(), WORKER, SERVER, 1.0 if not believe else WAIT, binding=dialer_sees)
+        except TransportError as error:
+            said = error
+        a.close()
+        return said, heard()
+
+
+def test_another_certificate_is_another_proof_on_both_sides(monkeypatch):
+    for seen, shown in ((b"a" * 32, b"b" * 32), (b"", b"b" * 32), (b"a" * 32, b"")):
+        said, heard = meet(seen, shown)
+        assert isinstance(said, Refused) and said.code == "AUTH"
+        assert isinstance(heard, NotOurProtocol)
+    said, heard = meet(b"a" * 32, b"b" * 32, believe=True, monkeypatch=monkeypatch)
+    assert said.code == heard.code == "AUTH"
+    assert "could not prove that it belongs to this job" in heard.text
+
+
+@pytest.fixture
+def town():
+    town = Town("tls")
+    yield town
+    town.close()
+
+
+def port_of(url):
+    return int(url.rpartition(":")[2])
+
+
+@contextmanager
+def in_between(url, certificate):
+    """Somebody on the way: passes everything on. With a certificate of its own it reads all of it, too."""
+    seen = bytearray()
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def pump(source, target):
+            with suppress(OSError, TransportError):
+                while raw := source.recv(4096):
+                    seen.extend(raw)
+                    target.sendall(raw)
+            with suppress(OSError):
+                target.shutdown(socket.SHUT_WR)
+
+        def meddle():
+            with listener.accept()[0] as near, socket.create_connection(("127.0.0.1", port_of(url))) as far:
+                ends = near, far
+                if certificate is not None:
+                    ends = server_side(near, certificate, WAIT)[0], client_side(far, WAIT)[0]
+                back = over(pump, ends[1], ends[0])
+                pump(*ends)
+                back()
+
+        done = over(meddle)
+        yield f"tls://127.0.0.1:{listener.getsockname()[1]}", seen
+        done()
+
+
+def test_somebody_in_between_is_found_out(town):
+    server = town.wire()
+    residents = Recorder(), Recorder()
+    url = server.attach(SERVER, residents[0])
+    for certificate in (Certificate.make(), None):
+        wire = TcpTransport(identity(), tls=True)
+        wire.attach(WORKER, residents[1])
+        with in_between(url, certificate) as (fake, seen):
+            if certificate is None:  # who only passes the sealed bytes on is a wire like any other
+                wire.connect(WORKER, SERVER, fake)
+                wire.send(WORKER, SERVER, Fetch(round=3))
+                assert residents[0].next() == Fetch(round=3)
+            else:
+                with pytest.raises(Refused, match="could not prove") as refused:
+                    wire.connect(WORKER, SERVER, fake)
+                assert refused.value.code == "AUTH"
+                assert bytes(seen).startswith(handshake.MAGIC)  # it did read what was said, and it was of no use
+            assert TOKEN not in seen
+            wire.close()
+    assert residents[0].got.empty()
+
+
+# --- the road ----------------------------------------------------------------------------------------------------
+
+
+def test_big_tensors_both_ways_at_once(town):
+    pair = Pair(town)
+    bodies = [torch.randint(-9, 9, (size,)).float() for size in (1, 77, 5000, 300_001, 1 << 20)] * 3
+
+    def hammer(post, make):
+        for number, body in enumerate(bodies):
+            post(make(number, body))
+
+    waits = [
+        over(hammer, pair.to_server, lambda n, body: Push(n, 0, body.numel(), 1.0, b"", body=body)),
+        over(hammer, pair.to_worker, lambda n, body: Values(n, body.numel(), 0, body=body)),
+    ]
+    for number, body in enumerate(bodies):
+        for end, name in ((pair.server, "step"), (pair.worker, "round")):
+            got = end.next()
+            assert getattr(got, name) == number
+            assert torch.equal(got.body, body)
+    assert [wait() for wait in waits] == [None, None]
+
+
+@pytest.mark.parametrize("first", ["worker", "server", "both", "leave"])
+def test_whoever_closes_first_all_arrives_and_both_end(first):
+    for count in (0, 1, 5):
+        town = Town("tls")
+        pair = Pair(town)
+        closing_ = {"worker": [pair.worker_wire.close], "server": [pair.server_wire.close]}
+        closing_["both"] = closing_["worker"] + closing_["server"]
+        closing_["leave"] = [lambda pair=pair: pair.worker_wire.leave(WORKER)]
+        for number in range(count):
+            pair.to_server(Push(0, 0, 100_000, float(number), b"\1", body=torch.full((100_000,), float(number))))
+            pair.to_worker(Values(number, 100_000, 0, body=torch.full((100_000,), float(number))))
+        for waiting in [over(close) for close in closing_[first]]:
+            assert waiting() is None
+        ends = {pair.server.end(), pair.worker.end()}
+        assert ends <= {"closed on this side", "closed by the peer"}
+        for heard in (pair.server, pair.worker):
+            assert [heard.next().body[0].item() for _ in range(count)] == list(range(count))
+        town.close()
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("link", [None, Link(bandwidth=400.0, delay=1.0)])
+def test_lanes_and_a_pretended_link_go_with_it(tmp_path, lanes, link):
+    ends = Recorder(), Recorder()
+    wires = [
+        TcpTransport(
+            identity(), lanes=lanes, tls=True, network=link and EmulatedNetwork(link, tmp_path, "k", lambda a: a.role)
+        )
+        for _ in ends
+    ]
+    wires[0].attach(WORKER, ends[0])
+    wires[0].connect(WORKER, SERVER, wires[1].attach(SERVER, ends[1]))
+    for size in (1, 200_003, 10):
+        body = torch.arange(float(size))
+        wires[0].send(WORKER, SERVER, Values(0, size, 0, body=body))
+        assert torch.equal(ends[1].next().body, body)
+        wires[1].send(SERVER, WORKER, Values(0, size, 0, body=body))
+        assert torch.equal(ends[0].next().body, body)
+    (connection,) = wires[0]._connections
+    road = connection._sock
+    for line in road._lanes if lanes > 1 else [road]:
+        assert isinstance(line, TlsChannel)
+    closing_ends = [over(wire.close) for wire in wires]
+    assert [wait() for wait in closing_ends] == [None, None]
+    assert "closed" in ends[1].end()
+
+
+def test_a_job_over_it_has_the_same_bits(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        router, "TcpTransport", lambda *a, **b: made.append(TcpTransport(*a, **b, tls=True)) or made[-1]
+    )
+    script, build = usual_loop(vectors(3)), building()
+    hosted = run_hosted(job_of("sandblaster", road="kTcp"), build, script, tmp_path)
+    assert hosted.same_bits(reference(job_of("sandblaster"), build, script))
+    assert made and all(wire._url.startswith("tls://") for wire in made if wire._url)
+    assert any(wire._url for wire in made)
+
+
+def test_a_wrong_token_and_a_full_house(town, monkeypatch):
+    pair = Pair(town)
+    stranger, me = town.wire(token=b"x" * 32, patience=0), Address(Role.WORKER, 9, 9)
+    stranger.attach(me, Recorder())
+    for _ in range(10):
+        with pytest.raises(Refused, match="AUTH"):
+            stranger.connect(me, SERVER, pair.url)
+    monkeypatch.setattr(socket_transport, "MAX_STRANGERS", 0)
+    with pytest.raises(Refused) as refused:
+        stranger.connect(me, SERVER, pair.url)
+    assert refused.value.code == "FULL"
+    pair.to_server(Fetch(round=1))
+    assert pair.server.next() == Fetch(round=1)
+    assert len(pair.server_wire._connections) == 1
+
+
+@pytest.mark.parametrize(
+    "raw", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\0" * 5000, b"SSH-2.0-x\r\n", b"\x16\x03\x01\x00\x05\x01\0\0\x01\0"]
+)
+def test_probes_get_no_answer_and_disturb_nobody(town, raw):
+    pair = Pair(town)
+    with closing(socket.create_connection(("127.0.0.1", port_of(pair.url)), timeout=WAIT)) as sock:
+        sock.sendall(raw)
+        with suppress(ConnectionResetError):
+            assert sock.recv(100) == b""
+    pair.to_server(Fetch(round=1))
+    assert pair.server.next() == Fetch(round=1)
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=100, deadline=None)
+def test_random_bytes_are_strangers(raw):
+    for speak in (partial(server_side, certificate=CERTIFICATE, seconds=WAIT), partial(client_side, seconds=WAIT)):
+        a, b = socket.socketpair()
+        with closing(b):
+            with closing(a):
+                a.sendall(raw)
+                a.shutdown(socket.SHUT_WR)
+            with pytest.raises(TransportError):
+                speak(b)
+
+
+def test_silence_has_a_deadline_on_both_sides(monkeypatch):
+    for speak in (partial(server_side, certificate=CERTIFICATE), client_side):
+        a, b = socket.socketpair()
+        with closing(a), closing(b), pytest.raises(HandshakeTimeout, match="too slow"):
+            speak(b, seconds=0.02)
+    monkeypatch.setattr(socket_transport, "_HEARING", 0.02)
+    town = Town("tls")
+    wire = town.wire()
+    with closing(socket.create_connection(("127.0.0.1", port_of(wire.attach(WORKER, Recorder()))), WAIT)) as silent:
+        assert silent.recv(1) == b""
+    town.close()
+    assert wire.refusals()["STRANGER"] == 1
+
+
+def test_neither_side_speaks_plain_where_the_other_wants_tls(town):
+    pair = Pair(town)
+    plain = TcpTransport(identity())
+    me = Address(Role.WORKER, 5, 5)
+    port = port_of(plain.attach(me, Recorder()))
+    with pytest.raises(NotOurProtocol, match=r"closed the connection|reset"):
+        plain.connect(me, SERVER, f"tcp://127.0.0.1:{port_of(pair.url)}")
+    with pytest.raises(NotOurProtocol, match=r"closed the connection|reset"):
+        pair.worker_wire.connect(WORKER, me, f"tls://127.0.0.1:{port}")
+    plain.close()
+    assert pair.server.ends.empty()
+
+
+# --- which addresses ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "::ffff:0.0.0.0"])
+def test_nobody_listens_on_every_interface(host):
+    with pytest.raises(TransportError, match="stands for every interface; must be the address of one"):
+        TcpTransport(identity(), host=host)
+
+
+@pytest.mark.parametrize("host", ["", "192.0.2.7", "224.0.0.1", "2001:db8::1", "no name", "x" * 300])
+def test_an_address_must_be_one_of_this_machine(host):
+    with pytest.raises(TransportError, match=r"host = .*: must be an address"):
+        home(host)
+
+
+def test_a_name_is_what_it_stands_for_here(monkeypatch):
+    known = [("192.0.2.7", 0), ("fe80::1%lo", 0, 0, 1), ("127.0.0.3", 0)]
+    monkeypatch.setattr(tcp.socket, "getaddrinfo", lambda *a, **b: [(0, 0, 0, "", address) for address in known])
+    assert home("machine") == ListenAddress(socket.AF_INET, "127.0.0.3", True)
+    assert home("localhost").loopback
+    del known[2]
+    with pytest.raises(TransportError, match="must be an address of this machine"):
+        home("machine")
+
+
+def test_no_other_machine_reaches_us_without_a_secret_or_tls(monkeypatch):
+    monkeypatch.setattr(tcp, "home", lambda host: ListenAddress(socket.AF_INET, host, host.startswith("127.")))
+    with pytest.raises(TransportError, match="needs a secret"):
+        TcpTransport(identity(token=bytes(32)), host="10.9.8.7")
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(TransportError, match=r"pip install 'topotrain\[tls\]'"):
+        TcpTransport(identity(), host="10.9.8.7")
+    TcpTransport(identity(token=bytes(32)), host="127.0.0.1")
+
+
+# --- two machines ------------------------------------------------------------------------------------------------
+
+FAR, NEAR = "10.203.7.1", "10.203.7.2"
+
+LISTENING = """
+import sys
+from transport_pairs import *
+from topotrain.comm.transport.tcp import TcpTransport
+from topotrain.core.protocol import Values
+wire, here = TcpTransport(identity(), host=sys.argv[1]), Recorder()
+print(wire.attach(SERVER, here), flush=True)
+body = here.next().body
+wire.send(SERVER, WORKER, Values(0, body.numel(), 0, body=body * 2))
+print(here.end(), wire.refusals(), flush=True)
+wire.close()
+"""
+
+CALLING = """
+import json, socket, sys
+from transport_pairs import *
+from topotrain.comm.transport import TransportError
+from topotrain.comm.security.handshake import dial
+from topotrain.comm.transport.tcp import TcpTransport
+from topotrain.core.protocol import Values
+host, url = sys.argv[1], sys.stdin.readline().strip()
+port = int(url.rpartition(":")[2])
+said = []
+for attempt in (
+    lambda: dial(socket.create_connection((url[6:].partition(":")[0], port)), identity(), WORKER, SERVER, WAIT),
+    lambda: TcpTransport(identity(token=bytes(32)), host=host),
+    lambda: TcpTransport(identity(), host="0.0.0.0"),
+):
+    try:
+        attempt()
+        said.append("came in")
+    except TransportError as error:
+        said.append(str(error))
+wire, here = TcpTransport(identity(), host=host), Recorder()
+said.append(wire.attach(WORKER, here))
+wire.connect(WORKER, SERVER, url)
+body = torch.arange(1e6)
+wire.send(WORKER, SERVER, Values(0, body.numel(), 0, body=body))
+said.append(torch.equal(here.next().body, 2 * body))
+wire.close()
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture
+def machines():
+    """Two network namespaces with a cable between them, at FAR and NEAR."""
+    if shutil.which("ip") is None:
+        pytest.skip("no `ip` here (package iproute2), so no network namespaces")
+    names = [f"tls{os.getpid()}{side}" for side in "ab"]
+
+    def ip(*words, must=True):
+        done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=WAIT)
+        if must and done.returncode:
+            pytest.skip(f"no network namespaces here: ip {' '.join(words)}: {done.stderr.strip()}")
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for name, address in zip(names, (FAR, NEAR)):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "delete", name, must=False)
+
+
+def test_two_machines_talk_and_neither_takes_plain_words(machines):
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests' / 'support'}:{ROOT}"}
+
+    def start(name, program, address):
+        command = ["ip", "netns", "exec", name, sys.executable, "-c", program, address]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+    with start(machines[0], LISTENING, FAR) as far, start(machines[1], CALLING, NEAR) as near:
+        try:
+            url = far.stdout.readline().strip()
+            assert url.startswith(f"tls://{FAR}:")
+            plain, secretless, everywhere, mine, same = json.loads(near.communicate(url, timeout=60)[0])
+            assert "closed the connection" in plain or "reset" in plain
+            assert "needs a secret" in secretless
+            assert "stands for every interface" in everywhere
+            assert mine.startswith(f"tls://{NEAR}:")
+            assert same is True
+            ended = far.communicate(timeout=60)[0]
+            assert "closed by the peer" in ended and "'STRANGER': " in ended
+        finally:
+            near.kill()
+            far.kill()

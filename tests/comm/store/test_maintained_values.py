@@ -1,0 +1,129 @@
+"""What a process keeps in a store is written again where it is missing, and nothing else is touched."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from folder_wipe import wipe
+
+from topotrain.comm.store import StoreError, maintained_values, open_store
+from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
+from topotrain.comm.store.maintained_values import MaintainedValues
+from topotrain.comm.store.store_base import Store
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maintained_values, "LOOK_S", 0.02)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(folder: Path) -> Store:
+    return open_store(folder.as_uri())
+
+
+def test_values_come_back_into_a_store_that_was_wiped(store: Store, folder: Path) -> None:
+    values = MaintainedValues(store)
+    store.set("b", b"2")
+    values.set("a", b"1")
+    values.keep("b", b"2")
+    for _ in range(3):
+        wipe(folder)
+        assert (store.watch("a", 20), store.watch("b", 20)) == (b"1", b"2")
+    values.close()
+
+
+def test_what_another_process_has_written_stays(store: Store) -> None:
+    values = MaintainedValues(store)
+    values.set("a", b"old")
+    values.set("b", b"ours")
+    store.set("a", b"new")
+    for _ in range(3):
+        store.delete("b")
+        assert store.watch("b", 20) == b"ours"
+    assert store.get("a") == b"new"
+    values.close()
+
+
+def test_after_closing_nothing_is_written_and_no_thread_is_left(store: Store) -> None:
+    before = set(threading.enumerate())
+    values = MaintainedValues(store)
+    values.close()  # without a value there is no thread either
+    values = MaintainedValues(store)
+    values.set("a", b"1")
+    values.drop("b")
+    values.set("b", b"2")
+    values.drop("b")
+    store.delete("b")
+    store.delete("a")
+    store.watch("a", 20)
+    values.close()
+    assert store.get("b") is None
+    assert set(threading.enumerate()) <= before
+    values.keep("c", b"3")
+    assert set(threading.enumerate()) <= before
+
+
+def test_values_may_be_closed_while_their_thread_is_being_started(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, failed = MaintainedValues(store), []
+    closing = threading.Thread(target=values.close)
+    start = threading.Thread.start
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+
+    def slow_start(thread: threading.Thread) -> None:
+        start(closing)
+        closing.join(0.1)  # it waits here, or tries to join what has not been started
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow_start)
+    values.keep("a", b"1")
+    closing.join(20)
+    assert not failed and not closing.is_alive()
+
+
+def test_a_store_that_is_away_is_asked_again(store: Store, folder: Path) -> None:
+    values = MaintainedValues(store)
+    values.set("a", b"1")
+    wipe(folder)
+    folder.write_text("no folder")
+    with pytest.raises(StoreError):
+        values.set("b", b"2")
+    folder.unlink()
+    assert store.watch("a", 20) == b"1"
+    assert store.get("b") is None
+    values.close()
+
+
+def test_what_was_written_first_is_written_again_last(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes after a wipe, and finds the value that leads to the others, finds the others, too."""
+    monkeypatch.setattr(maintained_values, "LOOK_S", 1000)
+    seen: list[str] = []
+    values = MaintainedValues(store)
+    values.keep("first", b"1")
+    values.keep("second", b"2")
+    write = store.compare_and_set
+    monkeypatch.setattr(store, "compare_and_set", lambda key, *rest: (seen.append(key), write(key, *rest))[1])
+    values._look()
+    values._look()
+    assert seen == ["second", "first"]
+    values.close()
+
+
+def test_a_job_whose_record_is_gone_is_entered_again(store: Store, folder: Path) -> None:
+    registry, record = Registry(store), JobRecord("j", "night", started=12.0, units=2, hosts=("a", "b"))
+    registry.add(record)
+    wipe(folder)
+    registry.keep(record)
+    (found,) = registry.list()
+    assert replace(found, heartbeat=0.0) == record
+    registry.end("j", "done")
+    registry.keep(record)
+    assert registry.view("j").state == "done"

@@ -1,0 +1,216 @@
+"""Several sockets as one stream: the same bytes in the same order, whatever each of them does."""
+
+import gc
+import os
+import socket
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
+
+from topotrain.comm.security.handshake import SocketNumber, dial
+from topotrain.comm.transport import Refused, TransportError
+from topotrain.comm.transport.multi_socket import STRIPE, MultiSocketChannel, PendingSockets
+from topotrain.comm.transport.tcp import TcpTransport
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Fetch, Push, Values
+
+
+def bundles(lanes: int, ahead: int = 0) -> tuple[MultiSocketChannel, MultiSocketChannel, list[socket.socket]]:
+    pairs = [socket.socketpair() for _ in range(lanes)]
+    ends = [[pair[side] for pair in pairs] for side in (0, 1)]
+    return MultiSocketChannel(ends[0], ahead), MultiSocketChannel(ends[1]), [s for pair in pairs for s in pair]
+
+
+def close(*bundles: MultiSocketChannel) -> None:
+    for bundle in bundles:
+        bundle.close()
+
+
+RAW = torch.arange(STRIPE * 2, dtype=torch.int32).numpy().tobytes()  # 8 stripes
+
+
+@given(
+    st.integers(2, 5),
+    st.lists(st.integers(1, 3 * STRIPE), max_size=8),
+    st.lists(st.tuples(st.integers(1, 3 * STRIPE), st.booleans()), max_size=8),
+    st.integers(1, 3),
+)
+@settings(max_examples=40, deadline=None)
+def test_what_goes_in_comes_out_however_it_is_cut(lanes, sends, receives, buffers):
+    here, there, _ = bundles(lanes)
+    sender = threading.Thread(target=send, args=(here, RAW, [*sends, len(RAW)], buffers))
+    sender.start()
+    got = bytearray()
+    for size, whole in [*receives, (len(RAW), True)]:
+        size = min(size, len(RAW) - len(got))
+        target = bytearray(size)
+        count = there.recv_into(target, 0, socket.MSG_WAITALL if whole else 0)
+        assert count == size or (not whole and count > 0)
+        got += target[:count]
+    sender.join(WAIT)
+    assert got == RAW
+    here.shutdown(socket.SHUT_WR)
+    assert there.recv_into(bytearray(10)) == 0
+    close(here, there)
+
+
+def send(bundle: MultiSocketChannel, raw: bytes, sizes: list[int], buffers: int) -> None:
+    rest = memoryview(raw)
+    for size in sizes:
+        part, rest = rest[:size], rest[size:]
+        step = -(-len(part) // buffers) or 1
+        views = [part[at : at + step] for at in range(0, len(part), step)]
+        while views:
+            count = bundle.sendmsg(views)
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if views:
+                views[0] = views[0][count:]
+
+
+def test_the_lanes_take_turns():
+    here, there, socks = bundles(4)
+    sender = threading.Thread(target=send, args=(here, RAW, [len(RAW)], 1))
+    sender.start()
+    parts = [b"", b"", b"", b""]
+    for stripe in range(len(RAW) // STRIPE):
+        parts[stripe % 4] += socks[stripe % 4 * 2 + 1].recv(STRIPE, socket.MSG_WAITALL)
+    sender.join(WAIT)
+    for lane, part in enumerate(parts):
+        stripes = [RAW[at : at + STRIPE] for at in range(lane * STRIPE, len(RAW), 4 * STRIPE)]
+        assert part == b"".join(stripes)
+    close(here, there)
+
+
+def test_sending_without_waiting_takes_what_all_lanes_take():
+    here, there, _ = bundles(3)
+    sent = 0
+    with suppress(BlockingIOError):
+        while True:
+            sent += here.sendmsg([memoryview(RAW)], (), socket.MSG_DONTWAIT)
+    assert sent > 2 * STRIPE
+    got = bytearray(sent)
+    assert there.recv_into(got, 0, socket.MSG_WAITALL) == sent
+    close(here, there)
+
+
+def test_a_greeting_on_the_first_lane_is_no_part_of_the_stream():
+    here, there, socks = bundles(2, ahead=7)
+    here.sendmsg([b"welcome"])
+    assert socks[1].recv(7) == b"welcome"
+    sender = threading.Thread(target=send, args=(here, RAW, [len(RAW)], 1))
+    sender.start()
+    got = bytearray(len(RAW))
+    assert there.recv_into(got, 0, socket.MSG_WAITALL) == len(RAW)
+    sender.join(WAIT)
+    assert got == RAW
+    close(here, there)
+
+
+# --- the road ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[2, 16])
+def town(request):
+    town = Town("tcp")
+    town.wire = lambda **changes: lanes_of(town, request.param, **changes)
+    yield town
+    town.close()
+
+
+def lanes_of(town: Town, lanes: int, **changes) -> TcpTransport:
+    wire = TcpTransport(identity(**changes), lanes=lanes)
+    town.wires.append(wire)
+    return wire
+
+
+def test_messages_and_bodies_arrive_in_order_both_ways(town):
+    pair = Pair(town)
+    bodies = [torch.arange(float(size)) for size in (0, 1, 77, 1 << 14, 300_001, 1 << 20)]
+    sent = [Push(i, 0, body.numel(), 1.0, b"", body=body) for i, body in enumerate(bodies * 4)]
+    for i, message in enumerate(sent):
+        pair.to_server(message)
+        pair.to_server(Fetch(i))
+        pair.to_worker(Values(i, message.bucket, 0, body=message.body))
+    for i, message in enumerate(sent):
+        got = pair.server.next()
+        assert got == message
+        assert torch.equal(got.body, message.body)
+        assert pair.server.next() == Fetch(i)
+        assert torch.equal(pair.worker.next().body, message.body)
+    pair.worker_wire.close()
+    assert "closed" in pair.server.end()
+    assert "closed" in pair.worker.end()
+
+
+def test_a_dead_lane_is_a_dead_connection(town):
+    pair = Pair(town)
+    pair.to_server(Fetch(1))
+    pair.server.next()
+    (connection,) = pair.worker_wire._connections
+    connection._sock._lanes[1].shutdown(socket.SHUT_RDWR)
+    pair.to_server(Values(0, 1 << 20, 0, body=torch.zeros(1 << 20)))  # more than a stripe: it needs that lane
+    assert pair.worker.end()
+    assert pair.server.end()
+    with pytest.raises(TransportError):
+        pair.to_server(Fetch(1))
+
+
+def test_both_ends_must_have_as_many(town):
+    pair = Pair(town)
+    stranger, me = lanes_of(town, 3), Address(Role.WORKER, 5, 5)
+    stranger.attach(me, Recorder())
+    with pytest.raises(Refused, match="a connection of 3 sockets") as refused:
+        stranger.connect(me, SERVER, pair.url)
+    assert refused.value.code == "CONFIG"
+
+
+def test_a_second_try_drops_the_lanes_of_the_first(town):
+    pair = Pair(town)
+    me = Address(Role.WORKER, 5, 5)
+    host, port = pair.url.removeprefix("tcp://").split(":")
+    lanes = pair.server_wire._lanes
+    first = socket.create_connection((host, int(port)))
+    dial(first, identity(), me, SERVER, WAIT, SocketNumber(lanes - 1, lanes, b"a" * 16))
+    lone = socket.create_connection((host, int(port)))
+    with pytest.raises(TransportError):  # its other lanes are not there
+        dial(lone, identity(), me, SERVER, WAIT, SocketNumber(0, lanes, b"b" * 16))
+    assert first.recv(1) == b""
+    wire = town.wire()
+    wire.attach(me, Recorder())
+    wire.connect(me, SERVER, pair.url)
+    wire.send(me, SERVER, Fetch(3))
+    assert pair.server.next() == Fetch(3)
+    first.close()
+    lone.close()
+
+
+def test_parked_lanes_are_closed_with_the_road():
+    before = len(os.listdir("/proc/self/fd"))
+    parking, pairs = PendingSockets(), [socket.socketpair() for _ in range(3)]
+    way = (SERVER, WORKER)
+    parking.put(way, b"a", 1, pairs[0][0])
+    with pytest.raises(TransportError, match="lane 1 came twice"):
+        parking.put(way, b"a", 1, pairs[1][0])
+    parking.put(way, b"b", 1, pairs[1][0])
+    assert pairs[0][1].recv(1) == b""
+    parking.close()
+    assert pairs[1][1].recv(1) == b""
+    with pytest.raises(TransportError, match="closed"):
+        parking.put(way, b"b", 2, pairs[2][0])
+    for pair in pairs:
+        for sock in pair:
+            sock.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before  # connections of tests before this one may end meanwhile
+
+
+@pytest.mark.parametrize("lanes", [0, 17])
+def test_the_number_of_lanes_is_bounded(lanes):
+    with pytest.raises(TransportError, match=f"lanes = {lanes}: must be 1 to 16"):
+        TcpTransport(identity(), lanes=lanes)

@@ -1,0 +1,182 @@
+"""Who is out of reach: the rule, and real connections over a cable that is cut."""
+
+import ctypes
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from transport_pairs import SERVER, WAIT, WORKER, Recorder, identity
+from two_hosts import Cable
+
+from topotrain.comm.transport.peer_keepalive import KernelSignals, SilenceTimer
+from topotrain.comm.transport.tcp import TcpTransport
+from topotrain.core.protocol import Fetch, Push
+
+IN_VAIN = KernelSignals(0.0, again=2, tries=2)
+
+
+def looked(lease_s: float, *looks: tuple[float, KernelSignals]) -> list[bool]:
+    lease = SilenceTimer(lease_s, 0.0)
+    return [lease.look(signs, now) for now, signs in looks]
+
+
+def silent(since: float, now: float, **asked: int) -> tuple[float, KernelSignals]:
+    return now, KernelSignals(now - since, **asked)
+
+
+def test_silence_for_the_lease_after_two_questions_is_the_end():
+    looks = [silent(0.4, now, again=int(2 * now), tries=int(2 * now)) for now in (0.5, 1.0, 1.5, 2.0, 2.5)]
+    assert looked(2.0, *looks) == [False, False, False, False, True]
+
+
+def test_one_question_in_vain_is_not_enough():
+    assert not any(looked(2.0, *(silent(0.0, now / 2, again=1, tries=1) for now in range(1, 20))))
+
+
+def test_a_closed_window_is_asked_after_seldom_and_that_is_no_silence():
+    """The peer does not read: the kernel asks at growing intervals, and each question was answered."""
+    assert not any(looked(2.0, *(silent(1.0, now / 2) for now in range(2, 200))))
+    assert looked(2.0, *(silent(1.0, now, probes=2) for now in (1.5, 2.0, 2.5, 3.0))) == [False, False, False, True]
+
+
+def test_what_was_asked_before_the_last_answer_does_not_count():
+    heard = KernelSignals(0.1, again=40, tries=7)
+    later = [(0.5 + now / 2, replace(heard, silent_s=0.1 + now / 2)) for now in range(1, 20)]
+    assert not any(looked(2.0, (0.5, heard), *later))
+
+
+def test_whoever_was_stopped_gives_the_others_time():
+    before, after = silent(0.4, 0.5, again=5, tries=5), silent(0.4, 100.0, again=5, tries=5)
+    later = [silent(0.4, now, again=9, tries=9) for now in (100.5, 101.0)]
+    assert looked(2.0, before, after, *later) == [False, False, False, True]
+    assert looked(2.0, before, after, (100.5, KernelSignals(0.3))) == [False, False, False]
+    meanwhile = [
+        (100.0, KernelSignals(60.0, again=5)),
+        (100.5, KernelSignals(60.5, again=9)),
+        (101.0, KernelSignals(61.0, again=9)),
+    ]
+    assert looked(2.0, before, *meanwhile, (101.5, KernelSignals(61.5, again=9)))[1:] == [False, False, True, True]
+
+
+# --- real connections ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cable() -> Iterator[Cable]:
+    laid = Cable("lease")
+    try:
+        laid.lay()
+    except (OSError, subprocess.CalledProcessError) as error:
+        laid.remove()
+        pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
+    yield laid
+    laid.remove()
+
+
+@dataclass
+class Ends:
+    """A worker on host 1 that is connected to a server on host 0."""
+
+    cable: Cable
+    worker: Recorder = field(default_factory=Recorder)
+    server: Recorder = field(default_factory=Recorder)
+
+    def __post_init__(self) -> None:
+        self.there = self.cable.inside(0, lambda: self._wire(0))
+        self.here = self.cable.inside(1, lambda: self._wire(1))
+        url = self.cable.inside(0, lambda: self.there.attach(SERVER, self.server))
+        self.cable.inside(1, lambda: self.here.attach(WORKER, self.worker))
+        self.cable.inside(1, lambda: self.here.connect(WORKER, SERVER, url))
+        self.check(1)
+
+    def _wire(self, number: int) -> TcpTransport:
+        return TcpTransport(identity(), host=self.cable.addresses[number], lease_s=1.0)
+
+    def check(self, round: int) -> None:
+        """Both directions are open."""
+        self.here.send(WORKER, SERVER, Fetch(round))
+        assert self.server.next() == Fetch(round)
+        self.there.send(SERVER, WORKER, Fetch(round))
+        assert self.worker.next() == Fetch(round)
+
+    def close(self) -> None:
+        for wire in (self.here, self.there):
+            wire.close()
+
+
+@pytest.fixture
+def ends(cable: Cable) -> Iterator[Ends]:
+    made = Ends(cable)
+    yield made
+    cable.heal()
+    made.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "lease"]
+
+
+def much() -> Push:
+    return Push(0, 0, 1 << 22, 1.0, b"", body=torch.zeros(1 << 22))
+
+
+def both_hear(ends: Ends, began: float) -> None:
+    for resident in (ends.worker, ends.server):
+        assert "has not answered for" in resident.end()
+    assert 0.9 < time.monotonic() - began < 5  # 1.0 to 1.5, where nothing else runs
+
+
+def test_a_plug_that_is_pulled_is_noticed_by_both(ends, cable):
+    began = time.monotonic()
+    cable.plug(1, "down")
+    both_hear(ends, began)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_cut_of_one_direction_is_noticed_by_both(ends, cable, number):
+    began = time.monotonic()
+    cable.mute(number)
+    reasons = [resident.end() for resident in (ends.server, ends.worker)]
+    # Whoever is still heard tells the other one, unless that has noticed itself.
+    assert any("has not answered for" in reason for reason in reasons), reasons
+    assert time.monotonic() - began < 5
+
+
+def test_a_cut_while_much_is_under_way_is_noticed(ends, cable):
+    cable.mute(0)  # the acknowledgements
+    for _ in range(4):
+        ends.here.send(WORKER, SERVER, much())
+    assert "has not answered for" in ends.worker.end()
+
+
+def test_a_flap_shorter_than_the_lease_is_not_noticed(ends, cable):
+    for number in (0, 1):
+        cable.mute(number)
+        time.sleep(0.4)
+        cable.unmute(number)
+        ends.check(2)
+    assert ends.worker.ends.empty() and ends.server.ends.empty()
+
+
+def test_who_does_not_read_for_long_is_not_gone(ends):
+    """Far more than the kernel's buffers hold; nobody takes it for three leases."""
+    reads = threading.Event()
+    ends.server.on_handle = lambda *_: reads.wait(WAIT)
+    for _ in range(8):
+        ends.here.send(WORKER, SERVER, much())
+    assert not reads.wait(3.0)
+    reads.set()
+    for _ in range(8):
+        assert isinstance(ends.server.next(), Push)
+    ends.server.on_handle = lambda *_: None
+    ends.check(3)
+    assert ends.worker.ends.empty() and ends.server.ends.empty()
+
+
+def test_who_holds_the_interpreter_for_long_is_not_gone_and_finds_nobody_gone(ends):
+    hold = ctypes.PyDLL(None)  # its calls keep Python's lock, as a loop in C does that never gives it back
+    hold.usleep(2_500_000)
+    time.sleep(0.6)  # the watches look again
+    ends.check(4)
+    assert ends.worker.ends.empty() and ends.server.ends.empty()

@@ -1,0 +1,486 @@
+"""Every spelling of a job gives the same Job, and job.proto, the dataclasses and the documented reference agree."""
+
+import builtins
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import pytest
+from google.protobuf import descriptor_pool
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from topotrain.config import job as words
+from topotrain.config.field_checks import rule_of
+from topotrain.config.job import (
+    Cluster,
+    ConfigError,
+    FixedStep,
+    Job,
+    Linear,
+    LRGen,
+    Param,
+    RMSProp,
+    Updater,
+    UpdaterType,
+)
+from topotrain.config.job_file import dumps, from_dict, load, load_with_warnings, loads
+from topotrain.config.proto_schema import new, read_proto, repeated
+
+ROOT = Path(__file__).parents[2]
+PROTO = read_proto((ROOT / "topotrain" / "config" / "job.proto").read_text(encoding="utf-8"))
+
+SINGA_JOB = """
+name: "digits-mlp"  # a job in SINGA's words, with what only SINGA has
+train_steps: 1000
+test_steps: 10
+test_freq: 60
+disp_freq: 10
+gpu: 0
+gpu: 1
+checkpoint_path: "a/step1-worker0"
+checkpoint_path: "a/step2-worker0"
+train_one_batch {
+  alg: kBP
+}
+updater{
+  type: kSGD
+  learning_rate{
+    type : kStep
+    base_lr: 0.1
+    step_conf <
+      change_freq: 60
+      gamma: 0.997
+    >
+  }
+}
+num_openblas_threads: 2
+neuralnet {
+  layer {
+    name: "data {"  # } not a brace
+    type: kRecordInput
+    store_conf { backend: "kvfile" path: 'it\\'s.bin' shape: [28, 28] }
+    include: kTrain
+    [singa.ext] { anything: -1.5e3 }
+  }
+  layer { name: "fc1" user_type: "kMine" param { name: "w1" init { type: kUniform low:-0.05 } } }
+}
+cluster {
+  nworker_groups: 1
+  nserver_groups: 1
+  nworkers_per_group: 2
+  nservers_per_group: 2
+  nworkers_per_procs: 1
+  nservers_per_procs: 1
+  workspace: "examples/digits"
+  server_worker_separate: true
+  sync_freq: 2
+  start_port: 7000
+  share_memory: false
+  poll_time: 50
+}
+"""
+
+
+def test_a_whole_singa_job_parses_with_one_warning(tmp_path: Path) -> None:
+    path = tmp_path / "job.conf"
+    path.write_text(SINGA_JOB)
+    job, told = load_with_warnings(path)
+    assert len(told) == 1
+    assert "neuralnet" in told[0]
+    assert "num_openblas_threads" in told[0]
+    assert job.cluster == Cluster(
+        nworkers_per_group=2,
+        nservers_per_group=2,
+        workspace="examples/digits",
+        server_worker_separate=True,
+        sync_freq=2,
+        start_port=7000,
+        share_memory=False,
+        poll_time=50,
+    )
+    assert job.updater is not None
+    assert job.updater.type is UpdaterType.kSGD
+    assert job.updater.learning_rate is not None
+    assert job.updater.learning_rate.base_lr == 0.1  # not the nearest 32-bit number
+    assert (job.name, job.train_steps, job.test_freq, job.disp_freq, job.gpu) == ("digits-mlp", 1000, 60, 10, (0, 1))
+    assert job.checkpoint_path == ("a/step1-worker0", "a/step2-worker0")
+
+
+DIVIDED = """
+neuralnet {
+  layer { name: "data" type: kRecordInput partition_dim: 0 }
+  layer { name: "fc1" innerproduct_conf { num_output: 64 } partition_dim: 1  # partition_dim: 0
+  }
+  layer < name: 'fc2' param { name: "w" } partition_dim: -1 >
+  layer { name: "loss" srclayers: "partition_dim: 1" }
+}
+cluster { nworkers_per_group: 2 nservers_per_group: 1 }
+"""
+
+
+def divided_told(tmp_path: Path, text: str, name: str = "job.conf") -> list[str]:
+    path = tmp_path / name
+    path.write_text(text)
+    return [line for line in load_with_warnings(path)[1] if "data-parallel" in line]
+
+
+def test_layers_that_singa_divides_are_named(tmp_path: Path) -> None:
+    (said,) = divided_told(tmp_path, DIVIDED)
+    assert "fc1 (partition_dim: 1, by features), fc2 (partition_dim: -1, as whole layers). Every worker" in said
+    assert "among the 2 workers" in said
+    assert said.endswith('partition { match: "^fc1$" partition_dim: 1 }')
+    assert load(tmp_path / "job.conf", ['partition={ match: "fc1" partition_dim: 1 }']).splits
+    whole = DIVIDED.replace("neuralnet {", "neuralnet { partition_dim: 1")
+    (said,) = divided_told(tmp_path, whole)
+    assert "fc1 (" in said and "loss (partition_dim: 1, by features)" in said and "data (" not in said
+
+
+def test_layers_that_nobody_divides_here_either_are_not_named(tmp_path: Path) -> None:
+    assert not divided_told(tmp_path, DIVIDED.replace("per_group: 2", "per_group: 1"))
+    assert not divided_told(tmp_path, DIVIDED + 'partition { match: "^fc1$" partition_dim: 1 }')
+    assert not divided_told(tmp_path, SINGA_JOB)
+
+
+def test_layers_in_yaml_are_named_as_well(tmp_path: Path) -> None:
+    text = "cluster: {nworkers_per_group: 2}\nneuralnet: {layer: [{name: a}, {name: fc1, partition_dim: 1}, 3]}"
+    (said,) = divided_told(tmp_path, text, "job.yaml")
+    assert "not done here: fc1 (partition_dim: 1, by features)." in said
+    assert not divided_told(tmp_path, "cluster: {nworkers_per_group: 2}\nneuralnet: [1]", "job.yaml")
+
+
+def test_a_cluster_alone_and_an_empty_text_are_jobs(tmp_path: Path) -> None:
+    assert loads("cluster { nworkers_per_group: 3 }") == Job(cluster=Cluster(nworkers_per_group=3))
+    assert loads("") == Job()
+    path = tmp_path / "job.conf"
+    path.write_text('program: "a.py" args: "1" cluster { nserver_groups: 0 nworker_groups: 2 }')
+    job, told = load_with_warnings(path)
+    assert (job.program, job.args) == ("a.py", ("1",))
+    assert ["never exchange values" in line for line in told] == [True]
+    given = load(path, ["cluster.nserver_groups=1"], "b.py", ["2", "3"])
+    assert (given.program, given.args, given.cluster.nserver_groups) == ("b.py", ("2", "3"), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("cluster {\n  nworker_group: 3\n}", "j.conf:2:3: cluster.nworker_group: ClusterProto has no such field"),
+        ("neuralnet {\n a: 1 }\ntrain_stebs: 3", "j.conf:3:1: train_stebs: JobProto has no such field; did you mean"),
+        ("updater {\n\n momentun: 3 }", "j.conf:3:2: updater.momentun: UpdaterProto has no such field"),
+        ("nworker_groups: 3", "j.conf:1:1: nworker_groups: JobProto has no such field; it is a field of ClusterProto"),
+        ("cluster { zzz: 3 }", "no such field; known are nworker_groups, nserver_groups"),
+        ("cluster {\n  nworker_groups: 0 }", "j.conf:2:3: cluster.nworker_groups = 0: must be a whole number >= 1"),
+        ("cluster {\n shares: 1\n shares: 2 }", "j.conf:2:2: cluster.shares = (1.0, 2.0): must be one share per"),
+        ("cluster {\n  nworker_groups: x }", "j.conf:2:19: cluster.nworker_groups: Couldn't parse integer: x"),
+        ("cluster { workspace: 3 }", "j.conf:1:22: cluster.workspace: Expected string"),
+        ("\nupdater { type: kAdm }", "j.conf:2:17: updater.type = 'kAdm': must be one of kSGD, kAdaGrad"),
+        ("reduce: kMaster", "j.conf:1:9: reduce = 'kMaster': must be one of kMean, kSum"),
+        ("updater {\n rmsprop_conf { } }", "j.conf:2:2: updater.rmsprop_conf.rho: is required"),
+        ("restarts: -1", "j.conf:1:1: restarts = -1: must be a whole number >= 0"),
+        ("seed: 1\nseed: 2", 'j.conf:2:7: seed: Message type "JobProto" should not have multiple "seed" fields'),
+        ("cluster { }\ncluster { }", 'should not have multiple "cluster" fields'),
+        ("cluster {\n nworker_groups: 1\n", "j.conf:1:9: unbalanced braces: the { of cluster is never closed"),
+        ("neuralnet {\n layer {\n }\n", "j.conf:1:11: unbalanced braces: the { of neuralnet is never closed"),
+        ("cluster { }\n }", "j.conf:2:2: unbalanced braces: } closes nothing"),
+        ("cluster {\n >", "j.conf:2:2: unbalanced braces: > closes the { of 1:9"),
+        ('name: "a\nb"', 'j.conf:1:7: a text that is opened by " and not closed on its line'),
+    ],
+)  # fmt: skip
+def test_errors_point_at_line_and_column(text: str, error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loads(text, "j.conf")
+    assert error in str(caught.value)
+
+
+def test_a_typo_next_to_what_is_read_over_is_still_an_error() -> None:
+    typo = SINGA_JOB.replace("sync_freq: 2", "sync_frec: 2")
+    line = typo[: typo.index("sync_frec")].count("\n") + 1
+    with pytest.raises(ConfigError, match=rf"^j.conf:{line}:3: cluster.sync_frec: .*did you mean sync_freq"):
+        loads(typo, "j.conf")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("cluster.nworker_groups=3", Job(cluster=Cluster(nworker_groups=3, workspace="w"))),
+        ("cluster.workspace=a b", Job(cluster=Cluster(workspace="a b"))),
+        ('cluster.workspace="a\\"b"', Job(cluster=Cluster(workspace='a"b'))),
+        ("cluster.workspace=", Job(cluster=Cluster())),
+        ("cluster.shares=[2]", Job(cluster=Cluster(workspace="w", shares=(2,)))),
+        ("seed=7", Job(seed=7, cluster=Cluster(workspace="w"))),
+        ("import=my.rules", Job(import_="my.rules", cluster=Cluster(workspace="w"))),
+        ('args=["a", "b"]', Job(args=("a", "b"), cluster=Cluster(workspace="w"))),
+        ("updater.type=kAdam", Job(updater=Updater(type=UpdaterType.kAdam), cluster=Cluster(workspace="w"))),
+        (
+            "updater.learning_rate.base_lr=0.5",
+            Job(updater=Updater(learning_rate=LRGen(base_lr=0.5)), cluster=Cluster(workspace="w")),
+        ),
+    ],
+)
+def test_overrides(override: str, expected: Job) -> None:
+    assert loads('args: "old" cluster { workspace: "w" }' if "args" in override else 'cluster { workspace: "w" }',
+                 overrides=[override]) == expected  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ("seed", "override 'seed': must be FIELD=VALUE"),
+        ("cluster.nworker_group=3", "cluster.nworker_group: ClusterProto has no such field; did you mean"),
+        ("clutser.nworker_groups=3", "clutser: JobProto has no such field; did you mean cluster"),
+        ("cluster=3", "override 'cluster=3': cluster:"),
+        ("cluster.nworker_groups=a", "cluster.nworker_groups: Couldn't parse integer: a"),
+        ("cluster.nworker_groups=0", "override 'cluster.nworker_groups=0': cluster.nworker_groups = 0: must be"),
+        ("cluster.nworker_groups=1 nserver_groups: 0", "must be one value"),
+        ("seed.x=1", "seed: has no single fields inside"),
+        ("updater.param.match=a", "updater.param: has no single fields inside"),
+    ],
+)
+def test_overrides_that_cannot_be(override: str, error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loads("", "j.conf", [override])
+    assert error in str(caught.value)
+
+
+def test_a_dict_gives_the_same_job_and_the_same_errors() -> None:
+    text = (
+        "cluster { nworkers_per_group: 2 shares: 1 shares: 2 } updater { type: kSGD param { match: 'b' lr_scale: 2 } }"
+    )
+    data: dict[str, Any] = {
+        "cluster": {"nworkers_per_group": 2, "shares": [1, 2]},
+        "updater": {"type": "kSGD", "param": [{"match": "b", "lr_scale": 2}]},
+        "neuralnet": {"layer": [{"anything": 1}]},
+        "seed": None,
+    }
+    assert from_dict(data) == loads(text)
+    for wrong, error in [
+        ({"clutser": {}}, "clutser: JobProto has no such field; did you mean cluster"),
+        ({"cluster": {"nworker_groups": 0}}, "cluster.nworker_groups = 0: must be a whole number >= 1"),
+        ({"cluster": {"nworker_groups": True}}, "cluster.nworker_groups = true: must be a whole number"),
+        ({"cluster": {"nworker_groups": 1 << 40}}, "cluster.nworker_groups"),
+        ({"cluster": {"workspace": 3}}, "cluster.workspace = 3: must be a text"),
+        ({"cluster": {"shares": ["x"]}}, "cluster.shares = 'x': must be a number"),
+        ({"cluster": 3}, "cluster = 3: must be a mapping"),
+        ({"reduce": "kMaster"}, "reduce = 'kMaster': must be one of kMean, kSum"),
+        ({"updater": {"rmsprop_conf": {}}}, "updater.rmsprop_conf.rho: is required"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(error)):
+            from_dict(wrong)
+
+
+def test_yaml_gives_the_same_job_and_errors_with_a_place(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "job.yaml"
+    path.write_text("cluster:\n  nworker_groups: 2\nupdater:\n  learning_rate: {type: kFixed, base_lr: 1e-3}\n")
+    text = "cluster { nworker_groups: 2 } updater { learning_rate { type: kFixed base_lr: 1e-3 } }"
+    assert load(path) == loads(text)
+    for wrong, error in [
+        ("cluster:\n  nworker_group: 2\n", "job.yaml:2:3: cluster.nworker_group: ClusterProto has no such field"),
+        ("cluster:\n  nworker_groups: 0\n", "job.yaml:2:3: cluster.nworker_groups = 0: must be"),
+        ("seed: 1\nseed: 2\n", "job.yaml:2:1: seed: is given twice"),
+        ("cluster: [\n", "not valid YAML:"),
+        ("- 1\n", "must be a mapping"),
+    ]:
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match=re.escape(error)):
+            load(path)
+
+
+def test_without_pyyaml_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    path = tmp_path / "job.yml"
+    path.write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match=r'pip install "topotrain\[yaml\]"'):
+        load(path)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "none.conf")
+    with pytest.raises(ConfigError, match=r"must end in \.conf, \.yaml or \.yml"):
+        load(tmp_path / "job.json")
+    (tmp_path / "job.conf").write_bytes(b"name: '\xff'")
+    with pytest.raises(ConfigError, match="must be UTF-8 text, and is not from byte 7 on"):
+        load(tmp_path / "job.conf")
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Whatever a field of this type accepts, by trial against its own rule."""
+
+    def accepted(value: Any) -> bool:
+        try:
+            rule_of(kind)("f", value)
+        except ConfigError:
+            return False
+        return True
+
+    if dataclasses.is_dataclass(kind):
+        return blocks(kind)
+    args, origin = get_args(kind), get_origin(kind)
+    if type(None) in args:
+        return st.none() | values(args[0])
+    if origin is tuple:
+        few = st.lists(values(args[0]), max_size=3)
+        return few.map(lambda found: tuple(value for value in found if value is not None))
+    base = args[0] if origin is Annotated else kind
+    plain = {
+        int: st.integers(0, 9),
+        float: st.floats(0, 1, exclude_max=True) | st.floats(1e-12, 0.9) | st.floats(1, 9),
+        str: st.text(max_size=9),
+        bool: st.booleans(),
+    }
+    found = plain[base] if base in plain else st.sampled_from(list(base))
+    return found.map(lambda value: value if accepted(value) else None)
+
+
+def blocks(cls: Any) -> st.SearchStrategy[Any]:
+    """Blocks of this kind, or None; a field whose value cannot be is left out."""
+    needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+
+    def build(drawn: dict[str, Any]) -> Any:
+        given = {name: value for name, value in drawn.items() if value is not None}
+        if any(name not in given for name in needed):
+            return None
+        try:
+            return cls(**given)
+        except ConfigError:  # fields that exclude each other
+            return None if cls is FixedStep else cls(**{name: given[name] for name in needed})
+
+    return st.fixed_dictionaries({f.name: values(f.type) for f in dataclasses.fields(cls)}).map(build)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(blocks(Job))
+def test_what_is_written_is_read_again(job: Job) -> None:
+    assert loads(dumps(job)) == job
+
+
+def test_a_written_job_is_short_and_readable() -> None:
+    job = Job(
+        cluster=Cluster(nworkers_per_group=3),
+        updater=Updater(
+            type=UpdaterType.kRMSProp,
+            rmsprop_conf=RMSProp(0.9),
+            learning_rate=LRGen(linear_conf=Linear(0.1, 5)),
+            param=(Param(match="ü"),),
+        ),
+    )
+    assert "ü" in dumps(job)
+    assert dumps(Job(cluster=Cluster(nworkers_per_group=3))) == "cluster {\n  nworkers_per_group: 3\n}\n"
+    assert loads(dumps(job)) == job
+
+
+# ---- job.proto, the dataclasses and the documents agree --------------------------------------------------------------
+
+
+def test_a_default_in_job_proto_is_the_dataclass_default() -> None:
+    for message in PROTO.message_type:
+        if not message.field:
+            continue
+        cls = getattr(words, message.name.removesuffix("Proto"))
+        fields = {f.name.rstrip("_"): f for f in dataclasses.fields(cls)}
+        only_singa = {"neuralnet", "train_one_batch", "reset_param_version", "num_openblas_threads", "step", "id"}
+        described = {f.name for f in message.field} - (only_singa if message.name == "JobProto" else set())
+        assert described == fields.keys(), message.name
+        empty = new(message.name)
+        for field in empty.DESCRIPTOR.fields:
+            if field.name not in described or repeated(field) or field.message_type is not None:
+                continue
+            default = fields[field.name].default
+            if default in (dataclasses.MISSING, None):
+                assert not field.has_default_value, field.full_name
+            elif field.enum_type is not None:
+                assert field.enum_type.values_by_number[field.default_value].name == default.value
+            else:
+                assert field.default_value == default, field.full_name
+
+
+def test_an_enum_in_job_proto_has_the_values_of_its_class() -> None:
+    nested = [(m.name if e.name == "Kind" else e.name, e) for m in PROTO.message_type for e in m.enum_type]
+    for name, enum in [*((e.name, e) for e in PROTO.enum_type), *nested]:
+        assert {v.name for v in enum.value} == {m.value for m in getattr(words, name)}, name
+
+
+def test_singas_numbers_stay() -> None:
+    numbers = {message.name: {f.name: f.number for f in message.field} for message in PROTO.message_type}
+    singa = {name: number for name, number in numbers["ClusterProto"].items() if number < 101}
+    assert singa == {
+        "nworker_groups": 1,
+        "nserver_groups": 2,
+        "nworkers_per_group": 3,
+        "nservers_per_group": 4,
+        "nworkers_per_procs": 5,
+        "nservers_per_procs": 6,
+        "workspace": 10,
+        "server_worker_separate": 20,
+        "sync_freq": 21,
+        "start_port": 60,
+        "share_memory": 62,
+        "poll_time": 81,
+    }
+    assert all(len(set(fields.values())) == len(fields) for fields in numbers.values())
+
+
+def test_the_reference_lists_every_field_as_job_proto_has_it() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    rows: dict[str, dict[str, tuple[str, str]]] = {}
+    message = ""
+    for line in text.splitlines():
+        if heading := re.match(r"^## .*`(\w+)`", line):
+            message = heading[1]
+        elif row := re.match(r"^\| (\d+) \| `(\w+)` \| ([^|]+?) \| (.+?) \|$", line):
+            assert row[2] not in rows.setdefault(message, {}), f"{message}.{row[2]} twice"
+            rows[message][row[2]] = (row[1], row[3])
+            assert len(row[4]) > 3, f"{message}.{row[2]} has no meaning"
+    for proto in PROTO.message_type:
+        expected = {}
+        for field in proto.field:
+            default = f"`{field.default_value}`" if field.default_value else "–"
+            if field.label == field.LABEL_REQUIRED and not field.default_value:
+                default = "required"
+            expected[field.name] = (str(field.number), default)
+        assert rows.pop(proto.name, {}) == expected, proto.name
+    assert not rows
+
+
+def test_the_reference_lists_every_enum_value() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    nested = [enum for message in PROTO.message_type for enum in message.enum_type]
+    for enum in [*PROTO.enum_type, *nested]:
+        for value in enum.value:
+            assert re.search(rf"`{value.name}`", text), f"{enum.name}.{value.name}"
+
+
+# ---- how it is loaded ------------------------------------------------------------------------------------------------
+
+
+def test_reading_a_job_needs_no_torch_and_no_public_pool() -> None:
+    code = (
+        "import sys; from topotrain.config import job_file; job_file.loads('cluster { nworker_groups: 2 }');"
+        "print([m for m in ('torch', 'numpy', 'yaml') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+    with pytest.raises(KeyError):
+        descriptor_pool.Default().FindMessageTypeByName("topotrain.JobProto")
+
+
+def test_job_proto_that_leaves_the_subset_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="';' expected"):
+        read_proto("message A { optional int32 a = 1 [default = 3] x }")
+    with pytest.raises(AssertionError, match="'message' expected"):
+        read_proto("service A { }")
+
+
+def test_nothing_is_imported_for_yaml_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def guard(name: str, *args: Any, **kwargs: Any) -> Any:
+        assert name != "yaml"
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", guard)
+    assert loads("seed: 3").seed == 3

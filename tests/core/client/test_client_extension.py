@@ -1,0 +1,135 @@
+"""The seam of the worker's client: an extension gets its messages and its calls, and each message has one owner."""
+
+import pytest
+import torch
+from single_client import ME, SERVERS, Door, applied, end
+
+from topotrain.config.job import Cluster, Compression
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.client.body_codec import BodyCodec
+from topotrain.core.client.client import Client, PeerLost
+from topotrain.core.client.client_extension import ClientExtension, LateSteps, overrides
+from topotrain.extensions.compression.compression_client import CompressionClient
+from topotrain.launch.runtime.client_composition import client_extensions
+
+PEER = Address(Role.WORKER, 0, 0)
+
+
+class Recorder(ClientExtension):
+    """Notes its calls, and says that the loss of a worker is its own business."""
+
+    messages = (m.ActivationHello, m.Activation)
+
+    def __init__(self):
+        self.calls, self.memory = [], torch.empty(8, dtype=torch.uint8)
+
+    def bind(self, client):
+        self.calls.append(("bind", client.me))
+
+    def place(self, sender, message):
+        return self.memory
+
+    def handle(self, sender, message):
+        self.calls.append((sender, message))
+
+    def before_commit(self, step, end):
+        self.calls.append(("before", step, end))
+
+    def after_commit(self, end, outcome):
+        self.calls.append(("after", outcome.version))
+
+    def on_lost(self, peer, reason):
+        return peer.role is Role.WORKER
+
+
+def test_an_extension_gets_its_messages_and_their_bodies_memory():
+    door, recorder = Door(), Recorder()
+    hello, part = m.ActivationHello(), m.Activation(0, 0, 0, False, False, 0, 1, 8, 0, (2,), "float32")
+    assert door.exchange.place(PEER, part, True) is None
+    door.exchange.handle(PEER, hello)  # nothing handles it: it is dropped
+    door.exchange.attach(recorder)
+    assert door.exchange.place(PEER, part, False) is recorder.memory
+    door.exchange.handle(PEER, hello)
+    assert recorder.calls == [("bind", ME), (PEER, hello)]
+    assert door.exchange.extension(Recorder) is recorder
+
+
+def test_an_extension_is_called_around_a_commit():
+    door, recorder, step = Door(), Recorder(), end(fetch=False)
+    door.exchange.attach(recorder)
+    door.hears(0, applied(0, version=5))
+    door.hears(1, applied(0, version=5))
+    door.exchange.commit(0, step)
+    assert recorder.calls[1:] == [("before", 0, step), ("after", 5)]
+    door.take(m.Commit)
+
+
+def test_a_loss_that_an_extension_judges_does_not_end_the_job():
+    door = Door()
+    door.exchange.attach(Recorder())
+    door.exchange.lost(PEER, "closed")
+    assert door.exchange.failure is None
+    door.exchange.lost(SERVERS[0], "closed")
+    assert isinstance(door.exchange.failure, PeerLost)
+
+
+def test_a_message_belongs_to_one_extension():
+    class Greedy(ClientExtension):
+        messages = (m.Values, m.ActivationHello, m.TableIds)
+
+    door = Door()
+    door.exchange.attach(Recorder())
+    with pytest.raises(ValueError, match=r"Greedy handles Values, ActivationHello, which something else handles"):
+        door.exchange.attach(Greedy())
+    with pytest.raises(KeyError):
+        door.exchange.extension(Greedy)
+
+
+def test_the_methods_that_an_extension_does_not_have_are_not_called():
+    class Silent(ClientExtension):
+        pass
+
+    assert not any(overrides(Silent(), name) for name in ("before_commit", "after_commit", "on_lost"))
+    assert all(overrides(Recorder(), name) for name in ("before_commit", "after_commit", "on_lost"))
+
+
+def test_a_client_without_extensions_trains():
+    """It starts, commits a step and receives its values; what only an extension handles is dropped."""
+    door = Door()
+    bare = Client(ME, layout(door.cluster), lambda to, message: door.sent.append((to, message)), door.turn)
+    bare.open(door.schema, door.map, door.flats)
+    door.exchange = bare
+    bare.handle(SERVERS[0], m.Lease(0, 0, 0, 0, 1))
+    bucket = door.map.buckets_of(0)[0]
+    bare.push(4, 0, bucket, 1.0, 1, torch.ones(bucket.hi - bucket.lo))
+    door.hears(0, applied(4), *door.values(0, 4, 3.0))
+    door.hears(1, applied(4), *door.values(1, 4, 3.0))
+    assert not bare.commit(4, end()).late
+    assert all(door.flats.view("params", bucket).eq(3.0).all() for bucket in door.map.buckets)
+
+
+def test_without_a_codec_an_encoded_body_is_refused():
+    door = Door()
+    bucket = door.map.buckets_of(0)[0]
+    coded = m.Values(-2, bucket.id, 0, coded=True, body=torch.zeros(4, dtype=torch.uint8))
+    with pytest.raises(m.ProtocolError, match=rf"bucket {bucket.id} came encoded"):
+        door.exchange.place(SERVERS[0], coded, False)
+    codec = BodyCodec()
+    for refused in (lambda: codec.landing(coded, bucket), lambda: codec.values(bucket, coded.body)):
+        with pytest.raises(m.ProtocolError, match="came encoded"):
+            refused()
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "there"),
+    [
+        ({}, LateSteps, False),
+        ({"backup": 1}, LateSteps, True),
+        ({}, CompressionClient, False),
+        ({"compression": Compression.kInt8}, CompressionClient, True),
+    ],
+)
+def test_a_client_has_the_extensions_of_its_job(fields, kind, there):
+    topology = layout(Cluster(nworkers_per_group=2, **fields))
+    assert any(isinstance(extension, kind) for extension in client_extensions(topology)) == there

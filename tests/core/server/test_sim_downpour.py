@@ -1,0 +1,280 @@
+"""Downpour on the simulated road: what asynchronous worker groups must not lose, double, mix or wait for."""
+
+import pytest
+import torch
+from simulated_downpour import downpour
+from simulation import STORM, VIEWS, Seat, Town, books, job, parameters, same, total
+from torch.utils.data import DataLoader
+
+from topotrain.core.protocol import ReducedGradient
+from topotrain.tools.simulator.sim_network import NetworkFaults
+
+pytestmark = pytest.mark.simulated
+
+LAYOUTS = [(groups, workers, shards) for groups, workers in ((2, 1), (2, 2), (3, 2)) for shards in (1, 2, 3)]
+SEEDS = 112  # times nine layouts: more than a thousand
+
+
+@pytest.mark.parametrize(("groups", "workers", "shards"), LAYOUTS)
+def test_every_update_counts_exactly_once(groups, workers, shards):
+    for seed in range(SEEDS):
+        town = Town(job(groups, workers, shards), seed, STORM)
+        wanted, final = downpour(town)
+        assert same(town.values(), wanted), f"seed {seed}: an update was lost or counted twice"
+        assert same(final, wanted), f"seed {seed}: worker 0/0 has other values than the servers"
+
+
+def test_every_update_counts_exactly_once_where_bodies_are_views():
+    for seed in range(40):
+        town = Town(job(*LAYOUTS[seed % len(LAYOUTS)]), seed, VIEWS)
+        wanted, final = downpour(town)
+        assert same(town.values(), wanted) and same(final, wanted), f"seed {seed}"
+
+
+def test_every_update_counts_exactly_once_with_many_buckets(monkeypatch):
+    from topotrain.config.sharding import cut
+    from topotrain.core.model import schema as shard
+    from topotrain.tools.simulator import sim_cluster
+
+    def small(*args, **_):
+        return cut(*args, bucket_bytes=512)
+
+    monkeypatch.setattr(sim_cluster, "cut", small)
+    monkeypatch.setattr(shard, "cut", small)
+    schema = parameters(300, 150)
+    for seed in range(20):
+        town = Town(job(2, 2, 2), seed, STORM, schema)
+        assert len(town.map.buckets) > 3
+        wanted, final = downpour(town, steps=2)
+        assert same(town.values(), wanted) and same(final, wanted), f"seed {seed}"
+
+
+def test_defect_1_no_gradient_of_two_groups_in_one_sum():
+    """Group 1 pushes multiples of 1024 only, group 0 smaller numbers only: a mixed sum shows in any element."""
+    for seed in range(60):
+        town, seen = Town(job(2, 2, 2), seed, STORM), []
+
+        def look(sender, to, message, town=town, seen=seen):
+            if isinstance(message, ReducedGradient):
+                space = town.map.spaces[town.map.buckets[message.bucket].space]
+                body = message.body.view(getattr(torch, space.dtype))
+                seen.append((to.group, body.abs().max().item(), bool((body % 1024 == 0).all())))
+
+        def script(seat: Seat) -> None:
+            seat.open()
+            for _ in range(3):
+                seat.step(seat.numbers(1, 100, scale=1024.0 if seat.me.group else 1.0))
+            seat.finish()
+
+        town.wire.observers.append(look)
+        town.play(script)
+        assert all(small < 512 for group, small, _ in seen if group == 0)
+        assert all(pure for group, _, pure in seen if group == 1)
+        assert {group for group, _, _ in seen} == {0, 1}
+
+
+def test_defect_1_a_2x2_downpour_ends_on_every_seed():
+    """Worst cases of timing: one worker a thousand times slower than the others. A hang is a Deadlock here."""
+    for seed in range(60):
+        town = Town(job(2, 2, 1 + seed % 3), seed, STORM)
+        slow = town.workers[seed % 4]
+
+        def script(seat: Seat, slow=slow) -> None:
+            seat.open()
+            for _ in range(3):
+                seat.sleep(0.0, 5.0 if seat.me == slow else 0.005)
+                seat.step(seat.numbers())
+            seat.finish()
+
+        town.play(script)
+        assert town.server(0, 0).version == 6
+
+
+# --- staleness ---------------------------------------------------------------------------------------------------
+
+
+def race(
+    seed: int, groups: int, staleness: int | None, steps: int = 6, shards: int = 2, weather: NetworkFaults = STORM
+):
+    """Groups of very different and changing speed; returns the shards' books and all the workers' outcomes."""
+    town = Town(job(groups, 1, shards, max_staleness=staleness), seed, weather)
+    written, outcomes = books(town), []
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for _ in range(steps):
+            seat.sleep(0.0, seat.town.random.choice((0.001, 0.05, 0.3)))
+            outcomes.append((seat.me.group, seat.steps, seat.step(seat.numbers())))
+        seat.finish()
+
+    town.play(script)
+    return written, outcomes
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_the_clock_lead_stays_within_max_staleness(bound):
+    worst = oldest = 0
+    groups = 3
+    for seed in range(40):
+        written, outcomes = race(seed, groups, bound)
+        worst = max(worst, *(lead for book in written for lead in book.leads))
+        oldest = max(oldest, *(old for _, _, outcome in outcomes for old in outcome.staleness))
+    assert worst == bound, "the bound must be kept, and reached"
+    assert 0 < oldest <= (2 * bound + 1) * (groups - 1)
+
+
+def test_without_max_staleness_the_lead_has_no_bound():
+    assert max(lead for seed in range(10) for book in race(seed, 3, None)[0] for lead in book.leads) > 3
+
+
+def test_staleness_is_what_an_independent_count_finds():
+    for seed in range(40):
+        written, outcomes = race(seed, 2 + seed % 2, (None, 2)[seed % 2])
+        for shard, book in enumerate(written):
+            counted = dict(zip(book.applied, book.staleness, strict=True))
+            reported = {(group, step): outcome.staleness[shard] for group, step, outcome in outcomes}
+            assert reported == counted, f"seed {seed}"
+            assert book.server.version == len(book.applied)
+
+
+def test_with_a_bound_of_0_the_updates_come_in_group_order_and_the_result_is_one():
+    """Gradients depend on what was read, in real numbers: any other order or moment of reading gives other bits."""
+    results = []
+    for seed in range(40):
+        town = Town(job(3, 1, 2, max_staleness=0), seed, STORM, rate=0.1)
+        written = books(town)
+
+        def script(seat: Seat) -> None:
+            seat.open(1.0)
+            for step in range(4):
+                seat.sleep(0.0, 0.1)
+                seat.step([torch.sin(part * (seat.me.group + 2) + step) for part in seat.values()])
+            seat.finish()
+
+        results.append(town.play(script).values())
+        for book in written:
+            assert book.applied == [(group, step) for step in range(4) for group in range(3)], f"seed {seed}"
+        assert same(results[0], results[-1]), f"seed {seed}"
+
+
+# --- groups of their own speed -----------------------------------------------------------------------------------
+
+
+def test_groups_of_different_speed_finish_independently():
+    """The fast group's end does not move by a microsecond when the slow one gets slower."""
+    ends = []
+    for slowness in (1.0, 100.0):
+        town = Town(job(2, 2, 2), 0, NetworkFaults(delay=(0.001, 0.001)))
+        end = {}
+
+        def script(seat: Seat, slowness=slowness, end=end) -> None:
+            seat.open()
+            for _ in range(5):
+                seat.town.sim.sleep(slowness if seat.me.group else 0.01)
+                seat.step(seat.numbers())
+            seat.finish()
+            end[seat.me.group] = seat.town.sim.now
+
+        town.play(script)
+        assert end[0] < end[1]
+        ends.append(end)
+    assert ends[0][0] == ends[1][0]
+
+
+def test_leases_give_the_slow_group_fewer_batches_and_every_batch_once():
+    for seed in range(8):
+        town = Town(job(2, 2, 2), seed, STORM)
+        batches: dict[tuple[int, int], list[list[int]]] = {}
+
+        def script(seat: Seat, town=town, batches=batches) -> None:
+            torch.manual_seed(5)
+            worker = town.worker(seat.me, (model := torch.nn.Linear(1, 1)), torch.optim.SGD(model.parameters(), lr=0.0))
+            loader = town.loader(worker, DataLoader(torch.arange(160.0).reshape(160, 1), 4, shuffle=True), "lease")
+            for batch in loader:
+                batches.setdefault(seat.me[1:], []).append(batch.flatten().int().tolist())
+                seat.town.sim.sleep(0.3 if seat.me.group else 0.03)
+                model(batch).sum().backward()
+                worker.optimizer.step()
+            worker.finish()
+
+        town.play(script)
+        seen = sorted(sample for rows in batches.values() for row in rows for sample in row)
+        assert seen == list(range(160)), f"seed {seed}"
+        slow, fast = len(batches[(1, 0)]), len(batches[(0, 0)])
+        assert slow + fast == 40 and slow < fast / 2, f"seed {seed}: {fast} and {slow} batches"
+        assert len(batches[(1, 1)]) == slow and len(batches[(0, 1)]) == fast
+
+
+def test_defect_6_servers_go_on_when_group_0_ends():
+    for seed in range(20):
+        town, pushed = Town(job(2, 1 + seed % 2, 2), seed, STORM), []
+
+        def script(seat: Seat, town=town, pushed=pushed) -> None:
+            seat.open()
+            for _ in range(1 if seat.me.group == 0 else 6):
+                seat.town.sim.sleep(0.01)
+                pushed.append(seat.numbers())
+                seat.step(pushed[-1])
+            seat.finish()
+            if seat.me == town.workers[0]:
+                assert town.server(0, 0).version < 7
+                seat.door.final_values()
+                assert town.server(0, 0).version == 7, "the result is read after the drain"
+                assert same(seat.values(), [-part for part in total(pushed)]), f"seed {town.sim.seed}"
+
+        town.play(script)
+        assert town.server(0, 0).version == 7
+
+
+def test_defect_7_share_memory_false_does_not_leave_groups_stale():
+    """Two groups in one unit, no memory in common: at each step a group sees all that the servers had by then."""
+    for seed in range(20):
+        town = Town(job(2, 1, 2, nworkers_per_procs=2, share_memory=False), seed, STORM)
+        assert town.topology.sharing(0) == ()
+        last = {}
+
+        def script(seat: Seat, last=last) -> None:
+            seat.open()
+            for _ in range(3):
+                seat.sleep(0.0, 0.01)
+                seat.step(seat.numbers())
+            seat.town.sim.sleep(1.0)  # everybody's updates are applied
+            seat.step([part * 0 for part in seat.numbers()])
+            last[seat.me.group] = seat.values()
+            seat.finish()
+
+        town.play(script)
+        assert same(last[0], last[1]) and same(last[0], town.values()), f"seed {seed}"
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_group_that_waits_for_batches_holds_nobody_up(bound):
+    """The bound on the clock lead and the wait at an epoch's end must not wait for each other.
+
+    Nor may a group come back with values older than the bound allows, or its workers with different ones.
+    """
+    for seed in range(12):
+        town = Town(job(2, 1 + seed % 2, 2, max_staleness=bound), seed, STORM)
+        seen: list[list[int]] = []
+        read: dict[tuple[int, int], torch.Tensor] = {}
+
+        def script(seat: Seat, town=town, seen=seen, read=read, seed=seed) -> None:
+            model = torch.nn.Linear(1, 1)
+            worker = town.worker(seat.me, model, torch.optim.SGD(model.parameters(), lr=2**-10))
+            plain = DataLoader(torch.arange(60.0).reshape(60, 1), 4, shuffle=True)
+            loader = town.loader(worker, plain, "lease")
+            for _ in range(2):
+                for batch in loader:
+                    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+                    same_moment = read.setdefault((seat.me.group, worker.tally.steps), mine)
+                    assert torch.equal(mine, same_moment), f"seed {seed}: replicas of one group differ"
+                    seen.append(batch.flatten().int().tolist())
+                    town.sim.sleep(0.3 if seat.me.group else 0.03)
+                    model(batch).sum().backward()
+                    worker.optimizer.step()
+            worker.finish()
+            assert worker.tally.staleness_max <= 2 * bound + 1, f"seed {seed}"
+
+        town.play(script)
+        assert sorted(sample for row in seen for sample in row) == sorted([*range(60)] * 2), f"seed {seed}"
+        assert town.server(0, 0).clocks.live() == [], "all groups have ended"

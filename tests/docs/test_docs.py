@@ -1,0 +1,315 @@
+"""What the documents say is so: links lead somewhere, commands run, code compiles, the README shows the example's diff.
+
+Commands that start with `topotrain` or `python` run, each once, in a copy of examples/; with one epoch, whatever the
+page says, and forked from processes that have imported torch, as is everything in their jobs. What `make` would do is
+only looked up in the Makefile.
+"""
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from process_pool import client
+from test_imports import ORDER
+
+import topotrain
+from topotrain.config.proto_schema import read_proto
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "topotrain"
+TOP_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+PAGES = [*(ROOT / name for name in TOP_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
+README_WORDS = 900
+EXAMPLE_WITHIN = 25  # lines
+PROTO = read_proto((PACKAGE / "config" / "job.proto").read_text(encoding="utf-8"))
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def fences(*languages: str) -> list[Fence]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            if block[1] in languages:
+                found.append(Fence(page, text[: block.start()].count("\n") + 2, block[1], block[2]))
+    return found
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks and its inline code."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`(?!\])", "", text)
+
+
+NOT_FOR_COMPONENTS = re.compile(r"\b(?:nobody|somebody|everybody|whoever|whomever|whom)\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_pages_name_the_component_that_acts(page: Path) -> None:
+    assert not NOT_FOR_COMPONENTS.findall(prose(page))
+
+
+def test_pages_open_with_their_purpose_and_an_example_soon() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        title, _, opening, *rest = page.read_text(encoding="utf-8").splitlines()
+        assert title.startswith("# "), page.name
+        assert re.match(r"[A-Z*\"'`\[]", opening), f"{page.name} opens with {opening!r}"
+        assert any(line.startswith(("```", "|")) for line in rest[:EXAMPLE_WITHIN]), (
+            f"{page.name} has no example at once"
+        )
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as they stand in links."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"https?:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{page.name} links to {link}"
+        assert file.is_relative_to(ROOT), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to {link}: no such heading"
+
+
+def test_the_index_knows_every_page() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for page in PAGES:
+        assert page.name == "index.md" or f"{page.name})" in text, page.name
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of a shell block, and the exit code that the page states."""
+
+    text: str
+    code: int
+
+    @property
+    def to_run(self) -> str:
+        """The same, quick: one epoch for every training."""
+        if not re.search(r"examples/\w+\.py", self.text) or "examples/trainer.py" in self.text:
+            return self.text  # how long that one trains stands in its job file
+        if "--epochs" in self.text:
+            return re.sub(r"--epochs \d+", "--epochs 1", self.text)
+        return re.sub(r"(examples/\w+\.py)", r"\1 --epochs 1", self.text)
+
+
+def commands(*programs: str) -> list[Command]:
+    """Each once, in the order of the pages."""
+    found: dict[str, Command] = {}
+    for fence in fences("sh", "console"):
+        for line in fence.text.splitlines():
+            text, _, comment = re.sub(r"^\$ ", "", line).partition("#")
+            words = text.split()
+            if words and words[0] in programs:
+                stated = re.search(r"exit code (\d+)", comment)
+                key = " ".join(words)
+                found.setdefault(key, Command(key, int(stated[1]) if stated else 0))
+    return list(found.values())
+
+
+RUNNABLE = commands("topotrain", "python")
+
+Ended = Callable[[Command], "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory, served_at: str, warm_at: str) -> Ended:
+    """Runs all of them, two at a time, for each waits for itself much of the time; then tells how each ended."""
+    tools = tmp_path_factory.mktemp("bin")
+    for name, words in {"python": "", "topotrain": " -m topotrain"}.items():
+        (tools / name).write_text(f'#!/bin/sh\nexec {shlex.join(client(warm_at))}{words} "$@"\n')
+        (tools / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environ["TOPOTRAIN_FORKSERVER"] = served_at  # every command that starts a job asks the one that is warm
+
+    def run(command: Command) -> "subprocess.CompletedProcess[str]":
+        folder = tmp_path_factory.mktemp("here")
+        shutil.copytree(ROOT / "examples", folder / "examples")
+        text = command.to_run
+        return subprocess.run(
+            ["sh", "-c", text], cwd=folder, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = {command: pool.submit(run, command) for command in sorted(RUNNABLE, key=heavy, reverse=True)}
+    return lambda command: runs[command].result()
+
+
+def heavy(command: Command) -> tuple[bool, bool]:
+    return "compare" in command.text, "examples/digits.py" in command.text
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("command", RUNNABLE, ids=lambda command: command.text)
+def test_every_command_runs(ended: Ended, command: Command) -> None:
+    done = ended(command)
+    assert done.returncode == command.code, f"{command.to_run}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_commands_that_users_need_are_shown() -> None:
+    shown = {" ".join(command.text.split()[:2]) for command in RUNNABLE}
+    assert shown >= {"topotrain run", "topotrain plan", "topotrain compare", "python examples/digits.py"}
+
+
+def test_every_make_target_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    shown = {command.text.split()[1] for command in commands("make")}
+    shown |= set(re.findall(r"`make ([\w-]+)", "\n".join(page.read_text(encoding="utf-8") for page in PAGES)))
+    assert shown >= {"run", "test"}
+    assert shown <= targets
+
+
+# ---- code ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fence", fences("python"), ids=str)
+def test_python_compiles_and_names_what_there_is(fence: Fence) -> None:
+    tree = ast.parse(fence.text, str(fence))
+    compile(tree, str(fence), "exec")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tt":
+            assert node.attr in topotrain.__all__, f"{fence}: tt.{node.attr}"
+
+
+def test_the_python_page_names_every_function() -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    for name in topotrain.__all__:
+        assert f"tt.{name}" in text or f"import Cluster, {name}" in text, name
+
+
+def test_the_objects_of_the_python_page_are_as_it_says(tmp_path: Path) -> None:
+    (code,) = (fence.text for fence in fences("python") if fence.page.name == "python.md" and "dumps" in fence.text)
+    code = code.replace('"digits.conf"', repr(str(tmp_path / "digits.conf")))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    expected = re.findall(r"# (cluster\..+)$", code, re.MULTILINE)
+    assert expected
+    assert expected[0] in done.stdout
+
+
+def test_the_readme_shows_the_diff_of_the_example() -> None:
+    (diff,) = fences("diff")
+    shown = [(line[:1], line[1:].partition("#")[0].rstrip()) for line in diff.text.splitlines() if line.strip()]
+    example = (ROOT / "examples" / "digits.py").read_text(encoding="utf-8").splitlines()
+    after = [line.partition("#")[0].rstrip() for line in example]
+    added = [line.partition("#")[0].rstrip() for line in example if "  # topotrain" in line]
+    assert [line for sign, line in shown if sign == "+"] == added
+    assert [line for sign, line in shown if sign == "-"] == ["    for _ in range(options.epochs):"]
+    at = 0
+    for sign, line in shown:
+        if sign != "-" and line.strip() != "...":
+            assert line in after[at:], f"examples/digits.py has no line {line!r} here"
+            at += after[at:].index(line) + 1
+
+
+# ---- packages and paths ----------------------------------------------------------------------------------------------
+
+
+def test_the_readme_names_every_package_and_no_other() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## The packages")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(ORDER)
+    root = {path.name for path in (ROOT / "topotrain").iterdir() if not path.name.startswith("__pycache__")}
+    assert root == {*ORDER, "__init__.py", "__main__.py", "py.typed"}
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
+
+
+FOLDERS = (*ORDER, "benchmarks", "tests", "topotrain", "examples", "scripts", "docs")
+NAMED_PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`")
+
+
+def named_paths(page: Path) -> set[str]:
+    """The files and folders that a page names in inline code, relative to the repository or to `topotrain/`."""
+    return set(NAMED_PATH.findall(page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_every_path_that_a_page_names_exists(page: Path) -> None:
+    for name in named_paths(page):
+        assert (ROOT / name).exists() or (PACKAGE / name).exists(), f"{page.name} names {name}"
+
+
+def test_paths_in_pages_are_found() -> None:
+    assert "topotrain/core/optim/adapter.py" in named_paths(ROOT / "CONTRIBUTING.md")
+    assert "core/server/server.py" in named_paths(ROOT / "README.md")
+
+
+def test_the_page_of_modes_has_every_switch_with_a_figure_or_none() -> None:
+    text = (ROOT / "docs" / "modes.md").read_text(encoding="utf-8")
+    for message in PROTO.message_type:
+        if message.name in ("JobProto", "ClusterProto"):
+            for switch in message.field:
+                if switch.type in (switch.TYPE_ENUM, switch.TYPE_BOOL):
+                    assert f"`{switch.name}" in text, switch.name
+    rows = re.findall(r"^\| (`.+) \|$", text, re.MULTILINE)
+    assert rows
+    for row in rows:
+        name, _, gain, price, origin = row.split(" | ")
+        assert origin, name
+        assert re.search(r"no figure|RESULTS\.md#|#measured", gain + price), name
+
+
+def test_the_sizes_that_contributing_states_are_true() -> None:
+    files = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    short_files = sum(text.count("\n") <= 300 for text in files.values())
+    nodes = (node for text in files.values() for node in ast.walk(ast.parse(text)))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    short_functions = sum((node.end_lineno or 0) - node.lineno < 20 for node in functions)
+    assert "Nine of ten functions have at most 20 lines" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert short_functions >= 0.9 * len(functions)
+    assert short_files >= 0.8 * len(files)
+
+
+def test_the_picture_is_there_and_small() -> None:
+    picture = ROOT / "docs" / "pictures" / "frameworks.png"
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert picture.stat().st_size < 120_000
+
+
+def test_no_page_tells_of_one_machine() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"/(home|root|work|tmp|usr)/\w", text), page.name

@@ -1,0 +1,207 @@
+"""docs/journey.md against a traced run: the gradient of one element passes the functions that the page names, in order.
+
+A small job with two workers and two servers runs in this process with a profiler on every thread. Of all calls those
+are kept that have to do with the element: calls for its bucket or its parameter, and what these call in turn. A page
+that names a function that is gone, or two functions in the wrong order, fails.
+"""
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from in_process_job import PATIENCE_S, Trainer, job_of, run_local
+from torch import nn
+
+import topotrain
+from topotrain.config.sharding import Bucket
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Message, Push
+
+PAGE = Path(__file__).parents[2] / "docs" / "journey.md"
+PACKAGE = Path(topotrain.__file__).parent
+WEIGHT, ELEMENT = 0, 255  # the element: the last one of the first parameter
+COORDINATOR, HOME = Address(Role.SERVER, 0, 0), Address(Role.SERVER, 0, 1)
+WORKERS = (Address(Role.WORKER, 0, 0), Address(Role.WORKER, 0, 1))
+
+
+def stops() -> list[str]:
+    """What the page's list names, such as "reduction.Staging.push", one function per stop."""
+    return re.findall(r"^\d+\. `([\w./]+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@dataclass
+class Tracer:
+    """Notes the package's functions that are called for the element, each once, while somebody is in `watch`."""
+
+    bucket: int = -1  # the element's
+    other_pushed: threading.Event = field(default_factory=threading.Event)
+    seen: list[str] = field(default_factory=list)
+    _watching: bool = False
+    _came: set[tuple[str, type[Message]]] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _of_thread: threading.local = field(default_factory=threading.local)
+
+    @contextmanager
+    def everywhere(self) -> Iterator[None]:
+        """Trace every thread that starts inside."""
+        before = threading.getprofile()
+        threading.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            threading.setprofile(before)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Note what the calling thread does, and what it brings about on others."""
+        self._stack().append((True, True))
+        self._watching = True
+        try:
+            yield
+        finally:
+            self._watching = False
+
+    def _stack(self) -> list[tuple[bool, bool]]:
+        """Of every function that this thread is in: whether it works for our worker, and whether for the element."""
+        if not hasattr(self._of_thread, "stack"):
+            self._of_thread.stack = [(False, False)]
+        return self._of_thread.stack
+
+    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
+        path = frame.f_code.co_filename
+        if event not in ("call", "return") or not path.startswith(str(PACKAGE)):
+            return
+        stack = self._stack()
+        if event == "return":
+            if len(stack) > 1:
+                stack.pop()
+            return
+        stack.append(self._purpose(frame, *stack[-1]))
+        if stack[-1] == (True, True) and self._watching:
+            name = f"{Path(path).stem}.{frame.f_code.co_qualname}"
+            with self._lock:
+                if name not in self.seen:
+                    self.seen.append(name)
+
+    def _purpose(self, frame: FrameType, ours: bool, element: bool) -> tuple[bool, bool]:
+        """What a call is for: its arguments say so (a message, a bucket, a parameter's index), or whoever calls."""
+        code = frame.f_code
+        given = {name: frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]}
+        sender, message, bucket, index = (given.get(name) for name in ("sender", "message", "bucket", "index"))
+        if isinstance(message, Message):
+            ours = ours if sender is None else self._is_on_the_way(sender, message)
+            return ours, getattr(message, "bucket", self.bucket) == self.bucket
+        if isinstance(bucket, Bucket | int):
+            return ours, (bucket if isinstance(bucket, int) else bucket.id) == self.bucket
+        if index is not None and Path(code.co_filename).stem in ("gradient_hooks", "flat_parameters"):
+            return ours, bool(index == WEIGHT)
+        return ours, element
+
+    def _is_on_the_way(self, sender: Address, message: Message) -> bool:
+        """Our worker's messages at the element's home, the home's at the coordinator and at our worker, and what the
+        others say of the same kind afterwards: whoever is last has the effect."""
+        bucket = getattr(message, "bucket", self.bucket)
+        if isinstance(message, Push) and sender == WORKERS[1] and bucket == self.bucket:
+            self.other_pushed.set()
+        before = {f"to {HOME}": WORKERS[0], f"to {COORDINATOR}": HOME, f"to {WORKERS[0]}": HOME}
+        here = threading.current_thread().name
+        if here not in before or bucket != self.bucket or not self._watching:
+            return False
+        with self._lock:
+            if sender == before[here]:
+                self._came.add((here, type(message)))
+            return (here, type(message)) in self._came or (here == f"to {HOME}" and sender == COORDINATOR)
+
+
+class Given(nn.Module):
+    """A layer whose weights all start as 10. The loss is the sum of its output, so a gradient is its worker's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        nn.init.constant_(self.layer.weight, 10.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).sum(dim=1).mean()
+
+
+@dataclass
+class Trip:
+    seen: list[str]
+    gradient: float
+    value: float
+
+
+@pytest.fixture(scope="module")
+def trip() -> Trip:
+    """The first step of the job that the page tells of."""
+    tracer, gradients = Tracer(), []
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Given()
+        return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def script(t: Trainer) -> None:
+        batch = torch.cat([torch.full((2, 16), 1.0), torch.full((2, 16), 3.0)])  # the first half is worker 0's
+        (tracer.bucket,) = (bucket.id for bucket in t.worker.map.buckets if holds(t.worker.map, bucket))
+        if t.me != WORKERS[0]:
+            step(t, batch)
+            return
+        assert t.worker.map.buckets[tracer.bucket].shard == HOME.index
+        assert tracer.other_pushed.wait(PATIENCE_S)  # so that the sum follows at once
+        with tracer.watch():
+            step(t, batch)
+        gradients.append(float(t.model.layer.weight.grad.view(-1)[ELEMENT]))
+
+    with tracer.everywhere():
+        job = job_of(nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True)
+        ended = run_local(job, build, script)
+    return Trip(tracer.seen, gradients[0], float(ended.values["layer.weight"].view(-1)[ELEMENT]))
+
+
+def step(t: Trainer, batch: torch.Tensor) -> None:
+    t.optimizer.zero_grad()
+    t.backward(t.losses(lambda model, x: model(x), batch))
+    t.optimizer.step()
+
+
+def holds(slice_map: Any, bucket: Bucket) -> bool:
+    """Whether the element lies in this bucket."""
+    pieces = [(slice_map.segments[piece.segment], piece) for piece in bucket.pieces]
+    return any(s.parameter == WEIGHT and s.start + p.lo - s.lo <= ELEMENT < s.start + p.hi - s.lo for s, p in pieces)
+
+
+def test_every_stop_is_a_function_of_the_package() -> None:
+    assert len(stops()) >= 20
+    for stop in stops():
+        module, _, names = stop.partition(".")
+        (path,) = PACKAGE.rglob(f"{module}.py")
+        found: Any = import_module(".".join(("topotrain", *path.relative_to(PACKAGE).with_suffix("").parts)))
+        for name in names.split("."):
+            assert hasattr(found, name), f"docs/journey.md names {stop}, and there is no {name}"
+            found = getattr(found, name)
+        assert callable(found), stop
+
+
+def test_the_gradient_passes_the_stops_in_the_order_of_the_page(trip: Trip) -> None:
+    named = stops()
+    missing = [stop for stop in named if stop not in trip.seen]
+    assert not missing, f"docs/journey.md names {missing}; the gradient passed:\n" + "\n".join(trip.seen)
+    passed = [stop for stop in trip.seen if stop in named]
+    assert named == passed
+
+
+def test_the_numbers_of_the_page_are_those_of_the_run(trip: Trip) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert (trip.gradient, trip.value) == (2.0, 9.0)
+    assert "is 10" in text
+    assert "is 2" in text
+    assert "is 9" in text

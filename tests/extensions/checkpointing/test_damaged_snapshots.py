@@ -1,0 +1,320 @@
+"""Snapshots whose files were damaged, or whose writer was stopped: the right numbers, or a named error.
+
+The suite makes 300 images; TORTURE_IMAGES=4000 in the environment makes as many as that.
+"""
+
+import os
+import random
+import resource
+import shutil
+import threading
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from snapshot_files import Vault, equal, read
+from torch import nn
+
+from topotrain.config import private_files
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import Address, Role
+from topotrain.core.events import Event
+from topotrain.extensions.checkpointing import checkpoint_writer
+from topotrain.extensions.checkpointing.checkpoint_reader import FILES, FOLDER, MANIFEST, MODEL, latest
+from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, SnapshotWriter
+from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
+from topotrain.extensions.checkpointing.shard_snapshot import ShardFreezer
+from topotrain.extensions.checkpointing.snapshot_coordinator import TextParts, WriteSnapshot
+
+IMAGES = int(os.environ.get("TORTURE_IMAGES", "300"))
+ME = Address(Role.SERVER, 0, 0)
+_RMTREE = shutil.rmtree
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(30, 20)
+
+
+def vault() -> Vault:
+    return Vault(partial(torch.optim.SGD, momentum=0.9), 2, net=Small)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Two snapshots, and what is in them."""
+    workspace = tmp_path_factory.mktemp("whole")
+    trained, files = vault(), SnapshotFiles(workspace / FOLDER)
+    known = {}
+    for number in (1, 2):
+        trained.train(1).write(files, number)
+        known[number] = read(latest(workspace))
+    assert not equal(known[1], known[2])
+    return workspace / FOLDER, known
+
+
+# --- damage ------------------------------------------------------------------------------------------------------
+
+
+def truncated(path: Path, dice: random.Random, other: Path) -> None:
+    size = path.stat().st_size
+    classes = [0, 1, 7, 8, 9, 100, 511, 512, 513, size // 3, size // 2, size - 512, size - 9, size - 8, size - 1]
+    os.truncate(path, max(0, min(size - 1, dice.choice([*classes, dice.randrange(size)]))))
+
+
+def flipped(path: Path, dice: random.Random, other: Path) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(dice.choice([1, 1, 1, 2, 8])):
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    path.write_bytes(data)
+
+
+def emptied(path: Path, dice: random.Random, other: Path) -> None:
+    """A block that never reached the disk."""
+    data, length = bytearray(path.read_bytes()), dice.choice([8, 64, 512, 4096])
+    at = dice.randrange(len(data)) // length * length
+    data[at : at + length] = bytes(len(data[at : at + length]))
+    path.write_bytes(data)
+
+
+def mixed(path: Path, dice: random.Random, other: Path) -> None:
+    """A block, or all, of the same file of the other snapshot."""
+    mine, theirs = bytearray(path.read_bytes()), (other / path.name).read_bytes()
+    length = dice.choice([64, 512, len(mine)])
+    at = dice.randrange(len(mine)) // length * length
+    mine[at : at + length] = theirs[at : at + length]
+    path.write_bytes(mine)
+
+
+def longer(path: Path, dice: random.Random, other: Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(dice.choice([1, 8, 512])))
+
+
+def moved(path: Path, dice: random.Random, other: Path) -> None:
+    data = bytearray(path.read_bytes())
+    a, b = dice.randrange(len(data)), dice.randrange(len(data))
+    data[a : a + 32], data[b : b + 32] = data[b : b + 32], data[a : a + 32]
+    path.write_bytes(data)
+
+
+def gone(path: Path, dice: random.Random, other: Path) -> None:
+    path.unlink()
+
+
+DAMAGE = (truncated, flipped, emptied, mixed, longer, moved, gone)
+
+
+def right_or_refused(workspace: Path, known) -> int:
+    """The number of what is found, whose values are right; 0: there is none; -1: refused."""
+    try:
+        found = latest(workspace)
+    except ConfigError as error:
+        return -1 if error.field == "resume" and "no snapshot in it can be read" in error.accepted else -2
+    if found is None:
+        return 0
+    assert equal(read(found), known[found.number]), f"wrong values of snapshot {found.number}"
+    return found.number
+
+
+def test_damaged_images_never_give_wrong_numbers(whole, tmp_path):
+    source, known = whole
+    outcomes = dict.fromkeys((-1, 0, 1, 2), 0)
+    for image in range(IMAGES):
+        dice = random.Random(image)
+        workspace = tmp_path / "image"
+        shutil.copytree(source, workspace / FOLDER)
+        both = dice.random() < 0.2
+        for number in (2, 1) if both else (2,):
+            name = dice.choice([*FILES, MANIFEST])
+            damage = DAMAGE[image % len(DAMAGE)]
+            other = source / f"{3 - number:06d}"
+            damage(workspace / FOLDER / f"{number:06d}" / name, dice, other)
+        outcome = right_or_refused(workspace, known)
+        assert both or outcome > 0, (image, outcome)  # the one before is whole
+        outcomes[outcome] += 1
+        shutil.rmtree(workspace)
+    assert outcomes[1] > IMAGES // 2 and outcomes[-1] > 0
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_every_length_class_of_every_file(whole, tmp_path, name):
+    source, known = whole
+    shutil.copytree(source, tmp_path / FOLDER)
+    path = tmp_path / FOLDER / "000002" / name
+    data = path.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little") if name != MANIFEST else 20
+    for length in {0, 1, 7, 8, 9, header - 1, header, header + 1, len(data) // 2, len(data) - 1}:
+        path.write_bytes(data[:length])
+        assert right_or_refused(tmp_path, known) == 1, length
+
+
+# --- a writer that is stopped ------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands for `os` in the writer, and notes what changes files: with paths relative to a root."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.log, self.paths = root, [], {}
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def _name(self, path) -> str:
+        return str(Path(path).relative_to(self.root))
+
+    def open(self, path, flags, mode=0o777):
+        fd = os.open(path, flags, mode)
+        if not Path(path).is_relative_to(self.root):  # another thread of this process reads a file of its own
+            return fd
+        self.paths[fd] = self._name(path)
+        if flags & os.O_CREAT:
+            self.log.append(("create", self.paths[fd]))
+        return fd
+
+    def mkdir(self, path, mode=0o777):
+        os.mkdir(path, mode)
+        self.log.append(("makedirs", self._name(path)))
+
+    def ftruncate(self, fd, size):
+        os.ftruncate(fd, size)
+        self.log.append(("truncate", self.paths[fd], size))
+
+    def pwrite(self, fd, data, at):
+        count = os.pwrite(fd, data, at)
+        self.log.append(("write", self.paths[fd], at, bytes(data[:count])))
+        return count
+
+    def fsync(self, fd):
+        os.fsync(fd)
+        self.log.append(("sync", self.paths[fd]))
+
+    def replace(self, a, b):
+        os.replace(a, b)
+        self.log.append(("replace", self._name(a), self._name(b)))
+
+    def unlink(self, path):
+        os.unlink(path)
+        self.log.append(("unlink", self._name(path)))
+
+    def rmtree(self, path, ignore_errors=False):
+        _RMTREE(path, ignore_errors=ignore_errors)
+        self.log.append(("rmtree", self._name(path)))
+
+
+def replay(log, root: Path, dice: random.Random | None) -> None:
+    """Do what was noted; with dice, what nobody had waited for at the end may not have reached the disk."""
+    synced = {op[1]: at for at, op in enumerate(log) if op[0] == "sync"}
+    for at, (what, name, *rest) in enumerate(log):
+        path = root / name
+        if what == "write" and dice is not None and at > synced.get(name, -1) and dice.random() < 0.5:
+            continue
+        if what == "create":
+            path.touch()
+        elif what == "makedirs":
+            path.mkdir(parents=True, exist_ok=True)
+        elif what == "truncate":
+            os.truncate(path, rest[0])
+        elif what == "write":
+            with open(path, "r+b") as file:
+                file.seek(rest[0])
+                file.write(rest[1])
+        elif what == "replace":
+            os.replace(path, root / rest[0])
+        elif what == "unlink":
+            path.unlink()
+        elif what == "rmtree":
+            shutil.rmtree(path)
+
+
+def test_every_prefix_of_what_a_writer_does_leaves_a_whole_snapshot(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path / "there")
+    recorder.root.mkdir()
+    monkeypatch.setattr(checkpoint_writer, "os", recorder)
+    monkeypatch.setattr(private_files, "os", recorder)
+    monkeypatch.setattr(checkpoint_writer.shutil, "rmtree", recorder.rmtree)
+    trained, files, known, published = vault(), SnapshotFiles(recorder.root / FOLDER), {}, []
+    for number in range(1, 5):
+        trained.train(1).write(files, number)
+        known[number] = read(latest(recorder.root))
+        published.append(len(recorder.log))
+    monkeypatch.undo()
+    log = recorder.log
+    assert {op[0] for op in log} == {"create", "makedirs", "truncate", "write", "sync", "replace", "unlink", "rmtree"}
+    few = range(0, len(log) + 1, max(1, len(log) // max(1, IMAGES // 3)))
+    for length in few:
+        for dice in (None, random.Random(length)):
+            root = tmp_path / "image"
+            replay(log[:length], root, dice)
+            found = right_or_refused(root, known)
+            least = sum(end <= length for end in published)
+            assert found >= least, (length, found)
+            if root.exists():
+                shutil.rmtree(root)
+
+
+# --- a disk that takes nothing more ------------------------------------------------------------------------------
+
+
+class Host:
+    """A writer and the one server that it follows."""
+
+    def __init__(self, workspace: Path) -> None:
+        self.vault = Vault(partial(torch.optim.SGD, momentum=0.9), 1, net=Small).train(1)
+        self.told: list[Event] = []
+        self.heard = threading.Event()
+        self.files = SnapshotFiles(workspace / FOLDER)
+        writer = SnapshotWriter(self.vault.job, self.vault.topology, self.files, 1, str(ME), self.told.append)
+        self.snapshots = ServerSnapshots(ME, self.vault.job, self.vault.topology, None, lambda *_: None)
+        self.aside = writer.follow(ME, self.snapshots, self.heard.set)
+        self.texts = TextParts()
+
+    def write(self, number: int) -> dict:
+        frozen = ShardFreezer(self.vault.models[0], 0).freeze()
+        self.heard.clear()
+        self.snapshots._do(WriteSnapshot(number, ME, frozen, frozen.table))
+        assert self.heard.wait(30)
+        answers = [self.texts.take(ME, message) for message in self.aside.heard()]
+        return next(answer for answer in answers if answer is not None)
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_an_answer_and_the_next_snapshot_is_written(tmp_path):
+    host = Host(tmp_path)
+    with files_of_at_most(2000):
+        assert "File too large" in host.write(1)["error"]
+    assert host.write(2).keys() == {"model.safetensors", "optimizer.safetensors"}
+
+
+def test_a_device_without_room_is_an_answer(tmp_path):
+    host = Host(tmp_path)
+    (tmp_path / FOLDER / "000001").mkdir(parents=True)
+    (tmp_path / FOLDER / "000001" / MODEL).symlink_to("/dev/full")
+    assert host.write(1)["error"]
+    assert "error" not in host.write(2)
+
+
+def test_a_full_disk_leaves_the_snapshot_before(whole, tmp_path):
+    source, known = whole
+    largest = max(path.stat().st_size for path in (source / "000002").iterdir())
+    for limit in range(0, largest, largest // 9):
+        shutil.copytree(source, tmp_path / FOLDER)
+        trained, files = vault(), SnapshotFiles(tmp_path / FOLDER)
+        with files_of_at_most(limit), pytest.raises(OSError):
+            trained.train(5).write(files, 3)
+        assert right_or_refused(tmp_path, known) == 2, limit
+        shutil.rmtree(tmp_path / FOLDER)

@@ -1,0 +1,564 @@
+"""Snapshots under the simulated road: what shards freeze together, and what a job goes on from."""
+
+import pytest
+import torch
+from simulation import STORM, VIEWS, Seat, Town, job, parameters, same, total
+from snapshot_archive import Archive
+
+from topotrain.config.job import Agreement, Apply, Grads
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.optim.state_table import StateError, from_rows, merge, to_rows
+from topotrain.extensions.checkpointing.data_position import STATIC, DataPosition
+from topotrain.extensions.checkpointing.snapshot_coordinator import (
+    CUT,
+    END,
+    TIME,
+    DropSnapshot,
+    PublishSnapshot,
+    WriteSnapshot,
+)
+
+
+@pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
+@pytest.mark.parametrize("seed", range(4))
+def test_all_shards_freeze_behind_the_same_decision(weather, seed):
+    town = Town(job(groups=3, workers=1, shards=3), seed, weather)
+    archive = Archive(town)
+    pushed: dict[int, list[list[torch.Tensor]]] = {0: [], 1: [], 2: []}
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for _ in range(6):
+            gradient = seat.numbers()
+            pushed[seat.me.group].append([g.clone() for g in gradient])
+            seat.sleep(0.0, 0.01)
+            if seat.me.group == 0:
+                archive.ask()
+            seat.step(gradient)
+        seat.finish()
+
+    town.play(script)
+    assert archive.published and not archive.dropped
+    for published in archive.published:
+        steps = dict(published.facts["steps"])
+        done = [g for group, count in steps.items() for g in pushed[group][:count]]
+        wanted = [-t for t in total(done)]
+        found = [archive.values[published.number][p.name] for p in town.map.parameters]
+        assert same(found, wanted), (published.number, steps)
+        assert published.facts["version"] == sum(steps.values()) >= 1
+    versions = [published.facts["version"] for published in archive.published]
+    assert versions == sorted(set(versions))
+
+
+def test_the_workers_of_every_group_are_told_with_their_next_step():
+    town = Town(job(groups=2, workers=1, shards=2, max_staleness=0), 1, VIEWS)
+    archive = Archive(town)
+    told: dict[int, list[int]] = {0: [], 1: []}
+
+    def observe(sender: Address, to: Address, message: m.Message) -> None:
+        if isinstance(message, m.Applied) and sender.index == 0:
+            told[to.group].append(message.snapshot)
+
+    town.wire.observers.append(observe)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for step in range(4):
+            if seat.me.group == 0 and step == 1:
+                archive.ask()
+            seat.step(seat.numbers())
+        seat.finish()
+
+    town.play(script)
+    assert sum(told[0]) == sum(told[1]) == 1
+    assert len(archive.published) == 1
+
+
+def test_none_is_taken_before_the_first_step():
+    town = Town(job(workers=1, shards=2), 1, VIEWS)
+    archive = Archive(town)
+
+    def script(seat: Seat) -> None:
+        archive.ask()
+        seat.open()
+        archive.ask()
+        seat.finish()
+
+    town.play(script)
+    assert not archive.values and not archive.published
+
+
+def test_a_shard_that_cannot_write_costs_this_snapshot_only():
+    town = Town(job(workers=1, shards=3), 1, VIEWS)
+    archive = Archive(town, fails=1)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for step in range(8):
+            archive.fails = 1 if step < 4 else -1
+            archive.ask()
+            seat.step(seat.numbers())
+            seat.sleep(0.1, 0.1)
+        seat.finish()
+
+    town.play(script)
+    assert archive.dropped and all("the disk is full" in drop.why for drop in archive.dropped)
+    assert archive.published and archive.published[0].number > archive.dropped[-1].number
+
+
+def test_the_memory_of_a_snapshot_is_that_of_the_one_before():
+    town = Town(job(workers=1, shards=1), 1, VIEWS)
+    archive = Archive(town)
+    places = []
+    work = archive.work
+    archive.work = lambda me, what: (
+        places.append([slab.body.data_ptr() for slab in (*what.frozen.values, *what.frozen.state)])
+        if isinstance(what, WriteSnapshot)
+        else None,
+        work(me, what),
+    )
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for _ in range(4):
+            archive.ask()
+            seat.step(seat.numbers())
+            seat.sleep(0.1, 0.1)
+        seat.finish()
+
+    town.play(script)
+    assert len(places) > 1 and all(each == places[0] for each in places)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"groups": 2, "nserver_groups": 2, "agreement": Agreement.kRingAverage}, "kRingAverage"),
+        ({"groups": 2, "apply": Apply.kOnArrival, "grads": Grads.kHidden, "share_memory": False}, "kOnArrival"),
+    ],
+)
+def test_jobs_without_a_common_moment_take_none(fields, words):
+    town = Town(job(**fields), 1, VIEWS)
+    assert words in town.server(0, 0).snapshots.refusal
+
+
+# --- positions ---------------------------------------------------------------------------------------------------
+
+
+def stream(epoch, lease):
+    return epoch << 32 | lease
+
+
+def test_positions_of_leases_are_batches_of_the_epoch():
+    position = DataPosition(2, 1, {})
+    position.leased(0, 0, 0)
+    position.leased(0, 1, 8)
+    position.leased(1, 0, 0)
+    counts = {stream(0, 0): 8, stream(0, 1): 3, stream(1, 0): 2}
+    assert position.applied(counts) == {0: ((0, 11),), 1: ((0, 2),)}
+    position.close(1)
+    assert position.applied(counts) == {1: ((0, 2),)}
+
+
+def test_positions_of_groups_that_take_turns():
+    position = DataPosition(3, 1, {})
+    counts = {stream(4, STATIC | 0): 3, stream(4, STATIC | 1): 2, stream(4, STATIC | 2): 4}
+    assert position.applied(counts) == {4: ((0, 7), (8, 9), (11, 12))}
+
+
+def test_positions_of_units_of_several_batches_behind_an_earlier_start():
+    position = DataPosition(1, 2, {3: ((0, 5), (7, 8))})
+    # what was left of the epoch: 5 6 8 9 10 …; two units are 5 6 and 8 9
+    assert position.applied({stream(3, STATIC): 2}) == {3: ((0, 10),)}
+    assert position.applied({}) == {3: ((0, 5), (7, 8))}
+
+
+# --- the table of state ------------------------------------------------------------------------------------------
+
+
+def test_shards_that_hold_different_state_are_refused():
+    known = parameters(64, 64)
+    one = from_rows([[[[0, 1]], {"step": ["number", "float32", [], 3.0]}]], known)
+    two = from_rows([[[[0, 2]], {"step": ["number", "float32", [], 4.0]}]], known)
+    with pytest.raises(StateError, match="p0"):
+        merge([one, two], known)
+    assert from_rows(to_rows(two), known) == two
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        None,
+        [[]],
+        [[[[0, 3]], {}]],
+        [[[[1, 0]], {}]],
+        [[[[0, 1]], {"a/b": ["number", "float32", [], 3.0]}]],
+        [[[[0, 1]], {"a": ["elements", "object", [], 0]}]],
+        [[[[0, 1]], {"a": ["whole", "float32", [-1], 0]}]],
+        [[[[0, 1]], {}], [[[0, 2]], {}]],
+    ],
+)
+def test_rows_that_nobody_wrote_are_refused(rows):
+    with pytest.raises(StateError):
+        from_rows(rows, parameters(64, 64))
+
+
+# --- what workers leave ------------------------------------------------------------------------------------------
+
+
+class Boxes:
+    """Stands for the book of what workers left: who left something when an epoch began, and at which snapshot."""
+
+    def __init__(self, *workers: Address) -> None:
+        self.workers, self.left, self.forgotten = workers, {}, 0
+
+    def begun(self):
+        return {worker: torch.zeros(3, dtype=torch.uint8) for worker in self.workers}
+
+    def taken(self, number):
+        return self.left.get(number, {})
+
+    def forget(self, number):
+        self.forgotten = number
+
+
+def waiting(groups: int, workers: int) -> tuple[Town, Archive, Boxes]:
+    """A snapshot that is on disk but for what the workers have to leave, and the next is due."""
+    town = Town(job(groups=groups, workers=workers, shards=2), 1, VIEWS)
+    archive = Archive(town)
+    server = town.server(0, 0)
+    boxes = Boxes(*town.workers)
+    server.snapshots._keepers = (boxes,)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        if seat.me == town.workers[0]:
+            archive.ask()
+        for _ in range(2):
+            seat.step(seat.numbers())
+            seat.sleep(0.1, 0.1)
+
+    town.play(script)
+    assert archive.values and not archive.published and not archive.dropped and server.snapshots.under_way == 1
+    return town, archive, boxes
+
+
+def test_a_snapshot_counts_when_the_last_worker_has_left_its_state():
+    town, archive, boxes = waiting(groups=2, workers=2)
+    server = town.server(0, 0)
+    for done, worker in enumerate(town.workers, 1):
+        boxes.left.setdefault(1, {})[worker] = torch.full((2,), done, dtype=torch.uint8)
+        server._snapshot_goes_on()
+        assert len(archive.published) == (done == 4)
+    assert archive.published[0].deposits == boxes.left[1]
+    town.sim.run()
+    server._snapshot_goes_on()
+    assert boxes.forgotten == 1 and server.snapshots.under_way == 0
+
+
+def test_a_group_that_stands_still_gives_the_state_that_it_left_before():
+    town, archive, boxes = waiting(groups=2, workers=1)
+    boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
+    archive.ask()
+    (published,) = archive.published
+    assert published.deposits[town.workers[0]].tolist() == [1, 1]
+    assert published.deposits[town.workers[1]].tolist() == [0, 0, 0]
+
+
+def test_in_one_group_an_older_state_does_not_do():
+    town, archive, boxes = waiting(groups=1, workers=2)
+    boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
+    archive.ask()
+    assert not archive.published and "worker 0/1" in archive.dropped[0].why
+    assert town.server(0, 0).snapshots.under_way == 2
+
+
+@pytest.mark.parametrize(("why", "again"), [(TIME, 0), (END, 2)])
+def test_one_that_waits_for_a_worker_that_had_to_start_again_is_dropped_and_the_last_one_taken_anew(why, again):
+    town, archive, boxes = waiting(groups=1, workers=2)
+    server = town.server(0, 0)
+    server.snapshots.book._now.reason = why
+    boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
+    server.forget(0, ended=False)
+    assert "worker 0/1 had to start again" in archive.dropped[0].why
+    server._snapshot_before(0)  # the next step is about to be decided
+    assert server.snapshots.under_way == again
+
+
+def test_one_that_has_everybodys_state_does_not_care_who_starts_again():
+    town, archive, boxes = waiting(groups=1, workers=2)
+    boxes.left[1] = {worker: torch.ones(2, dtype=torch.uint8) for worker in town.workers}
+    town.server(0, 0).forget(0, ended=False)
+    assert not archive.dropped
+
+
+def test_a_worker_whose_script_has_ended_is_waited_for_no_more():
+    town, archive, _ = waiting(groups=2, workers=1)
+    for seat in (town.seat(0), town.seat(1)):
+        seat.steps = 2
+        town.sim.actor(str(seat.me), seat.finish)
+    town.sim.run()
+    assert len(archive.published) == 1
+
+
+# --- when the user says so ---------------------------------------------------------------------------------------
+
+
+def stepping(steps: int, pause: float = 0.1):
+    def script(seat: Seat) -> None:
+        seat.open()
+        for _ in range(steps):
+            seat.step(seat.numbers())
+            seat.sleep(pause, pause)
+        seat.finish()
+
+    return script
+
+
+def taken(archive: Archive) -> list[tuple[str, int]]:
+    return [(published.why, dict(published.facts["steps"])[0]) for published in archive.published]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(("freq", "after", "steps"), [(3, 0, [3, 6, 9]), (4, 1, [1, 5, 9]), (5, 7, [7])])
+def test_one_behind_each_step_that_is_asked_for(groups, freq, after, steps):
+    town = Town(job(groups=groups, workers=2, shards=2, checkpoint_freq=freq, checkpoint_after=after), 3, STORM)
+    archive = Archive(town)
+    town.play(stepping(10, 1.0))
+    assert taken(archive) == [("step", step) for step in steps]
+
+
+def test_who_asks_faster_than_a_disk_writes_has_fewer_and_training_goes_on():
+    town = Town(job(workers=1, shards=2, checkpoint_freq=1), 1, VIEWS)
+    archive = Archive(town)
+    kept, archive.say = [], lambda me, said: kept.append((me, said))
+
+    def script(seat: Seat) -> None:
+        stepping(4)(seat)
+
+    town.play(script)
+    assert not archive.published and len(archive.values) == 1
+    for me, said in kept:
+        Archive.say(archive, me, said)
+    assert len(archive.values) == 1
+
+
+def test_asked_for_by_time_and_by_step_each_is_taken_once_the_other_is_over():
+    town = Town(job(workers=1, shards=2, checkpoint_freq=4), 1, VIEWS)
+    archive = Archive(town)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for step in range(8):
+            if step in (2, 3):
+                archive.ask()
+            seat.step(seat.numbers())
+            seat.sleep(0.1, 0.1)
+        seat.finish()
+
+    town.play(script)
+    assert taken(archive) == [("time", 3), ("time", 4), ("step", 5), ("step", 8)]
+
+
+def test_one_that_waits_for_workers_is_not_given_up_for_another_that_comes_soon_after():
+    town, archive, _ = waiting(groups=1, workers=2)
+    server = town.server(0, 0)
+    server.snapshots._timed = 0  # it was asked for by step
+    archive.ask()
+    assert server.snapshots.under_way == 1 and not archive.dropped
+    archive.ask()
+    assert archive.dropped
+
+
+def test_the_last_one_is_behind_the_very_next_step():
+    town = Town(job(groups=2, workers=1, shards=2), 1, VIEWS)
+    archive = Archive(town)
+    me = Address(Role.SERVER, 0, 0)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        if seat.me.group == 0:
+            town.houses[me].handle(me, m.SnapshotRequest(last=True))  # nothing is there yet
+        for step in range(4):
+            seat.step(seat.numbers())
+            seat.sleep(0.1, 0.1)
+            if seat.me.group == 0 and step == 1:
+                town.houses[me].handle(me, m.SnapshotRequest(last=True))
+        seat.finish()
+
+    town.play(script)
+    assert [drop.number for drop in archive.dropped] == [0]
+    ((why, _),) = taken(archive)
+    assert why == "end" and archive.published[0].facts["version"] in (4, 5, 6)
+    town.houses[me].handle(me, m.SnapshotRequest(last=True))  # the job ends by itself
+    assert len(archive.dropped) == 1
+
+
+# --- several server groups ---------------------------------------------------------------------------------------
+
+DOUBLE = parameters(150, 256, 90, dtype="float64")
+
+
+@pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
+@pytest.mark.parametrize(("groups", "server_groups", "shards", "freq"), [(2, 2, 1, 1), (3, 3, 2, 1), (4, 2, 2, 3)])
+def test_one_model_of_several_server_groups_has_every_update_that_counts_once(
+    weather, groups, server_groups, shards, freq
+):
+    taken = 0
+    for seed in range(12):
+        made = job(groups, 1, shards, nserver_groups=server_groups, sync_freq=freq)
+        town = Town(made, seed, weather, DOUBLE)
+        archive = Archive(town)
+        pushed: dict[int, list[list[torch.Tensor]]] = {group: [] for group in range(groups)}
+
+        def script(seat: Seat, archive=archive, pushed=pushed) -> None:
+            seat.open()
+            for _ in range(3 + 3 * seat.me.group):
+                gradient = seat.numbers()
+                pushed[seat.me.group].append([g.clone() for g in gradient])
+                seat.sleep(0.0, 0.1)
+                if seat.me.group == 0:
+                    archive.ask()
+                seat.step(gradient)
+            seat.finish()
+
+        town.play(script)
+        assert not archive.dropped
+        for published in archive.published:
+            steps = dict(published.facts["steps"])
+            assert steps.keys() == set(range(groups))
+            done = [g for group, count in steps.items() for g in pushed[group][:count]]
+            found = [archive.values[published.number][p.name] for p in town.map.parameters]
+            assert same(found, [-t for t in total(done)]), (seed, published.number, steps)
+            assert published.facts["version"] == sum(steps.values())
+            taken += 1
+    assert taken >= 12
+
+
+def test_a_snapshot_of_several_server_groups_is_read_by_any_layout():
+    """What each server writes is what the file wants: each element once, state once."""
+    town = Town(job(2, 1, 2, nserver_groups=2), 3, VIEWS, DOUBLE)
+    archive = Archive(town)
+    written: dict[str, list[tuple[int, int]]] = {}
+    states: set[Address] = set()
+    work = archive.work
+
+    def noted(me: Address, what: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
+        if isinstance(what, WriteSnapshot):
+            for slab in what.frozen.values:
+                written.setdefault(slab.name, []).append((slab.lo, slab.lo + slab.body.numel()))
+            states.update({what.server} if what.frozen.state else set())
+        work(me, what)
+
+    archive.work = noted
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        if seat.me.group == 0:
+            archive.ask()
+        for _ in range(3):
+            seat.step(seat.numbers())
+            seat.sleep(0.1, 0.1)
+        seat.finish()
+
+    town.play(script)
+    assert len(archive.published) == 1
+    for parameter in DOUBLE:
+        runs = sorted(written[parameter.name])
+        assert [lo for lo, _ in runs] == [0, *[hi for _, hi in runs[:-1]]] and runs[-1][1] == parameter.count
+    assert all(server.group == 0 for server in states)
+
+
+def at_rest(seat: Seat, archive: Archive, moment: float) -> None:
+    """Everybody makes three steps; a snapshot is asked for when all is over."""
+    seat.open()
+    for _ in range(3):
+        seat.step(seat.numbers())
+    seat.finish()
+    if seat.me.group == 0:
+        seat.door.final_values()
+        seat.sleep(moment, moment)
+        archive.ask()
+
+
+def test_a_snapshot_at_the_end_has_a_masters_final_values_once():
+    town = Town(job(2, 1, 2, nserver_groups=2), 1, VIEWS, DOUBLE)
+    archive = Archive(town)
+    town.play(lambda seat: at_rest(seat, archive, 1.0))
+    ((published),) = archive.published
+    found = [archive.values[published.number][p.name] for p in town.map.parameters]
+    assert same(found, town.values())
+
+
+def test_an_announcement_that_is_said_again_freezes_nobody_again():
+    town = Town(job(2, 1, 2, nserver_groups=2), 1, VIEWS, DOUBLE)
+    archive = Archive(town)
+    heard: list[int] = []
+
+    def repeat(sender: Address, to: Address, message: m.Message) -> None:
+        if isinstance(message, m.SnapshotPart) and message.stage == CUT and not heard:
+            heard.append(message.number)
+            town.sim.at(town.sim.now + 0.5, lambda: town.houses[to].handle(sender, message))
+
+    town.wire.observers.append(repeat)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        if seat.me.group == 0:
+            archive.ask()
+        for _ in range(4):
+            seat.step(seat.numbers())
+            seat.sleep(0.3, 0.3)
+        seat.finish()
+
+    frozen: list[tuple[Address, int]] = []
+    for me, house in town.houses.items():
+        snapshots = house.server.snapshots
+        freeze = snapshots.freeze
+
+        def noted(*args, me=me, snapshots=snapshots, freeze=freeze) -> None:
+            if snapshots._due:
+                frozen.append((me, snapshots._due))
+            freeze(*args)
+
+        snapshots.freeze = noted
+    town.play(script)
+    assert heard == [1] and sorted(frozen) == sorted((me, 1) for me in town.houses)
+
+
+@pytest.mark.parametrize("broken", [0, 1], ids=["group 0", "group 1"])
+def test_what_one_of_several_groups_cannot_freeze_ends_that_snapshot_and_nothing_else(broken):
+    town = Town(job(2, 1, 1, nserver_groups=2), 1, VIEWS, DOUBLE)
+    archive = Archive(town)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        if seat.me.group == 0:
+            archive.ask()
+        for step in range(6):
+            seat.step(seat.numbers())
+            if step == 0 and seat.me.group == broken:
+                snapshots = town.server(broken, 0).snapshots
+                snapshots._freezer = Broken(snapshots._freezer)
+            seat.sleep(0.1, 0.1)
+            if seat.me.group == 0 and step == 3:
+                archive.ask()
+        seat.finish()
+
+    town.play(script)
+    assert len(archive.published) + len(archive.dropped) == 2
+    assert [drop.why for drop in archive.dropped] == ["state of no known form"]
+
+
+class Broken:
+    """Freezes nothing, the first time."""
+
+    def __init__(self, freezer) -> None:
+        self.freezer, self.turns = freezer, 0
+
+    def freeze(self):
+        self.turns += 1
+        if self.turns == 1:
+            raise StateError("state of no known form")
+        return self.freezer.freeze()

@@ -1,0 +1,473 @@
+"""Compression inside a job: it trains, nothing is lost or counted twice, and workers of a group stay equal."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process_job import (
+    Result,
+    WorkerHandle,
+    building,
+    cross_entropy,
+    job_of,
+    mlp,
+    run_hosted,
+    run_local,
+    usual_loop,
+    vectors,
+)
+from simulated_downpour import downpour
+from simulation import STORM, VIEWS, Town, job, same
+from torch import nn
+
+from topotrain.config.job import Cluster, Compression, Job
+from topotrain.config.sharding import Parameter, SliceMap
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.model.schema import FlatBuffers, slice_map_for
+from topotrain.core.protocol import ProtocolError, Push, ReducedGradient, Values
+from topotrain.core.server.server import Server
+from topotrain.extensions.compression.error_feedback import codec_for
+from topotrain.extensions.compression.message_filter import ServerEncoding, WorkerEncoding
+from topotrain.tools.simulator.sim_network import NetworkFaults
+
+KINDS = ("kFp16", "kBf16", "kInt8", "kTopK")
+SYNCHRONOUS = ("sandblaster", "allreduce", "two by two", "serverless", "one")
+ASYNCHRONOUS: dict[str, dict[str, Any]] = {
+    "downpour": {"nworker_groups": 2, "nworkers_per_group": 2, "nservers_per_group": 2, "server_worker_separate": True},
+    "hogwild": {"nworker_groups": 2, "nworkers_per_group": 2, "nserver_groups": 2},
+    "ring": {"nworker_groups": 2, "nworkers_per_group": 2, "nserver_groups": 2, "agreement": "kRingAverage"},
+    "barrier": {"nworker_groups": 2, "nworkers_per_group": 2, "max_staleness": 0},
+}
+BATCHES = vectors(4) * 5
+
+
+def compressed(kind: str, name: str = "sandblaster", **changes: Any) -> Job:
+    changes = ASYNCHRONOUS.get(name, {}) | changes
+    return job_of(name if name not in ASYNCHRONOUS else "one", compression=kind, compression_ratio=0.2, **changes)
+
+
+def loss_of(result: Result) -> float:
+    model = result.workers[0].model if result.workers else None
+    assert model is not None
+    return sum(float(cross_entropy(model, x, y).detach()) for x, y in BATCHES[:4]) / 4
+
+
+def watched(notes: dict[tuple[Address, int], torch.Tensor], script_step: Callable[[Any, Any], None]) -> Any:
+    """A script that notes every worker's parameters after each step."""
+
+    def script(t: WorkerHandle) -> None:
+        for step, batch in enumerate(BATCHES):
+            script_step(t, batch)
+            notes[t.me, step] = nn.utils.parameters_to_vector(t.model.parameters()).detach().clone()
+
+    return script
+
+
+def usual_step(t: WorkerHandle, batch: Any) -> None:
+    t.optimizer.zero_grad()
+    t.backward(t.losses(cross_entropy, *batch))
+    t.optimizer.step()
+
+
+def two_backwards(t: WorkerHandle, batch: Any) -> None:
+    t.optimizer.zero_grad()
+    for half in (0, 1):
+        t.backward([0.5 * loss for loss in t.losses(cross_entropy, *(part[half * 6 : half * 6 + 6] for part in batch))])
+    t.optimizer.step()
+
+
+def clipping(t: WorkerHandle, batch: Any) -> None:
+    """The script changes gradients, which then travel as they are."""
+    t.optimizer.zero_grad()
+    t.backward(t.losses(cross_entropy, *batch))
+    nn.utils.clip_grad_norm_(t.model.parameters(), 0.5)
+    t.optimizer.step()
+
+
+def fetching(t: WorkerHandle, batch: Any) -> None:
+    """As after a rest: values are fetched between two steps."""
+    usual_step(t, batch)
+    if t.worker._committed % 5 == 3:
+        t.exchange.fetch()
+        t.worker.buffers.remember()
+
+
+def assert_equal_in_groups(notes: dict[tuple[Address, int], torch.Tensor]) -> None:
+    for (me, step), values in notes.items():
+        first = notes[Address(Role.WORKER, me.group, 0), step]
+        assert torch.equal(values.view(torch.int32), first.view(torch.int32)), (me, step)
+
+
+UNCOMPRESSED: dict[str, Result] = {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_a_synchronous_job_trains_nearly_as_without(name: str, kind: str) -> None:
+    notes: dict[tuple[Address, int], torch.Tensor] = {}
+    if name not in UNCOMPRESSED:
+        UNCOMPRESSED[name] = run_local(job_of(name), building(), watched({}, usual_step))
+    expected = UNCOMPRESSED[name]
+    found = run_local(compressed(kind, name), building(), watched(notes, usual_step))
+    assert_equal_in_groups(notes)
+    if kind == "kTopK":
+        assert loss_of(found) < loss_of(expected) + 0.1
+    else:
+        assert found.distance(expected) < {"kFp16": 1e-4, "kBf16": 1e-3, "kInt8": 3e-3}[kind]
+    assert not found.same_bits(expected)  # else nothing was compressed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_an_asynchronous_job_trains(name: str, kind: str) -> None:
+    notes: dict[tuple[Address, int], torch.Tensor] = {}
+    before = loss_of(run_local(compressed(kind, name), building(), lambda t: None))
+    after = loss_of(run_local(compressed(kind, name), building(), watched(notes, usual_step)))
+    assert_equal_in_groups(notes)
+    assert after < 0.75 * before
+
+
+@pytest.mark.parametrize(
+    ("step", "changes"),
+    [
+        (usual_step, {"grads": "kHidden"}),
+        (usual_step, {"apply": "kOnArrival", "grads": "kHidden"}),
+        (usual_step, {"apply": "kOnArrival", "grads": "kHidden", "name": "downpour", "max_staleness": 0}),
+        (two_backwards, {}),
+        (two_backwards, {"grads": "kHidden"}),
+        (clipping, {}),
+        (fetching, {}),
+        (fetching, {"name": "barrier"}),
+        (usual_step, {"slicing": "kTensor"}),
+        (usual_step, {"warmup_steps": 3, "name": "barrier"}),
+    ],
+)
+def test_every_way_of_a_step(step: Callable[[Any, Any], None], changes: dict[str, Any]) -> None:
+    notes: dict[tuple[Address, int], torch.Tensor] = {}
+    found = run_local(compressed("kFp16", **changes), building(), watched(notes, step))
+    expected = run_local(compressed("kNone", **changes), building(), watched({}, step))
+    assert_equal_in_groups(notes)
+    assert found.distance(expected) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_dtypes(kind: str, dtype: torch.dtype) -> None:
+    notes: dict[tuple[Address, int], torch.Tensor] = {}
+
+    def step(t: WorkerHandle, batch: Any) -> None:
+        usual_step(t, (batch[0].to(dtype), batch[1]))
+
+    def mixed() -> nn.Module:
+        return mlp().to(dtype)
+
+    run_local(compressed(kind), building(mixed), watched(notes, step))
+    assert len(notes) == 3 * len(BATCHES)
+    for (me, at), values in notes.items():
+        assert torch.equal(values, notes[Address(Role.WORKER, 0, 0), at]), (me, at)
+
+
+@pytest.mark.parametrize(
+    ("kind", "grads"), [("kFp16", "kVisible"), ("kInt8", "kVisible"), ("kTopK", "kVisible"), ("kBf16", "kHidden")]
+)
+def test_roads_and_runs_give_the_same_bits(kind: str, grads: str, tmp_path: Path) -> None:
+    found = [run_local(compressed(kind, grads=grads), building(), usual_loop(BATCHES))]
+    for number, road in enumerate(("kShm", "kTcp", "kTcp")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found.append(run_hosted(compressed(kind, grads=grads, road=road), building(), usual_loop(BATCHES), folder))
+    assert all(found[0].same_bits(other) for other in found[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("grads", "ways"), [("kVisible", 3), ("kHidden", 2)])
+def test_traffic_is_what_the_arithmetic_says(kind: str, grads: str, ways: int) -> None:
+    """Pushes, values and (visible) means are encoded, and nothing else has other bytes."""
+    job = compressed(kind, grads=grads)
+    short = run_local(job, building(), usual_loop(BATCHES))
+    long = run_local(job_of(grads=grads), building(), usual_loop(BATCHES))
+    slice_map = long.workers[0].worker.map
+    saved = 0
+    for bucket in slice_map.buckets:
+        codec = codec_for(Compression(kind), torch.float32, 0.2)
+        assert codec is not None
+        saved += 4 * (bucket.hi - bucket.lo) - codec.size(bucket.hi - bucket.lo)
+    assert long.traffic[0] - short.traffic[0] == saved * ways * 3 * len(BATCHES)
+
+
+def test_a_worker_alone_for_some_steps_pushes_encoded_and_is_sent_values_as_they_are() -> None:
+    """n_push, n_fetch: it changes its parameters itself, so differences to what it was shown would be wrong."""
+    results = {
+        kind: run_local(job_of("one", compression=kind, n_push=2, n_fetch=2), building(), usual_loop(BATCHES))
+        for kind in ("kNone", "kFp16")
+    }
+    assert results["kFp16"].distance(results["kNone"]) < 1e-4
+    numel = sum(b.hi - b.lo for b in results["kNone"].workers[0].worker.map.buckets)
+    saved = results["kNone"].traffic[0] - results["kFp16"].traffic[0]
+    assert saved == 2 * numel * len(BATCHES) // 2
+
+
+# --- nothing is lost, nothing counts twice -------------------------------------------------------------------------
+
+
+class Whole(nn.Module):
+    """Its gradients are whole numbers that the batch names: sums of them are exact in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(150))
+        self.b = nn.Parameter(torch.zeros(10, 20))
+        self.frozen = nn.Parameter(torch.ones(30), requires_grad=False)
+
+    def forward(self, number: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
+        """d loss / d a[i] = sum of number · (i % 7); b takes part for samples that have a flag, if there are any."""
+        loss = (self.a * (torch.arange(150) % 7)).sum() * number.sum()
+        if not flag.any():
+            return loss
+        return loss + (self.b.reshape(-1) * (torch.arange(200) % 5)).sum() * (number * flag).sum()
+
+
+def whole_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def whole_loss(model: nn.Module, number: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
+    return model(number, flag)
+
+
+def numbers(steps: int, samples: Sequence[int] = (6,), silent: int = 30) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of whole numbers, with b's gradient missing on some workers or on all; then silent ones, in which what is
+    left arrives."""
+    dice = torch.Generator().manual_seed(3)
+    loud = []
+    for step in range(steps):
+        size = samples[step % len(samples)]
+        flags = torch.randint(2, (size,), generator=dice) * (step % 4 > 0)
+        loud.append((torch.randint(-3, 4, (size,), generator=dice).float(), flags.float()))
+    return loud + [(torch.zeros(6), torch.ones(6))] * silent
+
+
+def total(batches: list[tuple[torch.Tensor, torch.Tensor]], groups: int = 1) -> dict[str, torch.Tensor]:
+    """What all the batches come to: each group reads all of them."""
+    a = sum(float(number.sum()) for number, _ in batches) * groups
+    b = sum(float((number * flag).sum()) for number, flag in batches) * groups
+    return {
+        "a": -a * (torch.arange(150) % 7).float(),
+        "b": -b * (torch.arange(200) % 5).float().reshape(10, 20),
+        "frozen": torch.ones(30),
+    }
+
+
+def assert_total(found: Result, expected: dict[str, torch.Tensor]) -> None:
+    for name, values in expected.items():
+        torch.testing.assert_close(found.values[name], values, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("grads", ["kVisible", "kHidden"])
+@pytest.mark.parametrize("kind", ["kFp16", "kTopK"])
+@pytest.mark.parametrize("name", ["sandblaster", "two by two", "downpour", "hogwild", "barrier"])
+def test_whole_numbers_arrive_once(name: str, kind: str, grads: str) -> None:
+    """kFp16 holds them exactly. kTopK sends a fifth of them: the rest drains while there is nothing new."""
+    batches = numbers(8)
+    job = compressed(kind, name, grads=grads, reduce="kSum")
+    found = run_local(job, building(Whole, whole_sgd), usual_loop(batches, whole_loss))
+    assert_total(found, total(batches, layout(job.cluster).worker_groups))
+
+
+@pytest.mark.parametrize("kind", ["kFp16", "kTopK"])
+def test_on_arrival_whole_numbers_arrive_once(kind: str) -> None:
+    batches = numbers(8)
+    for name in ("sandblaster", "downpour"):
+        job = compressed(kind, name, apply="kOnArrival", grads="kHidden", reduce="kSum")
+        found = run_local(job, building(Whole, whole_sgd), usual_loop(batches, whole_loss))
+        assert_total(found, total(batches, layout(job.cluster).worker_groups))
+
+
+@pytest.mark.parametrize("grads", ["kVisible", "kHidden"])
+def test_top_k_shows_less_before_it_has_drained(grads: str) -> None:
+    """Else the tests above would not test anything."""
+    batches = numbers(8, silent=0)
+    found = run_local(
+        compressed("kTopK", grads=grads, reduce="kSum"),
+        building(Whole, whole_sgd),
+        usual_loop(batches, whole_loss),
+    )
+    assert not torch.equal(found.values["a"], total(batches)["a"])
+
+
+@pytest.mark.parametrize("grads", ["kVisible", "kHidden"])
+def test_a_sample_that_does_not_count_leaves_nothing_for_later(grads: str) -> None:
+    """Two samples for three workers: one of these computes on a sample that is another's, and counts again later."""
+    batches = numbers(6, samples=(2, 6))
+    found = run_local(
+        compressed("kTopK", grads=grads, reduce="kSum"), building(Whole, whole_sgd), usual_loop(batches, whole_loss)
+    )
+    assert_total(found, total(batches))
+
+
+@pytest.mark.parametrize("kind", ["kInt8", "kTopK"])
+def test_the_servers_update_with_the_mean_that_the_workers_see(kind: str) -> None:
+    seen: dict[Address, torch.Tensor] = {}
+
+    def script(t: WorkerHandle) -> None:
+        t.backward(t.losses(cross_entropy, *BATCHES[0]))
+        seen[t.me] = torch.cat([p.grad.reshape(-1) for p in t.model.parameters() if p.grad is not None])
+        t.optimizer.step()
+
+    first = torch.cat([p.detach().reshape(-1) for p in run_local(job_of(), building(), lambda t: None).values.values()])
+    found = run_local(compressed(kind), building(optimizer=whole_sgd), script)
+    last = torch.cat([p.reshape(-1) for p in found.values.values()])
+    for gradient in seen.values():
+        assert torch.equal(first - gradient, last)
+    if kind == "kTopK":
+        assert 0.1 < float((gradient != 0).float().mean()) < 0.3
+
+
+@pytest.mark.parametrize("name", ["sandblaster", "one"])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_loss_scaling(name: str, backwards: int) -> None:
+    """The scale grows and shrinks, some steps are skipped: what is left follows the scale, and forgets the skipped."""
+    batches = numbers(14)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
+        model = Whole()
+        return model, whole_sgd(model), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+
+    def script(t: WorkerHandle) -> None:
+        (scaler,) = t.more
+        for step, batch in enumerate(batches):
+            t.optimizer.zero_grad()
+            for number in range(backwards):
+                last = t.me.index == t.topology.workers_per_group - 1
+                bad = float("inf") if step in (2, 9) and last else 1.0
+                t.backward(
+                    [scaler.scale(loss * bad) for loss in t.losses(whole_loss, (number + 1) * batch[0], batch[1])]
+                )
+            scaler.step(t.optimizer)
+            scaler.update()
+            t.notes[step] = scaler.get_scale()
+
+    found = run_local(compressed("kTopK", name, reduce="kSum"), build, script)
+    scales = found.workers[0].notes
+    assert scales[2] < scales[1] and scales[9] < scales[8] and max(scales.values()) > 64
+    counted = [batch for step, batch in enumerate(batches) if step not in (2, 9)]
+    assert_total(found, total(counted * (1 if backwards == 1 else 3)))  # the second one counts twice
+
+
+# --- one resident alone --------------------------------------------------------------------------------------------
+
+PARAMETERS = (Parameter("a", (700,), (1,), "float32", True), Parameter("n", (64,), (1,), "int64", False))
+
+
+def resident(kind: str = "kInt8") -> tuple[Cluster, SliceMap, WorkerEncoding, ServerEncoding, FlatBuffers, FlatBuffers]:
+    cluster = Cluster(compression=Compression(kind), compression_ratio=0.1)
+    slice_map = slice_map_for(PARAMETERS, layout(cluster))
+    below, above = (FlatBuffers(slice_map, shard, lambda n, d: torch.zeros(n, dtype=d)) for shard in (None, 0))
+    worker = WorkerEncoding(cluster, slice_map, below, adds=False)
+    return cluster, slice_map, worker, ServerEncoding(cluster, slice_map, 0, above), below, above
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_sizes_are_refused(kind: str) -> None:
+    _, slice_map, worker, server, _, above = resident(kind)
+    floats, whole = slice_map.buckets
+    me = Address(Role.WORKER, 0, 0)
+    like = above.view("values", floats)
+    room = server.landing(me, floats)
+    codec = codec_for(Compression(kind), torch.float32, 0.1)
+    assert room is not None and codec is not None
+    assert room.numel() == codec.size(floats.hi - floats.lo) < 4 * like.numel()
+    assert server.landing(me, whole) is None
+    for body in (room[:-4], torch.zeros(room.numel() + 4, dtype=torch.uint8), like.view(torch.uint8)):
+        with pytest.raises(ProtocolError, match="not an encoding"):
+            server.push(me, Push(0, 1, floats.id, 1.0, b"\1", body=body), floats, like)
+        with pytest.raises(ProtocolError, match="not an encoding"):
+            worker.mean(floats, body)
+        with pytest.raises(ProtocolError, match="not an encoding"):
+            worker.values(floats, body)
+    with pytest.raises(ProtocolError, match="without a body"):
+        server.push(me, Push(0, 1, floats.id, 1.0, b"\1"), floats, like)
+
+
+def test_a_server_places_encodings_in_buffers_of_their_size() -> None:
+    job = compressed("kFp16", "one")
+    found = run_local(job, building(), usual_loop(BATCHES[:1]))
+    (server,) = found.servers
+    assert isinstance(server, Server)
+    me, bucket = Address(Role.WORKER, 0, 0), found.workers[0].worker.map.buckets[0]
+    push = Push(1, 1, bucket.id, 1.0, b"\1")
+    place = server.place(me, push, False)
+    assert place is not None and place.nbytes == 2 * (bucket.hi - bucket.lo)
+    assert server.place(me, push, True) is None  # to be read where it is
+    with pytest.raises(ProtocolError, match="does not accept Push from worker 7/0"):
+        server.place(Address(Role.WORKER, 7, 0), push, False)
+
+
+def test_what_no_codec_takes_travels_as_it_is() -> None:
+    _, slice_map, worker, server, _, above = resident()
+    whole = slice_map.buckets[1]
+    body = torch.arange(whole.hi - whole.lo)
+    assert worker.push(whole, 1.0, 1, body) is body
+    like = above.view("values", whole)
+    assert server.push(Address(Role.WORKER, 0, 0), Push(0, 1, whole.id, 1.0, b"\1", body=body), whole, like) is body
+    assert server.mean_body(0, whole, body) is body
+    server.show(0, whole, body, anew=False)
+    assert server.difference(0, whole) is None
+    assert not worker.is_coded(ReducedGradient(0, 0, whole.id, b"\1"), whole)
+    with pytest.raises(ProtocolError, match="never is"):
+        worker.is_coded(Values(0, whole.id, 1, coded=True), whole)
+
+
+def test_a_push_said_twice_is_decoded_once() -> None:
+    _, slice_map, worker, server, _, above = resident("kFp16")
+    bucket, me = slice_map.buckets[0], Address(Role.WORKER, 0, 0)
+    like = above.view("values", bucket)
+    first = worker.push(bucket, 1.0, 1, torch.ones(like.numel())).clone()
+    second = worker.push(bucket, 1.0, 1, torch.full((like.numel(),), 2.0)).clone()
+    for ordinal, body, seen in ((1, first, 1.0), (2, second, 2.0), (1, first, 2.0)):
+        found = server.push(me, Push(0, ordinal, bucket.id, 1.0, b"\1", body=body), bucket, like)
+        assert float(found[0]) == seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_follow_through_restarts(kind: str) -> None:
+    """Whenever values travel as they are, both sides go on from there."""
+    _, slice_map, worker, server, below, _ = resident(kind)
+    bucket = slice_map.buckets[0]
+    params = below.view("params", bucket)
+    dice = torch.Generator().manual_seed(1)
+    values = torch.zeros(params.numel())
+    for moment in range(40):
+        values = values + torch.randn(params.numel(), generator=dice)
+        server.show(0, bucket, values, anew=moment % 9 == 4)
+        difference = server.difference(0, bucket)
+        assert (difference is None) == (moment == 0 or moment % 9 == 4)
+        if difference is None:
+            params.copy_(values)
+            worker.restart(bucket)
+        else:
+            worker.values(bucket, difference.clone())
+        shown = server._streams[0, bucket.id].held
+        assert torch.equal(params.view(torch.int32), shown.view(torch.int32))
+    for _ in range(12):  # and arrive, once they stand still
+        server.show(0, bucket, values, anew=False)
+        difference = server.difference(0, bucket)
+        assert difference is not None
+        worker.values(bucket, difference)
+    torch.testing.assert_close(params, values, rtol=1e-5, atol=1e-5)
+
+
+# --- a road that delays, doubles and reorders ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
+@pytest.mark.parametrize(("groups", "workers"), [(1, 2), (2, 1), (2, 2)])
+def test_every_update_counts_once_in_bad_weather(groups: int, workers: int, weather: NetworkFaults) -> None:
+    """kFp16 holds whole numbers up to 2048, and sums of what is pushed here stay below."""
+    for seed in range(6):
+        town = Town(job(groups, workers, 2, compression="kFp16"), seed, weather)
+        wanted, final = downpour(town)
+        assert same(town.values(), wanted), f"seed {seed}: an update was lost or counted twice"
+        assert same(final, wanted), f"seed {seed}: worker 0/0 has other values than the servers"

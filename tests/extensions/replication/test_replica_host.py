@@ -1,0 +1,182 @@
+"""Servers with second copies whose processes have addresses of their own, as on several hosts: workers find them.
+
+The code of real processes, in threads of this one. A process that is killed hears and says nothing more from then on,
+and its port is closed.
+"""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process_job import (
+    Result,
+    WorkerHandle,
+    _Crew,
+    _enlist,
+    _train,
+    building,
+    job_of,
+    reference,
+    usual_loop,
+    vectors,
+    whole,
+)
+
+from topotrain.comm.router import Router, RouterConfig
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.store import open_store
+from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
+from topotrain.config.job import Job
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.profiling.spans import SILENT
+from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
+from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains, standings
+from topotrain.launch.runtime.process_host import WorkerConnections, hosted_server
+from topotrain.tools.simulator.sim_cluster import zeros
+
+HOSTS = (0, 0, 0, 1, 0, 1)  # of the units: three workers, three servers
+WAIT_S = 30.0
+
+
+def other_address() -> str:
+    """One of this machine that others reach, or ""."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # nothing is sent
+        return str(probe.getsockname()[0])
+    return ""
+
+
+class Town:
+    """Processes in threads. addresses: of each host."""
+
+    def __init__(self, job: Job, addresses: tuple[str, str], folder: Path) -> None:
+        self.job, self.addresses = job, addresses
+        self.topology = layout(job.cluster, HOSTS)
+        self.seats = ReplicaPlacement(domains(self.topology))
+        self.crew, self.complete = _Crew(), threading.Condition()
+        self.roads: dict[int, Router] = {}
+        self.processes: dict[int, ReplicatedServers] = {}
+        self.threads: list[threading.Thread] = []
+        (folder / "store").mkdir(mode=0o700)
+        self.url, self.sockets = (folder / "store").as_uri(), Path(socket_directory())
+        self.urls: list[str] = []
+        self.missed: list[Address] = []
+
+    def place(self, unit: int, number: int = 0) -> RouterConfig:
+        identity = Identity(self.job.name, b"7" * 32, number, 0, self.job.digest())
+        host = self.addresses[HOSTS[unit]]
+        return RouterConfig(self.job, self.topology, identity, open_store(self.url), self.sockets, host)
+
+    def covered(self, server: Address, shadows: int) -> None:
+        with self.complete:
+            self.seats.covered(server.index, shadows)
+            self.complete.notify_all()
+
+    def begin(self, seat: int, number: int = 0) -> None:
+        me = Address(Role.SERVER, 0, seat)
+        place = self.place(self.topology.unit_of(me), number)
+        self.roads[seat] = roads = Router(place, ProcessMemory())
+        standing = standings(self.seats.to_data())
+        missed = self.missed.append
+        words = ReplicaSlot(standing, lambda take: None, self.covered, lambda *_: None, lambda why: None, missed)
+        ears = (self.trouble(roads), lambda *_: SILENT, None, words)
+        copied = self.processes[seat] = ReplicatedServers(place, roads, partial(hosted_server, place, zeros), me, *ears)
+
+        def live() -> None:
+            with suppress(Exception):
+                copied.open(lambda who, urls: self.urls.extend(urls))
+                copied.wait()
+                roads.close()
+
+        self.threads.append(threading.Thread(target=live, daemon=True))
+        self.threads[-1].start()
+
+    def trouble(self, roads: Router) -> Any:
+        return lambda: self.crew.trouble() if roads in self.roads.values() else None  # what the dead say counts not
+
+    def kill(self, seat: int, number: int) -> None:
+        """Once all have two copies: this process dies, and a fresh one takes its seat."""
+        everybody = set(self.seats.standing)
+        with self.complete:
+            assert self.complete.wait_for(lambda: self.seats._covered == everybody, WAIT_S)
+        dead = self.processes.pop(seat)
+        for speaker in dead._speakers.values():
+            speaker._do = lambda what: None  # type: ignore[method-assign]  # else it would tell of its own end
+        dead._speakers.clear()  # nor does it look for others
+        wire = self.roads.pop(seat)._tcp
+        assert wire is not None and wire._listener is not None
+        wire._residents.clear()
+        wire._listener.close()
+        wire._watch.close()
+        for connection in list(wire._connections):
+            connection.cut("killed")
+        assert self.seats.lost(seat)
+        self.seats.filled(seat)
+        for process in self.processes.values():
+            process.arrange(standings(self.seats.to_data()))
+        self.begin(seat, number)
+
+    def sever(self, one: int, other: int) -> None:
+        """The way between two servers ends, and nobody has died."""
+        wire = self.roads[one]._tcp
+        assert wire is not None
+        ways = [c for c in wire._connections if c.me.role is c.peer.role is Role.SERVER and c.peer.index == other]
+        assert ways
+        for way in ways:
+            way.cut("the network was down for a moment")
+
+
+def run(
+    job: Job, addresses: tuple[str, str], folder: Path, kills: dict[int, int], cuts: dict[int, tuple[int, int]]
+) -> Result:
+    town = Town(job, addresses, folder)
+    for seat in town.seats.standing:
+        town.begin(seat)
+    workers = town.topology.workers(0)
+    with ThreadPoolExecutor(len(workers)) as pool:
+        roads = dict(zip(workers, pool.map(lambda w: WorkerConnections(town.place(w.index), w), workers), strict=True))
+    town.crew.exchanges.update({me: road.exchange for me, road in roads.items()})
+    handles = [
+        _enlist(job, town.topology, me, building(), roads[me].exchange, roads[me].allocate, whole) for me in workers
+    ]
+    barrier, deaths = threading.Barrier(len(workers)), iter(range(1, 100))
+
+    def mortal(handle: WorkerHandle) -> None:
+        for number, batch in enumerate(vectors(8)):
+            barrier.wait(WAIT_S)
+            if number in kills and handle.me.index == 0:
+                town.kill(kills[number], next(deaths))
+            if number in cuts and handle.me.index == 0:
+                town.sever(*cuts[number])
+            usual_loop([batch])(handle)
+
+    _train(town.crew, handles, mortal, lambda me: roads[me].close(finished=not town.crew.errors))
+    if town.crew.errors:
+        raise town.crew.errors[0]
+    assert bool(cuts) is (len(town.missed) > 0) or kills
+    assert all(url.startswith("tcp" if town.addresses[0].startswith("127.") else "tls") for url in town.urls)
+    return Result.of(handles[0].model, workers=handles, traffic=(0, 0))
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_workers_find_a_server_that_has_moved_to_another_host(away: bool, tmp_path: Path) -> None:
+    """Under TLS, too, where this machine has an address that others reach."""
+    here = other_address() if away else "127.0.0.1"
+    if not here or (away and here.startswith("127.")):
+        pytest.skip("this machine has no other address")
+    job = job_of(road="kTcp", nservers_per_group=3, replicas=2)
+    found = run(job, (here, here if away else "127.0.0.2"), tmp_path, {2: 0, 4: 1, 6: 0}, {})
+    assert found.same_bits(reference(job_of(nservers_per_group=3), building(), usual_loop(vectors(8))))
+
+
+def test_a_way_between_two_servers_that_has_ended_is_made_anew(tmp_path: Path) -> None:
+    """To the first server where it began, and where it has moved; what was under way is said again."""
+    job = job_of(road="kTcp", nservers_per_group=3, replicas=2)
+    cuts = {2: (1, 0), 3: (0, 2), 6: (2, 0)}
+    found = run(job, ("127.0.0.1", "127.0.0.2"), tmp_path, {}, cuts)
+    assert found.same_bits(reference(job_of(nservers_per_group=3), building(), usual_loop(vectors(8))))

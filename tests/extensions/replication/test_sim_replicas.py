@@ -1,0 +1,133 @@
+"""Servers with second copies in jobs of several worker groups: servers and groups die at any moments, together.
+
+Every batch has a cell of its own, and at the end every cell is exactly 1: in what worker (0,0) has got, and in both
+copies of every server.
+"""
+
+import random
+from collections import deque
+from functools import cache
+
+import pytest
+from replicated_cluster import ReplicatedTown
+from replicated_deaths import MortalTown
+from simulation import job
+
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.extensions.replication.state_machine import Primary, ReliableChannel
+
+pytestmark = pytest.mark.simulated
+
+LAYOUTS = {
+    "downpour": (3, 1, 2, {}),
+    "downpour of pairs": (2, 2, 2, {}),
+    "downpour on three servers": (3, 1, 3, {}),
+    "bounded": (3, 1, 2, {"max_staleness": 1}),
+    "in step": (2, 2, 2, {"max_staleness": 0}),
+    "warming up": (3, 1, 2, {"warmup_steps": 3}),
+    "sandblaster": (1, 2, 2, {}),
+}
+SEEDS = 12
+SERVER = Address(Role.SERVER, 0, 0)
+
+
+def place(name: str, seed: int, **bad_luck: object) -> MortalTown:
+    groups, workers, shards, more = LAYOUTS[name]
+    return MortalTown(job(groups, workers, shards, **more), seed, **bad_luck)  # type: ignore[arg-type]
+
+
+@cache
+def calm(name: str) -> tuple[dict[int, int], float]:
+    town = place(name, 0).run()
+    assert not town.wrong()
+    return dict(town.ticks), town.sim.now
+
+
+def drawn(name: str, seed: int) -> MortalTown:
+    """One or two deaths of servers, up to three of groups, and sometimes a group that is given up."""
+    dice, (groups, _, shards, _), (moments, end) = random.Random(f"{name} {seed}"), LAYOUTS[name], calm(name)
+    server = dice.randrange(shards)
+    kill, again = (server, dice.randint(1, moments[server])), dice.choice((0, dice.randint(1, 200)))
+    falls = [
+        (dice.uniform(0, end), dice.randrange(groups), dice.choice((0.0, 0.003, 0.05)))
+        for _ in range(dice.randint(0, 3))
+    ]
+    if groups > 1 and dice.random() < 0.3:
+        falls.append((dice.uniform(0, end), dice.randrange(1, groups), -1.0))
+    town = place(name, seed, kill=kill, again=again, falls=tuple(falls))
+    town.wire.loses = dice.random() < 0.5
+    return town
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_batch_counts_once_whoever_dies_when(name: str) -> None:
+    deaths = 0
+    for seed in range(SEEDS):
+        town = drawn(name, seed).run()
+        assert not town.wrong(), f"{name}, seed {seed}: {town.wrong()[:5]}"
+        deaths += town.deaths + town.worker_deaths
+    assert deaths > SEEDS
+
+
+def test_a_group_that_is_given_up_leaves_nothing_behind() -> None:
+    """Also where the coordinator moves just then: its successor is told once more."""
+    for moment in range(100, 400, 60):
+        town = given_up(moment).run()
+        assert town.deaths == 1 and not town.wrong(), moment
+        server = town.speaking(0)
+        assert server.misses(Address(Role.WORKER, 2, 0))
+
+
+def given_up(moment: int) -> MortalTown:
+    return place("downpour", moment, kill=(0, moment), falls=((0.03, 2, -1.0),))
+
+
+def test_a_copy_that_knows_only_the_dead_takes_whoever_stands_in_as_new() -> None:
+    """The other copy had heard of both, the death and the newcomer, and has died before it could tell."""
+    lead, worker = place("sandblaster", 0).run().home[SERVER].leads[SERVER].lead, Address(Role.WORKER, 0, 1)
+    line = lead.copy.lines[worker] = ReliableChannel(said=80, heard=57)
+    (answer,) = [x for to, x in lead.hear(worker, m.ResumeConnection(0, life=1)) if to == worker]
+    assert answer == m.ResumeConnection(0, answer=True)
+    lead.hear(worker, m.WorkerRejoined(1))
+    assert lead.copy.lines[worker].life == 1 and lead.copy.lines[worker] is not line
+    for late in (m.ResumeConnection(0), m.ResumeConnection(5, life=2)):
+        with pytest.raises(m.ProtocolError, match="never had"):
+            lead.hear(worker, late)
+
+
+# --- rules left out ----------------------------------------------------------------------------------------------
+
+
+def words_for_the_dead(patch: pytest.MonkeyPatch) -> None:
+    """What waits to be said to a worker that has died is said to the one that takes its place."""
+    lost = Primary.lost
+
+    def keeps(self: Primary, worker: Address) -> list:
+        held = deque(self._held)
+        out = lost(self, worker)
+        self._held = held + deque(each for each in self._held if each not in held)
+        return out
+
+    patch.setattr(Primary, "lost", keeps)
+
+
+def told_once(patch: pytest.MonkeyPatch) -> None:
+    """The launcher does not tell a coordinator's successor who has gone."""
+    patch.setattr(MortalTown, "replace", ReplicatedTown.replace)
+
+
+def test_each_rule_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calm("downpour")
+    words_for_the_dead(monkeypatch)
+    assert any(goes_wrong(drawn("downpour", seed)) for seed in range(60)), "the rule makes no difference"
+    monkeypatch.undo()
+    told_once(monkeypatch)
+    assert any(goes_wrong(given_up(moment)) for moment in range(100, 200, 5)), "the rule makes no difference"
+
+
+def goes_wrong(town: MortalTown) -> bool:
+    try:
+        return bool(town.run().wrong())
+    except Exception:
+        return True

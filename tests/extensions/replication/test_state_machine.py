@@ -1,0 +1,229 @@
+"""Two copies of every server: a process dies at any moment, and nobody can tell afterwards (`state_machine`)."""
+
+from functools import cache
+
+import pytest
+import torch
+from replicated_cluster import ReplicatedTown, flats_of
+from simulation import Seat, job
+
+from topotrain.config.job import Apply, Grads
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.extensions.replication.state_machine import ReliableChannel, ReplicatedServer
+from topotrain.extensions.replication.state_transfer import portray, restore
+from topotrain.extensions.resume.worker_state_client import WorkerStateClient
+from topotrain.training.data.data_client import DataClient
+
+STEPS = 3
+
+
+def train(seat: Seat) -> None:
+    """A synchronous script that leases its batches, steps, leaves its state behind, and reads the end."""
+    town: ReplicatedTown = seat.town  # type: ignore[assignment]
+    door, main = seat.door, seat.me.index == 0
+    seat.open(start=1.0)
+    door.extension(WorkerStateClient).save(-1, torch.arange(1000, dtype=torch.uint8) + seat.me.index)
+    leases = []
+    for step in range(STEPS):
+        leases.append(door.extension(DataClient).lease(0, step, STEPS, 7, step, False))
+        dice = torch.Generator().manual_seed(100 * step + seat.me.index)
+        shapes = [(p.shape, getattr(torch, p.dtype)) for p in town.map.parameters]
+        seat.step([torch.randn(shape, generator=dice, dtype=dtype) * 0.3 for shape, dtype in shapes])
+    left = door.extension(WorkerStateClient).load()[0]
+    assert left is not None
+    seat.finish()
+    if main:
+        door.final_values()
+        door.buffers.final()
+    lines = town.lifelines[seat.me]
+    lines.leave()
+    town.sim.wait(lambda: lines.left)
+    town.ends[seat.me] = [*seat.values(), left, *leases, *seat.outcomes]
+
+
+def run(kill: tuple[int, int] | None = None, again: int = 0, loses: bool = False, servers: int = 2) -> ReplicatedTown:
+    town = ReplicatedTown(job(workers=2, shards=servers), 1, kill, again)
+    town.wire.loses = loses
+    return town.play(train)
+
+
+@cache
+def calm(servers: int) -> ReplicatedTown:
+    return run(servers=servers)
+
+
+def check(town: ReplicatedTown, servers: int = 2) -> None:
+    """Everybody has seen what would have been seen anyway, and there are two copies of it again."""
+    for me, seen in calm(servers).ends.items():
+        assert all(map(equal, town.ends[me], seen)), me
+    assert equal(town.values(), calm(servers).values())
+    for index in range(servers):
+        first, second = town.copies(index)
+        assert equal(flats_of(first), flats_of(second))
+        assert first.version == second.version == STEPS
+        assert first._streams.counts() == second._streams.counts()
+
+
+def equal(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def moments(process: int, servers: int = 2) -> int:
+    return calm(servers).ticks[process]
+
+
+def test_an_undisturbed_job_has_two_equal_copies() -> None:
+    check(run(), 2)
+
+
+@pytest.mark.parametrize(("process", "loses", "first"), [(0, False, 1), (0, True, 4), (1, False, 3), (1, True, 6)])
+def test_a_process_may_die_at_any_moment(process: int, loses: bool, first: int) -> None:
+    """Every seventh of them; server 0 decides, leases and keeps what workers leave."""
+    for moment in range(first, moments(process) + 1, 7):
+        town = run((process, moment), loses=loses)
+        assert town.deaths == 1
+        check(town)
+
+
+@pytest.mark.parametrize("servers", [2, 3])
+def test_it_can_happen_again(servers: int) -> None:
+    for moment, later in ((20, 30), (90, 1), (150, 60)):
+        town = run((servers - 1, moment), later, loses=moment == 90, servers=servers)
+        assert town.deaths == 2
+        check(town, servers)
+
+
+@cache
+def hidden(apply: Apply, kill: tuple[int, int] | None = None, loses: bool = False) -> ReplicatedTown:
+    """A job whose gradients nobody sees."""
+    town = ReplicatedTown(job(workers=2, shards=2, grads=Grads.kHidden, apply=apply), 1, kill)
+    town.wire.loses = loses
+
+    def script(seat: Seat) -> None:
+        seat.visible, door = False, seat.door
+        seat.open(start=1.0)
+        for step in range(STEPS):
+            dice = torch.Generator().manual_seed(100 * step + seat.me.index)
+            parts = [torch.randn(p.shape, generator=dice, dtype=getattr(torch, p.dtype)) for p in town.map.parameters]
+            if apply is Apply.kOnArrival:
+                door.rates(b"")
+                door.end_backward(seat.steps, 0, 1.0, seat.push(parts))
+                seat.commit(revisions=())
+            else:
+                seat.step(parts)
+        seat.finish()
+        if seat.me.index == 0:
+            door.final_values()
+            door.buffers.final()
+        town.lifelines[seat.me].leave()
+        town.sim.wait(lambda: town.lifelines[seat.me].left)
+        town.ends[seat.me] = [*seat.values(), *seat.outcomes]
+
+    return town.play(script)
+
+
+@pytest.mark.parametrize("apply", Apply)
+def test_nor_can_anybody_tell_where_gradients_are_hidden_and_applied_as_they_come(apply: Apply) -> None:
+    for process, first in ((0, 5), (1, 12)):
+        for moment in range(first, hidden(apply).ticks[process] + 1, 31):
+            town = hidden(apply, (process, moment), moment % 2 == 0)
+            assert town.deaths == 1
+            for me, seen in hidden(apply).ends.items():
+                assert all(map(equal, town.ends[me], seen)), (moment, me)
+            for index in range(2):
+                first_copy, second_copy = map(flats_of, town.copies(index))
+                assert equal(first_copy, second_copy), moment
+
+
+def test_a_line_keeps_what_the_other_side_may_not_have() -> None:
+    line = ReliableChannel()
+    words = [m.Fetch(number) for number in range(4)]
+    for word in words:
+        line.say(word)
+    line.taken(3)
+    line.taken(1)  # said late
+    assert list(line.kept) == words[3:]
+    with pytest.raises(m.ProtocolError, match="5 messages were confirmed, but 4 sent"):
+        line.taken(5)
+
+
+# --- the transfer ------------------------------------------------------------------------------------------------
+
+
+def copy_of(town: ReplicatedTown) -> ReplicatedServer:
+    return next(p.leads[Address(Role.SERVER, 0, 0)].lead.copy for p in town.processes.values() if p.number == 0)
+
+
+def fresh(town: ReplicatedTown) -> ReplicatedServer:
+    me = Address(Role.SERVER, 0, 0)
+    return ReplicatedServer(lambda deliver: town.make(me, deliver))
+
+
+def test_a_likeness_is_the_same_when_it_is_told_again() -> None:
+    """Nothing is forgotten on the way: what was filled in tells the same bytes."""
+    data = portray(copy_of(calm(2)))
+    assert data is not None
+    twin = fresh(calm(2))
+    restore(twin, data)
+    again = portray(twin)
+    assert again is not None
+    assert torch.equal(data, again)
+
+
+def test_a_server_in_the_middle_of_a_step_is_told_with_what_is_under_way() -> None:
+    """The gradients that wait for others, the sums, and what a group was shown, in the places where they lie."""
+    town = ReplicatedTown(job(groups=2, workers=2, shards=2), 1)
+    told: list[tuple[int, bool]] = []
+
+    def look(sender: Address, to: Address, message: m.Message) -> None:
+        me = Address(Role.SERVER, 0, 0)
+        lead = town.home[me].leads[me].lead
+        if to != me or not isinstance(message, m.Push | m.BackwardEnd | m.Commit):
+            return
+        data, twin = portray(lead.copy), ReplicatedServer(lambda deliver: town.make(me, deliver))
+        assert data is not None
+        restore(twin, data)
+        again = portray(twin)
+        under_way = sum(len(staging._reductions) for staging in lead.copy.server._known.staging.values())
+        told.append((under_way, again is not None and torch.equal(data, again)))
+
+    town.wire.observers.append(look)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for _ in range(2):
+            seat.step(seat.numbers())
+        seat.finish()
+
+    town.play(script)
+    assert all(same for _, same in told)
+    assert {under_way for under_way, _ in told} >= {0, 1, 2}
+
+
+@pytest.mark.parametrize("damage", ["short", "text", "class", "nothing"])
+def test_bytes_that_are_no_likeness_are_refused(damage: str) -> None:
+    data = portray(copy_of(calm(2)))
+    assert data is not None
+    if damage == "short":
+        data = data[: data.numel() // 2]
+    elif damage == "text":
+        data[100:120] = 0
+    elif damage == "class":
+        text = bytes(data.tolist()).replace(b'"Clocks"', b'"Tensor"')
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    else:
+        data = data[:0]
+    with pytest.raises(m.ProtocolError, match="not the state of a server"):
+        restore(fresh(calm(2)), data)
+
+
+def test_a_field_that_nobody_can_tell_is_an_error_and_not_forgotten() -> None:
+    town = run()
+    town.speaking(0).clocks.secret = object()  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="holds a object, which a state transfer does not support"):
+        portray(copy_of(town))

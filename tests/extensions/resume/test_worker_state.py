@@ -1,0 +1,524 @@
+"""A fresh process goes on where the one before it ended: data, dice, rates, and what it was asked to keep."""
+
+import json
+import random
+from collections import Counter, OrderedDict
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from divided_loaders import KINDS, Numbers, Stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from in_process_job import mlp
+from safetensors.torch import load, save
+from script_job import jobs, loader
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+from worker_restarts import Life, Past, Script, Shape
+
+import topotrain as tt
+from topotrain.compat.integrations.external_loop import tie
+from topotrain.config.job import ConfigError, Job
+from topotrain.core import events
+from topotrain.extensions.resume.lr_schedulers import OptimizerRates
+from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
+from topotrain.extensions.resume.worker_state import WorkerState
+from topotrain.extensions.resume.worker_state_client import WorkerStateClient
+from topotrain.extensions.resume.worker_state_store import EPOCH
+from topotrain.training import context
+from topotrain.training.data import batch_ranges
+from topotrain.training.rng_state import stand
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:Detected call of")
+
+NATURAL = Shape()
+REPEATABLE = [kind for kind in KINDS if kind not in ("batch sampler", "stream of items")]
+
+
+def shuffled(n: int = 23, size: int = 4, **more: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(n), size, shuffle=True, **more)
+
+
+class Noisy(Numbers):
+    """Items that are not the same twice, as augmented images are not."""
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return super().__getitem__(i) * 1000 + random.randrange(100) * 10 + torch.randint(10, ())
+
+
+def told(life: Life) -> list[tuple[Any, ...]]:
+    return [(step.epoch, step.samples, step.dice, step.rates[0]) for step in life.seen]
+
+
+def data(life: Life) -> list[tuple[int, list[int]]]:
+    return [(step.epoch, step.samples) for step in life.seen]
+
+
+# --- a group's processes come back -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plain_range", [False, True])
+@pytest.mark.parametrize("kind", REPEATABLE)
+def test_a_worker_that_comes_back_reads_the_rest_of_the_same_order(kind, plain_range):
+    script = Script(KINDS[kind], epochs=2, plain_range=plain_range)
+    plain = Life(NATURAL, script)
+    steps = plain.run()
+    slow = "process" in kind or kind == "persistent"
+    for dies in (steps // 2 + 1,) if slow else (0, 1, steps // 2 - 1, steps // 2, steps // 2 + 1):
+        life = Life(NATURAL, script)
+        life.run(dies)
+        life.step(0, commits=False)  # it dies with a step that is applied nowhere
+        life.restart(0)
+        life.run()
+        # The second epoch's order comes from dice that the first one's training has moved.
+        first = [(e, s) for e, s in data(plain) if e == 0 or dies > steps // 2 - 1]
+        assert [(e, s) for e, s in data(life)][: len(first)] == first, dies
+        assert Counter(map(sum, (s for e, s in data(life) if e == 1))).total() == steps // 2 or kind == "weighted"
+
+
+@pytest.mark.parametrize("per_worker", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_groups_come_back_one_after_the_other_and_every_sample_counts_once(groups, per_worker):
+    shape = Shape(3, groups, "static" if groups > 1 else "broadcast", per_worker)
+    life = Life(shape, Script(partial(shuffled, 103, 3), epochs=2))
+    for times in (1, 4, 7, 9):
+        life.run(times)
+        life.restart(times % groups)
+    life.run()
+    for epoch in (0, 1):
+        assert sorted(life.samples(epoch)) == list(range(103))
+    again = Life(shape, life.script)
+    again.run()
+    assert sorted(life.samples(0)) == sorted(again.samples(0))
+
+
+def test_a_group_that_leases_comes_back_and_every_sample_counts_once():
+    life = Life(Shape(1, 3, "lease"), Script(partial(shuffled, 211, 2), epochs=2))
+    for group, steps in enumerate((5, 40, 11, 50)):
+        life.run(steps)
+        life.restart(group % 3)
+    life.run()
+    for epoch in (0, 1):
+        assert sorted(life.samples(epoch)) == list(range(211))
+
+
+@pytest.mark.parametrize("shape", [Shape(2), Shape(1, 2, "static"), Shape(2, 2, "static", True)])
+def test_a_stream_is_read_again_up_to_what_is_applied(shape):
+    life = Life(shape, Script(lambda: DataLoader(Stream(53, shuffle=True), 3), epochs=2))
+    for times in (3, 5, 8):
+        life.run(times)
+        life.restart(times % shape.groups)
+    life.run()
+    for epoch in (0, 1):
+        assert sorted(life.samples(epoch)) == list(range(53))
+
+
+def test_a_process_that_dies_before_its_first_batch_begins_at_the_beginning():
+    life = Life(NATURAL, Script(shuffled, epochs=1))
+    life.restart(0)
+    life.restart(0)
+    life.run()
+    plain = Life(NATURAL, life.script)
+    plain.run()
+    assert told(life) == told(plain)
+
+
+@pytest.mark.parametrize("per", ["step", "epoch"])
+def test_rates_and_what_is_kept_come_back(per):
+    script = Script(shuffled, 3, partial(lr_scheduler.StepLR, step_size=1, gamma=0.5), per)
+    plain, life = Life(NATURAL, script), Life(NATURAL, script)
+    plain.run()
+    life.run(8)
+    life.step(0, commits=False)  # the deposit with the eighth step's rate is made as the ninth batch is given
+    life.restart(0)
+    life.run()
+    assert [step.rates[0] for step in life.seen] == [step.rates[0] for step in plain.seen]
+    assert life.worlds[life.office.workers[0]].worker.tally.steps == len(plain.seen) == len(life.seen)
+
+
+# --- a job is continued ----------------------------------------------------------------------------------------------
+
+
+class Average:
+    """Something of the script's own that a restart must not lose."""
+
+    def __init__(self) -> None:
+        self.total, self.rows = 0, torch.zeros(3)
+
+    def step(self) -> None:
+        self.total += 1
+        self.rows += torch.rand(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total, self.rows = state["total"], state["rows"]
+
+
+@pytest.mark.parametrize("backup", [0, 1])
+def test_with_backup_workers_the_state_at_a_snapshot_is_left_before_the_next_pass(backup):
+    """Others may have batches left of this one, which they could draw again from no later state."""
+    life = Life(Shape(backup=backup), Script(shuffled, epochs=2))
+    (who,) = life.office.workers
+    life.run(5)
+    life.step(0, snapshot=1)  # its last batch of the first pass
+    life.run(1)
+    condition = WorkerState.from_bytes(life.deposits.taken(1)[who].numpy().tobytes())
+    assert condition.passes == (0 if backup else 1)
+    assert bool(condition.now) == bool(backup)
+
+
+EXACT = [kind for kind in KINDS if kind != "persistent"]
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_a_job_that_is_continued_has_the_bits_of_one_that_was_not_interrupted(kind):
+    script = Script(KINDS[kind], 2, partial(lr_scheduler.StepLR, step_size=2, gamma=0.5), kept=lambda: {"a": Average()})
+    plain = Life(NATURAL, script)
+    steps = plain.run()
+    (who,) = plain.office.workers
+    average = plain.worlds[who].here.kept["a"]
+    for at in (steps // 2 + 1,) if "process" in kind else (1, steps // 2 - 1, steps // 2, steps // 2 + 1, steps):
+        life = Life(NATURAL, script)
+        life.run(at - 1)
+        life.step(0, snapshot=1)
+        done = life.positions()
+        life.run(1)
+        later = Life(NATURAL, script, Past(life.snapshot(1).blobs, done))
+        later.run()
+        assert told(later) == told(plain)[at:], at
+        assert [step.rates for step in later.seen] == [step.rates for step in plain.seen][at:]
+        kept = later.worlds[who].here.kept["a"]
+        assert kept.total == average.total and torch.equal(kept.rows, average.rows)
+        assert later.worlds[who].worker.tally.steps == steps
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_augmented_samples_are_the_same_when_a_job_is_continued(processes):
+    script = Script(lambda: DataLoader(Noisy(20), 3, shuffle=True, num_workers=processes), 2)
+    plain = Life(NATURAL, script)
+    plain.run()
+    life = Life(NATURAL, script)
+    life.run(9)
+    life.step(0, snapshot=4)
+    done = life.positions()
+    life.run(1)
+    later = Life(NATURAL, script, Past(life.snapshot(4).blobs, done))
+    later.run()
+    assert told(later) == told(plain)[10:]
+
+
+def test_what_others_have_read_is_left_out_and_not_loaded_again_by_a_loader_with_processes():
+    shape, script = Shape(1, 2, "lease"), Script(partial(shuffled, 21, 2, num_workers=1), 1)
+    life = Life(shape, script)
+    life.run(1)
+    for group in range(2):
+        life.step(group, snapshot=1)
+    life.run(2)
+    later = Life(shape, script, Past(life.snapshot(1).blobs, {0: ((0, 4),)}))
+    later.run()
+    assert len(later.samples(0)) == len(set(later.samples(0))) == 21 - 4 * 2
+
+
+SHAPES = [
+    Shape(),
+    Shape(3),
+    Shape(2, 1, "broadcast", True),
+    Shape(1, 2, "static"),
+    Shape(2, 2, "static", True),
+    Shape(1, 3, "lease"),
+]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_on_another_layout_what_is_left_of_an_epoch_is_read_once(seed):
+    dice = random.Random(seed)
+    stream, n = dice.random() < 0.3, dice.randint(30, 90)
+    make = (lambda: DataLoader(Stream(n, shuffle=True), 3)) if stream else partial(shuffled, n, 3)
+    script = Script(make, epochs=3, plain_range=dice.random() < 0.5)
+    life = Life(dice.choice(SHAPES), script)
+    seen: list[Any] = []
+    for number in range(1, dice.randint(1, 3) + 1):
+        life.run(dice.randint(0, 15))
+        if dice.random() < 0.5:
+            life.restart(dice.randrange(life.shape.groups))
+        for group in range(life.shape.groups):
+            life.step(group, snapshot=number)
+        done, applied = life.positions(), list(life.seen)
+        for group in range(life.shape.groups):
+            life.step(group)
+        past = Past(life.snapshot(number).blobs, done)
+        if len(past.blobs) < len(life.office.workers):
+            break  # a script had ended: no such snapshot
+        seen += applied
+        life = Life(dice.choice(SHAPES), script, past)
+    life.run()
+    seen += life.seen
+    for epoch in range(3):
+        assert sorted(s for step in seen if step.epoch == epoch for s in step.samples) == list(range(n)), epoch
+
+
+# --- the real thing --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """As test_front.jobs, in a folder for each."""
+    folders = (tmp_path / str(number) for number in range(9))
+    made = []
+
+    def enter(past: Past | None = None, **fields: Any) -> Any:
+        folder = next(folders)
+        folder.mkdir()
+        made.append(jobs(folder, monkeypatch))
+        here = next(made[-1])(**fields)
+        here.context.resumed = past
+        return here
+
+    yield enter
+    for one in made:
+        next(one, None)
+
+
+class Normed(nn.Sequential):
+    """Statistics that no gradient knows of, and dice in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 5))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Servers bring back an optimizer's state; here it has none."""
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def script(steps: int, model: nn.Module | None = None, ask: int = 0) -> tuple[nn.Module, list[float]]:
+    """The usual script; after step `ask` a snapshot of this worker is wanted."""
+    torch.manual_seed(3)
+    made = Normed()
+    if model is not None:
+        made.load_state_dict(
+            {name: value.clone() for name, value in model.state_dict().items() if "running" not in name}, strict=False
+        )
+    optimizer = sgd(made)
+    scheduler = lr_scheduler.StepLR(optimizer, 3, 0.5)
+    average = Average()
+    tt.keep(average=average)
+    made, optimizer, batches = tt.prepare(made, optimizer, loader())
+    losses: list[float] = []
+    for _ in tt.epochs(3):
+        for x, y in batches:
+            if len(losses) == steps:
+                return made, losses
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(made(x), y)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            average.step()
+            losses.append(float(loss.detach()))
+            if len(losses) == ask:
+                context.current().worker.snapshot = 1
+    tt.report(total=average.total)
+    return made, losses
+
+
+@pytest.mark.parametrize("at", [2, 5, 8, 15])
+def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_life(job, monkeypatch, at):
+    whole, losses = script(99)
+    here = job(on_failure="kContinue")
+    left: dict[int, bytes] = {}
+    deposit = WorkerStateClient.save
+
+    def noted(self: WorkerStateClient, number: int, data: torch.Tensor) -> None:
+        left[number] = data.numpy().tobytes()
+        deposit(self, number, data)
+
+    monkeypatch.setattr(WorkerStateClient, "save", noted)
+    model, first = script(at, ask=at)
+    if at == 15:
+        here.finish()
+    here.close()
+    assert first == losses[:at]
+    epochs, rest = divmod(at, 5)
+    past = Past({(0, 0): left[1]}, {epochs: ((0, rest),) if rest else ()})
+    here = job(past, on_failure="kContinue")
+    model, later = script(99, model)
+    here.finish()
+    assert later == losses[at:]
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in whole.state_dict().items())
+    assert here.heard(events.Metrics)[0].values == {"total": 15}
+    assert here.heard(events.Finished)[0].steps == 15
+
+
+@pytest.mark.parametrize(
+    ("fields", "leaves"),
+    [
+        ({"on_failure": "kStop"}, True),
+        ({"on_failure": "kStop", "snapshot_s": 0}, False),
+        ({"on_failure": "kContinue", "snapshot_s": 0}, True),
+    ],
+)
+def test_a_snapshot_waits_for_whoever_has_begun_a_pass_whatever_follows_a_death(job, monkeypatch, fields, leaves):
+    """A worker of which nobody knows that it has begun would be missing in a snapshot, unnoticed."""
+    left: list[int] = []
+    monkeypatch.setattr(WorkerStateClient, "save", lambda _, number, data: left.append(number))
+    here = job(**fields)
+    script(1)
+    here.close()
+    assert (EPOCH in left) == leaves
+
+
+def test_keep_takes_what_has_a_state_under_one_name_each(job):
+    tt.keep(anything=Average())
+    with pytest.raises(ConfigError, match=r"tt.keep number.*int.*must have state_dict"):
+        tt.keep(number=3)
+    job()
+    average = Average()
+    tt.keep(average=average)
+    tt.keep(average=average)
+    with pytest.raises(ConfigError, match=r"tt.keep average.*must be the object that has the name"):
+        tt.keep(average=Average())
+
+
+def test_a_loop_of_another_library_does_not_come_back(job):
+    job()  # its worker is of a later incarnation
+    model = mlp()
+    with pytest.raises(ConfigError, match=r"restart.*the library's loop has a state of its own"):
+        tie(model, sgd(model), loader())
+
+
+def test_a_trainer_goes_on_with_the_step_that_is_next(job):
+    losses = nn.CrossEntropyLoss()
+    torch.manual_seed(3)
+    expected = mlp()
+    tt.Trainer(expected, losses, loader(), job=Job(train_steps=12), optimizer=sgd(expected)).fit()
+    tt.leave()
+    torch.manual_seed(3)
+    model = mlp()
+    tt.Trainer(model, losses, loader(), job=Job(train_steps=7), optimizer=sgd(model)).fit()
+    tt.leave()
+    now = stand()
+    left = WorkerState(
+        1, 7, epoch_pass=1, now=now, begin=dice_after(5), groups=[{"lr": sgd(model).param_groups[0]["lr"]}]
+    )
+    here = job(Past({(0, 0): left.to_bytes()}, {1: ((0, 2),)}), train_steps=12)
+    tt.Trainer(model, losses, loader(), optimizer=sgd(model)).fit()
+    here.finish()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in expected.state_dict().items())
+    assert here.heard(events.Finished)[0].steps == 12
+
+
+def dice_after(steps: int) -> dict[str, torch.Tensor]:
+    """Where the dice stand when the usual script of a Trainer has taken its first epoch."""
+    torch.manual_seed(3)
+    model = mlp()
+    tt.leave()
+    tt.Trainer(model, nn.CrossEntropyLoss(), loader(), job=Job(train_steps=steps), optimizer=sgd(model)).fit()
+    return stand()
+
+
+def test_schedulers_of_one_class_need_names():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    told: list[str] = []
+    kept: dict[str, object] = {}
+    rates = OptimizerRates(optimizer, kept, told.append)
+    rates.look()
+    ones = [lr_scheduler.StepLR(optimizer, n) for n in (2, 3)]
+    whole = lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.LinearLR(optimizer)], [2]
+    )
+    rates.look()
+    assert rates.pack({})[1].keys() == {"SequentialLR"} and len(told) == 1 and "several LR schedulers StepLR" in told[0]
+    kept |= {"first": ones[0], "second": ones[1]}
+    rates = OptimizerRates(optimizer, kept, told.append)
+    rates.look()
+    assert rates.pack({})[1].keys() == {"SequentialLR", "tt.keep first", "tt.keep second"} and len(told) == 1
+    mark = rates.mark()
+    ones[1].step()
+    assert rates.mark() != mark and whole is not None
+
+
+# --- the blob --------------------------------------------------------------------------------------------------------
+
+
+def test_states_are_packed_without_loss_and_nothing_else_is_packed():
+    state = {
+        "milestones": Counter({30: 1, 80: 2}),
+        "order": OrderedDict(b=(1, 2.5, None), a=[True, "x", float("inf")]),
+        3: torch.arange(4, dtype=torch.int16),
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    packed = json.loads(json.dumps(pack(state, tensors)))
+    found = unpack(packed, tensors)
+    assert torch.equal(found.pop(3), state.pop(3)) and found == state
+    assert [type(found[name]) for name in found] == [Counter, OrderedDict]
+    for bad in (print, {1, 2}, object(), [lambda: 0], {"a": 1j}):
+        with pytest.raises(UnserializableState):
+            pack(bad, {})
+    deep: list[Any] = []
+    deep.append(deep)
+    with pytest.raises(UnserializableState, match="too deeply"):
+        pack(deep, {})
+
+
+def blob() -> bytes:
+    dice = {"torch": torch.get_rng_state()}
+    groups = [{"lr": 0.1}]
+    return WorkerState(3, 40, 0, 3, 3, "seed", groups=groups, begin=dice, buffers={"n": torch.ones(2)}).to_bytes()
+
+
+def test_a_blob_says_what_went_in():
+    found = WorkerState.from_bytes(blob())
+    assert (found.passes, found.steps, found.drawn, found.groups) == (3, 40, "seed", [{"lr": 0.1}])
+    assert torch.equal(found.begin["torch"], torch.get_rng_state()) and found.now == {}
+
+
+def test_hostile_bytes_are_refused():
+    good = blob()
+    dice = random.Random(1)
+    for _ in range(400):
+        bad = bytearray(good[: dice.randrange(len(good))] if dice.random() < 0.5 else good)
+        for _ in range(dice.randrange(1, 4)):
+            if bad:
+                bad[dice.randrange(min(len(bad), 900))] = dice.randrange(256)
+        try:
+            WorkerState.from_bytes(bytes(bad))
+        except ConfigError:
+            continue  # what is read all the same has other numbers in it: a blob has no checksum of its own
+    held = load(good)
+    for change in ({"json": torch.zeros(3)}, {"other/x": torch.zeros(1)}, {"json": torch.tensor([123, 125]).byte()}):
+        with pytest.raises(ConfigError, match="a worker's state"):
+            WorkerState.from_bytes(save(held | change))
+    for field, value in (
+        ("passes", -5),
+        ("passes", "3"),
+        ("steps", 1 << 63),
+        ("drawn", "x"),
+        ("kept", []),
+        ("more", 1),
+    ):
+        text = json.loads(held["json"].numpy().tobytes()) | {field: value}
+        wrong = {"json": torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)}
+        with pytest.raises(ConfigError, match="a worker's state"):
+            WorkerState.from_bytes(save(held | wrong))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40))),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))),
+)
+def test_runs(done, positions):
+    done = batch_ranges.merged(done)
+    gone = {n for first, last in done for n in range(first, last)}
+    rest = list(batch_ranges.left(range(60), done))
+    assert rest == [n for n in range(60) if n not in gone]
+    assert [batch_ranges.nth(done, i) for i in range(10)] == [n for n in range(60) if n not in gone][:10]
+    assert all(batch_ranges.left_below(done, n) == len([x for x in rest if x < n]) for n in range(60))
+    more = {batch_ranges.nth(done, i) for first, last in positions for i in range(first, last)}
+    assert {n for a, b in batch_ranges.origin(done, positions) for n in range(a, b)} == gone | more

@@ -1,0 +1,854 @@
+"""Tables: rows that live on the servers only, in all three modes, over the simulated road and against torch itself."""
+
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from in_process_job import Plain, Script, building, job_of, plain, run_hosted, run_local
+from simulation import STORM, Seat, Town, job
+from torch import nn
+
+from topotrain.comm.router import RouterConfig
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.store import open_store
+from topotrain.comm.transport.shared_memory import socket_directory
+from topotrain.config.job import Algorithm, ConfigError, Job, Reduce, Road
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.client.client import JobError
+from topotrain.core.protocol import ProtocolError
+from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.extensions.tables.row_optimizers import make_rule, rule_text
+from topotrain.extensions.tables.row_storage import RowIndex, RowStorage
+from topotrain.extensions.tables.table_client import TableClient, dense_spec
+from topotrain.extensions.tables.table_server import TableServer
+from topotrain.extensions.tables.table_spec import TableSpec, initial_rows, pack_ids
+from topotrain.launch.runtime.process_host import WorkerConnections, serve
+
+QUIET = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def rule(cls: type[torch.optim.Optimizer], **more: Any) -> str:
+    return rule_text(cls([nn.Parameter(torch.zeros(1))], **more))
+
+
+SGD = rule(torch.optim.SGD, lr=1.0)
+
+
+def door_of(seat: Seat) -> TableClient:
+    return TableClient(seat.door, seat.town.topology, seat.town.job)
+
+
+def whole(low: int, high: int, shape: tuple[int, ...], dice: random.Random) -> torch.Tensor:
+    return torch.tensor([float(dice.randint(low, high)) for _ in range(int(np.prod(shape)))]).view(shape)
+
+
+# --- the description -------------------------------------------------------------------------------------------------
+
+
+def test_a_description_travels_as_text() -> None:
+    spec = TableSpec("words", -1, 7, "float64", "async", SGD, "normal 0 0.1", 5, first=2)
+    assert TableSpec.from_text(spec.to_text()) == spec
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", ""),
+        ("name", "x" * 201),
+        ("rows", 0),
+        ("rows", -2),
+        ("rows", 2.0),
+        ("width", 0),
+        ("width", 1 << 40),
+        ("dtype", "float8"),
+        ("mode", "later"),
+        ("init", "uniform 1"),
+        ("init", "normal 0 nan"),
+        ("init", "ones"),
+        ("seed", -1),
+        ("optimizer", ""),
+        ("first", -1),
+    ],
+)
+def test_what_a_table_cannot_be(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"table.{field}"):
+        replace(TableSpec("t", 10, 3, optimizer=SGD), **{field: value})
+
+
+def test_a_text_that_describes_nothing() -> None:
+    for text in ("", "[]", "{}", '{"name": "t", "rows": 1, "width": 1, "more": 2}', '{"name": 3}'):
+        with pytest.raises(ProtocolError, match="description of a table"):
+            TableSpec.from_text(text)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+@QUIET
+@given(st.lists(st.lists(st.integers(0, 2**62), max_size=60), max_size=8))
+def test_the_index_finds_what_was_put_there(batches: list[list[int]]) -> None:
+    index, known = RowIndex(), dict[int, int]()
+    for batch in batches:
+        ids = np.unique(np.array(batch, dtype=np.int64))
+        found = index.find(ids)
+        assert found.tolist() == [known.get(i, -1) for i in ids.tolist()]
+        new = ids[found < 0]
+        known |= dict(zip(new.tolist(), index.add(new).tolist(), strict=True))
+    everything = np.array(sorted(known), dtype=np.int64)
+    assert index.find(everything).tolist() == [known[i] for i in everything.tolist()]
+    assert sorted(known.values()) == list(range(len(known)))
+    assert index.ids()[index.find(everything)].tolist() == everything.tolist()
+
+
+def test_many_rows_in_many_blocks() -> None:
+    spec = TableSpec("t", -1, 3, optimizer=SGD)
+    rows = RowStorage(spec, 0, 1)
+    dice = np.random.default_rng(0)
+    ids = dice.permutation(100_000)[:60_000].astype(np.int64) * 1001
+    values = torch.arange(180_000, dtype=torch.float32).view(-1, 3)
+    for part in range(0, 60_000, 7_000):
+        rows.give(ids[part : part + 7_000], values[part : part + 7_000])
+    assert rows.count == 60_000 and rows.value_bytes < 2 * values.nbytes
+    assert len(rows._ends) > 2
+    order = dice.permutation(60_000)
+    assert torch.equal(rows.gather(rows.slots(ids[order])), values[order])
+    assert rows.count == 60_000
+
+
+@pytest.mark.parametrize("init", ["uniform -0.5 2", "normal 1 0.25", "zeros"])
+def test_every_layout_makes_the_same_rows(init: str) -> None:
+    spec = TableSpec("t", -1, 5, "float64", optimizer=SGD, init=init, seed=3)
+    ids = np.array([4, 900, 7, 2**40, 3, 11], dtype=np.int64)
+    wanted = initial_rows(spec, ids)
+    for shards in (1, 2, 3):
+        for first in (0, 1):
+            spread = replace(spec, first=first)
+            homes = [RowStorage(spread, shard, shards) for shard in range(shards)]
+            for i in (3, 0, 2, 1, 5, 4):  # in another order
+                home = homes[(int(ids[i]) + first) % shards]
+                assert torch.equal(home.gather(home.slots(ids[i : i + 1]))[0], wanted[i])
+    assert not torch.equal(initial_rows(replace(spec, seed=4), ids), wanted) or init == "zeros"
+    assert not torch.equal(initial_rows(replace(spec, name="u"), ids), wanted) or init == "zeros"
+
+
+def test_what_rows_begin_with_is_distributed_as_it_says() -> None:
+    ids = np.arange(4000, dtype=np.int64)
+    spec = TableSpec("t", -1, 25, optimizer=SGD, init="uniform -1 3")
+    cells = initial_rows(spec, ids)
+    assert -1 <= float(cells.min()) < -0.99 and 2.99 < float(cells.max()) < 3
+    assert abs(float(cells.mean()) - 1) < 0.02 and abs(float(cells.std()) - 4 / 12**0.5) < 0.02
+    cells = initial_rows(replace(spec, init="normal 2 0.5"), ids)
+    assert abs(float(cells.mean()) - 2) < 0.01 and abs(float(cells.std()) - 0.5) < 0.01
+    near = torch.corrcoef(torch.stack([cells[:-1].flatten(), cells[1:].flatten()]))
+    assert abs(float(near[0, 1])) < 0.02 and abs(float(torch.corrcoef(cells[:, :2].T)[0, 1])) < 0.05
+
+
+# --- updates ---------------------------------------------------------------------------------------------------------
+
+RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.3}),
+    "SGD up": (torch.optim.SGD, {"lr": 0.3, "maximize": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.2, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    "SparseAdam": (torch.optim.SparseAdam, {"lr": 0.05, "betas": (0.8, 0.95)}),
+}
+
+
+def sparse_steps(
+    cls: Any, more: dict[str, Any], width: int, steps: int
+) -> tuple[torch.Tensor, list[Any], torch.Tensor]:
+    """What torch makes of sparse gradients: values before, the gradients, values after."""
+    dice = torch.Generator().manual_seed(width)
+    weight = nn.Parameter(torch.randn(40, width, generator=dice))
+    before, optimizer, pushed = weight.detach().clone(), cls([weight], **more), []
+    with torch.sparse.check_sparse_tensor_invariants(enable=True):
+        for step in range(steps):
+            ids = torch.randperm(40, generator=dice)[: 0 if step == 2 else 11].sort().values
+            grad = torch.randn(len(ids), width, generator=dice)
+            weight.grad = torch.sparse_coo_tensor(ids[None], grad, (40, width), is_coalesced=True)
+            optimizer.step()
+            pushed.append((ids, grad))
+    return before, pushed, weight.detach()
+
+
+@pytest.mark.parametrize("width", [1, 3, 8, 17, 33, 128])
+@pytest.mark.parametrize("name", RULES)
+def test_sparse_rules_have_torchs_bits(name: str, width: int) -> None:
+    cls, more = RULES[name]
+    before, pushed, after = sparse_steps(cls, more, width, 6)
+    spec = TableSpec("t", 40, width, optimizer=rule(cls, **more))
+    rows = RowStorage(spec, 0, 1)
+    rows.give(np.arange(40, dtype=np.int64), before)
+    how = make_rule(rows, spec.optimizer)
+    for ids, grad in pushed:
+        how.apply(rows.slots(ids.numpy()), grad.clone())
+    assert torch.equal(rows.gather(rows.slots(np.arange(40, dtype=np.int64))), after)
+
+
+@pytest.mark.parametrize(
+    ("cls", "more", "words"),
+    [
+        (torch.optim.Adam, {}, "Adam.*SGD, Adagrad, SparseAdam"),
+        (torch.optim.SGD, {"momentum": 0.9, "lr": 1.0}, "momentum = 0.9.*must be 0"),
+        (torch.optim.Adagrad, {"weight_decay": 0.1}, "weight_decay = 0.1.*must be 0"),
+    ],
+)
+def test_optimizers_that_sparse_tables_refuse(cls: Any, more: dict[str, Any], words: str) -> None:
+    town = Town(job())
+    door = TableClient(town.doors[town.workers[0]], town.topology, town.job)
+    with pytest.raises(ConfigError, match=words):
+        door.open(TableSpec("t", -1, 4, mode="async", optimizer=rule(cls, **more)))
+
+
+# --- async -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("shards", [1, 3])
+def test_async_pushes_add_up_whatever_the_road_does(shards: int, seed: int) -> None:
+    spec = TableSpec("t", -1, 3, "float64", "async")
+    town, pushed = Town(job(2, 2, shards), seed, STORM), list[tuple[list[int], torch.Tensor]]()
+    wanted = torch.zeros(50, 3, dtype=torch.float64)
+
+    def script(seat: Seat) -> None:
+        door, dice = door_of(seat), random.Random(f"{seed} {seat.me}")
+        door.open(spec)
+        mine = torch.zeros_like(wanted)
+        for _ in range(6):
+            ids = [dice.randrange(50) for _ in range(dice.randrange(9))]
+            rows = whole(-9, 9, (len(ids), 3), dice).double()
+            door.push("t", ids, rows)
+            pushed.append((ids, rows))
+            mine.index_add_(0, torch.tensor(ids, dtype=torch.int64), rows)
+            seat.sleep(0, 0.01)
+        door.barrier()
+        assert torch.equal(door.pull("t", range(50)), wanted_at_the_end())
+        assert sum(size.rows for size in door.stats("t")) == 50
+        door.close()
+
+    def wanted_at_the_end() -> torch.Tensor:
+        total = torch.zeros_like(wanted)
+        for ids, rows in pushed:
+            total.index_add_(0, torch.tensor(ids, dtype=torch.int64), rows)
+        return total
+
+    town.play(script)
+    assert all(house.server.done for house in town.houses.values())
+
+
+class Bench:
+    """A book and the numbers that its clients are at."""
+
+    def __init__(self, workers: int = 1, shards: int = 1) -> None:
+        self.job = job(1, workers, shards)
+        self.topology = layout(self.job.cluster)
+        self.book = TableServer(Address(Role.SERVER, 0, 0), self.job, self.topology)
+        self.numbers = [0] * workers
+
+    def say(self, worker: int, kind: Callable[..., m.Message], *fields: object, body: Any = None) -> Any:
+        self.numbers[worker] += 1
+        return self.book.handle(Address(Role.WORKER, 0, worker), kind(self.numbers[worker] - 1, *fields, body=body))
+
+    def open(self, spec: TableSpec) -> None:
+        for worker in range(len(self.numbers)):
+            self.say(worker, m.TableOpen, 0, spec.to_text())
+
+
+pushes = st.lists(
+    st.tuples(st.integers(0, 2), st.lists(st.tuples(st.integers(0, 9), st.integers(-50, 50)))), max_size=12
+)
+
+
+@QUIET
+@given(pushes, st.randoms(use_true_random=False))
+def test_any_interleaving_of_async_pushes_adds_up(said: list[tuple[int, list[tuple[int, int]]]], dice: Any) -> None:
+    bench, total = Bench(3), [0] * 10
+    bench.open(TableSpec("t", 10, 1, "int64", "async"))
+    queues: list[list[m.Message]] = [[], [], []]
+    for turn, (worker, rows) in enumerate(said):
+        summed: dict[int, int] = {}
+        for row, value in rows:
+            summed[row] = summed.get(row, 0) + value
+            total[row] += value
+        items = sorted(summed.items())
+        cut = dice.randrange(len(items) + 1)
+        for last, part in ((False, items[:cut]), (True, items[cut:])):
+            ids = pack_ids(np.array([row for row, _ in part], dtype=np.int64))
+            body = torch.tensor([value for _, value in part]) if part else None
+            number = bench.numbers[worker]
+            bench.numbers[worker] += 1
+            queues[worker] += [m.TablePush(number, 0, turn, last, ids, body=body)] * dice.choice([1, 1, 2])
+    pending = [(worker, message) for worker, queue in enumerate(queues) for message in queue]
+    dice.shuffle(pending)
+    for worker, message in pending:
+        bench.book.handle(Address(Role.WORKER, 0, worker), message)
+    ((_, reply),) = bench.say(0, m.TablePull, 0, 1, 0, pack_ids(np.arange(10, dtype=np.int64)))
+    assert reply.body.tolist() == total
+    assert not any(client.early for client in bench.book._clients.values())  # nothing is kept for ever
+
+
+# --- sync ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["", rule(torch.optim.Adagrad, lr=0.5)])
+@pytest.mark.parametrize("seed", range(3))
+def test_sync_equals_one_process(seed: int, optimizer: str) -> None:
+    spec = TableSpec("t", 30, 4, mode="sync", optimizer=optimizer, init="normal 0 1")
+    town, turns = Town(job(2, 2, 2), seed, STORM), 4
+    rows = RowStorage(spec, 0, 1)
+    how = make_rule(rows, optimizer) if optimizer else None
+
+    def pushes_of(me: Address, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
+        dice = torch.Generator().manual_seed(100 * turn + 10 * me.group + me.index)
+        ids = torch.randperm(30, generator=dice)[:9].sort().values
+        return ids, torch.randn(9, 4, generator=dice)
+
+    wanted = []
+    for turn in range(turns):
+        total, touched = torch.zeros(30, 4), torch.zeros(30, dtype=torch.bool)
+        for me in town.workers:
+            ids, values = pushes_of(me, turn)
+            total[ids] += values
+            touched[ids] = True
+        union = touched.nonzero().view(-1)
+        slots = rows.slots(union.numpy())
+        if how is None:
+            rows.scatter(slots, total[union])
+        else:
+            how.apply(slots, total[union])
+        wanted.append(rows.gather(rows.slots(np.arange(30, dtype=np.int64))))
+
+    def script(seat: Seat) -> None:
+        door = door_of(seat)
+        door.open(spec)
+        for turn in range(turns):
+            seat.sleep(0, 0.01)
+            door.push("t", *pushes_of(seat.me, turn))
+            seen = door.pull("t", range(30))
+            assert any(torch.equal(seen, later) for later in wanted[turn : turn + 2])
+        door.barrier()
+        assert torch.equal(door.pull("t", range(30)), wanted[-1])
+        door.close()
+
+    town.play(script)
+
+
+def test_who_pushes_a_sync_table_alone_hears_why() -> None:
+    town = Town(job(1, 2, 1))
+
+    def script(seat: Seat) -> None:
+        door = door_of(seat)
+        door.open(TableSpec("t", 3, 1, mode="sync"))
+        for _ in range(2 - seat.me.index):
+            door.push("t", [1], torch.ones(1, 1))
+        if seat.me.index == 1:
+            door.close()
+            return
+        with pytest.raises(JobError, match=r"ended after 1 pushes, while .* made 2"):
+            door.pull("t", [1])
+
+    town.play(script)
+
+
+# --- with the steps of a model ---------------------------------------------------------------------------------------
+
+
+WORDS = TableSpec("words", 20, 6, optimizer=SGD, init="normal 0 1", seed=9)
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    dice = torch.Generator().manual_seed(0)
+    return [(torch.randint(20, (12, 3), generator=dice), torch.randint(3, (12,), generator=dice)) for _ in range(count)]
+
+
+def words_of(cls: Any, more: dict[str, Any], steps: int = 6) -> Script:
+    """A loop in which the words' rows are a table's, or, in the plain process, an `nn.Embedding`'s."""
+
+    def script(t: Any) -> None:
+        held: dict[str, Any] = {}
+        weight = nn.Parameter(initial_rows(WORDS, np.arange(20, dtype=np.int64)))
+        plain_optimizer = cls([weight], **more)
+        door = None
+        if not isinstance(t, Plain):
+            door = TableClient(t.exchange, t.topology, t.worker.job)
+            door.open(replace(WORDS, optimizer=rule(cls, **more)))
+
+        def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            ids, place = x.unique(return_inverse=True)
+            held["ids"] = ids
+            held["rows"] = weight if door is None else door.pull("words", ids).requires_grad_()
+            found = nn.functional.embedding(x if door is None else place, held["rows"], sparse=True)
+            return nn.functional.cross_entropy(model(found.mean(1)), y)
+
+        for batch in batches(steps):
+            t.optimizer.zero_grad()
+            t.backward(t.losses(loss, *batch))
+            with torch.sparse.check_sparse_tensor_invariants(enable=True):
+                grad = held["rows"].grad.coalesce()
+                if door is None:
+                    weight.grad = grad
+                    plain_optimizer.step()
+                    weight.grad = None
+                else:
+                    door.push("words", held["ids"][grad.indices()[0]], grad.values())
+            t.optimizer.step()
+        if door is None:
+            t.model.register_buffer("words", weight.detach())
+        else:
+            words = door.pull("words", range(20))
+            t.notes["words"], t.notes["sizes"] = words, door.stats("words")
+            door.close()
+
+    return script
+
+
+def head() -> nn.Module:
+    return nn.Linear(6, 3)
+
+
+def fused_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """The servers' kernel, said: torch's default has other bits."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "SparseAdam"])
+def test_one_worker_has_the_bits_of_a_sparse_embedding(name: str) -> None:
+    script = words_of(*RULES[name])
+    wanted = plain(building(head, fused_sgd), script)
+    for shards in (1, 2):
+        here = job_of("sandblaster", nworkers_per_group=1, nservers_per_group=shards)
+        found = run_local(here, building(head, fused_sgd), script)
+        assert torch.equal(found.workers[0].notes["words"], wanted.values["words"])
+        assert all(torch.equal(found.values[name], wanted.values[name]) for name in ("weight", "bias"))
+        assert sum(size.rows for size in found.workers[0].notes["sizes"]) == 20
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "SparseAdam"])
+@pytest.mark.parametrize("layout_name", ["sandblaster", "allreduce", "two by two"])
+def test_a_group_equals_one_process(layout_name: str, name: str) -> None:
+    script = words_of(*RULES[name])
+    wanted = plain(building(head), script)
+    found = run_local(job_of(layout_name), building(head), script, shared=layout_name == "two by two")
+    for handle in found.workers:
+        assert torch.equal(handle.notes["words"], found.workers[0].notes["words"])
+    assert torch.allclose(found.workers[0].notes["words"], wanted.values["words"], rtol=1e-4, atol=2e-6)
+    assert torch.allclose(found.values["weight"], wanted.values["weight"], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"road": Road.kTcp},
+        {"road": Road.kShm},
+        {"nservers_per_group": 3, "server_worker_separate": False},
+        {"nservers_per_group": 3, "server_worker_separate": False, "road": Road.kTcp, "algorithm": Algorithm.kRing},
+    ],
+    ids=["tcp", "shm", "inline", "ring"],
+)
+def test_over_every_road(changes: dict[str, Any], tmp_path: Path) -> None:
+    script = words_of(*RULES["Adagrad"])
+    job_here = job_of("sandblaster", **changes)
+    found = run_hosted(job_here, building(head), script, tmp_path)
+    wanted = run_local(job_of("sandblaster"), building(head), script)
+    if "algorithm" in changes:
+        assert torch.allclose(found.workers[0].notes["words"], wanted.workers[0].notes["words"], rtol=1e-4, atol=2e-6)
+    else:
+        assert torch.equal(found.workers[0].notes["words"], wanted.workers[0].notes["words"])
+
+
+def without_model(job: Job, script: Callable[[TableClient, Address], None], directory: Path) -> None:
+    """A job whose processes (here threads) meet over a real road and use tables only."""
+    topology, store, errors = layout(job.cluster), directory / "store", list[BaseException]()
+    store.mkdir(mode=0o700)
+    sockets = Path(socket_directory())
+
+    def place() -> RouterConfig:
+        identity = Identity(job.name, bytes(32), 0, 0, job.digest())
+        return RouterConfig(job, topology, identity, open_store(store.as_uri()), sockets)
+
+    def guarded(do: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                do()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    def work(me: Address) -> None:
+        roads = WorkerConnections(place(), me)
+        door = TableClient(roads.exchange, topology, job)
+        script(door, me)
+        door.close()
+        roads.close()
+
+    workers = [worker for group in range(topology.worker_groups) for worker in topology.workers(group)]
+    threads = [guarded(partial(work, me)) for me in workers]
+    for unit in topology.units if not topology.inline else ():
+        if unit.servers:
+            threads.append(
+                guarded(partial(serve, place(), unit.servers, lambda *_: None, lambda: None))  # type: ignore[arg-type]
+            )
+    for thread in threads:
+        thread.join(30)
+    shutil.rmtree(sockets, ignore_errors=True)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "somebody did not end"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"road": Road.kTcp}, {"road": Road.kShm}, {"server_worker_separate": False, "nservers_per_group": 3}],
+    ids=["tcp", "shm", "inline"],
+)
+def test_a_job_of_tables_only(changes: dict[str, Any], tmp_path: Path) -> None:
+    def script(door: TableClient, me: Address) -> None:
+        door.open(TableSpec("t", -1, 100, mode="sync"))
+        door.open(TableSpec("u", -1, 100, "float64", mode="async"))
+        ids = torch.arange(0, 9000, 3)
+        first, second = door.pull_async("t", ids), door.pull_async("u", ids + 1)
+        assert not door.wait(second).any() and not door.wait(first).any()
+        for turn in range(3):
+            door.push("t", ids, torch.full((3000, 100), 1.0 + turn + me.index))
+            assert bool((door.pull("t", ids) == 6.0 + 3 * turn).all())
+            door.push("u", ids, torch.ones(3000, 100))
+        door.barrier()
+        assert bool((door.pull("u", ids.flip(0)) == 9.0).all())
+        assert sum(size.rows for size in door.stats("u")) == 6000
+        door.barrier()
+
+    without_model(job_of("sandblaster", **changes), script, tmp_path)
+
+
+def step_script(door: TableClient, seat: Seat, steps: int, dice: random.Random, note: Callable[..., None]) -> None:
+    """Whole numbers to the table and to the model, step by step."""
+    for step in range(steps):
+        seat.sleep(0, 0.01)
+        for _ in range(dice.randrange(3)):
+            ids = [dice.randrange(30) for _ in range(dice.randrange(8))]
+            rows = whole(-5, 5, (len(ids), 2), dice)
+            door.push("t", ids, rows)
+            note(step, ids, rows)
+        seat.step(seat.numbers())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("groups", "workers", "shards"), [(1, 1, 2), (1, 3, 2), (3, 2, 2)])
+def test_rows_of_a_step_come_with_it_whatever_the_road_does(groups: int, workers: int, shards: int, seed: int) -> None:
+    town, said = Town(job(groups, workers, shards), seed, STORM), list[tuple[list[int], torch.Tensor]]()
+
+    def script(seat: Seat) -> None:
+        door, dice = door_of(seat), random.Random(f"{seed} {seat.me}")
+        door.open(TableSpec("t", -1, 2, optimizer=SGD))
+        seat.open()
+        step_script(door, seat, 4, dice, lambda _, ids, rows: said.append((ids, rows)))
+        door.pull("t", range(30))
+        door.barrier()
+        total = torch.zeros(30, 2)
+        for ids, rows in said:
+            total.index_add_(0, torch.tensor(ids, dtype=torch.int64), rows)
+        assert torch.equal(door.pull("t", range(30)), -total)
+        door.close()
+        seat.finish()
+
+    town.play(script)
+
+
+def test_a_pull_sees_the_step_before_it() -> None:
+    town = Town(job(1, 2, 3), 1, STORM)
+
+    def script(seat: Seat) -> None:
+        door = door_of(seat)
+        door.open(TableSpec("t", 9, 1, optimizer=SGD))
+        seat.open()
+        for step in range(5):
+            assert door.pull("t", range(9)).view(-1).tolist() == [-2.0 * step] * 9
+            door.push("t", range(9), torch.ones(9, 1))
+            seat.step(seat.numbers())
+        door.close()
+        seat.finish()
+
+    town.play(script)
+
+
+def test_a_pull_waits_for_the_step_that_was_left_to_the_servers() -> None:
+    bench = Bench()  # `pull: kLazy`: the worker goes on before its step is applied
+    bench.open(TableSpec("t", 9, 1, optimizer=SGD))
+    raw = pack_ids(np.array([4], dtype=np.int64))
+    assert bench.say(0, m.TablePush, 0, 0, True, raw, body=torch.ones(1)) == []
+    assert bench.say(0, m.TablePull, 0, 1, 1, raw) == []
+    assert not bench.book.may_stage(0, 0)
+    assert bench.say(0, m.TableStep, 0) == []
+    assert bench.book.may_stage(0, 0) and not bench.book.may_stage(0, 1)
+    commit = m.Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, True, b"", b"", b"", b"", ())
+    assert bench.book.apply_step(0, 0, {0: commit}, 1.0) == []
+    ((to, reply),) = bench.book.step_over(0, 0)
+    assert to == Address(Role.WORKER, 0, 0) and reply.body is not None and reply.body.tolist() == [-1.0]
+
+
+def test_scaled_skipped_and_clipped_steps() -> None:
+    town = Town(job(1, 2, 2))
+
+    def script(seat: Seat) -> None:
+        door = door_of(seat)
+        door.open(TableSpec("t", 4, 1, optimizer=SGD))
+        seat.open()
+        nothing = [torch.zeros_like(value) for value in seat.values()]
+        push = lambda *values: door.push("t", range(len(values)), torch.tensor(values).view(-1, 1))  # noqa: E731
+        push(8.0, 0.0, 4.0)
+        seat.step(nothing, inv_scale=0.25)
+        assert door.pull("t", range(4)).view(-1).tolist() == [-4.0, 0.0, -2.0, 0.0]
+        push(1.0, float("inf") if seat.me.index else 1.0)
+        assert seat.step(nothing, check_finite=True).found_inf
+        assert door.pull("t", range(4)).view(-1).tolist() == [-4.0, 0.0, -2.0, 0.0]
+        push(0.0, 3.0, 4.0)
+        assert seat.step(nothing, clip_norm=5.0).norm == 10.0
+        changed = door.pull("t", range(4)).view(-1) - torch.tensor([-4.0, 0.0, -2.0, 0.0])
+        assert torch.allclose(changed, torch.tensor([0.0, -3.0, -4.0, 0.0]), atol=1e-5)
+        door.close()
+        seat.finish()
+
+    town.play(script)
+
+
+def test_new_settings_count_from_the_next_step() -> None:
+    town = Town(job(2, 1, 2))
+
+    def script(seat: Seat) -> None:
+        door = door_of(seat)
+        door.open(TableSpec("t", 4, 1, optimizer=SGD))
+        seat.open()
+        nothing = [torch.zeros_like(value) for value in seat.values()]
+        for rate in (1.0, 10.0, 100.0):
+            door.set_optimizer("t", rule(torch.optim.SGD, lr=rate))
+            door.push("t", [2 * seat.me.group], torch.ones(1, 1))
+            seat.step(nothing)
+        assert float(door.pull("t", [2 * seat.me.group])) == -111.0
+        door.barrier()
+        if seat.me.group == 0:  # the other group's rate is its own
+            door.set_optimizer("t", rule(torch.optim.SGD, lr=1000.0))
+        for _ in range(2):
+            door.push("t", [2 * seat.me.group + 1], torch.ones(1, 1))
+            seat.step(nothing)
+        assert float(door.pull("t", [2 * seat.me.group + 1])) == (-200.0 if seat.me.group else -2000.0)
+        door.close()
+        seat.finish()
+
+    town.play(script)
+
+
+def test_the_mean_counts_weights_as_dense_gradients_do() -> None:
+    town = Town(job(1, 3, 1, reduce=Reduce.kMean))
+    grads = [torch.randn(5, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    weights = [3.0, 1.0, 4.0]
+    wanted = torch.empty(20)
+    parts = {i: (weights[i], grads[i].view(-1)) for i in range(3)}
+    canonical_mean(parts, town.topology.sum_tree(0), wanted, lambda _: torch.empty(20))
+
+    def script(seat: Seat) -> None:
+        door = door_of(seat)
+        door.open(TableSpec("t", 5, 4, optimizer=SGD))
+        seat.open()
+        door.push("t", range(5), grads[seat.me.index])
+        nothing = [torch.zeros_like(value) for value in seat.values()]
+        seat.step(nothing, weight=weights[seat.me.index])
+        assert torch.equal(door.pull("t", range(5)).view(-1), torch.zeros(20).sub_(wanted))
+        door.close()
+        seat.finish()
+
+    town.play(script)
+
+
+# --- dense keys ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [1, 63, 16384, 50_001])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+def test_a_dense_key_has_torchs_bits(cls: Any, mode: str, numel: int) -> None:
+    more = {"lr": 0.01, "momentum": 0.9} if cls is torch.optim.SGD else {"lr": 0.01}
+    dice = torch.Generator().manual_seed(numel)
+    start, grads = torch.randn(numel, generator=dice), [torch.randn(numel, generator=dice) for _ in range(4)]
+    value = nn.Parameter(start.clone())
+    optimizer = cls([value], **more, fused=True)
+    town = Town(job(1, 1, 3))
+
+    def script(seat: Seat) -> None:
+        door = door_of(seat)
+        door.open(dense_spec("key", numel, mode=mode, first=1))
+        door.give_dense("key", start)
+        door.set_optimizer("key", rule(cls, **more))
+        found = torch.empty(numel)
+        for grad in grads:
+            value.grad = grad.clone()
+            optimizer.step()
+            door.push_dense("key", grad)
+            door.wait_dense(door.pull_dense_async("key"), found)
+            assert torch.equal(found, value.detach())
+        assert sum(size.value_bytes for size in door.stats("key")) >= 4 * numel
+        door.close()
+
+    town.play(script)
+
+
+def test_mixed_modes_without_optimizer_assign_and_add() -> None:
+    town = Town(job(1, 2, 2), 3, STORM)
+
+    def script(seat: Seat) -> None:
+        door, rank = door_of(seat), seat.me.index
+        for mode in ("sync", "async"):
+            door.open(dense_spec(mode, 5, mode=mode))
+            if rank == 0:
+                door.give_dense(mode, torch.full((5,), 7.0))
+        door.barrier()
+        found = torch.empty(5)
+        for mode in ("sync", "async"):
+            door.push_dense(mode, torch.full((5,), 1.0 + rank))
+        door.barrier()
+        for mode, wanted in (("sync", 3.0), ("async", 10.0)):
+            door.wait_dense(door.pull_dense_async(mode), found)
+            assert found.tolist() == [wanted] * 5
+        door.close()
+
+    town.play(script)
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def alone(script: Callable[[TableClient], None], **more: Any) -> None:
+    def played(seat: Seat) -> None:
+        door = door_of(seat)
+        script(door)
+
+    Town(job(**more)).play(played)
+
+
+def test_the_worker_says_what_cannot_be() -> None:
+    def script(door: TableClient) -> None:
+        door.open(TableSpec("t", 10, 2, mode="async"))
+        door.open(TableSpec("t", 10, 2, mode="async"))
+        with pytest.raises(ConfigError, match="another description"):
+            door.open(TableSpec("t", 11, 2, mode="async"))
+        with pytest.raises(KeyError, match="'u' is not open; open are: t"):
+            door.pull("u", [1])
+        for ids in ([10], [-1]):
+            with pytest.raises(IndexError, match=f"row {ids[0]} of table 't'"):
+                door.pull("t", ids)
+            with pytest.raises(IndexError, match=f"row {ids[0]} of table 't'"):
+                door.push("t", ids, torch.ones(1, 2))
+        with pytest.raises(ValueError, match="3 elements for 1 rows of table 't', whose rows have 2"):
+            door.push("t", [1], torch.ones(3))
+        with pytest.raises(IndexError, match="whole numbers"):
+            door.pull("t", torch.ones(2))
+        assert door.pull("t", []).shape == (0, 2)
+        door.close()
+
+    alone(script, shards=2)
+
+
+def test_a_row_that_was_not_given() -> None:
+    for dense in (False, True):
+
+        def script(door: TableClient, dense: bool = dense) -> None:
+            door.open(TableSpec("t", 10, 2, mode="async", init="given", dense=dense))
+            door.give("t", [1, 2], torch.ones(2, 2))
+            assert door.pull("t", [2, 1]).tolist() == [[1, 1], [1, 1]]
+            with pytest.raises(JobError, match="row 3 of table 't' has not been given"):
+                door.pull("t", [1, 3])
+
+        alone(script)
+
+
+def test_workers_that_describe_a_table_differently() -> None:
+    town, heard = Town(job(1, 2, 1)), list[str]()
+
+    def script(seat: Seat) -> None:
+        door = door_of(seat)
+
+        def both() -> None:
+            door.open(TableSpec("t", 10, 2 + seat.me.index, mode="async"))
+            door.barrier()
+
+        with pytest.raises(JobError, match=r"table 't': width is . for one worker and . for another") as caught:
+            both()
+        assert caught.value.config
+        heard.append(str(caught.value))
+
+    town.play(script)
+    assert len(heard) == 2
+
+
+def test_tables_have_one_home() -> None:
+    town = Town(job(2, 1, 1, nserver_groups=2))
+    with pytest.raises(ConfigError, match=r"nserver_groups = 2.*must be 1"):
+        TableClient(town.doors[town.workers[0]], town.topology, town.job)
+
+
+IDS = pack_ids(np.array([1, 3], dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (m.TablePush(1, 5, 0, True, IDS, body=torch.ones(4)), "not opened a table number 5"),
+        (m.TablePush(1, 0, 0, True, IDS, body=torch.ones(3)), "12 bytes for 2 rows of 2"),
+        (m.TablePush(1, 0, 0, True, IDS), "0 bytes for 2 rows"),
+        (m.TablePush(1, 0, 0, True, IDS[:-1]), "15 bytes of row numbers"),
+        (m.TablePush(1, 0, 0, True, bytes(8 * 4097)), "bytes of row numbers"),
+        (m.TablePush(1, 0, 0, True, IDS[8:] + IDS[:8], body=torch.ones(4)), "do not ascend"),
+        (m.TablePush(1, 0, 0, True, IDS[:8] + IDS[:8], body=torch.ones(4)), "do not ascend"),
+        (m.TablePush(1, 0, 0, True, pack_ids(np.array([10])), body=torch.ones(2)), "row 10 of table 't', which has 10"),
+        (m.TablePull(1, 0, 1, 0, pack_ids(np.array([-3]))), "row -3 of table 't'"),
+        (m.TablePull(1, 7, 1, 0, IDS), "not opened a table number 7"),
+        (m.TableOpen(1, 1, "{}"), "not the description of a table"),
+    ],
+)
+def test_what_no_peer_may_send(message: m.Message, words: str) -> None:
+    bench = Bench()
+    bench.open(TableSpec("t", 10, 2, mode="async"))
+    with pytest.raises(ProtocolError, match=words):
+        bench.book.handle(Address(Role.WORKER, 0, 0), message)
+
+
+def test_memory_for_a_body_comes_from_the_description() -> None:
+    bench, me = Bench(), Address(Role.WORKER, 0, 0)
+    bench.open(TableSpec("t", 10, 2, mode="async"))
+    assert bench.book.place(me, m.TablePush(1, 0, 0, True, IDS)).shape == (4,)
+    for message in (
+        m.TablePush(1, 1, 0, True, IDS),
+        m.TablePush(1, 0, 0, True, bytes(8 * 4097)),
+        m.TablePull(1, 0, 1, 0, IDS),
+    ):
+        with pytest.raises(ProtocolError):
+            bench.book.place(me, message)
+    with pytest.raises(ProtocolError, match="has no tables"):
+        bench.book.place(Address(Role.WORKER, 3, 0), m.TablePush(1, 0, 0, True, IDS))
+
+
+def test_no_message_names_more_rows_than_fit_into_one() -> None:
+    bench, spec = Bench(), TableSpec("t", 10, 1 << 22, mode="async")
+    bench.open(spec)
+    ids = pack_ids(np.zeros(spec.part_rows + 1, dtype=np.int64))
+    with pytest.raises(ProtocolError, match=f"in a message, at most {spec.part_rows}"):
+        bench.book.handle(Address(Role.WORKER, 0, 0), m.TablePull(1, 0, 1, 0, ids))
+
+
+def test_a_row_of_another_shard() -> None:
+    bench = Bench(shards=2)
+    bench.open(TableSpec("t", 10, 2, mode="async"))
+    with pytest.raises(ProtocolError, match="row 1 of table 't' is on another shard"):
+        bench.say(0, m.TablePull, 0, 1, 0, IDS)

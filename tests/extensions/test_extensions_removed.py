@@ -1,0 +1,72 @@
+"""Without an extension the core and the transports import, and servers train.
+
+A test masks the modules of one extension in a fresh interpreter, as if its folder or file were deleted. Modules that
+the rest imports still are in STILL_NEEDED. That table may only shrink: a module in it that is not imported fails the
+test.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+STILL_NEEDED = {
+    "extensions.tables": ("table_file_layout", "table_messages"),
+}
+"""By extension: modules that the protocol or another extension imports still."""
+
+PROGRAM = """
+import importlib, json, pkgutil, sys
+from pathlib import Path
+
+root, package, needed, simulated = Path.cwd(), *map(json.loads, sys.argv[1:])
+masked = f"topotrain.{package}"
+stays = {f"{masked}.{name}" for name in needed}
+at = root / masked.replace(".", "/")
+assert at.is_dir() or at.with_suffix(".py").is_file(), at
+found = {".".join(path.relative_to(root).with_suffix("").parts) for path in at.rglob("*.py")} | {masked}
+gone = {name.removesuffix(".__init__") for name in found} - stays - ({masked} if stays else set())
+sys.modules.update(dict.fromkeys(gone))
+
+for top in ("core", "comm") if simulated else ("core.server", "comm"):
+    base = importlib.import_module(f"topotrain.{top}")
+    for module in pkgutil.walk_packages(base.__path__, f"topotrain.{top}."):
+        importlib.import_module(module.name)
+
+from topotrain.launch.runtime import server_composition
+if stays:  # the package is there, for these modules
+    installed = server_composition.installed
+    server_composition.installed = lambda name: name != package and installed(name)
+
+from benchmarks.core import Core
+core = Core()
+core.steps(3)
+assert core.server.version == 3
+if simulated:
+    sys.path[:0] = [str(root / "tests" / folder) for folder in ("support", "core/server")]
+    import test_server, test_sim_commit
+    test_server.test_groups_are_staged_apart_and_applied_one_after_the_other()
+    test_sim_commit.test_pushes_of_a_dead_step_do_not_reach_the_next_one()
+unused = sorted(name for name in stays if name not in sys.modules)
+print(f"{len(gone)} modules masked; not needed any more: {unused}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("extension", "simulated"),
+    [
+        ("extensions.tables", True),
+        ("extensions.resume", False),  # the client, which a simulation needs, imports its messages' layout
+        ("training.data.lease_queue", False),  # the client, which a simulation needs, imports a constant of it
+    ],
+)
+def test_the_rest_trains_without(extension: str, simulated: bool) -> None:
+    words = map(json.dumps, (extension, STILL_NEEDED.get(extension, ()), simulated))
+    command = [sys.executable, "-c", PROGRAM, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("not needed any more: []\n") and not done.stdout.startswith("0 "), done.stdout

@@ -1,0 +1,85 @@
+"""What real jobs leave on the disk: for their user alone, and the result also where there is no room any more."""
+
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from job_runner import ALLREDUCE, SANDBLASTER, Shop
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.journey
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB, in the place of the workspace `job`."""
+    disk = tmp_path / "job"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root can mount a small disk")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def open_to_others(root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)} {stat.S_IMODE(path.lstat().st_mode):o}"
+        for path in (root, *root.rglob("*"))
+        if not path.is_symlink() and path.lstat().st_mode & 0o077
+    ]
+
+
+def test_nothing_that_a_job_leaves_can_be_read_by_others(shop: Shop):
+    extra = "checkpoint_freq: 2 debug: true on_failure: kContinue"
+    command = shop.command(SANDBLASTER, "disk.py", "", "40", "", extra=extra, options=["--profile"])
+    at = command.index("--forkserver")
+    del command[at : at + 2]  # the job's own has the job's umask
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=shop.folder, umask=0)
+    assert done.returncode == 0, done.stderr
+    workspace = shop.folder / "job"
+    names = {path.name for path in workspace.rglob("*")}
+    assert {"final.safetensors", "trace.json", "debug.jsonl", "step-2", "worker-0-0.log", "lock"} <= names
+    assert open_to_others(workspace) == []
+
+
+def test_the_final_parameters_find_room_on_a_disk_that_became_full(shop: Shop, small_disk: Path):
+    ended = shop.run(ALLREDUCE, "disk.py", "fill", str(MIB // 8), str(small_disk))
+    free = os.statvfs(small_disk)
+    assert free.f_bavail * free.f_bsize < MIB
+    assert ended.final["weight"].shape == (8, MIB // 8)
+    assert not (small_disk / "final.tmp").exists()
+
+
+def test_a_disk_without_room_for_the_result_is_told_before_training(shop: Shop, small_disk: Path):
+    ended = shop.run(ALLREDUCE, "disk.py", "", str(MIB), str(small_disk), code=2)
+    assert "must have room for 33,554,464 bytes of final.safetensors (No space left on device)" in ended.err
+    assert str(small_disk) in ended.err and "Traceback" not in ended.err
+    assert not (small_disk / "final.tmp").exists()
+
+
+def test_a_result_that_cannot_be_written_names_the_file_and_the_snapshot(shop: Shop):
+    workspace = shop.folder / "job"
+    extra = "checkpoint_freq: 2"
+    ended = shop.run(ALLREDUCE, "disk.py", "limit", "4000", str(workspace), extra=extra, code=1)
+    assert f"{workspace / 'final.safetensors'} cannot be written: File too large" in ended.err
+    assert f"`topotrain run --resume {workspace}`" in ended.err and "goes on from snapshot 0" in ended.err
+    assert "Traceback" not in ended.err and not (workspace / "final.tmp").exists()
+    again = shop.run(ALLREDUCE, "disk.py", "", "4000", "", extra=extra, options=["--resume", str(workspace)])
+    assert load_file(again.workspace / "final.safetensors")["weight"].shape == (8, 4000)
+
+
+def test_a_second_plain_start_says_what_it_moves(shop: Shop):
+    for _ in range(3):
+        ended = shop.run(ALLREDUCE, "disk.py", "", "40", "", extra="checkpoint_freq: 2")
+    assert "snapshots of the earlier run" in ended.err and "manifests.previous-2 from now on" in ended.err
+    assert sorted(path.name for path in (shop.folder / "job").glob("manifests*")) == [
+        "manifests",
+        "manifests.previous",
+        "manifests.previous-2",
+    ]

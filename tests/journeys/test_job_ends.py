@@ -1,0 +1,212 @@
+"""How jobs end when something goes wrong: soon, with every process gone, and with the first cause told."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, Shop
+
+pytestmark = pytest.mark.journey
+
+END_S = 5.0  # what the product promises
+
+
+class Running:
+    """An endless job that has begun to train."""
+
+    def __init__(self, shop: Shop, cluster: str, name: str = "job", extra: str = "") -> None:
+        self.workspace = shop.folder / name
+        command = shop.command(cluster, "wrong.py", "endless", name=name, extra=extra)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen(command, start_new_session=True, **pipes)
+        self.heard = ""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.heard += line
+            if line.strip() == "training":
+                break
+        else:
+            raise AssertionError(f"the job ended early:\n{self.heard}")
+
+    def processes(self) -> list[dict[str, Any]]:
+        return json.loads((self.workspace / "processes.json").read_text())
+
+    def pid(self, role: str) -> int:
+        return next(entry["pid"] for entry in self.processes() if role in entry["roles"])
+
+    def end(self) -> tuple[int, str, float]:
+        """(exit code, all it said, seconds until it ended); no process of it is left then."""
+        pids = [entry["pid"] for entry in self.processes()]
+        began = time.monotonic()
+        rest, _ = self.process.communicate(timeout=60)
+        seconds = time.monotonic() - began
+        while alive(pids) and time.monotonic() - began < 60:
+            os.sched_yield()
+        return self.process.returncode, self.heard + rest, max(seconds, time.monotonic() - began)
+
+
+def alive(pids: list[int]) -> list[int]:
+    def lives(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except OSError:
+            return False
+
+    return [pid for pid in pids if lives(pid)]
+
+
+@pytest.fixture
+def endless(shop: Shop) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def start(cluster: str, name: str = "job", extra: str = "") -> Running:
+        started.append(Running(shop, cluster, name, extra))
+        return started[-1]
+
+    yield start
+    for running in started:
+        if running.process.poll() is None:
+            running.process.kill()
+            running.process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "victim"),
+    [(SANDBLASTER, "worker 0/2"), (DOWNPOUR, "server 0/1"), (ALLREDUCE, "unit 1"), (HOGWILD, "worker 1/0")],
+)
+def test_a_killed_process_ends_a_job_that_is_to_stop(
+    endless: Callable[..., Running], cluster: str, victim: str
+) -> None:
+    job = endless(cluster, extra="on_failure: kStop")
+    os.kill(job.pid(victim), signal.SIGKILL)
+    code, said, seconds = job.end()
+    assert code == 1
+    assert seconds < END_S
+    assert victim in said
+    assert "SIGKILL" in said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_job_in_order(endless: Callable[..., Running], number: int, code: int) -> None:
+    job = endless(SANDBLASTER)
+    os.killpg(job.process.pid, number)
+    ended, _, seconds = job.end()
+    assert ended == code
+    assert seconds < END_S
+
+
+def test_nothing_outlives_a_killed_launcher(endless: Callable[..., Running]) -> None:
+    job = endless(DOWNPOUR)
+    job.process.kill()
+    _, _, seconds = job.end()
+    assert seconds < END_S
+
+
+def test_the_programs_exception_is_the_cause_and_is_shown(shop: Shop) -> None:
+    ended = shop.run(SANDBLASTER, "wrong.py", "raise", code=1)
+    assert "worker 0/1" in ended.err
+    assert "ValueError: a fault of the program" in ended.err
+    assert 'raise ValueError("a fault of the program")' in ended.err
+    assert ended.report["cause"]["who"] == "worker 0/1"
+
+
+def test_a_worker_that_kills_itself_in_every_life_is_named_with_all_its_deaths(shop: Shop) -> None:
+    ended = shop.run(ALLREDUCE, "wrong.py", "die", code=1, extra="restarts: 1")
+    cause = ended.report["cause"]
+    assert (cause["who"], cause["kind"]) == ("worker 0/1", "died")
+    assert cause["text"].count("was killed by SIGKILL") == 2
+    assert "and the job has started again once" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("exit", 1, ["exit code 3"]),
+        ("interrupt", 1, ["raise KeyboardInterrupt"]),
+        ("lbfgs", 2, ["LBFGS", "Adam"]),
+        ("schema", 2, ["worker 0/1", "worker 0/0", "weight", "(4, 6)", "(3, 6)"]),
+        ("few_samples", 2, ["batch", "16", "7"]),
+        ("no_samples", 2, ["0"]),
+        ("no_prepare", 2, ["without calling topotrain.prepare"]),
+        ("twice", 2, ["called before"]),
+        ("backwards", 1, ["unequal numbers of backwards", "worker 1", "worker 0"]),
+        ("steps", 1, ["worker 1 of the group left the loop", "worker 0 goes on"]),
+        ("rate", 1, ["hyper-parameters", "0.7", "0.1"]),
+        ("edit", 1, ["changed outside optimizer.step()"]),
+    ],
+)
+def test_a_wrong_program_is_refused_clearly(shop: Shop, how: str, code: int, words: list[str]) -> None:
+    ended = shop.run("nworkers_per_group: 2", "wrong.py", how, code=code)
+    for word in words:
+        assert word in ended.err
+
+
+def test_a_worker_that_all_others_wait_for_is_named(shop: Shop) -> None:
+    go = shop.folder / "go"
+    command = shop.command(SANDBLASTER, "wrong.py", "stall", str(go))
+    said = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            said += line
+            if "; not worker 0/1: is its program computing" in line:
+                go.touch()
+        go.touch()
+    assert job.returncode == 0, said
+    assert "worker 0/0, worker 0/2 have waited" in said
+
+
+def test_a_stranger_with_a_wrong_token_is_refused_and_the_job_goes_on(endless: Callable[..., Running]) -> None:
+    from topotrain.comm.security.handshake import Identity
+    from topotrain.comm.transport import Refused, TransportError
+    from topotrain.comm.transport.tcp import TcpTransport
+    from topotrain.config.topology import Address, Role
+
+    class Nobody:
+        def place(self, *_: object) -> None: ...
+        def handle(self, *_: object) -> None: ...
+        def lost(self, *_: object) -> None: ...
+
+    job = endless(SANDBLASTER)
+    (url,) = (a for e in job.processes() if "server 0/0" in e["roles"] for a in e["address"] if a.startswith("tcp"))
+    assert "127.0.0.1" in url
+    token = (job.workspace / "run" / "token").read_bytes()
+    assert (job.workspace / "run" / "token").stat().st_mode & 0o077 == 0
+    stranger = TcpTransport(Identity("job", bytes(32), 0, 0, ""), start_port=0)
+    me, server = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
+    stranger.attach(me, Nobody())
+    with pytest.raises(Refused) as refused:
+        stranger.connect(me, server, url)
+    assert refused.value.code == "AUTH"
+    other_config = TcpTransport(Identity("job", token, 0, 0, "another"), start_port=0)
+    other_config.attach(me, Nobody())
+    with pytest.raises(TransportError, match="CONFIG"):
+        other_config.connect(me, server, url)
+    host, port = url.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as garbage:
+        garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    stranger.close()
+    other_config.close()
+    assert job.process.poll() is None
+    assert alive([job.pid("server 0/0"), job.pid("worker 0/0")])
+    job.process.terminate()
+    assert job.end()[0] == 143
+
+
+def test_two_jobs_at_once_do_not_disturb_each_other(shop: Shop, endless: Callable[..., Running]) -> None:
+    first = endless(HOGWILD, "first")
+    second = shop.run(HOGWILD, "bits.py", "momentum", name="second")
+    assert second.report["processes"]
+    assert first.process.poll() is None
+    third = subprocess.run(shop.command(HOGWILD, "bits.py", "momentum", name="first"), capture_output=True, text=True)
+    assert third.returncode == 2
+    assert "workspace" in third.stderr
+    first.process.terminate()
+    assert first.end()[0] == 143

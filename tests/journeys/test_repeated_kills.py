@@ -1,0 +1,77 @@
+"""Jobs of the four frameworks whose processes are killed again and again: each time that one is back, the dice choose
+the next. In the result every sample counts exactly as often as the script asked for, and no process is left.
+
+What a seed did is done again by the command that a failure shows.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, Shop
+from process_pool import client
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.journey
+
+EPOCHS = 2
+KILLS = 5
+SEED = int(os.environ.get("TOPOTRAIN_CHAOS_SEED", "1"))
+MARK = "TOPOTRAIN_TORMENTED"
+
+
+def marked(mark: str) -> list[int]:
+    """Who was started by a command with this mark in its environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words", "more"),
+    [
+        (DOWNPOUR, ("--at", "start"), ()),
+        (SANDBLASTER, ("--pairs", "0.4"), ()),
+        (ALLREDUCE, (), ()),
+        (HOGWILD, ("--at", "end"), ()),
+        (f"{DOWNPOUR} road: kTcp replicas: 2", (), ("--halves",)),
+    ],
+    ids=["Downpour", "Sandblaster", "AllReduce", "Distributed Hogwild", "Downpour of split models, two copies"],
+)
+def test_whoever_is_killed_every_sample_counts_as_often_as_it_was_read(
+    shop: Shop, cluster: str, words: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    conf, workspace = shop.folder / "job.conf", shop.folder / "job"
+    conf.write_text(f'reduce: kSum snapshot_s: 0.2 cluster {{ {cluster} workspace: "{workspace}" }}')
+    blows = ["--at", "back", "--kills", str(KILLS), "--for", "60s", "--seed", str(SEED), *words]
+    script = ["--epochs", str(EPOCHS), "--samples", "200", "--step-s", "0.01", *more]
+    chaos = ["chaos", str(conf), str(PROGRAMS / "ledger.py"), *blows]
+    command = [
+        *client(shop.warm_at),
+        "-m",
+        "topotrain",
+        *chaos,
+        "--json",
+        "--forkserver",
+        shop.served_at,
+        "--",
+        *script,
+    ]
+    environ = {**os.environ, MARK: str(shop.folder)}
+    done = subprocess.run(command, cwd=shop.folder, env=environ, capture_output=True, text=True, timeout=120)
+    again = f"{conf.read_text()}\ntopotrain {shlex.join([*chaos, '--', *script])}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, again
+    for name, cells in load_file(workspace / "final.safetensors").items():
+        assert torch.equal(cells, torch.full_like(cells, EPOCHS)), f"{again}\n{name}: {cells}"
+    verdict = json.loads(done.stdout)
+    assert verdict["killed"] >= KILLS - 2, again
+    assert not marked(str(shop.folder)), again

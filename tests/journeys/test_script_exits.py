@@ -1,0 +1,45 @@
+"""Scripts that end their own processes: in the middle of a loop that is a death, after it the result comes home."""
+
+import pytest
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, Shop, free_ports
+from shells import Shells, ended
+
+pytestmark = pytest.mark.journey
+
+EPOCHS = 3
+SUM = "reduce: kSum"
+
+
+@pytest.mark.parametrize(("how", "cluster"), [("exit", SANDBLASTER), ("exec", DOWNPOUR), ("c", ALLREDUCE)])
+def test_after_the_loop_the_result_comes_home(shop: Shop, how: str, cluster: str) -> None:
+    ended = shop.run(cluster, "leaves.py", how, "end", extra=SUM)
+    ended.check_ledger(EPOCHS)
+    assert ended.report["incidents"] == []
+    assert ended.report["metrics"] == {"trained": 1.0}
+
+
+@pytest.mark.parametrize(("how", "cluster"), [("c", SANDBLASTER), ("exit", HOGWILD), ("exec", ALLREDUCE)])
+def test_in_the_middle_of_a_loop_it_is_a_death(shop: Shop, how: str, cluster: str) -> None:
+    ended = shop.run(cluster, "leaves.py", how, "middle", str(shop.folder / "mark"), extra=SUM)
+    ended.check_ledger(EPOCHS)
+    (incident,) = ended.report["incidents"]
+    assert "ended with exit code 0 before its work was done" in incident["what"]
+    assert ("the whole job" if cluster == ALLREDUCE else "group") in incident["action"]
+
+
+def test_a_worker_that_was_started_by_hand_brings_the_result_home_too(shells: Shells) -> None:
+    (port,) = free_ports(1)
+    words = ("--paddle", f"port={port}", "--workspace", "w", "--os-exit")
+    trainer = shells.python(str(PROGRAMS / "by_hand.py"), *words)
+    server = shells.python("-m", "topotrain", "pserver", f"--port={port}")
+    ended([trainer, server], [0, 0])
+    assert (shells.folder / "w" / "final.safetensors").exists()
+
+
+def test_a_thread_that_keeps_a_worker_started_by_hand_is_named(shells: Shells) -> None:
+    (port,) = free_ports(1)
+    words = ("--paddle", f"port={port}", "--workspace", "w", "--linger-s", "8")
+    trainer = shells.python(str(PROGRAMS / "by_hand.py"), *words)
+    server = shells.python("-m", "topotrain", "pserver", f"--port={port}")
+    said, _ = ended([trainer, server], [0, 0])
+    assert "its program has ended, but for the thread 'lingerer'" in said

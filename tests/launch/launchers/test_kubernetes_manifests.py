@@ -1,0 +1,227 @@
+"""What Kubernetes is told: checked against the published models, and each pod against what a unit has to know."""
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from job_runner import PROGRAMS
+from safetensors.torch import load_file
+
+from topotrain.comm.store import StoreError
+from topotrain.config import job_file
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import layout
+from topotrain.launch.launchers import Launched, launch
+from topotrain.launch.launchers.env_tables import start_of
+from topotrain.launch.launchers.submission import LaunchOptions
+
+SECRET = "5e" * 32
+APART = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"
+TOGETHER = "nworkers_per_group: 3 nservers_per_group: 3"
+INSIDE = "nworkers_per_group: 4 nworkers_per_procs: 4"
+EVERYTHING = ("cpu=2", "memory=8Gi", "gpu=1", "volume=data:/data", "volume=out:/out", "python=/venv/bin/python")
+MODELS = {
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
+    "JobSet": "JobsetV1alpha2JobSet",
+    "ConfigMap": "IoK8sApiCoreV1ConfigMap",
+    "Secret": "IoK8sApiCoreV1Secret",
+}
+
+
+def ask(cluster: str = APART, dry_run: bool = False, image: str = "shop/train:1", **options: Any) -> Launched:
+    job = job_file.loads(f'name: "My job" program: "/app/train.py" args: "--lr=0.1" cluster {{ {cluster} }}')
+    given = LaunchOptions(image=image, **options)
+    return launch("kubernetes", job, layout(job.cluster), given, {}, dry_run)
+
+
+def documents(text: str) -> dict[str, dict[str, Any]]:
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def jobs_of(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    spec = found["JobSet"]["spec"] if "JobSet" in found else found["TrainingRuntime"]["spec"]["template"]["spec"]
+    return spec["replicatedJobs"]
+
+
+def container_of(job: dict[str, Any]) -> dict[str, Any]:
+    return job["template"]["spec"]["template"]["spec"]["containers"][0]
+
+
+@pytest.mark.parametrize("form", ["trainjob", "jobset"])
+@pytest.mark.parametrize("options", [{}, {"extra": EVERYTHING, "max_restarts": 3, "with_secret": True}])
+def test_the_manifests_keep_to_the_published_models(
+    form: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A field that a model does not know is lost on the way through it."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="no kubeflow-trainer-api, which has the models")
+    monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRET)
+    for document in yaml.safe_load_all(ask(format=form, **options).text):
+        model = getattr(models, MODELS[document["kind"]])
+        assert json.loads(model.from_dict(document).to_json()) == document
+    broken = {**document, "spec": {**document["spec"], "replicatedJob": []}}
+    assert json.loads(model.from_dict(broken).to_json()) != broken
+
+
+@pytest.mark.parametrize(
+    ("cluster", "counts"), [(APART, [("node", 2), ("servers", 2)]), (TOGETHER, [("node", 3)]), (INSIDE, [("node", 1)])]
+)
+def test_every_pod_is_one_unit(cluster: str, counts: list[tuple[str, int]]) -> None:
+    jobs = jobs_of(documents(ask(cluster, id="j1").text))
+    ranks = []
+    for job in jobs:
+        spec = job["template"]["spec"]
+        assert (spec["completionMode"], spec["completions"]) == ("Indexed", spec["parallelism"])
+        variables = {one["name"]: one.get("value", "from elsewhere") for one in container_of(job)["env"]}
+        for index in range(spec["completions"]):
+            start = start_of({**variables, "JOB_COMPLETION_INDEX": str(index)})
+            assert start.launcher == "kubernetes"
+            assert start.nprocs == sum(count for _, count in counts)
+            assert start.rendezvous == "tcp://j1-node-0-0.j1.default.svc.cluster.local:29400?job=j1"
+            assert start.patience > 60
+            ranks.append(start.rank)
+    assert [(job["name"], job["template"]["spec"]["completions"]) for job in jobs] == counts
+    assert ranks == list(range(len(ranks)))
+
+
+def test_a_trainjob_refers_to_the_runtime_beside_it() -> None:
+    found = documents(ask(APART, namespace="team").text)
+    runtime, asked = found["TrainingRuntime"], found["TrainJob"]
+    assert asked["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == asked["metadata"]["name"]
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 2}  # pods of the Job that Kubeflow knows as the trainer's
+    assert [job["template"].get("metadata", {}).get("labels") is not None for job in jobs_of(found)] == [True, False]
+    assert {document["metadata"]["namespace"] for document in found.values()} == {"team"}
+
+
+def test_a_password_in_the_job_file_goes_into_the_secret() -> None:
+    job = job_file.loads('program: "t.py" rendezvous: "redis://me:hush@store/0" cluster { workspace: "w" }')
+    text = launch("kubernetes", job, layout(job.cluster), LaunchOptions(image="x"), {}, False).text
+    assert "hush" not in text
+    assert "--from-literal=rendezvous=" in text
+
+
+def test_the_job_file_travels_whole() -> None:
+    text = documents(ask(APART).text)["ConfigMap"]["data"]["job.conf"]
+    assert job_file.loads(text).program == "/app/train.py"
+    assert job_file.loads(text).args == ("--lr=0.1",)
+
+
+def test_who_starts_again() -> None:
+    found = documents(ask(APART, format="jobset").text)
+    assert found["JobSet"]["spec"]["failurePolicy"] == {"maxRestarts": 0}
+    found = documents(ask(APART, format="jobset", max_restarts=2).text)
+    policy = found["JobSet"]["spec"]["failurePolicy"]
+    assert (policy["maxRestarts"], policy["rules"][0]["action"]) == (2, "FailJobSet")
+    for job in jobs_of(found):  # no pod is replaced alone, and bad input ends all
+        spec = job["template"]["spec"]
+        assert spec["backoffLimit"] == 0
+        assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
+        assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] == job["name"]
+
+
+def test_what_a_pod_gets() -> None:
+    first, second = (container_of(job) for job in jobs_of(documents(ask(APART, extra=EVERYTHING).text)))
+    assert first["command"] == ["/venv/bin/python", "-m", "topotrain", "unit", "/etc/topotrain/job.conf"]
+    assert first["resources"] == {
+        "requests": {"cpu": "2", "memory": "8Gi"},
+        "limits": {"memory": "8Gi", "nvidia.com/gpu": "1"},
+    }
+    assert "nvidia.com/gpu" not in second["resources"]["limits"]
+    assert [mount["mountPath"] for mount in first["volumeMounts"]] == ["/etc/topotrain", "/dev/shm", "/data", "/out"]
+    inside = container_of(jobs_of(documents(ask(INSIDE).text))[0])
+    assert inside["resources"] == {"requests": {"cpu": "5"}}  # four workers, and their servers
+
+
+def test_no_secret_is_written_unless_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRET)
+    url = "redis://me:hush@store/0"
+    for dry_run in (True, False):
+        text = ask(rendezvous=url, id="j1", dry_run=dry_run).text
+        assert "hush" not in text
+        assert SECRET not in text
+        assert "--from-file=token=/dev/stdin --from-literal=rendezvous=URL-WITH-PASSWORD" in text
+    file = tmp_path / "j1.yaml"
+    file.touch(0o644)
+    done = ask(rendezvous=url, id="j1", with_secret=True, output=str(file))
+    assert done.text == f"kubectl apply -f {file}\n"
+    assert done.as_data()["output"] == str(file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    found = documents(file.read_text())
+    assert found["Secret"]["stringData"] == {"token": SECRET, "rendezvous": "redis://me:hush@store/0?job=j1"}
+    for one in container_of(jobs_of(found)[0])["env"]:
+        if one["name"] in ("TOPOTRAIN_TOKEN", "TOPOTRAIN_RENDEZVOUS"):
+            assert one["valueFrom"]["secretKeyRef"]["name"] == found["Secret"]["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"image": ""}, ["--image", "topotrain[tls]"]),
+        ({"format": "pod"}, ["--format", "pod", "trainjob, jobset"]),
+        ({"id": "big.one"}, ["--id", "big.one", "a-z"]),
+        ({"id": "a" * 60}, ["--id", "at most"]),
+        ({"namespace": "Team"}, ["--namespace", "Team"]),
+        ({"extra": ("memory=lots",)}, ["--pass", "memory=lots", "memory=8Gi"]),
+        ({"extra": ("disk=1",)}, ["--pass", "disk=1", "cpu=4"]),
+        ({"extra": ("port=99999",)}, ["--pass", "port=99999", "port=29400"]),
+        ({"nodes": 2}, ["--nodes", "kubernetes"]),
+        ({"output": "/no/such/folder/x"}, ["--output", "/no/such/folder/x", "No such file"]),
+    ],
+)
+def test_bad_input(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ask(**options)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_rendezvous_that_is_none() -> None:
+    with pytest.raises(StoreError, match="unknown kind 'reddis'"):
+        ask(rendezvous="reddis://store")
+
+
+def test_without_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ConfigError, match=r"pip install 'topotrain\[yaml\]'"):
+        ask()
+
+
+@pytest.mark.journey
+def test_the_pods_train_when_somebody_plays_the_cluster(tmp_path: Path, served_at: str) -> None:
+    """The command and the variables of each pod, on this machine; what the cluster puts in is put in here."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    conf = f'name: "j1" cluster {{ {APART} workspace: "out" }}\n'
+    (tmp_path / "job.conf").write_text(conf)
+    command = [
+        sys.executable,
+        "-m",
+        "topotrain",
+        "launch",
+        "kubernetes",
+        "--image=here",
+        f"--pass=python={sys.executable}",
+    ]
+    command += ["--id=j1", f"--rendezvous=tcp://127.0.0.1:{port}", "job.conf", str(PROGRAMS / "small.py")]
+    found = documents(subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout)
+    (tmp_path / "mounted.conf").write_text(found["ConfigMap"]["data"]["job.conf"])
+    elsewhere = {"TOPOTRAIN_TOKEN": SECRET, "TOPOTRAIN_HOST": "127.0.0.1"}
+    pods = []
+    for job in jobs_of(found):
+        one = container_of(job)
+        words = [word.replace("/etc/topotrain/job.conf", "mounted.conf") for word in one["command"]]
+        told = {v["name"]: v["value"] if "value" in v else elsewhere[v["name"]] for v in one["env"]}
+        for index in range(job["template"]["spec"]["completions"]):
+            environ = {**os.environ, **told, "JOB_COMPLETION_INDEX": str(index), "TOPOTRAIN_FORKSERVER": served_at}
+            pods.append(subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL))
+    assert [pod.wait(90) for pod in pods] == [0] * 4
+    assert all(torch.isfinite(value.float()).all() for value in load_file(tmp_path / "out/final.safetensors").values())

@@ -1,0 +1,688 @@
+"""Units that nobody's launcher watches over: they meet in a store, run as one job, and end together, however it ends.
+
+Here every unit is a process, and parts are played in place of training.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from folder_wipe import wipe
+
+from tests.support.launch_targets import MARK, marked, parts, small_job, wait_for
+from topotrain.comm.store import StoreError, maintained_values, open_store, within
+from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
+from topotrain.config import job_file
+from topotrain.config.job import Cluster, ConfigError, Job
+from topotrain.core.events import Exited, Failed, Finished, Incident, Notice, Serving, StepDone, from_json
+from topotrain.launch import JobOutcome
+from topotrain.launch.agent.stop_signals import signals
+from topotrain.launch.launchers.env_tables import TABLES, LaunchInfo, start_of, started_by
+from topotrain.launch.multinode import node, node_rendezvous
+from topotrain.launch.multinode import node_membership as company_module
+from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, hosts_of, with_job
+from topotrain.launch.multinode.node_membership import NodeMembership, StoreKeys, UnitReport
+from topotrain.launch.multinode.node_rendezvous import NodeRendezvous, forget
+
+WORD = "7" * 64
+DEADLINE_S = 60.0
+TWO, THREE = {"nworkers_per_group": 2}, {"nworkers_per_group": 3}
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ("TOPOTRAIN_RANK=1 TOPOTRAIN_NPROCS=3 RANK=0 WORLD_SIZE=9", ("topotrain", 1, 3, "default")),
+        (
+            "RANK=2 WORLD_SIZE=4 TORCHELASTIC_RUN_ID=Ab/7 SLURM_PROCID=0 SLURM_NTASKS=1",
+            ("torchrun", 2, 4, "torchrun-ab-7"),
+        ),
+        ("SLURM_PROCID=5 SLURM_NTASKS=6 SLURM_JOB_ID=12 SLURM_STEP_ID=0", ("slurm", 5, 6, "slurm-12-0")),
+        ("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 SLURM_PROCID=0 SLURM_NTASKS=2", ("mpirun", 1, 2, "default")),
+        ("PMI_RANK=0 PMI_SIZE=1", ("pmi", 0, 1, "default")),
+        ("JOB_COMPLETION_INDEX=3 TOPOTRAIN_NPROCS=4", ("kubernetes", 3, 4, "default")),
+        ("JOB_COMPLETION_INDEX=1 TOPOTRAIN_FIRST_RANK=2 TOPOTRAIN_NPROCS=4", ("kubernetes", 3, 4, "default")),
+        ("RANK=0 PMI_RANK=1 PMI_SIZE=2", ("pmi", 1, 2, "default")),
+    ],
+)
+def test_a_launchers_variables_say_which_unit_this_is(variables, expected):
+    environ = dict(word.split("=") for word in variables.split())
+    start = start_of(environ, rendezvous="file:///s")
+    assert (start.launcher, start.rank, start.nprocs, start.id) == expected
+    assert started_by(environ) == expected[0]
+
+
+def test_an_argument_wins_over_a_variable():
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "TOPOTRAIN_HOST": "10.0.0.2"}
+    assert start_of(environ) == LaunchInfo(1, 2, "env://", "10.0.0.2", "torchrun")
+    assert start_of(environ, rank=0, rendezvous="file:///s", host="h") == LaunchInfo(0, 2, "file:///s", "h", "torchrun")
+    assert start_of({**environ, "TOPOTRAIN_RENDEZVOUS": "tcp://b:2"}).rendezvous == "tcp://b:2"
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "words"),
+    [
+        ({}, {}, ["--rank", "RANK and WORLD_SIZE", "SLURM_PROCID and SLURM_NTASKS", "JOB_COMPLETION_INDEX"]),
+        ({"rank": 0}, {"RANK": "0"}, ["--nprocs", "TOPOTRAIN_NPROCS"]),
+        ({"rank": 3, "nprocs": 3}, {}, ["--rank = 3", "0 to 2"]),
+        ({"rank": 0, "nprocs": 0}, {}, ["--nprocs = 0"]),
+        *(
+            ({"rank": 0, "nprocs": 1, "rendezvous": "env://"}, {"TOPOTRAIN_HOST": host}, ["--host", host, "interface"])
+            for host in ("0.0.0.0", "::", "224.0.0.1")
+        ),
+        ({}, {"RANK": "one", "WORLD_SIZE": "2"}, ["RANK = 'one'", "number"]),
+        ({"rank": 0, "nprocs": 1, "rendezvous": "env://"}, {"TOPOTRAIN_MEETING_S": "soon"}, ["TOPOTRAIN_MEETING_S"]),
+        ({"rank": 0, "nprocs": 1}, {}, ["--rendezvous", "TOPOTRAIN_RENDEZVOUS", "MASTER_ADDR"]),
+    ],
+)
+def test_what_is_not_told_is_asked_for(given, environ, words):
+    with pytest.raises(ConfigError) as error:
+        start_of(environ, **given)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_every_table_names_two_variables():
+    assert all(table.rank and table.nprocs for table in TABLES.values())
+    assert next(iter(TABLES)) == "topotrain"
+
+
+# ---- small things ----------------------------------------------------------------------------------------------------
+
+
+def test_the_urls_of_a_start():
+    assert with_job("tcp://a:1?job=x", "x.12") == "tcp://a:1?job=x.12"
+    assert with_job("rediss://u:p@a/1?ca=/f&job=x", "") == "rediss://u:p@a/1?ca=/f"
+    assert with_job("file:///s", "") == "file:///s"
+
+
+def test_an_end_travels():
+    end = JobEnd(2, 1, "h", Failed("worker 0/1", "config", "no", "trace"))
+    assert JobEnd.loaded(end.dumped()) == end
+    assert JobEnd.loaded(JobEnd(130, text="stopped").dumped()) == JobEnd(130, text="stopped")
+    assert JobEnd.loaded(b"nonsense").code == 1
+    assert JobEnd.loaded(b"[]").code == 1
+    long = JobEnd(1, failed=Failed("a", "died", "x" * 10**6, "y" * 10**6))
+    assert len(long.dumped()) < 1 << 17
+
+
+def unit(rank, machine, address="", given=False):
+    return NodeInfo(rank, f"host{machine}", 1, machine, address, "", 2, given)
+
+
+def test_hosts_are_numbered_in_the_order_of_ranks():
+    hosts = hosts_of([unit(0, "b", "10.0.0.1"), unit(1, "a", "10.0.0.2"), unit(2, "b", "10.0.0.1")], "", False)
+    assert hosts.numbers == (0, 1, 0)
+    assert hosts.addresses == ("10.0.0.1", "10.0.0.2", "10.0.0.1")
+    assert HostMap.loaded(hosts.dumped()) == hosts
+    alone = hosts_of([unit(0, "b", "10.0.0.1"), unit(1, "b", "10.0.0.9", given=True)], "", True)
+    assert alone.addresses == ("127.0.0.1", "10.0.0.9")
+    with pytest.raises(ConfigError, match=r"--host of unit 1 = '127\.0\.0\.1'.*to an address at which"):
+        hosts_of([unit(0, "b", "10.0.0.1"), unit(1, "a", "127.0.0.1")], "", False)
+    with pytest.raises(StoreError):
+        HostMap.loaded(b"{}")
+
+
+def test_notes_keep_the_last_of_what_repeats():
+    notes = UnitReport()
+    step = StepDone("worker 0/0", 1.0, 1, 5, None, 0.0, 0, 1, 1)
+    last = StepDone("worker 0/0", 2.0, 2, 9, 0.5, 0.0, 0, 1, 1)
+    finished = Finished("worker 0/0", 2, 9, 0.0, 0, 1, 1)
+    for event in (Serving("server 0/0", ("tcp://a:1",), 4), step, last, Notice("a", "b"), finished):
+        notes(event)
+    assert notes.events == [Serving("server 0/0", ("tcp://a:1",), 4), last, finished]
+
+
+# ---- meeting ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path):
+    return open_store((tmp_path / "store").as_uri())
+
+
+def hall(store, rank, nprocs=2, secret=bytes(32)):
+    return NodeRendezvous(store, "j", rank, nprocs, secret)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Nobody is waited for, and silence is short."""
+    monkeypatch.setattr(node_rendezvous, "MEETING_S", 0.3)
+    monkeypatch.setattr(node_rendezvous, "_LOOK_S", 0.05)
+    monkeypatch.setattr(node_rendezvous, "ALIVE_S", 0.3)
+    monkeypatch.setattr(node_rendezvous, "BEAT_S", 0.1)
+
+
+def entered(store, rank, **given):
+    one = hall(store, rank, **given)
+    one.enter(one.introduce("", "file:///s"))
+    return one
+
+
+def test_two_units_meet(store):
+    job = Job(name="j", cluster=Cluster(nworkers_per_group=2))
+    first, second = entered(store, 0), entered(store, 1)
+    assert first.bring(job) == job == second.take(None)
+    hosts = first.gather("", False)
+    assert second.learn() == hosts
+    assert hosts.numbers == (0, 0)
+    assert hosts.addresses == ("127.0.0.1", "127.0.0.1")
+    with pytest.raises(ConfigError, match=r"JOB\.conf.*differs"):
+        second.take(Job(seed=9))
+    first.check(job)
+    with pytest.raises(ConfigError, match="--nprocs = 2: must be 1"):
+        first.check(Job())
+    for each in (first, second):
+        each.close()
+    assert store.keys("jobs/j." + first.word + "/alive") == []
+
+
+def test_the_job_may_have_been_submitted(store):
+    store.set("jobs/j/job", job_file.dumps(Job(name="sent")).encode())
+    first = entered(store, 0)
+    assert first.bring(None).name == "sent"
+    first.close()
+
+
+def test_who_is_missing_is_named(store, quick, capfd, monkeypatch):
+    monkeypatch.setattr(node_rendezvous, "QUIET_S", 0.0)
+    first = entered(store, 0, nprocs=3)
+    with pytest.raises(StoreError, match=r"units 1, 2 did not come within 0\.3 s"):
+        first.gather("", False)
+    assert "unit 0 waits for units 1, 2" in capfd.readouterr().err
+    first.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"secret": bytes(31) + b"x"}, "unit 1 .* has another secret than unit 0"),
+        ({"nprocs": 3}, "--nprocs of unit 1 = 3"),
+    ],
+)
+def test_units_that_were_told_different_things(store, other, words):
+    first, second = entered(store, 0), entered(store, 1, **other)
+    with pytest.raises(ConfigError, match=words):
+        first.gather("", False)
+    first.close()
+    second.close()
+
+
+def test_a_rank_and_a_name_are_given_once(store, quick, monkeypatch):
+    first, second = entered(store, 0), entered(store, 1)
+    monkeypatch.setattr(node_rendezvous, "MEETING_S", 10)
+    with pytest.raises(ConfigError, match=r"--rank = 1: is taken: unit 1 \(pid"):
+        entered(store, 1)
+    with pytest.raises(ConfigError, match="job = 'j': runs already"):
+        entered(store, 0)
+    first.close()
+    second.close()
+
+
+def test_a_dead_start_is_forgotten_and_its_keys_are_not_taken_for_new_ones(store, quick, monkeypatch):
+    dead, old = entered(store, 0), entered(store, 1)
+    dead.bring(Job(name="old"))
+    dead.gather("", False)
+    for each in (dead, old):
+        each.close()
+    monkeypatch.setattr(node_rendezvous, "MEETING_S", 20)
+    met = []
+    early = threading.Thread(target=lambda: met.append(entered(store, 1)))  # sees the dead one first
+    early.start()
+    first = entered(store, 0)
+    early.join(20)
+    assert met[0].word == first.word != dead.word
+    assert store.keys(f"jobs/j.{dead.word}/") == []
+    for each in (first, *met):
+        each.close()
+    forget(store)
+    assert store.keys() == []
+
+
+def agreed(store):
+    """Two units that have met, with what they say of themselves to each other."""
+    job = Job(name="j", cluster=Cluster(nworkers_per_group=2))
+    first, second = entered(store, 0), entered(store, 1)
+    first.bring(job)
+    second.take(None)
+    first.gather("", False)
+    second.learn()
+    return first, second
+
+
+def test_a_unit_that_comes_back_after_the_store_was_wiped_finds_the_job(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
+    monkeypatch.setattr(node_rendezvous, "MEETING_S", 20)
+    first, dead = agreed(store)
+    dead.close()
+    wipe(tmp_path / "store")
+    met = []
+    back = threading.Thread(target=lambda: met.append(entered(store, 1)))
+    back.start()
+    said = NodeInfo.loaded(first.run.watch("back/1", 20))
+    first.run.set(f"down/1.{said.word}", b"")
+    back.join(20)
+    assert met[0].returns
+    assert met[0].take(None).name == "j"
+    assert met[0].learn().numbers == (0, 0)
+    for each in (first, *met):
+        each.close()
+
+
+def test_units_meet_though_the_store_is_wiped_meanwhile(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
+    monkeypatch.setattr(node_rendezvous, "_LOOK_S", 0.2)
+    monkeypatch.setattr(node_rendezvous, "MEETING_S", 20)
+    first, second = entered(store, 0), entered(store, 1)
+    wipe(tmp_path / "store")
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(lambda: (second.take(None), second.learn()))
+        first.bring(Job(name="j", cluster=Cluster(nworkers_per_group=2)))
+        hosts = first.gather("", False)
+        assert taken.result(20)[1] == hosts
+    for each in (first, second):
+        each.close()
+
+
+# ---- company ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def company(store, monkeypatch):
+    made = []
+
+    def make(rank=0, units=3, served=False):
+        run = within(store, "jobs/j.1")
+        stores = StoreKeys(run, within(store, "jobs/j"), Registry(store), JobRecord("j", "j"))
+        hosts = HostMap(tuple(range(units)), tuple(f"h{r}" for r in range(units)), ("",) * units, "", served)
+        made.append(NodeMembership(stores, rank, hosts))
+        return made[-1], run
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_the_first_end_counts(company):
+    (a, _), (b, _) = company(0), company(1)
+    a.tell(Failed("worker 0/0", "program", "boom", ""))
+    end = a.wait(10)
+    assert end == b.wait(10)
+    assert (end.code, end.unit, end.host, end.failed.text) == (1, 0, "h0", "boom")
+    b.signalled(signal.SIGINT)
+    assert b.wait(0).failed.text == "boom"
+    assert a.over
+    assert b.over
+
+
+def test_a_lost_peer_waits_for_who_can_explain_it(company):
+    (a, run), (b, _) = company(0), company(1)
+    for rank in range(3):
+        run.set(f"alive/{rank}", b"1")
+    a.tell(Failed("worker 0/0", "peer", "lost worker 0/1", ""))
+    b.tell(Failed("worker 0/1", "died", "was killed", ""))
+    assert a.wait(10).failed.text == "was killed"
+
+
+def test_who_is_missing_explains_a_lost_peer(company):
+    a, run = company(0)
+    for rank in (0, 2):
+        run.set(f"alive/{rank}", b"1")
+    a.tell(Failed("worker 0/0", "peer", "lost worker 0/1", ""))
+    end = a.wait(10)
+    assert (end.unit, end.host, end.failed.text) == (1, "h1", "unit 1 on h1 vanished without a word")
+
+
+def test_jobs_stop_ends_it(company, store):
+    a, _ = company(0)
+    store.set("jobs/j/stop", b"stop")
+    end = a.wait(10)
+    assert end.code == 130
+    assert "jobs stop" in end.text
+
+
+def test_a_report_that_is_wiped_out_is_told_again(company, monkeypatch):
+    monkeypatch.setattr(company_module, "BEAT_S", 0.05)
+    (first, run), (second, _) = company(0, units=2), company(1, units=2)
+    for rank in (0, 1):
+        run.set(f"alive/{rank}", b"1")
+    second.finish([Finished("worker 0/1", 1, 1, 0.0, 1, 0, 0)])
+    run.watch("report/1", 10)
+    forget(run)
+    run.watch("report/1", 10)
+    first.finish([])
+    assert first.wait(10).code == second.wait(10).code == 0
+    assert first.reports[1] == second.reports[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "tell"),
+    [
+        ("save", lambda one: one.save(signal.SIGTERM)),
+        ("end", lambda one: one.tell(Failed("worker 0/1", "program", "boom", ""))),
+    ],
+)
+def test_a_wish_and_an_end_that_are_wiped_out_are_told_again(company, monkeypatch, key, tell):
+    monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
+    one, run = company(1, units=2)
+    tell(one)
+    said = run.watch(key, 20)
+    forget(run)
+    assert run.watch(key, 20) == said
+    one.close()
+    forget(run)
+    assert run.get(key) is None
+
+
+def test_a_jobs_entry_in_the_list_that_is_wiped_out_is_made_again(company, store, monkeypatch):
+    monkeypatch.setattr(company_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(company_module, "_TELL_EVERY_S", 0.1)
+    company(0)
+    for _ in range(2):
+        store.watch("registry/j", 20)
+        forget(store)
+    store.watch("registry/j", 20)
+
+
+def test_without_a_store_whoever_is_done_ends_alone_and_says_so(company, monkeypatch, tmp_path):
+    monkeypatch.setattr(company_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(company_module, "AWAY_S", 0.3)
+    (first, _), (second, _) = company(0, units=2), company(1, units=2)
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "store").write_text("no folder")
+    for each in (first, second):
+        each.finish([])
+        end = each.wait(10)
+        assert end.code == 0
+        assert "the store was unavailable for 0.3 s at the end" in end.text
+
+
+# ---- whole units -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mark(monkeypatch):
+    """Everything that this test starts carries the mark; nothing of it is left at the end."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setenv("TOPOTRAIN_TOKEN", WORD)
+    yield mark
+    wait_for(lambda: marked(mark) == [], 5)
+
+
+class Unit:
+    """One unit in a process of its own."""
+
+    def __init__(self, rank, command):
+        self.rank = rank
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        self.told = None
+        self.events = []
+
+    def until(self, kind, who):
+        for line in self.process.stdout:
+            self.events.append(from_json(line))
+            if isinstance(self.events[-1], kind) and self.events[-1].who == who:
+                return self.events[-1]
+        raise AssertionError(f"{self.events} {self.process.stderr.read()}")
+
+    def end(self):
+        out, err = self.process.communicate(timeout=DEADLINE_S)
+        for line in out.splitlines():
+            if line.startswith('{"ended"'):
+                self.told = json.loads(line)["ended"]
+            else:
+                self.events.append(from_json(line))
+        self.err = err
+        return self.process.returncode
+
+
+@pytest.fixture
+def units(tmp_path, mark):
+    (tmp_path / "play.py").touch()
+    started = []
+
+    def start(rank, args=(), nprocs=3, counts=THREE, url="", bare=False, name="w"):
+        url = url or (tmp_path / "store").as_uri() + "?job=play"
+        text = "" if bare else json.dumps(counts)
+        words = [str(tmp_path / name), str(rank), str(nprocs), url, text, *args]
+        started.append(Unit(rank, [sys.executable, "-m", "tests.support.unit_targets", *words]))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        with each.process:
+            pass
+
+
+def port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_units_in_any_order_are_one_job(units, tmp_path, kind):
+    url = "" if kind == "file" else f"tcp://127.0.0.1:{port()}?job=play"
+    job = [units(rank, url=url, bare=rank > 0) for rank in (2, 1, 0)]
+    assert [each.end() for each in job] == [0, 0, 0], [each.err for each in job]
+    heard = {event.who for event in job[-1].events if isinstance(event, Serving)}
+    assert heard == {"worker 0/0", "worker 0/1", "worker 0/2", "server 0/0"}  # unit 0 knows the whole job's events
+    assert {event.who for event in job[0].events if isinstance(event, Exited)} == {"worker 0/2", "unit 2"}
+    assert (tmp_path / "w" / "processes-2.json").exists()
+    if kind == "file":
+        store = open_store((tmp_path / "store").as_uri())
+        assert store.keys("jobs/") == []
+        assert [record.state for record in Registry(store).list()] == ["done"]
+
+
+def test_the_first_cause_is_everybodys(units):
+    args = parts(worker_0_0="stay", worker_0_1="program", worker_0_2="lost_peer", server_0_0="stay")
+    job = [units(rank, [arg.replace("_", " ") for arg in args]) for rank in range(3)]
+    assert [each.end() for each in job] == [1, 1, 1]
+    assert {(each.told["who"], each.told["kind"], each.told["unit"]) for each in job} == {("worker 0/1", "program", 1)}
+    assert {each.told["host"] for each in job} == {socket.gethostname()}
+
+
+def incidents(unit):
+    return [(event.who, event.action) for event in unit.events if isinstance(event, Incident)]
+
+
+def test_a_group_that_lives_in_one_unit_starts_again_there(units):
+    counts = {"nworker_groups": 2, "nworkers_per_group": 1, "restarts": 1}
+    job = [units(rank, parts(worker_1_0="once"), nprocs=2, counts=counts) for rank in range(2)]
+    assert [each.end() for each in job] == [0, 0], [each.err for each in job]
+    assert incidents(job[0]) == [("worker 1/0", "group 1 starts again (incarnation 1)")]  # unit 0 decides, and shows it
+    assert incidents(job[1]) == []
+
+
+SEPARATE = {**TWO, "server_worker_separate": True, "restarts": 3}
+
+
+def test_a_group_of_several_units_starts_again_in_all_of_them(units):
+    args = parts(worker_0_0="second", worker_0_1="once")
+    job = [units(rank, args, nprocs=3, counts=SEPARATE) for rank in range(3)]
+    assert [each.end() for each in job] == [0, 0, 0], [each.err for each in job]
+    assert incidents(job[0]) == [("worker 0/1", "group 0 starts again (incarnation 1)")]
+
+
+def test_a_lost_server_starts_the_whole_job_again_in_all_units(units):
+    args = parts(worker_0_0="life", worker_0_1="life", server_0_0="mortal life")
+    job = [units(rank, args, nprocs=3, counts=SEPARATE) for rank in range(3)]
+    assert [each.end() for each in job] == [0, 0, 0], [each.err for each in job]
+    assert incidents(job[0]) == [("server 0/0", "the whole job starts again")]
+    told = [event.text for each in job for event in each.events if isinstance(event, Notice)]
+    assert "the whole job starts again from its beginning" in told
+
+
+DEAF = parts(worker_0_0="deaf", worker_0_1="deaf", worker_0_2="deaf", server_0_0="stay")
+ENDLESS = parts(worker_0_0="stay", worker_0_1="stay", server_0_0="stay")
+
+
+def pair(units, **options):
+    """A job of two units that trains and does not end."""
+    job = [units(rank, ENDLESS, nprocs=2, counts=TWO, **options) for rank in range(2)]
+    for each in job:
+        each.until(Serving, f"worker 0/{each.rank}")
+    return job
+
+
+@pytest.mark.parametrize(("victim", "number", "code"), [(0, signal.SIGINT, 130), (2, signal.SIGTERM, 143)])
+def test_a_signal_to_one_unit_ends_all(units, victim, number, code):
+    if victim:
+        job = [units(rank, DEAF) for rank in range(3)]
+        for each in job:
+            each.until(Notice, f"worker 0/{each.rank}")
+    else:
+        job = pair(units)
+    os.killpg(job[victim].process.pid, number)
+    assert {each.end() for each in job} == {code}
+    name = signal.Signals(number).name
+    assert {each.told["text"] for each in job} == {f"ended by {name} to unit {victim} on {socket.gethostname()}"}
+
+
+def test_sigterm_to_any_unit_ends_all_after_a_last_snapshot(units):
+    roles = parts(worker_0_0="stay", worker_0_1="stay", worker_0_2="stay", server_0_0="saves")
+    job = [units(rank, roles, counts={**THREE, "grace_s": 100.0}) for rank in range(3)]
+    for each in job:
+        each.until(Serving, f"worker 0/{each.rank}")
+    job[2].process.send_signal(signal.SIGTERM)
+    assert {each.end() for each in job} == {143}
+    (text,) = {each.told["text"] for each in job}
+    assert text.startswith(f"ended by SIGTERM to unit 2 on {socket.gethostname()}; snapshot 3 has step 70")
+
+
+def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch):
+    """One notices it by a lost peer, one by the store's silence. (Of another one: journeys/test_hosts.py.)"""
+    monkeypatch.setenv("TOPOTRAIN_TEST_HASTY", "1")
+    url = f"tcp://127.0.0.1:{port()}?job=play"
+    args = parts(worker_0_0="stay", worker_0_1="stay", worker_0_2="witness", server_0_0="stay")
+    job = [units(rank, args, url=url) for rank in range(3)]
+    for each in job[:2]:
+        each.until(Serving, f"worker 0/{each.rank}")
+    witness = job[2].until(Notice, "worker 0/2").text
+    job[0].process.kill()
+    Path(witness).write_text("go")
+    assert [each.end() for each in job[1:]] == [1, 1]
+    named = f"unit 0 on {socket.gethostname()} vanished without a word, and the store with it"
+    assert [each.told["text"] for each in job[1:]] == [named] * 2
+
+
+def test_jobs_stop_from_outside(units, tmp_path):
+    job = pair(units)
+    registry = Registry(open_store((tmp_path / "store").as_uri()))
+    (record,) = registry.list()
+    assert (record.id, record.state, record.units, record.hosts) == ("play", "running", 2, ("127.0.0.1",))
+    registry.stop("play")
+    assert [each.end() for each in job] == [130] * 2
+    assert registry.view("play").state == "stopped"
+
+
+def test_a_job_that_does_not_fit_is_refused_by_all(units):
+    job = [units(rank, counts={"nworkers_per_group": 4}) for rank in range(3)]
+    assert [each.end() for each in job] == [2, 2, 2]
+    assert any("--nprocs = 3: must be 4, the number of units of this job" in each.err for each in job)
+
+
+def test_a_second_job_of_the_same_name_is_refused(units):
+    job = pair(units)
+    again = units(0, nprocs=2, counts=TWO, name="other")
+    assert again.end() == 2
+    assert again.err.startswith("job = 'play': runs already (unit ")
+    twin = units(1, nprocs=2, counts=TWO, name="other")
+    assert twin.end() == 2
+    assert "--rank = 1: is taken" in twin.err
+    job[1].process.send_signal(signal.SIGTERM)
+    assert [each.end() for each in job] == [143] * 2
+
+
+def test_a_script_that_is_not_on_this_host(units, tmp_path):
+    (tmp_path / "play.py").unlink()
+    assert small_job(tmp_path).program == "play.py"
+    job = [units(rank) for rank in range(3)]
+    assert {each.end() for each in job} == {2}
+    assert any("program = 'play.py'" in each.err for each in job)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", ["--rank: must be given", "slurm: SLURM_PROCID and SLURM_NTASKS"]),
+        ("--rank 0 --nprocs 2 --rendezvous foo", ["rendezvous 'foo'", "tcp://HOST:PORT"]),
+        ("a.conf train.py --rank 0", ["--rank: must be given before PROGRAM"]),
+        ("--rank 2 --nprocs 2 --rendezvous file:///s", ["--rank = 2: must be 0 to 1"]),
+        ("gone.conf --rank 0 --nprocs 1 --rendezvous file:///s t.py", ["gone.conf", "cannot be read"]),
+    ],
+)
+def test_a_typo_is_refused_at_once(tmp_path, words, said):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TOPOTRAIN", "SLURM"))}
+    (tmp_path / "a.conf").touch()
+    (tmp_path / "train.py").touch()
+    command = [sys.executable, "-m", "topotrain", "unit", *words.split()]
+    root = str(Path(__file__).parents[3])
+    environ |= {"TOPOTRAIN_TOKEN": WORD, "PYTHONPATH": root}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    for word in said:
+        assert word in done.stderr
+
+
+def test_ctrl_c_while_waiting_for_the_others(units, tmp_path):
+    one = units(0)
+    run = tmp_path / "store"
+    wait_for(lambda: list(run.glob("jobs+play.*+alive+0")) if run.exists() else None)
+    two = units(1)
+    wait_for(lambda: list(run.glob("jobs+play.*+alive+1")))
+    os.killpg(one.process.pid, signal.SIGINT)
+    assert [one.end(), two.end()] == [130, 130]
+    assert "ended by signal 2 to unit 0" in two.told["text"]
+
+
+def test_a_unit_whose_part_is_done_says_that_it_waits_for_the_others(monkeypatch):
+    ours, theirs = socket.socketpair()
+    said = []
+
+    class Others:
+        over = False
+
+        def fileno(self):
+            return ours.fileno()
+
+        def finish(self, events):
+            assert events == ()
+
+        def wait(self, seconds):
+            return JobEnd(0, 0)
+
+    others = Others()
+
+    def hear(event):
+        said.append(event.text)
+        others.over = True
+        theirs.send(b"!")
+
+    monkeypatch.setattr(node, "QUIET_S", 0.01)
+    with ours, theirs, signals() as heard:
+        end = node._agree(others, JobOutcome(0, 1.0), SimpleNamespace(events=()), heard, False, hear)
+    assert end == JobEnd(0, 0)
+    assert said == ["this unit has ended; the job ends when its other units have"]

@@ -1,0 +1,309 @@
+"""Workers that leave a job of one group and join it: what is decided about it, and that the launcher does it."""
+
+import json
+import threading
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.launch_targets import MARK, launch, marked, parts, processes, wait_for
+from topotrain.config import job_file
+from topotrain.config.job import Cluster, ConfigError, Job, Placement
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.events import (
+    Bounded,
+    Event,
+    Finished,
+    Lost,
+    Notice,
+    Recovered,
+    Resized,
+    Saved,
+    Serving,
+    Started,
+    StepDone,
+    Unrepeatable,
+    Unsaved,
+)
+from topotrain.launch.control_socket import ask
+from topotrain.launch.recovery.recovery_actions import RestartJob
+from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, recovery
+from topotrain.launch.recovery.resize import RequestSnapshot, ResizeRefused, ResizeRequest, RestartResized, resized
+from topotrain.parallel.api.prepare_split import SplitExtension
+from topotrain.parallel.capture import device_scopes
+from topotrain.training.worker_limits import bound
+
+BEGAN = 100.0
+ALLREDUCE = Cluster(nworkers_per_group=3, nservers_per_group=3)
+SANDBLASTER = Cluster(nworkers_per_group=3, nservers_per_group=2, server_worker_separate=True)
+SAVED = Saved("server 0/0", 4, 70, "manifests/000004", "end")
+
+
+def machine(job: Job) -> RecoveryPolicy:
+    """A job that trains."""
+    topology = layout(job.cluster)
+    made = recovery(job, topology, BEGAN)
+    assert made is not None
+    for unit in topology.units:
+        for who in (*unit.workers, *unit.servers):
+            made.heard(Started(str(who), 7), BEGAN)
+    return made
+
+
+def job(cluster: Cluster = SANDBLASTER, **fields: Any) -> Job:
+    return Job(cluster=cluster, **fields)
+
+
+def refused(words: list[Any]) -> str:
+    (word,) = words
+    assert isinstance(word, ResizeRefused)
+    return word.error
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def counts(cluster: Cluster) -> tuple[int, int, int, int]:
+    return (
+        cluster.nworkers_per_group,
+        cluster.nworkers_per_procs,
+        cluster.nservers_per_group,
+        cluster.nservers_per_procs,
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "workers", "expected"),
+    [
+        (SANDBLASTER, 2, (2, 1, 2, 1)),
+        (ALLREDUCE, 2, (2, 1, 2, 1)),
+        (Cluster(), 3, (3, 1, 3, 1)),
+        (Cluster(nworkers_per_group=3, nworkers_per_procs=3), 5, (5, 5, 1, 1)),
+        (replace(ALLREDUCE, nworkers_per_procs=3, nservers_per_procs=3), 2, (2, 2, 2, 2)),
+        (Cluster(nworkers_per_group=3, nserver_groups=0), 4, (4, 1, 1, 1)),
+    ],
+    ids=["sandblaster", "allreduce", "one worker and its server", "one unit", "all in one unit", "no servers"],
+)
+def test_servers_follow_where_each_worker_has_one_beside_it(cluster: Cluster, workers: int, expected: Any) -> None:
+    found = resized(cluster, workers)
+    assert counts(found) == expected
+    framework = layout(found).framework
+    assert framework == layout(cluster).framework or layout(cluster).workers_per_group == 1
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------------
+
+
+def test_the_job_goes_on_with_one_worker_less_once_there_is_a_snapshot() -> None:
+    made, wish = machine(job()), ResizeRequest("leave", 1, 5.0)
+    assert made.resize(wish, 105.0) == [RequestSnapshot()]
+    assert made.due == 110.0
+    by_time = replace(SAVED, why="time")
+    assert made.heard(by_time, 105.1) == [by_time]
+    saved, event, relay = made.heard(SAVED, 106.0)
+    assert (saved, event) == (SAVED, Resized(0, 3, 2, 70, 6.0))
+    assert isinstance(relay, RestartResized) and relay.wish is wish and (relay.number, relay.step) == (0, 70)
+    assert relay.text == "a worker has left: the job goes on after step 70 with 2 workers"
+    assert made.due is None
+    assert "whole job is restarting" in refused(made.resize(wish, 106.1))
+    made.relaid(relay.job, layout(relay.job.cluster))
+    step = StepDone("worker 0/1", 1.0, 71, 8, None, 0.0, 0, 0, 0)
+    assert made.heard(step, 108.5) == [step, Recovered(0, 2.5, 0.0)]
+    assert made.resize(ResizeRequest("join", 3), 109.0) == [RequestSnapshot()]
+    _, event, relay = made.heard(SAVED, 110.0)
+    assert event == Resized(1, 2, 5, 70, 10.0) and isinstance(relay, RestartResized)
+    assert relay.text.startswith("3 workers have joined")
+    made.relaid(relay.job, layout(relay.job.cluster))
+    assert made.missing == set() and not made.complete
+    for who in [*(f"worker 0/{i}" for i in range(5)), "server 0/0", "server 0/1"]:
+        made.heard(Finished(who, 1, 1, 0.0, 0, 0, 0), 111.0)
+    assert "the job is ending" in refused(made.resize(ResizeRequest("join", 1), 112.0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "wish", "words"),
+    [
+        (job(replace(SANDBLASTER, nworker_groups=2)), ResizeRequest("leave", 1), "2 worker groups.*use --group"),
+        (job(snapshot_s=0), ResizeRequest("leave", 1), "takes none .snapshot_s: 0"),
+        (job(), ResizeRequest("leave", 3), "has 3 workers, and one has to stay"),
+        (job(), ResizeRequest("join", 0), "at least 1"),
+        (job(replace(SANDBLASTER, shares=(1, 1, 2))), ResizeRequest("leave", 1), "with 2 workers: cluster.shares"),
+        (
+            job(replace(SANDBLASTER, nworkers_per_group=4, nworkers_per_procs=2)),
+            ResizeRequest("join", 1),
+            "with 5 workers.*procs",
+        ),
+        (job(), ResizeRequest("join", 1 << 20), "must be at most"),
+    ],
+    ids=["groups", "no snapshots", "all", "none", "shares", "units that are not full", "too many"],
+)
+def test_what_the_conf_forbids_is_refused_and_nothing_happens(changed: Job, wish: ResizeRequest, words: str) -> None:
+    made = machine(changed)
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(refused(made.resize(wish, 105.0)))
+    assert made.due is None
+    assert made.heard(SAVED, 106.0) == [SAVED]
+
+
+def test_what_only_the_script_shows_is_refused() -> None:
+    made = machine(job(per_worker_batch=True))
+    assert made.heard(Bounded("worker 0/0", 4, "an epoch has one batch for each of 4"), 101.0) == []
+    assert "with 5 workers: an epoch has one batch for each of 4" in refused(
+        made.resize(ResizeRequest("join", 2), 105.0)
+    )
+    assert made.resize(ResizeRequest("join", 1), 105.0) == [RequestSnapshot()]
+    made = machine(job())
+    made.heard(Bounded("worker 0/0", 0, "one model is split"), 101.0)
+    assert "one model is split" in refused(made.resize(ResizeRequest("leave", 1), 105.0))
+    made = machine(job())
+    made.heard(Unrepeatable("worker 0/0", "the loop is another library's", True), 101.0)
+    assert "the loop is another library's" in refused(made.resize(ResizeRequest("leave", 1), 105.0))
+
+
+def test_one_change_at_a_time() -> None:
+    made, first = machine(job()), ResizeRequest("leave", 1)
+    made.resize(first, 105.0)
+    second = ResizeRequest("leave", 1)
+    words = made.resize(second, 105.5)
+    assert "is being changed already" in refused(words)
+    assert words[0].wish is second, "the first one is still waiting"
+
+
+def test_without_a_snapshot_the_job_trains_on() -> None:
+    made, wish, why = machine(job()), ResizeRequest("leave", 1, 5.0), Unsaved("server 0/0", "no step was taken yet")
+    made.resize(wish, 105.0)
+    _, word = made.heard(why, 105.1)
+    assert word == ResizeRefused(wish, "it would resume from a snapshot, and none can be taken: no step was taken yet")
+    made.resize(wish, 106.0)
+    assert made.turn(110.9) == []
+    assert "within 5 s (--within)" in refused(made.turn(111.0))
+    assert made.due is None
+    assert made.heard(SAVED, 112.0) == [SAVED], "one that comes later changes nothing"
+    made.resize(wish, 113.0)
+    assert "ending" in refused(made.ends())
+    assert made.heard(SAVED, 114.0) == [SAVED]
+
+
+def test_a_job_that_is_over_by_then_is_not_begun_again() -> None:
+    made = machine(job())
+    made.resize(ResizeRequest("leave", 1), 105.0)
+    for index in range(3):
+        made.heard(Finished(f"worker 0/{index}", 1, 1, 0.0, 0, 0, 0), 105.5)
+    assert "has ended meanwhile" in refused(made.heard(SAVED, 106.0)[1:])
+
+
+def test_a_death_meanwhile_starts_the_job_again_as_it_was() -> None:
+    made = machine(job(ALLREDUCE))
+    made.resize(ResizeRequest("leave", 1), 105.0)
+    _, renew = made.heard(Lost("worker 0/1", 7, "worker 0/1 (pid 7) was killed by SIGKILL", ""), 105.5)
+    assert isinstance(renew, RestartJob)
+    assert made.heard(SAVED, 105.6) == [SAVED] and made.due is None
+    made.renewed()
+    assert made.heard(SAVED, 107.0) == [SAVED]
+    assert made.resize(ResizeRequest("leave", 1), 108.0) == [RequestSnapshot()]
+
+
+# ---- scripts ---------------------------------------------------------------------------------------------------------
+
+
+def said(fields: dict[str, Any], model: nn.Module, loader: Any, cut: bool = False, main: bool = True) -> list[Bounded]:
+    """What worker (0,0) tells of its script in a job with these fields."""
+    found: list[Bounded] = []
+    cluster = fields.pop("cluster", SANDBLASTER)
+    place = SimpleNamespace(job=job(cluster, **fields), topology=layout(cluster))
+    here = SimpleNamespace(is_main=main, me=Address(Role.WORKER, 0, 0), place=place, emit=found.append)
+    here.names_workers = SplitExtension().splits
+    bound(here, model, loader, cut)  # type: ignore[arg-type]
+    return found
+
+
+def test_the_first_worker_tells_what_only_its_script_shows() -> None:
+    model, loader = nn.Linear(2, 2), DataLoader(TensorDataset(torch.zeros(21)), batch_size=5)
+    assert said({}, model, loader) == []
+    (told,) = said({"per_worker_batch": True}, model, loader)
+    assert told.most == 4 and "for each of 4 workers" in told.text
+    assert said({"per_worker_batch": True}, model, loader, main=False) == []
+    for split in (said({}, model, loader, cut=True), said({"placement": Placement.kAuto}, model, loader)):
+        assert split[0].most == 0 and "one model is split" in split[0].text
+    model.__dict__[device_scopes.PLACE] = "/job:worker/task:0"
+    assert said({"cluster": Cluster()}, model, loader)[0].most == 0, "with more workers it would be split"
+    (told,) = said({}, nn.Linear(2, 2), None)
+    assert told.most == 0 and "divides its data itself" in told.text
+
+
+# ---- the launcher ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Everything that this test starts carries the mark; nothing of it is left at the end."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    yield mark
+    wait_for(lambda: marked(mark) == [])
+
+
+class Caller:
+    """Asks at the door, on a thread of its own, when the first server is there; keeps what it hears."""
+
+    def __init__(self, folder: Path, wish: ResizeRequest) -> None:
+        self.folder, self.wish, self.heard, self.events = folder, wish, "", []  # type: ignore[var-annotated]
+        self.thread = threading.Thread(target=self.ask)
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Serving) and event.who == "server 0/0" and not self.thread.ident:
+            self.thread.start()
+
+    def ask(self) -> None:
+        try:
+            self.heard = json.dumps(ask(self.folder, self.wish))
+        except ConfigError as error:
+            self.heard = str(error)
+        over = Path(self.folder, "run", "over")
+        if not any(isinstance(event, Resized) for event in self.events):
+            over.touch()
+
+
+def test_a_job_goes_on_with_one_worker_more_and_the_caller_hears_when_it_trains(tmp_path: Path, mark: str) -> None:
+    caller = Caller(tmp_path, ResizeRequest("join", 1, 60.0))
+    roles = parts(worker_0_0="stay once", worker_0_1="stay once", server_0_0="saves once")
+    outcome, events = launch(tmp_path, roles, caller, restarts=3)
+    caller.thread.join(10)
+    assert (outcome.code, outcome.cause) == (0, None)
+    assert json.loads(caller.heard) == {
+        "workers": 3,
+        "step": 70,
+        "text": "a worker has joined: the job goes on after step 70 with 3 workers",
+    }
+    assert [type(event) for event in events if isinstance(event, Resized | Recovered)] == [Resized, Recovered]
+    assert job_file.load(tmp_path / "run" / "job.conf").cluster.nworkers_per_group == 3
+    assert {tuple(entry["roles"]) for entry in processes(tmp_path)} > {("worker 0/2",)}
+    log = (tmp_path / "logs" / "worker-0-1.log").read_text()
+    assert "--- worker 0/1 starts again: the job goes on with nworkers_per_group: 3 ---" in log
+
+
+def test_a_job_of_which_no_snapshot_can_be_taken_goes_on_as_it_was(tmp_path: Path, mark: str) -> None:
+    caller = Caller(tmp_path, ResizeRequest("leave", 1, 60.0))
+    roles = parts(worker_0_0="until over", worker_0_1="until over", server_0_0="unsaved until over")
+    outcome, events = launch(tmp_path, roles, caller, restarts=3)
+    caller.thread.join(10)
+    assert (outcome.code, outcome.cause) == (0, None)
+    assert caller.heard == "--workers = 1: it would resume from a snapshot, and none can be taken: why"
+    assert not [event for event in events if isinstance(event, Resized)]
+    assert not [event for event in events if isinstance(event, Notice) and "starts again" in event.text]
+
+
+def test_where_a_death_ends_the_job_nobody_leaves(tmp_path: Path, mark: str) -> None:
+    caller = Caller(tmp_path, ResizeRequest("leave", 1, 60.0))
+    roles = parts(worker_0_0="until over", worker_0_1="until over", server_0_0="until over")
+    outcome, _ = launch(tmp_path, roles, caller)
+    caller.thread.join(10)
+    assert outcome.code == 0 and "kContinue is needed" in caller.heard

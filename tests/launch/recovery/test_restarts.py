@@ -1,0 +1,260 @@
+"""Whole jobs on this machine whose processes die, parts played in place of training: who starts again, and what it
+leaves behind."""
+
+import os
+import signal
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.launch_targets import CALLS, MARK, launch, marked, parts, processes, wait_for
+from topotrain.core.events import Exited, Failed, Frozen, Incident, Lost, Notice, Output, Started, Thawed
+from topotrain.launch.local import LocalLauncher
+from topotrain.launch.recovery import resume_point, stopped_processes
+
+GONE_S = 5.0
+
+
+@pytest.fixture
+def mark(monkeypatch):
+    """Everything that this test starts carries the mark; nothing of it is left at the end."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    yield mark
+    wait_for(lambda: marked(mark) == [], GONE_S)
+
+
+def told(events, kind):
+    return [event for event in events if isinstance(event, kind)]
+
+
+def plays(**roles):
+    return [arg.replace("_", " ") for arg in parts(**roles)]
+
+
+def open_fds(pid):
+    return sorted(os.readlink(f"/proc/{pid}/fd/{fd}").split(":")[0] for fd in os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_a_group_starts_again_as_often_as_it_may_and_leaves_nothing_open(tmp_path, mark):
+    units, counts, lives = {}, [], []
+
+    def hear(event):
+        if isinstance(event, Started) and event.who.startswith("unit"):
+            units[event.who] = event.pid
+        if isinstance(event, Notice) and event.text.startswith("life"):
+            lives.append((event.who, event.text))
+            if len(lives) % 2 == 0:  # both workers, which share memory
+                counts.append([len(open_fds(units["unit 0"])), len(os.listdir("/proc/self/fd"))])
+                counts[-1].append(sum("memfd" in name for name in open_fds(units["unit 0"])))
+                for number in range(len(lives) // 2):
+                    Path(tmp_path, "run", f"go-{number}").touch()
+
+    roles = plays(worker_0_0="mortal", worker_0_1="mortal", worker_1_0="until over", worker_1_1="until over")
+    groups = {"nworker_groups": 2, "nworkers_per_procs": 4}
+    outcome, events = launch(tmp_path, [*roles, "server 0/0=until over"], hear, restarts=3, **groups)
+    assert (outcome.code, outcome.cause) == (0, None)
+    assert [text for who, text in lives if who == "worker 0/0"] == [f"life {number}" for number in range(4)]
+    assert len({tuple(count) for count in counts}) == 1
+    assert counts[0][2] == 1
+    actions = [incident.action for incident in told(events, Incident)]
+    assert actions == [f"group 0 starts again (incarnation {number})" for number in (1, 2, 3)]
+    assert told(events, Lost) == told(events, Failed) == []
+    started = [event.who for event in told(events, Started)]
+    assert [started.count(who) for who in ("worker 0/0", "worker 0/1", "worker 1/0", "server 0/0")] == [4, 4, 1, 1]
+    said = "".join(event.text for event in told(events, Output))
+    assert said == "life 0\nlife 1\nlife 2\nlife 3\n"
+    log = (tmp_path / "logs" / "worker-0-0.log").read_text().splitlines()
+    assert [line for line in log if not line.startswith("---")] == said.splitlines()
+    assert sum(line.startswith("--- worker 0/0 starts again: worker 0/") for line in log) == 3
+    for entry in processes(tmp_path):
+        if entry["workers"]:
+            who = "worker {}/{}".format(*entry["workers"][0])
+            assert (entry["pid"], entry["exit"]) == (outcome.pids[who], 0)
+            assert entry["address"] == [f"test://{entry['pid']}"]
+
+
+def test_the_rest_of_the_group_is_ended_wherever_it_is(tmp_path, mark):
+    """Its other worker lives in a unit of its own, has a child, and does not end by itself."""
+    roles = plays(worker_0_0="second", worker_0_1="second", server_0_0="until over")
+
+    def hear(event):
+        if isinstance(event, Started) and event.who == "worker 0/1" and not killed:
+            killed.append(event.pid)
+            os.kill(event.pid, signal.SIGKILL)
+
+    killed = []
+    outcome, events = launch(tmp_path, roles, hear, restarts=1)
+    assert (outcome.code, outcome.cause) == (0, None)
+    assert len(told(events, Incident)) == 1
+    ends = {(event.who, event.code) for event in told(events, Exited) if event.who.startswith("worker")}
+    assert {("worker 0/1", -9), ("worker 0/1", 0), ("worker 0/0", 0)} <= ends
+
+
+def test_the_first_death_too_many_ends_the_job(tmp_path, mark):
+    outcome, events = launch(tmp_path, plays(worker_0_1="killed", worker_0_0="stay", server_0_0="stay"), restarts=1)
+    assert (outcome.code, outcome.cause.who, outcome.cause.kind) == (1, "worker 0/1", "died")
+    assert "was killed by SIGKILL, and group 0 has started again once within 10 minutes" in outcome.cause.text
+    assert [event.who for event in told(events, Incident)] == ["worker 0/1"]
+    assert told(events, Failed) == [outcome.cause]
+
+
+def test_the_programs_exception_ends_the_job_in_any_life(tmp_path, mark):
+    roles = plays(worker_0_1="second fails", worker_0_0="stay", server_0_0="stay")
+    outcome, events = launch(tmp_path, roles, restarts=3)
+    assert (outcome.code, outcome.cause.who, outcome.cause.kind) == (1, "worker 0/1", "program")
+    assert len(told(events, Incident)) == 1
+
+
+def test_who_dies_when_its_part_is_done_is_not_missed(tmp_path, mark):
+    roles = plays(worker_0_1="done", worker_0_0="until over", server_0_0="until over")
+    outcome, events = launch(tmp_path, roles, restarts=3)
+    assert (outcome.code, outcome.cause) == (0, None)
+    assert [event.action for event in told(events, Incident)] == ["nothing is missing: its work was done"]
+
+
+@pytest.mark.parametrize(
+    ("victim", "part", "action"),
+    [
+        ("worker 0/1", "frozen", "group 0 starts again (incarnation 1)"),
+        ("worker 0/1", "frozen done", "nothing is missing: its work was done"),
+        ("server 0/0", "frozen once", "the whole job starts again"),
+    ],
+)
+def test_a_process_that_stays_frozen_is_ended(tmp_path, mark, monkeypatch, victim, part, action):
+    monkeypatch.setattr(stopped_processes, "LEASE_S", 0.3)
+    others = {"worker_0_0": "until over", "worker_0_1": "until over", "server_0_0": "until over"}
+    roles = plays(**others | {victim.replace(" ", "_").replace("/", "_"): part})
+    outcome, events = launch(tmp_path, roles, restarts=1)
+    assert (outcome.code, outcome.cause) == (0, None)
+    (stopped,) = told(events, Frozen)
+    (incident,) = told(events, Incident)
+    assert (stopped.who, incident.action) == (victim, action)
+    assert incident.what == f"{victim} (pid {stopped.pid}) was frozen for 0.3 s and was ended"
+    assert told(events, Lost) == told(events, Failed) == []
+    assert Exited(victim, stopped.pid, -9) in events
+
+
+def test_a_process_that_is_frozen_for_a_moment_goes_on(tmp_path, mark):
+    def hear(event):
+        if isinstance(event, Frozen):
+            os.kill(event.pid, signal.SIGCONT)
+        if isinstance(event, Thawed):
+            (tmp_path / "run" / "go").touch()
+
+    roles = plays(worker_0_0="until over", worker_0_1="frozen", server_0_0="until over")
+    outcome, events = launch(tmp_path, roles, hear, restarts=1)
+    assert (outcome.code, outcome.cause) == (0, None)
+    assert [event.who for event in (*told(events, Frozen), *told(events, Thawed))] == ["worker 0/1"] * 2
+    assert told(events, Incident) == []
+
+
+def test_a_signal_ends_a_job_in_which_somebody_is_frozen(tmp_path, mark):
+    def hear(event):
+        if isinstance(event, Frozen):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    roles = plays(worker_0_0="stay", worker_0_1="frozen", server_0_0="stay")
+    outcome, events = launch(tmp_path, roles, hear, restarts=1)
+    assert (outcome.code, outcome.cause) == (143, None)
+    assert told(events, Incident) == []
+    assert marked(mark) == []
+
+
+def test_the_whole_job_starts_again_with_its_server_and_leaves_nothing_open(tmp_path, mark, monkeypatch):
+    counts, tokens, forkservers, asked = [], [], set(), []
+    snapshots = tmp_path / "manifests"
+    snapshots.mkdir()  # of an earlier job
+
+    def latest(workspace, told):
+        asked.append(workspace)
+        told(f"found {len(asked)}")
+        return SimpleNamespace(path=snapshots / str(len(asked)))
+
+    def hear(event):
+        if isinstance(event, Notice) and event.text.startswith("resumed"):
+            counts.append(len(os.listdir("/proc/self/fd")))
+            tokens.append((tmp_path / "run" / "token").read_bytes())
+            forkservers.add(next(pid for pid in marked(mark) if b"launch.agent.forkserver" in command(pid)))
+            if len(counts) == 2:  # now the job has snapshots of its own
+                snapshots.rename(tmp_path / "aside")
+                snapshots.mkdir()
+            (tmp_path / "run" / "go").touch()
+
+    monkeypatch.setattr(resume_point, "latest", latest)
+    roles = plays(worker_0_0="until over", worker_0_1="until over", server_0_0="reborn")
+    outcome, events = launch(tmp_path, roles, hear, restarts=3)
+    assert (outcome.code, outcome.cause) == (0, None)
+    resumed = [event.text for event in told(events, Notice) if event.text.startswith("resumed")]
+    assert resumed == ["resumed from ''", "resumed from ''", f"resumed from '{snapshots}/1'"]
+    assert asked == [tmp_path] * 2
+    assert Notice("launcher", "found 2") in events
+    assert [event.action for event in told(events, Incident)] == ["the whole job starts again"] * 3
+    assert told(events, Failed) == []
+    assert len(set(tokens)) == 3
+    assert len(set(counts)) == 1
+    assert len(forkservers) == 1
+    log = (tmp_path / "logs" / "servers-unit-0.log").read_text()
+    assert log == "--- server 0/0 starts again: the whole job starts again ---\n" * 3
+    assert {entry["exit"] for entry in processes(tmp_path) if entry["roles"] != ["launcher"]} == {0}
+
+
+def test_a_job_that_is_continued_and_dies_before_its_first_snapshot_is_continued_again(tmp_path, mark, monkeypatch):
+    monkeypatch.setattr(resume_point, "latest", lambda workspace, told: None)
+    launcher = LocalLauncher(CALLS, resume=f"{tmp_path}/elsewhere/000007")
+    roles = plays(worker_0_0="until over", worker_0_1="until over", server_0_0="reborn")
+    (tmp_path / "lives").write_text("xx")
+    outcome, events = launch(tmp_path, roles, told_to_go(tmp_path), launcher, restarts=1)
+    assert (outcome.code, outcome.cause) == (0, None)
+    assert f"the whole job starts again from {launcher.resume}" in [event.text for event in told(events, Notice)]
+
+
+def told_to_go(folder):
+    def hear(event):
+        if isinstance(event, Notice) and event.text.startswith("resumed"):
+            (folder / "run" / "go").touch()
+
+    return hear
+
+
+def command(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize("victim", ["unit 1", "forkserver"])
+def test_the_job_survives_the_death_of_a_supervisor(tmp_path, mark, victim):
+    killed = []
+
+    def kill(event):
+        if (tmp_path / "processes.json").exists() and not killed:
+            killed.extend(entry["pid"] for entry in processes(tmp_path) if victim in entry["roles"])
+            os.kill(killed[0], signal.SIGKILL)
+        if isinstance(event, Notice) and event.who == "launcher":
+            (tmp_path / "lives").write_text("xxx")
+
+    roles = plays(worker_0_0="reborn", worker_0_1="reborn", server_0_0="until over")
+    outcome, events = launch(tmp_path, roles, kill, restarts=1)
+    assert (outcome.code, outcome.cause) == (0, None)
+    (incident,) = told(events, Incident)
+    assert (incident.who, incident.what) == (victim, f"{victim} (pid {killed[0]}) was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("victim", ["worker 0/1", "server 0/0"])
+def test_a_signal_during_a_restart_ends_the_job(tmp_path, mark, victim):
+    roles = plays(worker_0_0="deaf", worker_0_1="deaf", server_0_0="deaf")
+    deaf = set()
+
+    def hear(event):
+        if isinstance(event, Notice):
+            deaf.add(event.who)
+        if len(deaf) == 3 and isinstance(event, Notice):
+            os.kill(next(e["pid"] for e in processes(tmp_path) if victim in e["roles"]), signal.SIGKILL)
+        if isinstance(event, Incident):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    outcome, events = launch(tmp_path, roles, hear, restarts=3)
+    assert (outcome.code, outcome.cause) == (143, None)
+    assert len(told(events, Incident)) == 1
+    assert marked(mark) == []

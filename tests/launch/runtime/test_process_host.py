@@ -1,0 +1,209 @@
+"""The code of real processes, in threads of this one: server processes, workers' roads, and what leads where."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from in_process_job import (
+    Cnn,
+    Transformer,
+    adam,
+    building,
+    cross_entropy,
+    images,
+    job_of,
+    reference,
+    run_hosted,
+    run_local,
+    tokens,
+    usual_loop,
+    vectors,
+)
+
+from topotrain.comm.router import Router, RouterConfig
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.store import open_store
+from topotrain.comm.transport import Refused, TransportError
+from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
+from topotrain.config.job import Cluster, Grads, Job, Reduce
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.client.client import JobError
+from topotrain.launch.runtime.process_host import WorkerConnections
+
+
+@pytest.fixture
+def place(tmp_path):
+    """place(job, token, number): a process of the job."""
+    (tmp_path / "store").mkdir(mode=0o700)
+    sockets = Path(socket_directory())
+
+    def made(job=None, token=bytes(32), number=1):
+        job = job or Job()
+        identity = Identity(job.name, token, number, 0, job.digest())
+        return RouterConfig(job, layout(job.cluster), identity, open_store((tmp_path / "store").as_uri()), sockets)
+
+    return made
+
+
+@pytest.mark.parametrize("road", ["kShm", "kTcp"])
+@pytest.mark.parametrize("layout", ["sandblaster", "allreduce"])
+def test_every_road_gives_the_same_bits(layout, road, tmp_path):
+    script, build = usual_loop(images(8)), building(Cnn, adam)
+    hosted = run_hosted(job_of(layout, road=road), build, script, tmp_path)
+    assert hosted.same_bits(reference(job_of(layout), build, script))
+    assert min(hosted.traffic) > 0
+
+
+def test_what_the_script_does_with_gradients_counts_over_tcp(tmp_path):
+    def script(t):
+        for first, second in zip(tokens(5), tokens(5)[::-1]):
+            t.optimizer.zero_grad()
+            t.backward(t.losses(cross_entropy, *first))
+            t.backward(t.losses(cross_entropy, *second))
+            torch.nn.utils.clip_grad_norm_(t.model.parameters(), 0.1)
+            t.optimizer.step()
+
+    job, build = job_of("allreduce", road="kTcp"), building(Transformer, adam)
+    assert run_hosted(job, build, script, tmp_path).same_bits(reference(job, build, script))
+
+
+def test_hidden_gradients_and_wrong_guesses_over_tcp(tmp_path):
+    def script(t):
+        for step, batch in enumerate(vectors(8)):
+            t.optimizer.zero_grad()
+            for _ in range(1 + step % 3):
+                t.backward(t.losses(cross_entropy, *batch))
+            t.optimizer.step()
+
+    job, build = job_of(grads=Grads.kHidden, road="kTcp"), building()
+    hosted = run_hosted(job, build, script, tmp_path)
+    assert hosted.same_bits(run_local(job_of(grads=Grads.kHidden), build, script))
+
+
+def test_several_servers_in_one_process_and_groups_that_agree(tmp_path):
+    """Two server groups in one unit: in-process between them, shared memory to the workers."""
+
+    def build():
+        model = torch.nn.Linear(70, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def script(t):
+        for _ in range(5):
+            t.optimizer.zero_grad()
+            t.backward(t.losses(lambda m, x: -m(x).sum(), torch.ones(1, 70)))
+            t.optimizer.step()
+
+    job = job_of("one", nworker_groups=2, nserver_groups=2, nservers_per_procs=2, reduce=Reduce.kSum)
+    result = run_hosted(job, build, script, tmp_path)
+    assert torch.equal(result.values["weight"], torch.full((1, 70), 10.0))
+
+
+def test_optimizer_state_travels_over_tcp(tmp_path):
+    def script(t):
+        usual_loop(vectors(3))(t)
+        t.optimizer.load_state_dict(t.optimizer.state_dict())
+        usual_loop(vectors(3, seed=5))(t)
+
+    def without(t):
+        usual_loop([*vectors(3), *vectors(3, seed=5)])(t)
+
+    job, build = job_of(road="kTcp"), building(optimizer=adam)
+    assert run_hosted(job, build, script, tmp_path).same_bits(reference(job, build, without))
+
+
+def test_a_refusal_reaches_the_script(tmp_path):
+    def script(t):
+        t.optimizer.param_groups[0]["lr"] = 1.0 + t.me.index
+        usual_loop(vectors(1))(t)
+
+    with pytest.raises(JobError, match="disagree about the optimizer's hyper-parameters"):
+        run_hosted(job_of(), building(), script, tmp_path)
+
+
+# --- roads -------------------------------------------------------------------------------------------------------
+
+SERVER, WORKER = Address(Role.SERVER, 0, 0), Address(Role.WORKER, 0, 0)
+
+
+class Listener:
+    def __init__(self):
+        self.heard, self.change = [], threading.Condition()
+
+    def place(self, sender, message, viewable):
+        return None
+
+    def handle(self, sender, message):
+        with self.change:
+            self.heard.append((sender, message))
+            self.change.notify_all()
+
+    def lost(self, peer, reason):
+        pass
+
+    def wait(self, count):
+        with self.change:
+            assert self.change.wait_for(lambda: len(self.heard) >= count, 20)
+        return self.heard
+
+
+@pytest.mark.parametrize(("road", "schemes"), [("kAuto", ["unix", "tcp"]), ("kShm", ["unix"]), ("kTcp", ["tcp"])])
+def test_a_server_is_reached_on_the_roads_of_the_job(road, schemes, place):
+    job = Job(cluster=Cluster(road=road))
+    roads = Router(place(job), ProcessMemory())
+    urls = roads.attach(SERVER, Listener())
+    roads.close()
+    assert [url.partition(":")[0] for url in urls] == schemes
+
+
+def test_who_was_heard_on_a_road_is_answered_there(place):
+    home, guest = Router(place(number=1), ProcessMemory()), Router(place(number=2), ProcessMemory())
+    server, worker = Listener(), Listener()
+    home.publish("server", SERVER, home.attach(SERVER, server))
+    guest.attach(WORKER, worker, dial_only=True)
+    guest.connect(WORKER, SERVER, "server")
+    guest.send(WORKER, SERVER, m.Fetch(1))
+    assert server.wait(1) == [(WORKER, m.Fetch(1))]
+    home.send(SERVER, WORKER, m.Applied(0, 0, 0, False, 0.0))
+    assert worker.wait(1)[0][0] == SERVER
+    assert home.traffic()[0] > 0 and guest.traffic()[1] > 0
+    with pytest.raises(TransportError, match=r"no connection from server 0/0 to worker 0/1"):
+        home.send(SERVER, Address(Role.WORKER, 0, 1), m.Fetch(1))
+    guest.close()
+    home.close()
+
+
+def test_a_stranger_is_refused_and_the_others_go_on(place):
+    home, guest = (
+        Router(place(number=1), ProcessMemory()),
+        Router(place(token=bytes([1] * 32), number=2), ProcessMemory()),
+    )
+    home.publish("server", SERVER, home.attach(SERVER, server := Listener()))
+    guest.attach(WORKER, Listener(), dial_only=True)
+    with pytest.raises(TransportError):
+        guest.connect(WORKER, SERVER, "server")
+    other = Router(place(Job(seed=1), number=3), ProcessMemory())
+    other.attach(WORKER, Listener(), dial_only=True)
+    with pytest.raises(Refused, match="CONFIG"):
+        other.connect(WORKER, SERVER, "server")
+    friend = Router(place(number=4), ProcessMemory())
+    friend.attach(WORKER, Listener(), dial_only=True)
+    friend.connect(WORKER, SERVER, "server")
+    friend.send(WORKER, SERVER, m.Fetch(1))
+    assert server.wait(1) == [(WORKER, m.Fetch(1))]
+    for roads in (guest, other, friend, home):
+        roads.close()
+
+
+def test_a_workers_memory_is_shown_on_the_shared_road_only(place):
+    for road, found in (("kShm", True), ("kTcp", False)):
+        job = Job(cluster=Cluster(road=road, server_worker_separate=True))
+        home = Router(place(job, number=1), ProcessMemory())
+        home.publish("server", SERVER, home.attach(SERVER, Listener()))
+        roads = WorkerConnections(place(job, number=0), WORKER)
+        tensor = roads.allocate(100, torch.float32)
+        assert (roads.memory.find(tensor) is not None) is found and not tensor.any()
+        roads.close()
+        home.close()

@@ -1,0 +1,319 @@
+"""Whole jobs on this machine, parts played in place of training: the outcome, its cause, and that nobody is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from dataclasses import replace
+
+import pytest
+
+from tests.support.launch_targets import CALLS, MARK, launch, marked, parts, processes, small_job, wait_for
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import layout
+from topotrain.core.events import Exited, Failed, Incident, Notice, Output, Saved, Serving, Started, Unsaved, from_json
+from topotrain.launch import run_loop
+from topotrain.launch.agent.pipes import LineReader
+from topotrain.launch.agent.unit_process import UnitProcess
+from topotrain.launch.local import LocalLauncher
+
+GONE_S = 5.0
+
+
+@pytest.fixture
+def mark(monkeypatch):
+    """Everything that this test starts carries the mark; nothing of it is left at the end."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    yield mark
+    wait_for(lambda: marked(mark) == [], GONE_S)
+
+
+def test_a_job_that_goes_well(tmp_path, mark):
+    outcome, events = launch(tmp_path, parts(worker_0_0="talk"), nservers_per_group=2, nservers_per_procs=2)
+    assert (outcome.code, outcome.cause) == (0, None)
+    residents = {"worker 0/0", "worker 0/1", "server 0/0", "server 0/1"}
+    assert outcome.exits == dict.fromkeys(residents | {"unit 0", "unit 1"}, 0)
+    assert outcome.pids == {event.who: event.pid for event in events if isinstance(event, Started)}
+    assert outcome.pids["server 0/0"] == outcome.pids["server 0/1"]
+    assert "".join(event.text for event in events if isinstance(event, Output)).count("two") == 1
+    assert os.stat(tmp_path / "run").st_mode & 0o777 == 0o700
+    assert os.stat(tmp_path / "run" / "token").st_mode & 0o777 == 0o600
+    assert len((tmp_path / "run" / "token").read_bytes()) == 32
+    entries = {entry["roles"][0]: entry for entry in processes(tmp_path)}
+    assert entries.keys() == {"launcher", "forkserver", "unit 0", "unit 1", "server 0/0", "worker 0/0", "worker 0/1"}
+    servers = entries["server 0/0"]
+    assert (servers["unit"], servers["rank"], servers["servers"]) == (0, None, [[0, 0], [0, 1]])
+    assert servers["address"] == [f"test://{servers['pid']}"]
+    assert entries["worker 0/1"]["rank"] == 1 and entries["worker 0/1"]["workers"] == [[0, 1]]
+    assert {entry["exit"] for role, entry in entries.items() if role != "launcher"} == {0}
+
+
+def test_processes_are_listed_while_they_run_and_a_signal_ends_them(tmp_path, mark):
+    seen = []
+
+    def interrupt(event):
+        if (tmp_path / "processes.json").exists() and not seen:
+            seen.extend(processes(tmp_path))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    part = "brood"
+    outcome, _ = launch(tmp_path, parts(worker_0_0=part, worker_0_1="deaf", server_0_0="stay"), interrupt)
+    assert (outcome.code, outcome.cause) == (143, None)
+    assert {entry["pid"] for entry in seen if entry["roles"] != ["launcher"]} >= set(outcome.pids.values())
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def on_serving(who, do):
+    done = []
+
+    def hear(event):
+        if isinstance(event, Serving) and event.who == who and not done:
+            done.append(do())
+
+    return hear
+
+
+@pytest.mark.parametrize("restarts", [None, 3])
+@pytest.mark.parametrize(("answer", "kind"), [("saves", Saved), ("unsaved", Unsaved)])
+def test_sigterm_ends_a_job_when_its_first_server_has_answered(tmp_path, mark, answer, kind, restarts):
+    hear = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    roles = parts(worker_0_0="stay", worker_0_1="stay", server_0_0=answer)
+    outcome, events = launch(tmp_path, roles, hear, grace_s=100.0, restarts=restarts)
+    assert (outcome.code, outcome.cause) == (143, None)
+    assert [type(event) for event in events if isinstance(event, Saved | Unsaved)] == [kind]
+    assert outcome.seconds < 50
+
+
+def test_a_grace_that_is_over_and_a_second_sigterm_end_a_job(tmp_path, mark):
+    roles = parts(worker_0_0="stay", worker_0_1="stay", server_0_0="stay")
+    hear = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert launch(tmp_path / "over", roles, hear, grace_s=0.3)[0].code == 143
+
+    def twice(event):
+        hear(event)
+        if isinstance(event, Notice) and event.text.startswith("asked to end"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    hear = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    outcome, _ = launch(tmp_path / "twice", roles, twice, grace_s=100.0)
+    assert outcome.code == 143 and outcome.seconds < 50
+
+
+def test_ctrl_c_ends_a_job_at_once(tmp_path, mark):
+    roles = parts(worker_0_0="stay", worker_0_1="stay", server_0_0="stay")
+    hear = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGINT))
+    outcome, _ = launch(tmp_path, roles, hear, grace_s=100.0)
+    assert outcome.code == 130 and outcome.seconds < 50
+
+
+def test_a_job_that_comes_to_its_end_meanwhile_has_ended_well(tmp_path, mark):
+    asks = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    def hear(event):
+        asks(event)
+        if isinstance(event, Notice) and event.text.startswith("asked to end"):
+            (tmp_path / "run" / "over").touch()
+
+    roles = parts(worker_0_0="until over", worker_0_1="until over", server_0_0="until over")
+    outcome, _ = launch(tmp_path, roles, hear, grace_s=100.0)
+    assert (outcome.code, outcome.cause) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "cause"),
+    [
+        (parts(worker_0_1="program", worker_0_0="stay", server_0_0="stay"), 1, ("worker 0/1", "program")),
+        (parts(worker_0_1="killed", worker_0_0="lost_peer", server_0_0="lost_peer"), 1, ("worker 0/1", "died")),
+        (parts(worker_0_1="late program", worker_0_0="lost peer", server_0_0="stay"), 1, ("worker 0/1", "program")),
+        (parts(server_0_0="misconfigured", worker_0_0="deaf", worker_0_1="stay"), 2, ("server 0/0", "config")),
+    ],
+)
+def test_the_first_cause_ends_the_job(tmp_path, mark, args, code, cause):
+    def hear(event):
+        if isinstance(event, Failed) and event.kind == "peer":
+            (tmp_path / "run" / "peer-was-heard").touch()
+
+    outcome, _ = launch(tmp_path, [arg.replace("_", " ") for arg in args], hear)
+    assert outcome.code == code
+    assert (outcome.cause.who, outcome.cause.kind) == cause
+    assert outcome.seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("who", "part", "words"),
+    [
+        ("worker_0_1", "exits 0", "ended with exit code 0 before its work was done"),
+        ("server_0_0", "exits 0", "ended with exit code 0 before its work was done"),
+        ("worker_0_1", "execs", "has closed the channel to its unit and still runs"),
+        ("worker_0_1", "closes", "ended with exit code 1"),
+    ],
+)
+def test_an_end_that_was_not_announced_is_a_loss(tmp_path, mark, who, part, words):
+    outcome, _ = launch(tmp_path, parts(**{who: part}))
+    assert outcome.code == 1
+    assert (outcome.cause.who, outcome.cause.kind) == ("{} {}/{}".format(*who.split("_")), "died")
+    assert words in outcome.cause.text
+    if part == "closes":
+        assert "the program has closed descriptors that it did not open" in outcome.cause.traceback
+
+
+def test_an_end_that_was_not_announced_starts_the_group_again(tmp_path, mark):
+    outcome, events = launch(tmp_path, parts(worker_0_1="exits 0 once"), restarts=1, server_worker_separate=True)
+    assert (outcome.code, outcome.cause) == (0, None)
+    (incident,) = [event for event in events if isinstance(event, Incident)]
+    assert (incident.who, incident.action) == ("worker 0/1", "group 0 starts again (incarnation 1)")
+
+
+def test_a_unit_that_ends_before_its_processes_is_a_loss(tmp_path, mark, monkeypatch):
+    def ends_at_once(place, calls, life, environ, log):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""], bufsize=0, **pipes)
+        return UnitProcess(place.rank, process, LineReader(process.stdout.fileno()), log)
+
+    monkeypatch.setattr(run_loop, "begin", ends_at_once)
+    outcome, _ = launch(tmp_path)
+    assert (outcome.code, outcome.cause.kind) == (1, "died")
+    assert "ended with exit code 0 before" in outcome.cause.text
+
+
+def test_servers_that_stay_end_a_job_that_is_in_a_registry_too(tmp_path, mark, monkeypatch):
+    monkeypatch.setattr(run_loop, "SERVERS_S", 0.5)
+    job = replace(small_job(tmp_path, parts(server_0_0="until over")), rendezvous=f"file://{tmp_path}/store")
+    outcome = LocalLauncher(CALLS).start(job, layout(job.cluster), lambda event: None)
+    assert (outcome.code, outcome.cause.who) == (1, "launcher")
+    assert outcome.cause.text == "server 0/0 did not end within 0.5 s after the last worker"
+
+
+def test_what_a_process_waits_for_after_its_program_is_told(tmp_path, mark):
+    def hear(event):
+        if isinstance(event, Notice) and "lingerer" in event.text:
+            (tmp_path / "run" / "go").touch()
+
+    outcome, events = launch(tmp_path, parts(worker_0_1="lingers"), hear)
+    assert (outcome.code, outcome.cause) == (0, None)
+    (notice,) = [event for event in events if isinstance(event, Notice)]
+    assert notice.who == "worker 0/1"
+    assert notice.text.startswith("its program has ended, but for the thread 'lingerer'")
+
+
+def test_the_main_worker_may_say_its_word_when_another_one_fails_first(tmp_path, mark):
+    failed = []
+
+    def hear(event):
+        if isinstance(event, Failed):
+            failed.append(event.who)
+            (tmp_path / "run" / "peer-was-heard").touch()
+
+    args = ["worker 0/1=misconfigured", "worker 0/0=late program", "server 0/0=stay"]
+    outcome, _ = launch(tmp_path, args, hear)
+    assert failed == ["worker 0/1", "worker 0/0"]
+    assert (outcome.code, outcome.cause.who) == (2, "worker 0/1")
+
+
+@pytest.mark.parametrize("victim", ["unit 1", "forkserver"])
+def test_the_death_of_a_supervisor_ends_the_job(tmp_path, mark, victim):
+    killed = []
+
+    def kill(event):
+        if (tmp_path / "processes.json").exists() and not killed:
+            killed.extend(entry["pid"] for entry in processes(tmp_path) if victim in entry["roles"])
+            os.kill(killed[0], signal.SIGKILL)
+
+    outcome, _ = launch(tmp_path, parts(worker_0_0="group", worker_0_1="stay", server_0_0="deaf"), kill)
+    assert outcome.code == 1
+    assert outcome.cause == Failed(victim, "died", f"{victim} (pid {killed[0]}) was killed by SIGKILL", "")
+
+
+class Process:
+    """A launcher in a process of its own."""
+
+    def __init__(self, folder, args):
+        command = [sys.executable, "-m", "tests.support.launch_targets", str(folder), *args]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, start_new_session=True)
+
+    def until(self, kind, who):
+        for line in self.process.stdout:
+            event = from_json(line.decode())
+            if isinstance(event, kind) and event.who == who:
+                return event
+        raise AssertionError(self.process.stderr.read())
+
+    def end(self):
+        """The exit code and what stood on stderr."""
+        _, errors = self.process.communicate(timeout=10)
+        return self.process.returncode, errors.decode()
+
+
+DEAF = parts(worker_0_0="group", worker_0_1="deaf", server_0_0="deaf")
+
+
+def test_nobody_outlives_a_killed_launcher(tmp_path, mark):
+    launcher = Process(tmp_path, DEAF)
+    launcher.until(Notice, "worker 0/1")
+    launcher.process.kill()
+    wait_for(lambda: marked(mark) == [], GONE_S)
+    assert launcher.end()[0] == -9
+
+
+def test_ctrl_c_in_the_terminal_ends_the_job_in_order(tmp_path, mark):
+    launcher = Process(tmp_path, DEAF)
+    launcher.until(Notice, "worker 0/1")
+    os.killpg(launcher.process.pid, signal.SIGINT)
+    assert launcher.end() == (130, "")
+    assert marked(mark) == []
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path, mark):
+    launcher = Process(tmp_path, parts(worker_0_0="stay", worker_0_1="deaf"))
+    launcher.until(Notice, "worker 0/1")
+    wait_for((tmp_path / "processes.json").exists)
+    launcher.process.send_signal(signal.SIGINT)
+    launcher.until(Exited, "worker 0/0")
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.until(Exited, "unit 1").code == -9
+    assert launcher.end() == (130, "")
+
+
+def test_two_jobs_at_once_need_two_workspaces(tmp_path, mark):
+    first, second, same = tmp_path / "first", tmp_path / "the second, 50%", []
+
+    def start_others(event):
+        if event == Notice("worker 0/1", "deaf"):
+            same.append(Process(first, ()).end())
+            same.append(Process(second, ()).end())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    outcome, _ = launch(first, parts(worker_0_1="deaf", worker_0_0="stay", server_0_0="stay"), start_others)
+    assert outcome.code == 130
+    (refused, text), went_well = same
+    assert refused == 2
+    assert text.startswith(f"cluster.workspace = '{first}': is in use by another job (launcher pid {os.getpid()})")
+    assert went_well == (0, "")
+
+
+def test_a_workspace_that_cannot_be_written_is_refused(tmp_path, mark):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^cluster\.workspace = .*must be a folder that can be written"):
+        launch(tmp_path / "file" / "workspace")
+
+
+def test_what_the_listener_raises_ends_the_job(tmp_path, mark):
+    def complain(event):
+        if isinstance(event, Notice):
+            raise LookupError("of the listener")
+
+    with pytest.raises(LookupError):
+        launch(tmp_path, DEAF, complain)
+    assert marked(mark) == []
+
+
+def test_a_job_can_be_started_on_another_thread(tmp_path, mark):
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.append(launch(tmp_path)[0]))
+    thread.start()
+    thread.join(20)
+    assert [outcome.code for outcome in outcomes] == [0]

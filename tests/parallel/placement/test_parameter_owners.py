@@ -1,0 +1,179 @@
+"""A split model's parameters in real workers: each holds its own, and worker (0,0) gets the whole result."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from in_process_job import job_of, run_hosted, run_local
+from torch import nn
+
+import topotrain.training.parameters.flat_parameters
+from topotrain.config.job import ConfigError, Grads, Job, Partition
+from topotrain.config.sharding import SchemaError, cut
+from topotrain.config.topology import layout
+from topotrain.core.model.schema import FlatBuffers, effective, slice_map_for
+from topotrain.training.parameters.device_copy import ImmediateCopier
+from topotrain.training.parameters.device_parameters import DeviceParameters
+from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, describe_model, in_file
+from topotrain.training.parameters.gradient_hooks import PushPath
+
+OWNERS = {"left": (0,), "right": (1,), "tied": (0, 1), "common": (), "left_stat": (0,), "right_stat": (1,), "count": ()}
+STEPS = 5
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.randn(30, 7)) for _ in range(2))
+        self.tied, self.common = nn.Parameter(torch.randn(130)), nn.Parameter(torch.randn(11))
+        for name in ("left_stat", "right_stat", "count"):
+            self.register_buffer(name, torch.zeros(3))
+
+
+def build():
+    model = Model()
+    return model, torch.optim.Adam(model.parameters(), lr=0.003, fused=True)  # as the servers compute it
+
+
+def split(me, model, optimizer) -> ModelParts:
+    """What worker `me` holds of the model; the rest is on the meta device, in the model and in the optimizer."""
+
+    def absent(name, tensor):
+        elsewhere = OWNERS[name] and me.index not in OWNERS[name]
+        return tensor.detach().to("meta") if elsewhere else None
+
+    new = {}
+    for name, parameter in list(model.named_parameters()):
+        if (empty := absent(name, parameter)) is not None:
+            model._parameters[name] = new[id(parameter)] = nn.Parameter(empty)
+    for name, buffer in list(model.named_buffers()):
+        if (empty := absent(name, buffer)) is not None:
+            model._buffers[name] = empty
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(id(p), p) for p in group["params"]]
+    tensors = tuple(model.parameters())
+    found = describe_model(Model())
+    table = model._parameters
+    return ModelParts(
+        tensors,
+        tuple(replace(p, owners=OWNERS[p.name]) for p in found.parameters),
+        tuple(model.buffers()),
+        tuple(replace(b, owners=OWNERS[b.name]) for b in found.buffers),
+        tuple((table, name, index) for index, name in enumerate(table)),
+    )
+
+
+def push(worker: int, step: int, name: str) -> torch.Tensor:
+    dice = torch.Generator().manual_seed(100 * step + 10 * worker + list(OWNERS).index(name))
+    return torch.randn(dict(Model().named_parameters())[name].shape, generator=dice)
+
+
+def script(t) -> None:
+    me = t.me.index
+    for step in range(STEPS):
+        t.optimizer.zero_grad()
+        t.worker.drawn(1 << 40, step, 4.0, 4)
+        here = {name: p for name, p in t.model.named_parameters() if not p.is_meta}
+        sum((p * push(me, step, name)).sum() for name, p in here.items()).backward()
+        t.optimizer.step()
+        if step == 2:  # the state is gathered from the servers, each worker its own, and handed back
+            state = t.optimizer.state_dict()
+            assert len(state["state"]) == len(here) == 3
+            t.optimizer.load_state_dict(state)
+    for name, buffer in t.model.named_buffers():
+        buffer += 10 + me if name != "count" else me
+    elsewhere = [s.index for s in t.worker.map.spaces if not s.on(me)]
+    assert elsewhere and not [name for name, space in t.worker.buffers.flats._flat if space in elsewhere]
+
+
+def expected() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    model, optimizer = build()
+    for step in range(STEPS):
+        for name, p in model.named_parameters():
+            p.grad = sum(push(worker, step, name) for worker in OWNERS[name] or (0, 1)) / 2
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def check(result) -> None:
+    first, second = (handle.worker for handle in result.workers)
+    for index, (name, wanted) in enumerate(expected().items()):
+        assert torch.equal(first.buffers.view("params", index), wanted), name
+        if not OWNERS[name] or 1 in OWNERS[name]:
+            assert torch.equal(second.parts.tensors[index], wanted), name
+        assert first.parts.tensors[index].is_meta == (OWNERS[name] == (1,))
+    assert [float(b.mean()) for b in first.final_buffers] == [10.0, 11.0, 0.0]
+    assert isinstance(first.path, PushPath), "what nobody else has cannot be shown as the group's mean"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_each_worker_holds_its_own_and_the_result_is_whole(servers, shared):
+    check(run_local(job_of(nworkers_per_group=2, nservers_per_group=servers), build, script, shared, split))
+
+
+@pytest.mark.parametrize("road", ["kShm", "kTcp"])
+@pytest.mark.parametrize("servers", ["sandblaster", "allreduce"])
+def test_the_same_over_real_roads_and_into_files(servers, road, tmp_path):
+    def into_files(t):
+        script(t)
+        take_final = t.worker.take_final
+        t.worker.take_final = lambda: take_final(tmp_path)
+
+    job = job_of(servers, nworkers_per_group=2, nservers_per_group=2, road=road)
+    check(run_hosted(job, build, into_files, tmp_path, describing=split))
+    assert [path.name for path in tmp_path.iterdir()] == ["store"], "files without a name stay nowhere"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_same_where_parameters_are_on_a_device(shared, monkeypatch):
+    def mirror(tensors, view, own):
+        return DeviceParameters(tensors, view, lambda devices: {device: ImmediateCopier() for device in devices})
+
+    monkeypatch.setattr(topotrain.training.parameters.flat_parameters, "mirror_for", mirror)
+    check(run_local(job_of(nworkers_per_group=2), build, script, shared, split))
+
+
+def test_compressed_it_is_nearly_the_same():
+    result = run_local(job_of(nworkers_per_group=2, compression="kBf16"), build, script, False, split)
+    for index, wanted in enumerate(expected().values()):
+        assert torch.allclose(result.workers[0].worker.buffers.view("params", index), wanted, atol=0.02)
+
+
+def test_memory_in_files_is_zeroed_and_a_folder_that_has_no_room_is_told(tmp_path):
+    made = in_file(tmp_path)(1000, torch.float64)
+    assert made.shape == (1000,) and not made.any() and not in_file(tmp_path)(0, torch.float32).numel()
+    made.fill_(1.0)
+    with pytest.raises(ConfigError, match=r"workspace = .*nowhere.*no space for 8 more bytes"):
+        in_file(tmp_path / "nowhere")(1, torch.float64)
+
+
+def test_an_owner_that_no_group_has_is_refused():
+    (wrong, *_) = (replace(p, owners=(0, 2)) for p in describe_model(Model()).parameters)
+    with pytest.raises(
+        SchemaError, match=r"'left': owners = \(0, 2\): must be 0 to 1: a group of the job has 2 workers"
+    ):
+        slice_map_for([wrong], layout(job_of(nworkers_per_group=2).cluster))
+
+
+def test_a_split_job_pushes_home_whatever_its_conf_says_of_gradients():
+    whole = describe_model(Model()).parameters
+    assert effective(Job(), whole).grads is Grads.kVisible
+    assert effective(Job(), [replace(whole[0], owners=(0,))]).grads is Grads.kHidden
+    assert effective(Job(partition=(Partition(),)), whole).grads is Grads.kHidden
+    hidden = Job(grads=Grads.kHidden)
+    assert effective(hidden, whole) is hidden
+
+
+def test_a_parameter_that_is_elsewhere_is_left_alone():
+    parts = split(layout(job_of(nworkers_per_group=2).cluster).workers(0)[0], *build())
+    slice_map = cut(parts.parameters, 1)
+    buffers = ModelBuffers(parts, slice_map, FlatBuffers(slice_map, None, lambda n, dtype: torch.zeros(n, dtype=dtype)))
+    buffers.copy_from_model("params")
+    buffers.move_model()
+    buffers.check(parts.parameters)
+    with torch.no_grad():
+        parts.tensors[0].add_(1)
+    with pytest.raises(RuntimeError, match="left was changed outside"):
+        buffers.check(parts.parameters)

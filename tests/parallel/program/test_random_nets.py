@@ -1,0 +1,264 @@
+"""Nets cut in any way, with the moves that the inference puts in, learn what the whole ones learn."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from split_workers import Block, Group
+from torch import nn
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        identity = x
+        out = self.conv2(self.relu(self.conv1(x)))
+        out += identity
+        return self.relu(out)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+class Cnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Conv2d(2, 4, 3, padding=1), Residual()
+        self.pool, self.hidden, self.head = nn.MaxPool2d(2), nn.Linear(16, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(self.block(torch.relu(self.stem(x))))
+        return self.head(torch.relu(self.hidden(x.flatten(1))))
+
+
+class Masked(nn.Module):
+    """Everything of torch that has a dropout inside; `probability` is what `Group`'s dice draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.memory = nn.LSTM(8, 8, num_layers=2, dropout=0.4, batch_first=True)
+        self.turned = nn.GRU(8, 4, num_layers=3, dropout=0.25, bidirectional=True)
+        self.drop, self.last = nn.Dropout(0.1), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.first(x))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.encoder(x) + self.attention(x, x, x)[0]
+        x = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.3 if self.training else 0.0)
+        x = self.turned(self.memory(x)[0].transpose(0, 1))[0].transpose(0, 1)
+        return self.last(nn.functional.dropout(x, 0.2)).mean(1)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n, length, _ = x.shape
+        q, k, v = (part(x).view(n, length, 2, 4).transpose(1, 2) for part in (self.q, self.k, self.v))
+        mixed = torch.softmax(q @ k.transpose(-2, -1) / 2.0, -1) @ v
+        return self.out(mixed.transpose(1, 2).reshape(n, length, 8))
+
+
+class Transformer(nn.Module):
+    """With its last layer tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.attention = nn.Embedding(11, 8), Attention()
+        self.norm1, self.norm2, self.up, self.down = (
+            nn.LayerNorm(8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+        )
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = x + self.attention(self.norm1(x))
+        x = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return self.head(x)
+
+
+class Towers(nn.Module):
+    """Two inputs, and a dict out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.right = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.join = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        left, right = self.left(x), self.right(y)
+        return {"joined": self.join(torch.cat([left, right], 1)), "near": ((left * right).sum(1), left)}
+
+
+def mlp(n: int) -> tuple[Any, ...]:
+    return (torch.randn(n, 6),)
+
+
+def images(n: int) -> tuple[Any, ...]:
+    return (torch.randn(n, 2, 4, 4),)
+
+
+def tokens(n: int) -> tuple[Any, ...]:
+    return (torch.randint(0, 11, (n, 5)),)
+
+
+def pairs(n: int) -> tuple[Any, ...]:
+    return torch.randn(n, 5), torch.randn(n, 3)
+
+
+def squares(output: torch.Tensor, *_: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+def both(output: dict[str, Any], *_: Any) -> torch.Tensor:
+    return output["joined"].square().mean() + output["near"][0].square().mean() + output["near"][1].abs().mean()
+
+
+NETS: dict[str, tuple[type[nn.Module], Callable[[int], tuple[Any, ...]], Callable[..., torch.Tensor]]] = {
+    "mlp": (Mlp, mlp, squares),
+    "cnn": (Cnn, images, squares),
+    "transformer": (Transformer, tokens, squares),
+    "towers": (Towers, pairs, both),
+}
+
+
+def learns_the_same(
+    name: str, blocks: list[Block], counts: list[int], steps: int = 2, exactly: bool = False, **settings: Any
+) -> Group:
+    make, data, loss = NETS[name]
+    torch.manual_seed(3)
+    model, shares = make(), [data(count) for count in counts]
+    group = Group(model, blocks, shares, **settings)
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=group.lr)
+    whole = [torch.cat([share[k] for share in shares]) for k in range(len(shares[0]))]
+    for _ in range(steps):
+        told = group.step(loss)
+        optimizer.zero_grad()
+        value = loss(model(*whole), *whole)
+        value.backward()
+        optimizer.step()
+        assert told == pytest.approx(value.item(), rel=1e-6)
+    found = group.parameters()
+    for parameter, tensor in model.named_parameters():
+        assert_near(found[parameter], tensor, exactly)
+    return group
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, exactly: bool = False) -> None:
+    assert found.shape == expected.shape
+    error = (found - expected).abs().max().item()
+    assert error <= (0.0 if exactly else 1e-6 * max(1.0, expected.abs().max().item())), error
+
+
+def blocks_of(places: dict[str, int]) -> list[Block]:
+    """-2: by samples; -1: by features; k: on worker k."""
+    found = []
+    for module, place in places.items():
+        dim = 0 if place == -2 else 1 if place == -1 else -1
+        found.append(Block(f"^{module}$", dim, place if place >= 0 else None))
+    return found
+
+
+def leaves(name: str) -> list[str]:
+    model = NETS[name][0]()
+    return [n for n, m in model.named_modules() if n and any(True for _ in m.parameters(recurse=False))]
+
+
+@settings(max_examples=5, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking would take minutes
+@given(st.data())
+@pytest.mark.parametrize("name", NETS)
+def test_any_placement(name, data):
+    workers = data.draw(st.integers(2, 3), label="workers")
+    counts = data.draw(st.lists(st.integers(1, 4), min_size=workers, max_size=workers), label="samples")
+    tied = ("embedding", "head")
+    places = {leaf: data.draw(st.integers(-2, workers - 1), label=leaf) for leaf in leaves(name) if leaf not in tied}
+    places |= {
+        leaf: data.draw(st.sampled_from([-2, *range(workers)]), label=leaf) for leaf in tied if leaf in leaves(name)
+    }
+    micros = data.draw(st.integers(1, 3), label="micro-batches")
+    learns_the_same(name, blocks_of(places), counts, microbatches=micros)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_layers_that_are_whole_somewhere_have_the_whole_models_bits(name):
+    """Equal shares, a power of two, and no value with three users: no sum has another order."""
+    places = {leaf: number % 2 for number, leaf in enumerate(leaves(name))}
+    learns_the_same(name, blocks_of(places), [4, 4], exactly=True)
+
+
+class Nested(nn.Module):
+    """Takes its tensors out of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 2)
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        x, (y, _) = batch["x"], batch["more"]
+        return self.last(torch.tanh(self.first(x)) + y)
+
+
+def test_arguments_may_be_nested():
+    torch.manual_seed(3)
+    model = Nested()
+    shares = [({"x": torch.randn(n, 6), "more": (torch.randn(n, 4), 1)},) for n in (3, 2)]
+    group = Group(model, [Block("first", -1, 1)], shares, samples=(3, 2), microbatches=2)
+    told = group.step(squares)
+    batch = {"x": torch.cat([s[0]["x"] for s in shares]), "more": (torch.cat([s[0]["more"][0] for s in shares]), 1)}
+    assert told == pytest.approx(squares(model(batch)).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [Block("first|attention|drop", location=0), Block("encoder|memory|turned|last", location=1)],
+        [Block("memory", location=1), Block("first|last", 1)],
+    ],
+    ids=["pipeline", "by samples"],
+)
+def test_the_masks_inside_attention_and_recurrent_layers_are_those_of_the_whole_batch(
+    blocks: list[Block], microbatches: int
+) -> None:
+    torch.manual_seed(3)
+    whole, x, y = Masked(), torch.randn(7, 5, 6), torch.randn(7, 3)
+    group = Group(whole, blocks, [(x[:4],), (x[4:],)], samples=(4, 3), microbatches=microbatches)
+    targets = {4: y[:4], 3: y[4:]}
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    dice = torch.manual_seed(7).get_state()  # as the group's
+    for _ in range(3):
+        found = group.step(lambda out, mine: (out - targets[len(mine)]).square().mean())
+        optimizer.zero_grad()
+        torch.set_rng_state(dice)  # the group's workers are threads here, with one generator of torch's
+        loss = (whole(x) - y).square().mean()
+        dice = torch.get_rng_state()
+        loss.backward()
+        optimizer.step()
+        assert found == pytest.approx(loss.item(), rel=1e-5)
+    for name, value in group.parameters().items():
+        torch.testing.assert_close(value, dict(whole.named_parameters())[name].detach(), atol=1e-6, rtol=1e-4)

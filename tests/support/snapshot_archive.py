@@ -1,0 +1,57 @@
+"""Snapshots in memory: what all shards of a simulated job have frozen."""
+
+import torch
+from simulation import Town
+
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.extensions.checkpointing.snapshot_coordinator import (
+    PUBLISHED,
+    WRITTEN,
+    DropSnapshot,
+    PublishSnapshot,
+    WriteSnapshot,
+    texts,
+)
+
+
+class Archive:
+    """The host of all servers of a town: keeps what it is to write, and answers at once."""
+
+    def __init__(self, town: Town, fails: int = -1) -> None:
+        self.town, self.fails = town, fails
+        self.parts: dict[int, dict[int, WriteSnapshot]] = {}
+        self.values: dict[int, dict[str, torch.Tensor]] = {}
+        self.published: list[PublishSnapshot] = []
+        self.dropped: list[DropSnapshot] = []
+        for me, house in town.houses.items():
+            house.server.snapshots.follow(lambda what, me=me: self.work(me, what))
+
+    def ask(self) -> None:
+        me = Address(Role.SERVER, 0, 0)
+        self.town.houses[me].handle(me, m.SnapshotRequest())
+
+    def work(self, me: Address, what: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
+        if isinstance(what, DropSnapshot):
+            self.dropped.append(what)
+            return
+        answer = {}
+        if isinstance(what, WriteSnapshot):
+            for slab in what.frozen.values:
+                whole = self.values.setdefault(what.number, {}).setdefault(
+                    slab.name, torch.full((self.count(slab.name),), torch.nan, dtype=slab.body.dtype)
+                )
+                whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
+            answer = {"error": "the disk is full"} if what.server.index == self.fails else {"server": str(what.server)}
+        else:
+            self.published.append(what)
+        stage = WRITTEN if isinstance(what, WriteSnapshot) else PUBLISHED
+        said = texts(what.number, stage, answer)
+        self.town.sim.actor(f"host {me} {what.number} {stage}", lambda: self.say(me, said))
+
+    def say(self, me: Address, said: list[m.SnapshotPart]) -> None:
+        for part in said:
+            self.town.houses[me].handle(me, part)
+
+    def count(self, name: str) -> int:
+        return next(p.count for p in self.town.map.parameters if p.name == name)

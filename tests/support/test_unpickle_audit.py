@@ -1,0 +1,79 @@
+"""The hook that watches all servers of the suite: it ends who unpickles, and nobody else."""
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import unpickle_audit
+
+from topotrain.config.job import Cluster
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.client.client import Client
+from topotrain.core.protocol import Applied
+
+
+class Waiter:
+    """Nobody waits here."""
+
+    def update(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        raise AssertionError
+
+
+HARMLESS = """
+import dataclasses, collections, ast, string, fractions, json
+@dataclasses.dataclass
+class A: x: int
+collections.namedtuple("B", "a b")
+eval("1 + 1"), exec("x = 1"), json.loads("[1]")
+import colorsys, topotrain.config.field_checks
+"""
+
+
+def run(code: str) -> "subprocess.CompletedProcess[str]":
+    support = Path(unpickle_audit.__file__).parent
+    paths = [str(support), str(support.parents[1])]
+    setup = f"import sys; sys.path[:0] = {paths!r}; import unpickle_audit; unpickle_audit.in_servers()\n"
+    return subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, timeout=120)
+
+
+def test_what_a_server_does_anyway_is_no_offense() -> None:
+    done = run(HARMLESS)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("import pickle; pickle.loads(b'cos\\nsystem\\n.')", "a server unpickled os.system"),
+        ("import marshal; marshal.loads(marshal.dumps(3))", "a server loaded marshalled code"),
+    ],
+)
+def test_whoever_unpickles_in_a_server_ends_it(code: str, text: str) -> None:
+    done = run(code)
+    assert done.returncode == unpickle_audit.EXIT
+    assert text in done.stderr
+
+
+def test_the_watched_functions_are_there() -> None:
+    for path, name in unpickle_audit._DOORS:
+        assert f"def {name}(" in Path(path).read_text(encoding="utf-8"), f"{path} has no function {name}"
+
+
+def test_a_door_in_this_process_is_watched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = pickle.dumps(Fraction(1, 3))
+    pickle.loads(raw)  # the test's own business
+    me, server = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
+    door = Client(me, layout(Cluster()), lambda *_: None, Waiter())
+    monkeypatch.setattr(type(door._manners), "check", lambda *_: pickle.loads(raw))
+    with pytest.raises(AssertionError, match=r"audit: unpickled fractions.Fraction in handle on MainThread"):
+        door.handle(server, Applied(0, 0, 0, False, 0.0))
+    assert unpickle_audit.FOUND
+    unpickle_audit.FOUND.clear()

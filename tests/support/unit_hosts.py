@@ -1,0 +1,232 @@
+"""Units that are started one by one, and hosts with an address of their own for them: network namespaces."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from ipaddress import ip_address
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from job_runner import PROGRAMS, Shop
+from safetensors.torch import load_file
+from two_hosts import Cable
+
+UNIT = (sys.executable, "-m", "topotrain", "unit")
+TOKEN = "a" * 64
+# The product waits longer before it takes a silent unit for a lost one; a test need not.
+HASTY = """
+import sys
+from topotrain.tools.cli.app import main
+from topotrain.launch.multinode import node_rendezvous
+node_rendezvous.BEAT_S, node_rendezvous.ALIVE_S = {beat_s}, {alive_s}
+from topotrain.launch.multinode import node, node_membership
+node_membership.LOST_S, node_membership.STORE_LOST_S, node.STORE_S = {lost_s}, 2.5, 1.0
+node_membership.AWAY_S = {away_s} or node_membership.AWAY_S
+sys.exit(main())
+"""
+# A forkserver makes its processes where it is itself, so each host has one.
+WARM = """
+import sys
+from contextlib import closing
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import process_pool
+with closing(process_pool.start(Path(sys.argv[1]))) as running:
+    print(running.served, running.path, flush=True)
+    sys.stdin.read()
+"""
+
+
+def hastily(beat_s: float, alive_s: float, lost_s: float = 3.0, away_s: float | None = None) -> tuple[str, ...]:
+    """The command `topotrain unit` with less patience."""
+    return sys.executable, "-c", HASTY.format(beat_s=beat_s, alive_s=alive_s, lost_s=lost_s, away_s=away_s), "unit"
+
+
+def wait(condition: Callable[[], object]) -> None:
+    """Until it holds, for a minute at most."""
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+class Unit:
+    """One `topotrain unit` in a process of its own, in front of it what brings it to its host."""
+
+    def __init__(self, words: Sequence[str], folder: Path, token: str) -> None:
+        environ = {**os.environ, "TOPOTRAIN_TOKEN": token, "PYTHONUNBUFFERED": "1"}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            words, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+
+    def until(self, line: str) -> None:
+        assert self.process.stdout is not None
+        for said in self.process.stdout:
+            if said.strip() == line:
+                return
+        raise AssertionError(self.end())
+
+    def end(self, timeout_s: float = 90) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, err
+
+    def kill(self) -> None:
+        self.process.kill()
+        with self.process:
+            pass
+
+
+class Job:
+    """The units of one job; `hosts` are numbers of a town's, None for this machine."""
+
+    def __init__(
+        self,
+        shop: Shop,
+        cluster: str,
+        program: str,
+        args: Sequence[str],
+        hosts: "Sequence[int | None]",
+        url: str,
+        town: "Town | None" = None,
+    ) -> None:
+        self.folder, self.url, self.hosts = shop.folder, url, hosts
+        self.town, self._served_at = town, shop.served_at
+        self.workspace = self.folder / "units"
+        self.conf = self.folder / "units.conf"
+        self.conf.write_text(f'name: "job"\ncluster {{ {cluster} workspace: "{self.workspace}" }}\n')
+        self.program = [str(PROGRAMS / program), *args]
+        self.units: dict[int, Unit] = {}
+        self.said: dict[int, str] = {}  # on stderr, by units that have ended well
+
+    def start(self, rank: int, *options: str, token: str = TOKEN, command: Sequence[str] = UNIT) -> Unit:
+        host = self.hosts[rank]
+        before: Sequence[str] = ()
+        served_at = self._served_at
+        if host is not None:
+            assert self.town is not None
+            before, served_at = self.town.enter(host), self.town.served_at(host)
+        words = [*before, *command, "--rank", str(rank), "--nprocs", str(len(self.hosts)), "--forkserver", served_at]
+        words += ["--rendezvous", self.url, "--report", str(self.folder / f"report-{rank}.json"), *options]
+        if rank == 0:
+            words += [str(self.conf), *self.program]
+        self.units[rank] = Unit(words, self.folder, token)
+        return self.units[rank]
+
+    def end(self, timeout_s: float = 90) -> dict[int, tuple[int, str, str]]:
+        """By rank: exit code, stdout and stderr."""
+        return {rank: unit.end(timeout_s) for rank, unit in sorted(self.units.items())}
+
+    def run(self, *options: str) -> None:
+        """Start all, the last one first; all must end well."""
+        for rank in reversed(range(len(self.hosts))):
+            self.start(rank, *options)
+        self.end_well()
+
+    def end_well(self) -> None:
+        for rank, (code, _, err) in self.end().items():
+            assert code == 0, f"unit {rank}: {err}"
+            self.said[rank] = err
+
+    @property
+    def final(self) -> dict[str, torch.Tensor]:
+        return load_file(self.workspace / "final.safetensors")
+
+    def pids(self) -> list[int]:
+        return [entry["pid"] for entry in self._processes()]
+
+    def addresses(self) -> set[str]:
+        return {address for entry in self._processes() for address in entry["address"]}
+
+    def _processes(self) -> Iterator[dict]:  # type: ignore[type-arg]
+        for path in self.workspace.glob("processes-*.json"):
+            yield from json.loads(path.read_text())
+
+
+def port() -> int:
+    with closing(socket.socket()) as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+# ---- several hosts ---------------------------------------------------------------------------------------------------
+
+
+class Town(Cable):
+    """Two hosts, and a forkserver on each."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` has a short path."""
+        super().__init__("hosts")
+        self._folder = folder
+        self._served: list[subprocess.Popen[str]] = []
+        self._paths: list[list[str]] = []
+
+    def build(self) -> None:
+        self.lay()
+        for number in range(2):
+            words = [*self.enter(number), sys.executable, "-c", WARM]
+            words += [str(self._folder / str(number)), str(Path(__file__).parent)]
+            pipe = subprocess.PIPE
+            self._served.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True))
+        for served in self._served:
+            assert served.stdout is not None
+            self._paths.append(served.stdout.readline().split())
+
+    def pull_down(self) -> None:
+        for served in self._served:
+            served.communicate()
+        self.remove()
+
+    def served_at(self, number: int) -> str:
+        return self._paths[number][0]
+
+    def warm_at(self, number: int) -> str:
+        """Who makes processes on a host that are as those of a shell there (process_pool.py)."""
+        return self._paths[number][1]
+
+    def listening(self, number: int) -> "Listening":
+        """Who listens on a host; its forkserver is there for as long as the town is."""
+        return Listening(self._served[number].pid)
+
+
+class Listening:
+    """All addresses at which anybody listens for TCP on the host of process `pid`, at any time until this is closed."""
+
+    def __init__(self, pid: int) -> None:
+        self._tables = [Path(f"/proc/{pid}/net/{name}") for name in ("tcp", "tcp6")]
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self.addresses: set[str] = set()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.2):  # each look costs 20 ms of the processor
+            for table in self._tables:
+                for line in table.read_text().splitlines()[1:]:
+                    fields = line.split()
+                    if fields[3] == "0A":
+                        self.addresses.add(_address(fields[1].partition(":")[0]))
+
+
+def _address(digits: str) -> str:
+    """From the kernel's form: words of 32 bits in this machine's order."""
+    words = [bytes.fromhex(digits[at : at + 8]) for at in range(0, len(digits), 8)]
+    return str(ip_address(b"".join(word if sys.byteorder == "big" else word[::-1] for word in words)))

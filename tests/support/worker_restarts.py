@@ -1,0 +1,299 @@
+"""A job whose workers' processes end and begin again, in one process: real loaders, feeds, lease book and deposits.
+
+What is pretended is the training: a step is a number from the script's dice, and is applied once all workers of a
+group have taken it. Each worker has dice of its own, as a process has.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+from divided_loaders import Office, Seat, flat
+from torch.utils.data import DataLoader
+
+from topotrain.config.job import Job as Conf
+from topotrain.config.topology import Address
+from topotrain.core.profiling.spans import SILENT
+from topotrain.core.protocol import Lease, LeaseRequest
+from topotrain.extensions.resume.script_resume import ScriptResume
+from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, WorkerStateStore, cut
+from topotrain.training.data import batch_ranges
+from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
+from topotrain.training.rng_state import RngState
+from topotrain.training.worker import WorkerStats
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layout, and how its loader's batches are divided."""
+
+    workers: int = 1
+    groups: int = 1
+    mode: str = "broadcast"
+    per_worker: bool = False
+    backup: int = 0
+
+    @property
+    def unit(self) -> int:
+        return self.workers if self.per_worker and self.workers > 1 else 1
+
+
+@dataclass
+class Past:
+    """What a snapshot holds; `base` is the one that its job was continued from."""
+
+    blobs: dict[tuple[int, int], bytes]
+    done: dict[int, batch_ranges.Runs]
+
+    @property
+    def workers(self) -> list[tuple[int, int]]:
+        return list(self.blobs)
+
+    def worker(self, group: int, index: int) -> bytes | None:
+        return self.blobs.get((group, index))
+
+    @property
+    def first_epoch(self) -> int | None:
+        return None
+
+    @property
+    def closed(self) -> int:
+        return 0
+
+    def runs(self, epoch: int) -> batch_ranges.Runs:
+        return self.done.get(epoch, ())
+
+
+@dataclass
+class Step:
+    """What a script saw in one step."""
+
+    who: Address
+    epoch: int
+    samples: list[int]
+    dice: tuple[float, ...]
+    rates: tuple[float, ...]
+    marks: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class Script:
+    """The user's part; `make` builds its loader, `schedule` a scheduler and when it steps ("step" or "epoch")."""
+
+    make: Callable[[], DataLoader[Any]]
+    epochs: int = 3
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+    per: str = "step"
+    plain_range: bool = False
+    kept: Callable[[], dict[str, Any]] = dict
+
+
+class Door(Seat):
+    """A worker's exchange, as far as data and deposits need it."""
+
+    device, spans, leaves = torch.device("cpu"), SILENT, False
+
+    def __init__(self, life: "Life", who: Address) -> None:
+        super().__init__(life.office, who)
+        self.life = life
+        self.dead = False
+
+    def extension(self, kind: type) -> "Door":
+        return self
+
+    def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
+        self.office.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait))
+        self.life.waiting.add(self.who.group)
+        while self.office.mail[self.who].empty() and any(
+            self.life.step(group) for group in range(self.life.shape.groups) if group not in self.life.waiting
+        ):
+            pass
+        self.life.waiting.discard(self.who.group)
+        reply = self.office.mail[self.who].get(timeout=1)
+        assert isinstance(reply, Lease), reply
+        if reply.first < reply.last:
+            self.life.leases[(epoch << 32) | reply.lease] = reply.first
+        return reply.lease, reply.first, reply.last
+
+    def free(self, epoch: int, ordinal: int, first: int) -> None:
+        if not self.dead:  # a process that is killed takes no leave
+            super().free(epoch, ordinal, first)
+
+    def applied(self, stream: int) -> int:
+        return self.life.taken.get(self.who.group, 0) if stream < 0 else super().applied(stream)
+
+    def save(self, number: int, data: torch.Tensor) -> None:
+        for part in cut(self.who, number, data):
+            body = self.life.deposits.place(self.who, part).copy_(part.body)
+            assert self.life.deposits.handle(self.who, replace(part, body=body)) == []
+
+    def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        kept = self.life.deposits._boxes.get(self.who)
+        return (None, None) if kept is None else (kept.kept.get(EPOCH), kept.kept.get(SINCE))
+
+
+class Life:
+    """One life of a job's servers; the processes of its groups may be several."""
+
+    def __init__(self, shape: Shape, script: Script, past: Past | None = None) -> None:
+        self.shape, self.script, self.past = shape, script, past
+        self.office = Office(shape.groups, shape.workers)
+        self.deposits = WorkerStateStore()
+        self.taken: dict[int, int] = {}
+        self.incarnation = dict.fromkeys(range(shape.groups), 0)
+        self.seen: list[Step] = []
+        self.runs: dict[Address, Iterator[Step]] = {}
+        self.dice: dict[Address, RngState] = {}
+        self.worlds: dict[Address, Any] = {}
+        self.notices: list[str] = []
+        self.leases: dict[int, int] = {}
+        self.waiting: set[int] = set()
+        self.doors: dict[Address, Door] = {}
+        for group in range(shape.groups):
+            self.start(group)
+
+    def group(self, number: int) -> list[Address]:
+        return [who for who in self.office.workers if who.group == number]
+
+    def start(self, group: int) -> None:
+        for who in self.group(group):
+            self.dice[who] = RngState(3)
+            self.runs[who] = self._process(who)
+
+    def restart(self, group: int) -> None:
+        """The processes of a group die, and new ones come."""
+        for who in self.group(group):
+            if who in self.doors:
+                self.doors[who].dead = True
+            del self.runs[who]
+            self.worlds.pop(who, None)
+            self.office.mail[who] = type(self.office.mail[who])()
+        self.office.post(self.office.book.group_restarted(group, lambda s: self.office.applied.get(s, 0), False))
+        self.incarnation[group] += 1
+        self.start(group)
+
+    # --- one process ---------------------------------------------------------------------------------------------
+
+    def _process(self, who: Address) -> Iterator[Step]:
+        door, script, shape = Door(self, who), self.script, self.shape
+        self.doors[who] = door
+        cluster = SimpleNamespace(backup=shape.backup, n_push=1)
+        conf = SimpleNamespace(on_failure=Conf(on_failure="kContinue").on_failure, cluster=cluster)
+        place = SimpleNamespace(
+            job=conf,
+            topology=SimpleNamespace(regroups=lambda group: True),
+            identity=SimpleNamespace(incarnation=self.incarnation[who.group]),
+        )
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        scheduler = script.schedule(optimizer) if script.schedule else None
+        buffer = torch.zeros(2)
+        described = SimpleNamespace(name="count")
+        parts = SimpleNamespace(buffers=(described,), buffer_tensors=(buffer,))
+        worker: Any = SimpleNamespace(
+            leaves=False,
+            me=who,
+            exchange=door,
+            tally=WorkerStats(),
+            snapshot=0,
+            lazy=False,
+            parts=parts,
+            settle=lambda: None,
+            rejoin=lambda taken: None,
+        )
+        here: Any = SimpleNamespace(
+            me=who,
+            place=place,
+            kept=script.kept(),
+            loader=None,
+            resumed=self.past,
+            loop_ended=None,
+            emit=lambda event: self.notices.append(event.text),
+        )
+        main = (who.group, who.index) == (0, 0)
+        named = (who.group, shape.groups, who.index, shape.workers)
+        plan = DataPlan(*named, (), shape.mode, shape.per_worker, 5, 1, main)  # type: ignore[arg-type]
+        loader = here.loader = ShardedLoader(script.make(), plan, door, door)
+        continuing = ScriptResume(here, worker, optimizer)
+        loader.memory = continuing
+        self.worlds[who] = SimpleNamespace(
+            worker=worker, here=here, buffer=buffer, optimizer=optimizer, loader=loader, continuing=continuing
+        )
+        numbers = iter(range(script.epochs)) if script.plain_range else continuing.epochs(script.epochs)
+        for epoch in numbers:
+            for batch in loader:
+                stream, seq, weight_, _ = door.drawn_[-1]
+                dice = (float(torch.rand(1)), random.random(), float(numpy.random.rand()))
+                rates = (optimizer.param_groups[0]["lr"], float(buffer[0]))
+                yield Step(who, epoch, flat(batch) if weight_ else [], dice, rates, (stream, seq))
+                buffer += 1
+                worker.tally.steps += 1
+                for thing in here.kept.values():
+                    if hasattr(thing, "step"):
+                        thing.step()
+                if scheduler is not None and script.per == "step":
+                    scheduler.step()
+            if scheduler is not None and script.per == "epoch":
+                scheduler.step()
+        continuing.finish()
+        self.office.end(who)
+
+    # --- all of them ---------------------------------------------------------------------------------------------
+
+    def step(self, group: int, commits: bool = True, snapshot: int = 0) -> bool:
+        """A step of a group; False: its script has ended. Snapshot: of what this step leaves."""
+        steps = [self._advance(who) for who in self.group(group)]
+        if all(step is None for step in steps):
+            return False
+        assert all(step is not None and step.marks == steps[0].marks for step in steps), steps
+        if commits:
+            (stream, seq) = steps[0].marks
+            assert seq == self.office.applied.get(stream, 0)
+            self.office.applied[stream] = seq + 1
+            self.taken[group] = self.taken.get(group, 0) + 1
+            self.seen += steps
+            for who in self.group(group):
+                self.worlds[who].worker.snapshot = snapshot
+        return True
+
+    def _advance(self, who: Address) -> Step | None:
+        with self.dice[who]:
+            return next(self.runs[who], None)
+
+    def run(self, steps: int | None = None, group: int | None = None) -> int:
+        """So many steps of a group, or of all in turn; None: to the end. Returns how many were taken."""
+        taken = 0
+        live = list(range(self.shape.groups)) if group is None else [group]
+        while live and taken != steps:
+            for number in list(live):
+                if taken != steps and self.step(number):
+                    taken += 1
+                elif taken != steps:
+                    live.remove(number)
+        return taken
+
+    def snapshot(self, number: int) -> Past:
+        """After a step with this snapshot, and one more of each group (or their end)."""
+        blobs = {(w.group, w.index): b.numpy().tobytes() for w, b in self.deposits.taken(number).items()}
+        return Past(blobs, self.positions())
+
+    def positions(self) -> dict[int, batch_ranges.Runs]:
+        """As a manifest has them."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        unit = self.shape.unit
+        for stream, done in self.office.applied.items():
+            epoch, low = stream >> 32, stream & 0xFFFF_FFFF
+            if low & STATIC:
+                units = [(low & ~STATIC) + s * self.shape.groups for s in range(done)]
+            else:
+                units = list(range(self.leases[stream], self.leases[stream] + done))
+            found.setdefault(epoch, []).extend((u * unit, (u + 1) * unit) for u in units)
+        base = {} if self.past is None else self.past.done
+        return {e: batch_ranges.origin(base.get(e, ()), found.get(e, ())) for e in {*base, *found}}
+
+    def samples(self, epoch: int) -> list[int]:
+        return [sample for step in self.seen if step.epoch == epoch for sample in step.samples]

@@ -1,0 +1,576 @@
+"""The command: what it accepts, what it refuses, what it prints where, and with which exit code it ends."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import typer.main
+
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.sharding import Parameter
+from topotrain.config.topology import Topology
+from topotrain.core.events import Event, Failed, Finished, Incident, Metrics, Output, Started, StepDone
+from topotrain.launch import JobOutcome, OnEvent
+from topotrain.tools.cli import app
+from topotrain.tools.monitor import job_report
+
+DOCS = Path(__file__).parents[3] / "docs" / "reference.md"
+DOWNPOUR = """
+cluster {
+  nworker_groups: 2
+  nworkers_per_group: 2
+  nservers_per_group: 2
+  server_worker_separate: true
+}
+"""
+
+Ask = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs the command in this process: (exit code, stdout, stderr)."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            app.main(argv)
+        printed = capsys.readouterr()
+        return int(left.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with down.conf and train.py, in which we stand."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "down.conf").write_text(DOWNPOUR)
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    return tmp_path
+
+
+class Launcher:
+    """Starts nothing, tells a short story, and remembers what it was asked for."""
+
+    def __init__(self, ending: JobOutcome | None = None) -> None:
+        self.ending = ending or JobOutcome(0, 1.5)
+        self.jobs: list[Job] = []
+        self.profiles: list[int] = []
+
+    def __call__(self, forkserver: str, profile: int, resume: str = "", outlet: object = None) -> "Launcher":
+        self.profiles.append(profile)
+        return self
+
+    def start(self, job: Job, topology: Topology, on_event: OnEvent) -> JobOutcome:
+        self.jobs.append(job)
+        for event in self.events():
+            on_event(event)
+        return self.ending
+
+    def events(self) -> Iterator[Event]:
+        yield Started("worker 0/0", 77)
+        yield Output("worker 0/0", "stdout", "epoch 1\n")
+        yield StepDone("worker 0/0", 0.5, 1, 64, 0.25, 0.0, 0, 10, 20)
+        yield Finished("worker 0/0", 1, 64, 0.0, 0, 10, 20)
+        yield Metrics({"accuracy": 0.96})
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    found = Launcher()
+    monkeypatch.setitem(sys.modules, "topotrain.launch.local", SimpleNamespace(LocalLauncher=found))
+    return found
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("run a.conf", "run a.conf"),
+        ("run a.conf t.py", "run a.conf t.py --"),
+        ("run a.conf t.py --set x=1 -- y", "run a.conf t.py -- --set x=1 -- y"),
+        ("run a.conf t.py -- --epochs 2", "run a.conf t.py -- --epochs 2"),
+        ("run --set x=1 a.conf --report r.json t.py --json", "run --set x=1 a.conf --report r.json t.py -- --json"),
+        ("run --set=x=1 a.conf t.py", "run --set=x=1 a.conf t.py --"),
+        ("run a.conf -- t.py --x", "run a.conf -- t.py --x"),
+        ("compare a.conf b.yml --out d t.py --lr 1", "compare a.conf b.yml --out d t.py -- --lr 1"),
+        ("compare a.conf b.conf", "compare a.conf b.conf"),
+        ("plan a.conf --json", "plan a.conf --json"),
+        ("--help", "--help"),
+        ("", ""),
+    ],
+)
+def test_what_follows_the_program_is_the_programs(argv: str, expected: str) -> None:
+    assert app.separate(argv.split()) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("argv", "names", "command"),
+    [
+        ("run down.conf train.py --set seed=7", "--set", "run"),
+        ("run down.conf train.py --lr 1 --report=r.json --json", "--report, --json", "run"),
+        ("plan down.conf train.py --plot a.png", "--plot", "plan"),
+        ("compare down.conf train.py --out d", "--out", "compare"),
+        ("launch srun down.conf train.py --dry-run", "--dry-run", "launch"),
+        ("unit down.conf train.py --rank 0", "--rank", "unit"),
+    ],
+)
+def test_options_of_ours_behind_the_script_are_named(
+    ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, argv: str, names: str, command: str
+) -> None:
+    monkeypatch.setattr(typer.Typer, "__call__", lambda self, **given: None)
+    _, _, err = ask(*argv.split())
+    goes = "go" if "," in names else "goes"
+    assert err.startswith(f"topotrain: warning: {names} after train.py {goes} to the script, and no Python file")
+    assert err.endswith(f"options of `topotrain {command}` must be given before train.py\n")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "run --set seed=7 down.conf train.py --epochs 2 --settings a",
+        "run down.conf train.py -- --set seed=7",
+        "run down.conf train.py --quiet --plot x",
+        "run down.conf train.py --out x",
+        "run down.conf gone.py --set seed=7",
+        "run down.conf -- train.py --set seed=7",
+        "chaos down.conf train.py --seed 7",
+        "jobs list --rendezvous x",
+        "nonsense a b --set",
+    ],
+)
+def test_what_the_script_may_want_is_left_alone(
+    ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, argv: str
+) -> None:
+    (here / "train.py").write_text("parser.add_argument('--quiet', action='store_true')\n")
+    (here / "beside.py").write_text("parser.add_argument('--settings')\n")
+    monkeypatch.setattr(typer.Typer, "__call__", lambda self, **given: None)
+    assert ask(*argv.split()) == (0, "", "")
+
+
+def commands() -> dict[str, typer.core.TyperCommand]:
+    return dict(typer.main.get_command(app.app).commands)  # type: ignore[attr-defined]
+
+
+def options(command: typer.core.TyperCommand) -> Iterator[tuple[str, bool]]:
+    """(name, whether a value follows it)."""
+    for parameter in command.params:
+        if parameter.param_type_name == "option":
+            for name in parameter.opts:
+                yield name, not parameter.is_flag  # type: ignore[attr-defined]
+    for below in getattr(command, "commands", {}).values():
+        yield from options(below)
+
+
+def test_options_that_take_a_value_are_known() -> None:
+    """`separate` must know them to find PROGRAM."""
+    assert {n for c in commands().values() for n, valued in options(c) if valued} == app.VALUED
+
+
+@pytest.mark.parametrize("name", ["run", "plan", "compare", "unit", "launch", "chaos"])
+def test_every_command_helps_with_an_example(ask: Ask, name: str) -> None:
+    code, out, _ = ask(name, "--help")
+    assert code == 0
+    example = out[out.index("Example:") :].split("\n")[1].split()
+    assert example[:2] == ["topotrain", name]
+    context = commands()[name].make_context(name, app.separate(example[1:])[1:])
+    ours = {option for option, _ in options(commands()[name])}
+    args = (context.params.get("args") or []) + context.params.get("files", [])
+    assert [word for word in args if word.partition("=")[0] in ours] == []  # nothing of ours went to the script
+
+
+def test_a_typo_is_answered_with_a_suggestion(ask: Ask) -> None:
+    code, _, err = ask("plam", "a.conf")
+    assert code == 2
+    assert "plan" in err
+    assert ask("run", "a.conf", "--repport", "x")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--group", "1", "--workers", "1"), "--workers = 1: must not be given with --group"),
+        (("--workers", "1"), "WORKSPACE = 'nowhere': must be the workspace of a job that `topotrain run` has started"),
+        (("--within", "soon"), "--within"),
+        ((), "WORKSPACE = 'nowhere'"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["leave", "join"])
+def test_who_leaves_and_joins_is_one_group_or_so_many_workers(
+    ask: Ask, verb: str, words: Sequence[str], said: str
+) -> None:
+    code, _, err = ask(verb, "nowhere", *words)
+    assert code == 2 and said in err
+
+
+def test_version(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.3")
+    assert ask("--version") == (0, "topotrain 1.2.3\n", "")
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_as_table_and_as_data(ask: Ask, here: Path) -> None:
+    code, out, err = ask("plan", "down.conf")
+    assert (code, err) == (0, "")
+    assert "Downpour" in out
+    code, out, err = ask("plan", "down.conf", "--json", "--set", "cluster.nworker_groups=4")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert data["nprocs"] == 10
+    assert data["units"][1] == {"rank": 1, "workers": [[0, 1]], "servers": []}
+    assert data["server_group_of_worker_group"] == [0, 0, 0, 0]
+
+
+def test_plan_needs_no_program_to_exist(ask: Ask, here: Path) -> None:
+    (here / "down.conf").write_text('program: "elsewhere.py"\n' + DOWNPOUR)
+    assert ask("plan", "down.conf")[0] == 0
+
+
+def a_look(program: str, args: Sequence[str]) -> SimpleNamespace:
+    assert list(args) == ["--wide"]
+    parameters = (Parameter("w", (100, 64), (64, 1), "float32", True),)
+    return SimpleNamespace(
+        model=None, loader=None, parameters=lambda: parameters, state_factor=lambda: 1.0, momentum=lambda updater: 0.0
+    )
+
+
+def test_plan_with_a_program_adds_slices_and_memory(ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "topotrain.parallel.api.dry_run", SimpleNamespace(look=a_look))
+    monkeypatch.setitem(sys.modules, "topotrain.tools.plan.model_cut", SimpleNamespace(cut_of=lambda *_: None))
+    monkeypatch.setitem(sys.modules, "topotrain.training", SimpleNamespace())
+    code, out, _ = ask("plan", "down.conf", "--json", "train.py", "--wide")
+    data = json.loads(out)
+    assert code == 0
+    assert sum(share["elements"] for share in data["slices"]) == 6400
+    assert len(data["memory"]) == 6
+    assert "server 0/1" in ask("plan", "down.conf", "train.py", "--wide")[1]
+
+
+def test_plan_of_a_program_that_raises(ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(program: str, args: Sequence[str]) -> None:
+        raise (ZeroDivisionError if args else ConfigError)("optimizer", "LBFGS", "is not element-wise")
+
+    monkeypatch.setitem(sys.modules, "topotrain.parallel.api.dry_run", SimpleNamespace(look=look))
+    monkeypatch.setitem(sys.modules, "topotrain.training", SimpleNamespace())
+    code, _, err = ask("plan", "down.conf", "train.py", "--wide")
+    assert code == 1
+    assert "train.py failed" in err
+    assert "ZeroDivisionError" in err
+    code, _, err = ask("plan", "down.conf", "train.py")
+    assert code == 2
+    assert "LBFGS" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["run", "--help"], ["plan", "down.conf"], ["plan", "down.conf", "--json"]]
+)
+def test_help_and_plan_import_nothing_slow(here: Path, argv: list[str]) -> None:
+    code = f"""
+import sys
+from topotrain.tools.cli.app import main
+try:
+    main({argv!r})
+except SystemExit as left:
+    assert not left.code, left.code
+slow = [name for name in ("torch", "numpy", "rich", "matplotlib", "yaml", "asyncio") if name in sys.modules]
+assert not slow, slow
+"""
+    environment = {"PYTHONPATH": str(DOCS.parents[1]), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_as_a_module(here: Path) -> None:
+    environment = {"PYTHONPATH": str(DOCS.parents[1]), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-m", "topotrain", "plan", "gone.conf"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("topotrain: error: ")
+    assert "gone.conf" in done.stderr
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "no such conf": (["gone.conf"], "gone.conf"),
+    "a folder as conf": (["folder.conf"], "folder"),
+    "not UTF-8": (["latin.conf"], "UTF-8"),
+    "no conf at all": (["train.py"], "must end in .conf"),
+    "unknown field": (["typo.conf"], "typo.conf:2:"),
+    "unbalanced braces": (["brace.conf"], "brace.conf"),
+    "count of 0": (["zero.conf"], "nworker_groups = 0"),
+    "counts that do not divide": (["odd.conf"], "nworkers_per_procs = 2"),
+    "more server groups than worker groups": (["down.conf", "--set", "cluster.nserver_groups=3"], "nserver_groups = 3"),
+    "override of nothing": (["down.conf", "--set", "cluster.nope=1"], "nope"),
+    "override without a value": (["down.conf", "--set", "seed"], "seed"),
+}
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_anything_starts(
+    ask: Ask, here: Path, launcher: Launcher, command: str, name: str
+) -> None:
+    (here / "folder.conf").mkdir()
+    (here / "latin.conf").write_bytes(b'name: "\xe4"')
+    (here / "typo.conf").write_text("cluster {\n  nworker_group: 2\n}\n")
+    (here / "brace.conf").write_text("cluster {\n  nworker_groups: 2\n")
+    (here / "zero.conf").write_text("cluster { nworker_groups: 0 }")
+    (here / "odd.conf").write_text("cluster { nworkers_per_group: 3 nworkers_per_procs: 2 }")
+    words, named = BAD[name]
+    program = ["train.py"] if command == "run" and name != "no conf at all" else []
+    code, out, err = ask(command, *words, *program)
+    assert (code, out) == (2, "")
+    assert err.startswith("topotrain: error: ")
+    assert named in err
+    assert "Traceback" not in err
+    assert not launcher.jobs
+    assert not (here / "workspace").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["down.conf"], "no program"),
+        (["down.conf", "gone.py"], "gone.py"),
+        (["down.conf", "folder"], "folder"),
+        (["down.conf", "train.ipynb"], "train.ipynb: is a notebook, must be a Python script; `jupyter nbconvert"),
+        (["down.conf", "--report", "train.py/r.json", "train.py"], "--report"),
+    ],
+)
+def test_run_refuses_a_program_or_report_that_cannot_be(
+    ask: Ask, here: Path, launcher: Launcher, words: list[str], named: str
+) -> None:
+    (here / "folder").mkdir()
+    (here / "train.ipynb").write_text("{}")
+    code, _, err = ask("run", *words)
+    assert code == 2
+    assert named in err
+    assert not launcher.jobs
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "plan down.conf train.ipynb",
+        "compare down.conf train.ipynb",
+        "launch srun down.conf train.ipynb",
+        "launch kubernetes --image i down.conf train.ipynb",
+        "unit --rank 0 --nprocs 6 --rendezvous file:///nowhere down.conf train.ipynb",
+        "chaos down.conf train.ipynb",
+    ],
+)
+def test_no_command_takes_a_notebook(ask: Ask, here: Path, argv: str) -> None:
+    (here / "train.ipynb").write_text("{}")
+    code, out, err = ask(*argv.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("topotrain: error: program train.ipynb: is a notebook, must be a Python script; ")
+
+
+# ---- run -------------------------------------------------------------------------------------------------------------
+
+
+def test_run_hands_over_program_and_arguments(ask: Ask, here: Path, launcher: Launcher) -> None:
+    code, out, err = ask("run", "down.conf", "--set", "seed=7", "train.py", "--json", "--set", "x")
+    assert code == 0
+    job = launcher.jobs[0]
+    assert (job.program, job.args, job.seed) == ("train.py", ("--json", "--set", "x"), 7)
+    assert job.cluster.nworker_groups == 2
+    assert out == "epoch 1\n"
+    assert "accuracy 96.0%" in err
+
+
+def test_run_takes_program_and_arguments_from_the_file(ask: Ask, here: Path, launcher: Launcher) -> None:
+    (here / "down.conf").write_text('program: "train.py" args: "--lr" args: "2"' + DOWNPOUR)
+    assert ask("run", "down.conf")[0] == 0
+    assert (launcher.jobs[0].program, launcher.jobs[0].args) == ("train.py", ("--lr", "2"))
+
+
+def test_run_warns_of_what_plays_no_part(ask: Ask, here: Path, launcher: Launcher) -> None:
+    (here / "down.conf").write_text("neuralnet { }" + DOWNPOUR)
+    code, _, err = ask("run", "down.conf", "train.py")
+    assert code == 0
+    assert err.count("topotrain: warning: ") == 1
+    assert "neuralnet" in err
+
+
+def test_the_result_as_json(ask: Ask, here: Path, launcher: Launcher) -> None:
+    """On stdout nothing else: the program's own lines go to stderr then."""
+    code, out, err = ask("run", "down.conf", "--json", "--report", "deep/r.json", "train.py")
+    assert code == 0
+    assert json.loads(out) == json.loads((here / "deep" / "r.json").read_text())
+    assert json.loads(out)["samples"] == 64
+    assert "epoch 1" in err
+
+
+def test_quiet(ask: Ask, here: Path, launcher: Launcher) -> None:
+    assert ask("run", "down.conf", "--quiet", "train.py") == (0, "epoch 1\n", "")
+
+
+BOOM = Failed(
+    "worker 1/0", "program", "ValueError: no", 'Traceback (most recent call last):\n  File "t"\nValueError: no'
+)
+
+
+def test_the_first_cause_is_told_with_its_traceback(ask: Ask, here: Path, launcher: Launcher) -> None:
+    launcher.ending = JobOutcome(1, 1.0, BOOM)
+    code, _, err = ask("run", "down.conf", "--quiet", "--report", "r.json", "train.py")
+    assert code == 1
+    assert err.splitlines() == [
+        "topotrain: error: worker 1/0 (unit 2) failed: ValueError: no",
+        "  Traceback (most recent call last):",
+        '    File "t"',
+        "  ValueError: no",
+        "  log: ./workspace/job/logs/worker-1-0.log",
+    ]
+    assert json.loads((here / "r.json").read_text())["cause"]["who"] == "worker 1/0"
+
+
+@pytest.mark.parametrize(("code", "said"), [(130, "SIGINT"), (143, "SIGTERM"), (1, "logs"), (2, "logs")])
+def test_the_code_of_the_job_is_the_code_of_the_command(
+    ask: Ask, here: Path, launcher: Launcher, code: int, said: str
+) -> None:
+    launcher.ending = JobOutcome(code, 1.0)
+    found, _, err = ask("run", "down.conf", "train.py")
+    assert found == code
+    assert said in err
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (ConfigError("workspace", "/x", "no"), 2)])
+def test_what_the_launcher_raises(
+    ask: Ask, here: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    def events() -> Iterator[Event]:
+        raise error
+        yield
+
+    monkeypatch.setattr(launcher, "events", events)
+    assert ask("run", "down.conf", "train.py")[0] == code
+
+
+# ---- compare ---------------------------------------------------------------------------------------------------------
+
+
+def test_compare(ask: Ask, here: Path, launcher: Launcher) -> None:
+    (here / "ar.yaml").write_text("cluster: {nworkers_per_group: 2, nservers_per_group: 2}")
+    code, out, err = ask("compare", "down.conf", "ar.yaml", "--out", "out", "train.py", "--", "--epochs", "2")
+    assert code == 0
+    assert [job.args for job in launcher.jobs] == [("--epochs", "2")] * 2
+    assert [job.workspace for job in launcher.jobs] == ["out/down", "out/ar"]
+    table = out[out.index("framework") :]
+    assert "Downpour" in table
+    assert "AllReduce" in table
+    assert table.count("96.0%") == 2
+    assert "out/frameworks.png" in err
+    assert (here / "out" / "frameworks.png").exists()
+    jobs = json.loads((here / "out" / "compare.json").read_text())["jobs"]
+    assert [job["conf"] for job in jobs] == ["down.conf", "ar.yaml"]
+
+
+def test_compare_as_json(ask: Ask, here: Path, launcher: Launcher) -> None:
+    code, out, _ = ask("compare", "--json", "down.conf", "train.py")
+    assert code == 0
+    assert json.loads(out) == json.loads((here / "workspace" / "compare" / "compare.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["down.conf"], "no program"),
+        (["train.py"], "no job file"),
+        (["down.conf", "notes.txt", "train.py"], "notes.txt"),
+        (["down.conf", "gone.conf", "train.py"], "gone.conf"),
+        (["down.conf", "gone.py"], "gone.py"),
+        (["--out", "train.py/x", "down.conf", "train.py"], "--out"),
+    ],
+)
+def test_compare_refuses_before_the_first_job(
+    ask: Ask, here: Path, launcher: Launcher, words: list[str], named: str
+) -> None:
+    code, _, err = ask("compare", *words)
+    assert code == 2
+    assert named in err
+    assert not launcher.jobs
+
+
+def test_compare_without_matplotlib(ask: Ask, here: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("topotrain.tools.monitor.loss_plot.available", lambda: False)
+    code, _, err = ask("compare", "down.conf", "train.py")
+    assert code == 2
+    assert "pip install 'topotrain[plot]'" in err
+
+
+# ---- docs ------------------------------------------------------------------------------------------------------------
+
+
+def test_commands_in_the_reference_parse() -> None:
+    shown = [shlex.split(line)[1:] for line in DOCS.read_text().splitlines() if line.startswith("topotrain ")]
+    assert {words[0] for words in shown} >= set(commands())
+    for words in shown:
+        if words[0] in commands():
+            commands()[words[0]].make_context(words[0], app.separate(words)[1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "step"), [([], 0), (["--profile"], 10), (["--profile-step", "25"], 25), (["--profile-step=1"], 1)]
+)
+def test_the_launcher_is_told_which_step_to_profile(
+    ask: Ask, here: Path, launcher: Launcher, options: list[str], step: int
+) -> None:
+    code, _, err = ask("run", *options, "down.conf", "train.py", "--profile")  # the last one is the program's
+    assert (code, launcher.profiles) == (0, [step])
+    assert ("no step was finished, so there is no trace" in err) is (step > 0)  # for this launcher starts nothing
+
+
+def test_steps_are_counted_from_one(ask: Ask, here: Path, launcher: Launcher) -> None:
+    assert ask("run", "--profile-step", "0", "down.conf", "train.py")[0] == 2
+    assert launcher.jobs == []
+
+
+def test_the_reference_names_every_option_and_no_other() -> None:
+    text = DOCS.read_text()
+    for name, command in commands().items():
+        section = text.split(f"## `topotrain {name}`")[1].split("\n## ")[0]
+        table = set(re.findall(r"^\| `(--[\w-]+)", section, re.M))
+        hidden = {option for param in command.params for option in param.opts if getattr(param, "hidden", False)}
+        assert table == {option for option, _ in options(command)} - {"--help"} - hidden
+
+
+def test_the_reference_names_every_field_of_the_report(ask: Ask, here: Path, launcher: Launcher) -> None:
+    data = json.loads(ask("run", "down.conf", "--json", "train.py")[1])
+    section = DOCS.read_text().split("## The report")[1].split("\n## ")[0]
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    documented = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    incident = job_report.incident(Incident(0, "worker 1/0", "was killed", "starts again", 1.0), None)
+    assert documented == set(data) | set(data["processes"][0]) | set(incident)
+
+
+def test_ctrl_c_while_the_command_still_imports_ends_it_in_order(tmp_path: Path) -> None:
+    """A module in place of the first that it imports is interrupted."""
+    (tmp_path / "typer.py").write_text(
+        "import os, signal\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "while True: signal.sigtimedwait([signal.SIGUSR1], 0.01)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}
+    command = [sys.executable, "-m", "topotrain", "run", "job.conf", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "topotrain: error: ended by SIGINT, nothing was started\n")
+
+
+def test_the_console_script_is_that_command() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"topotrain": "topotrain.__main__:main"}

@@ -1,0 +1,96 @@
+"""Which snapshot and which job `topotrain run --resume` goes on with."""
+
+import json
+
+import pytest
+import torch
+from snapshot_files import Vault
+
+from topotrain.config.job import Cluster, ConfigError, Job
+from topotrain.config.job_file import dumps
+from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, MODEL, hashed
+from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
+from topotrain.tools.cli.app import main, separate
+from topotrain.tools.cli.resume import asked_for, earlier, refuse_elsewhere
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    """A workspace with the snapshot of a job that stood somewhere else when it was taken."""
+    job = Job(name="old", program="train.py", args=("--epochs", "5"), cluster=Cluster(workspace="elsewhere"))
+    small = lambda: torch.nn.Linear(4, 3)  # noqa: E731
+    vault = Vault(torch.optim.SGD, 1, net=small)
+    for number in (1, 2):
+        vault.write(SnapshotFiles(tmp_path / FOLDER), number, conf=dumps(job))
+    return tmp_path
+
+
+def failed(capsys, *words):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    return caught.value.code, capsys.readouterr().err
+
+
+def test_the_job_of_the_snapshot_in_its_workspace(workspace):
+    found = earlier(workspace, ["cluster.nworkers_per_group=2"])
+    assert found.path == str(workspace / FOLDER / "000002")
+    assert (found.job.program, found.job.args) == ("train.py", ("--epochs", "5"))
+    assert (found.job.workspace, found.job.cluster.nworkers_per_group) == (str(workspace), 2)
+
+
+def test_the_snapshot_that_is_named(workspace):
+    Vault(torch.optim.SGD, 1, net=lambda: torch.nn.Linear(4, 3)).write(
+        SnapshotFiles(workspace / FOLDER), 3, conf=dumps(Job(name="new", program="train.py")), step=70
+    )
+    for name in ("000003", "step-70"):
+        found = earlier(workspace / FOLDER / name)
+        assert (found.path, found.job.workspace) == (str(workspace / FOLDER / "000003"), str(workspace))
+    assert earlier(workspace / FOLDER / "000002").path.endswith("000002")
+    (workspace / FOLDER / "000002" / MODEL).write_bytes(b"")
+    with pytest.raises(ConfigError, match="has 0 bytes"):
+        earlier(workspace / FOLDER / "000002")
+
+
+def test_a_damaged_one_gives_way_with_a_warning(workspace, capsys):
+    (workspace / FOLDER / "000002" / MODEL).write_bytes(b"")
+    assert earlier(workspace).path.endswith("000001")
+    assert "snapshot 000002 has 0 bytes of model.safetensors" in capsys.readouterr().err
+
+
+def test_resume_in_the_file(workspace, tmp_path, capsys):
+    def job(resume, path):
+        return Job(resume=resume, cluster=Cluster(workspace=str(path)))
+
+    assert asked_for(job(False, workspace)) == ""
+    assert asked_for(job(True, workspace)).endswith("000002")
+    assert asked_for(job(True, tmp_path / "new")) == ""
+    assert "starts at the beginning" in capsys.readouterr().err
+
+
+def test_where_nobody_could_choose_for_all(tmp_path):
+    refuse_elsewhere(Job())
+    refuse_elsewhere(Job(resume=True))
+    with pytest.raises(ConfigError, match=r"start_groups.*needs `topotrain run`"):
+        refuse_elsewhere(Job(start_groups=1, cluster=Cluster(nworker_groups=2)))
+
+
+def test_words_for_a_workspace_without_one(tmp_path, capsys):
+    code, text = failed(capsys, "run", "--resume", str(tmp_path))
+    assert code == 2 and f"--resume = '{tmp_path}': has no snapshot" in text
+    code, text = failed(capsys, "run")
+    assert code == 2 and "no job file" in text
+
+
+def test_a_job_text_that_is_none_is_told(workspace, capsys):
+    for number in (1, 2):
+        path = workspace / FOLDER / f"{number:06d}" / MANIFEST
+        data = json.loads(path.read_text()) | {"conf": "cluster { nworkers: 3 }"}
+        del data["sha256"]
+        path.write_text(json.dumps({**data, "sha256": hashed(data)}))
+    code, text = failed(capsys, "run", "--resume", str(workspace))
+    assert code == 2 and "snapshot 2:1:11" in text
+
+
+def test_the_programs_own_options_stay_its_own():
+    words = ["run", "--resume", "w", "job.conf", "train.py", "--resume", "x"]
+    assert separate(words) == ["run", "--resume", "w", "job.conf", "train.py", "--", "--resume", "x"]

@@ -1,0 +1,515 @@
+"""Dividing a DataLoader: every sample once, in the plain loader's order, whatever kind of loader the script has."""
+
+import gc
+import random
+import threading
+from collections import UserDict, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from divided_loaders import KINDS, Numbers, Office, Seat, Stream, flat
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from topotrain.compat.integrations.external_loop import ExternalAccounting
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import Address, Role
+from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
+from topotrain.training.data.sampling import CHUNK, cut, draw_epoch, pack, received
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@dataclass
+class Job:
+    """A job in one process: `make()` is the script's loader, built once per worker as a script does."""
+
+    make: Callable[[], DataLoader[Any]]
+    workers: int = 1
+    groups: int = 1
+    mode: str = "broadcast"
+    shares: tuple[float, ...] = ()
+    per_worker: bool = False
+    min_share: int = 1
+    seed: int = 3
+
+    def __post_init__(self) -> None:
+        self.office = Office(self.groups, self.workers)
+        self.seats = {who: Seat(self.office, who) for who in self.office.workers}
+
+    def loader(self, who: Address) -> ShardedLoader:
+        plan = DataPlan(
+            who.group,
+            self.groups,
+            who.index,
+            self.workers,
+            self.shares,
+            self.mode,
+            self.per_worker,
+            self.seed,
+            self.min_share,
+            (who.group, who.index) == (0, 0),
+        )
+        return ShardedLoader(self.make(), plan, self.seats[who], self.seats[who])
+
+    def read(self, epochs: int = 1, leave: Callable[[Address], int | None] = lambda who: None):
+        """{worker: [epoch's list of (weight, batch)]}; threads only where groups wait for each other."""
+        result: dict[Address, Any] = {}
+        start = threading.Lock()  # the dice are global: real workers are processes
+
+        def script(who: Address) -> None:
+            try:
+                loader, passes = self.loader(who), []
+                for _ in range(epochs):
+                    passes.append(batches := [])
+                    with start:
+                        live = iter(loader)
+                    for batch in live:
+                        batches.append((self.seats[who].drawn_[-1][2], batch))
+                        if len(batches) == leave(who):
+                            break
+                    live.close()
+                result[who] = passes
+            except BaseException as error:
+                result[who] = error
+            finally:
+                self.office.end(who)
+
+        if self.mode == "lease" and len(self.seats) > 1:
+            threads = [threading.Thread(target=script, args=(who,)) for who in self.seats]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        else:
+            for who in self.seats:
+                script(who)
+                if isinstance(result[who], BaseException):
+                    break
+        for outcome in result.values():
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return result
+
+    def samples(self, epoch: int = 0, **how: Any) -> list[int]:
+        """The samples that counted in one epoch, in no order."""
+        read = self.read(epochs=epoch + 1, **how)
+        batches = [batch for passes in read.values() for weight, batch in passes[epoch] if weight]
+        return sorted(int(sample) for batch in batches for sample in batch)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_every_sample_once_per_epoch(data):
+    workers, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
+    mode = data.draw(st.sampled_from(["broadcast", "static", "lease"]))
+    groups = 1 if mode == "broadcast" else data.draw(st.integers(1, 3))
+    per_worker, drop = data.draw(st.booleans()), data.draw(st.booleans())
+    n = data.draw(st.integers(size * (workers if per_worker else 1), 60 + 9 * workers))
+    claims = st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=workers, max_size=workers).filter(any)
+    shares = tuple(data.draw(claims)) if data.draw(st.booleans()) else ()
+    stream = data.draw(st.booleans())
+
+    def make() -> DataLoader[Any]:
+        dataset = Stream(n, shuffle=mode != "lease" and workers > 1) if stream else Numbers(n)
+        return DataLoader(dataset, size, shuffle=None if stream else True, drop_last=drop)
+
+    job = Job(make, workers, groups, mode, shares, per_worker, data.draw(st.integers(1, 2)))
+    read = job.read(epochs=2)
+    for epoch in (0, 1):
+        batches = [batch.tolist() for passes in read.values() for weight, batch in passes[epoch] if weight]
+        samples = sorted(chain.from_iterable(batches))
+        assert len(samples) == len(set(samples)) == (n // size * size if drop else n)
+        for group in range(groups):  # as many batches for every worker of a group, and none empty
+            passes = [read[who][epoch] for who in job.seats if who.group == group]
+            assert len({len(p) for p in passes}) == 1
+            assert all(len(batch) for p in passes for _, batch in p)
+    for seat in job.seats.values():
+        assert all(weight == samples for _, _, weight, samples in seat.drawn_)
+        streams: dict[int, list[int]] = {}
+        for number, seq, _, _ in seat.drawn_:
+            streams.setdefault(number, []).append(seq)
+        assert all(seqs == list(range(len(seqs))) for seqs in streams.values())
+        assert bool(streams) <= all(bool(number & STATIC) == (mode != "lease") for number in streams)
+        assert seat.left == []
+    assert job.office.book.open_epochs == () and job.office.book.kept_chunks == 0
+
+
+def test_defect_5_workers_read_disjoint_records():
+    for mode, groups in (("broadcast", 1), ("static", 2), ("lease", 2)):
+        job = Job(lambda: DataLoader(Numbers(103), 10, shuffle=True), workers=3, groups=groups, mode=mode)
+        read = job.read()
+        seen = [{int(i) for weight, batch in passes[0] if weight for i in batch} for passes in read.values()]
+        assert sum(map(len, seen)) == 103
+        assert set().union(*seen) == set(range(103))
+
+
+# --- the plain loader's order ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_worker_alone_reads_what_the_plain_loader_reads_bit_for_bit(kind):
+    def dice() -> tuple[Any, ...]:
+        return torch.rand(2).tolist(), random.random(), float(numpy.random.rand())
+
+    def throw(seed: int, loader: Any) -> tuple[Any, ...]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed)
+        seen = []
+        for _ in range(2):
+            for batch in loader:
+                seen.append((flat(batch), dice()))
+        next(iter(loader))  # left early: the dice must still be the plain loader's
+        return seen, dice()
+
+    make = KINDS[kind]
+    job = Job(make)
+    assert throw(1, make()) == throw(1, job.loader(Address(Role.WORKER, 0, 0)))
+    (seat,) = job.seats.values()
+    assert seat.left == [(2, 1)]
+    assert len(job.loader(seat.who)) == len(make()) if "stream" not in kind else True
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("keys", "stream of items")])
+def test_the_workers_shares_put_together_are_the_plain_loaders_batches(kind):
+    plain = Job(KINDS[kind])
+    torch.manual_seed(7)
+    expected = [flat(batch) for _, batch in plain.read()[plain.office.workers[0]][0]]
+    job = Job(KINDS[kind], workers=3)
+    torch.manual_seed(7)
+    read = [passes[0] for passes in job.read().values()]
+    together = [[i for weight, batch in step if weight for i in flat(batch)] for step in zip(*read, strict=True)]
+    if "stream" in kind:  # its dice come from the job's seed
+        together, expected = [sorted(chain(*together))], [sorted(chain(*expected))]
+    assert together == expected
+
+
+def test_draws_go_through_a_ledger_that_is_put_between():
+    job = Job(lambda: DataLoader(list(range(7)), batch_size=2))
+    ((who, seat),) = job.seats.items()
+    loader = job.loader(who)
+    handing = loader.note_through(ExternalAccounting)
+    assert len(list(loader)) == 4 and seat.drawn_ == []
+    assert [handing.hand_on() for _ in range(4)] == [2.0, 2.0, 2.0, 1.0]
+    assert [samples for *_, samples in seat.drawn_] == [2, 2, 2, 1]
+
+
+def test_a_sampler_of_the_scripts_own_is_asked_when_the_plain_loader_would_ask_it():
+    told: list[str] = []
+
+    class Curious:
+        def __iter__(self) -> Iterator[list[int]]:
+            for i in range(3):
+                told.append(f"drew {i}")
+                yield [i, i + 3]
+
+    job = Job(lambda: DataLoader(Numbers(6), batch_sampler=Curious()), workers=2)
+    for batch in job.loader(job.office.workers[0]):
+        told.append(f"step {int(batch[0])}")
+    assert told == ["drew 0", "step 0", "drew 1", "step 1", "drew 2", "step 2"]
+    assert [int(b[0]) for b in job.loader(job.office.workers[1])] == [3, 4, 5]
+
+
+def test_a_batch_longer_than_a_chunk_arrives_whole():
+    batches = [list(range(3 * CHUNK)), [], [7], list(range(CHUNK)), 5]
+    chunks = list(pack(batches, True))
+    assert all(len(sizes) + len(indices) <= CHUNK for sizes, indices, _ in chunks)
+    assert list(received(chunks.__getitem__)) == batches
+    n = 2 * CHUNK + 5
+    job = Job(lambda: DataLoader(range(n), n, collate_fn=torch.tensor), workers=2)
+    assert job.samples() == list(range(n))
+
+
+def test_indices_that_are_no_numbers_need_a_common_draw():
+    make = lambda: DataLoader({"a": 1, "b": 2}, sampler=["a", "b"])  # noqa: E731
+    assert Job(make).samples() == [1, 2]
+    assert Job(make, groups=2, mode="static").samples() == [1, 2]
+    with pytest.raises(ConfigError, match="whole numbers"):
+        Job(make, workers=2).read()
+
+
+# --- shares ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 200), st.integers(1, 9), st.integers(1, 3), st.data())
+def test_shares_cover_the_batch_in_order(samples, workers, min_share, data):
+    claims = data.draw(st.just(()) | st.tuples(*[st.floats(0.1, 10)] * workers))
+    bounds = cut(samples, workers, claims, min_share)
+    taken = [(lo, hi) for lo, hi in bounds if hi > lo]
+    assert [i for lo, hi in taken for i in range(lo, hi)] == list(range(samples))
+    assert len(taken) <= 1 or all(hi - lo >= min_share for lo, hi in taken)
+    if not claims and samples >= workers * min_share:
+        assert bounds == tuple((samples * r // workers, samples * (r + 1) // workers) for r in range(workers))
+
+
+def test_shares_follow_their_claims():
+    assert cut(10, 3, (0.7, 0.2, 0.1)) == ((0, 7), (7, 9), (9, 10))
+    assert cut(10, 3, (0.7, 0.2, 0.1), 2) == ((0, 7), (7, 10), (0, 0))
+    assert cut(3, 4) == ((0, 1), (1, 2), (2, 3), (0, 0))
+    assert cut(3, 2, (), 2) == ((0, 3), (0, 0))
+
+
+def test_a_worker_without_a_share_repeats_samples_at_weight_0():
+    job = Job(lambda: DataLoader(Numbers(7), 5), workers=3, min_share=2)
+    read = [[(weight, batch.tolist()) for weight, batch in passes[0]] for passes in job.read().values()]
+    assert read == [[(2, [0, 1]), (2, [5, 6])], [(3, [2, 3, 4]), (0, [5, 6])], [(0, [0, 1]), (0, [5, 6])]]
+
+
+def test_a_batch_of_each_workers_own():
+    job = Job(lambda: DataLoader(Numbers(11), 2), workers=3, per_worker=True)
+    read = [[(weight, batch.tolist()) for weight, batch in passes[0]] for passes in job.read().values()]
+    assert read == [[(2, [0, 1]), (2, [6, 7])], [(2, [2, 3]), (2, [8, 9])], [(2, [4, 5]), (1, [10])]]
+    assert len(job.loader(job.office.workers[0])) == 2
+
+
+# --- kinds of data -----------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "x y")
+
+
+class Ready(Dataset[Any]):
+    """Items that are batches already."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, i: int) -> Any:
+        x = torch.arange(5) + 10 * i
+        return {
+            "pair": Pair(x, [x.numpy() + 100, torch.tensor(1.5)]),
+            "names": [f"n{j}" for j in range(5)],
+            "who": UserDict(x=x),
+            "note": "all",
+        }
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "static", "lease"])
+def test_items_that_are_batches_are_sliced_after_loading(mode):
+    job = Job(lambda: DataLoader(Ready(), batch_size=None), workers=2, mode=mode)
+    read = job.read()
+    one, two = (read[who][0][1] for who in job.office.workers)
+    assert (one[0], two[0]) == (2, 3)
+    assert one[1]["pair"].x.tolist() == [10, 11] and two[1]["pair"].x.tolist() == [12, 13, 14]
+    assert two[1]["pair"].y[0].tolist() == [112, 113, 114] and float(two[1]["pair"].y[1]) == 1.5
+    assert two[1]["names"] == ["n2", "n3", "n4"] and two[1]["note"] == "all"
+    assert two[1]["who"]["x"].tolist() == [12, 13, 14]
+
+
+def test_items_without_a_common_leading_dimension_are_refused():
+    job = Job(lambda: DataLoader([{"a": torch.ones(2), "b": torch.ones(3)}], batch_size=None), workers=2)
+    with pytest.raises(ConfigError, match="leading dimension"):
+        job.read()
+
+
+def test_bulk_samplers_and_tuples_are_index_lists():
+    def bulk() -> DataLoader[Any]:
+        sampler = BatchSampler(SequentialSampler(range(10)), 4, False)
+        return DataLoader(torch.arange(10), batch_size=None, sampler=sampler)
+
+    job = Job(bulk, workers=2)
+    assert [[b.tolist() for _, b in passes[0]] for passes in job.read().values()] == [
+        [[0, 1], [4, 5], [8]],
+        [[2, 3], [6, 7], [9]],
+    ]
+    for mode, groups in (("broadcast", 1), ("lease", 2)):
+        tuples = lambda: DataLoader(Numbers(5), batch_sampler=[(0, 1, 2), (3, 4)])  # noqa: E731
+        assert Job(tuples, 2, groups, mode).samples() == list(range(5))
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "static"])
+def test_streams_in_processes_are_read_as_their_author_shares_them_out(mode):
+    make = lambda: DataLoader(Stream(25, shuffle=True), 4, num_workers=2)  # noqa: E731
+    assert Job(make, 2, 1 if mode == "broadcast" else 2, mode).samples(epoch=1) == list(range(25))
+
+
+def test_a_part_of_a_stream_that_was_left_is_read_again_or_reported():
+    class Once(IterableDataset[int]):
+        def __init__(self) -> None:
+            self.rest = list(range(40))
+
+        def __iter__(self) -> Iterator[int]:
+            rest, self.rest = self.rest, []
+            return iter(rest)
+
+    for make, lost in ((lambda: DataLoader(Stream(40), 2), 0), (lambda: DataLoader(Once(), 2), 3)):
+        job = Job(make, groups=2, mode="lease")
+        one, two = (job.loader(who) for who in job.office.workers)
+        # Group 0 begins, group 1 reads batch 4 of its lease 4..8 and leaves, group 0 finds 5..8 behind it.
+        live, other = iter(one), iter(two)
+        first = [next(live) for _ in range(2)]
+        assert next(other).tolist() == [8, 9]
+        rest = [next(live) for _ in range(6)]
+        other.close()
+        samples = sorted(i for batch in [*first, *rest, *live] for i in batch.tolist())
+        assert samples == [i for i in range(40) if i not in (8, 9) and not (lost and 10 <= i < 16)]
+        assert job.seats[job.office.workers[0]].lost_ == lost
+        assert job.seats[job.office.workers[1]].left == [(0, 1)]
+
+
+def test_streams_of_different_length_in_each_group_end():
+    lengths = iter([30, 50])
+    job = Job(lambda: DataLoader(Stream(next(lengths)), 2), groups=2, mode="lease")
+    assert len(job.samples()) >= 15
+
+
+# --- leases ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 2), st.integers(2, 3), st.integers(1, 8), st.booleans())
+def test_what_a_group_leaves_is_read_by_another(workers, groups, leave, stream):
+    make = lambda: DataLoader(Stream(50) if stream else Numbers(50), 2)  # noqa: E731
+    job = Job(make, workers, groups, mode="lease")
+    assert job.samples(epoch=1, leave=lambda who: leave if who.group else None) == list(range(50))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_was_prefetched_and_not_read_is_read_by_another(persistent):
+    def make() -> DataLoader[Any]:
+        return DataLoader(Numbers(60), 2, shuffle=True, num_workers=1, persistent_workers=persistent, prefetch_factor=4)
+
+    job = Job(make, groups=2, mode="lease")
+    hasty, steady = (job.loader(who) for who in reversed(job.office.workers))
+    for epoch in (0, 1):
+        read = []
+        for batch in hasty:
+            read += batch.tolist()
+            if len(read) == 6:
+                break
+        read += [i for batch in steady for i in batch.tolist()]
+        assert sorted(read) == list(range(60))
+        assert job.seats[job.office.workers[1]].left[-1] == (epoch, 3)
+    assert job.office.book.open_epochs == ()
+
+
+def test_an_iterator_that_is_dropped_closed_or_replaced_gives_its_leases_back():
+    job = Job(lambda: DataLoader(Numbers(8), 1), groups=2, mode="lease")
+    who = job.office.workers[1]
+    loader, seat = job.loader(who), job.seats[who]
+    live = iter(loader)
+    next(live)
+    second = iter(loader)
+    assert seat.left == [(0, 1)] and list(live) == []
+    next(second)
+    loader.close()
+    loader.close()
+    assert seat.left == [(0, 1), (1, 1)]
+    next(iter(loader))
+    gc.collect()
+    assert seat.left[-1] == (2, 1)
+    assert [len(list(job.loader(job.office.workers[0]))) for _ in range(1)] == [7]
+
+
+def test_a_batch_that_fails_to_load_is_skipped_as_the_plain_loader_skips_it():
+    class Holed(Numbers):
+        def __getitem__(self, i: int) -> torch.Tensor:
+            if i == 2:
+                raise ValueError("no sample 2")
+            return super().__getitem__(i)
+
+    for make in (lambda: DataLoader(Holed(3), 1), lambda: DataLoader(Holed(3), 1, num_workers=1)):
+        job = Job(make, mode="lease")
+        live, got = iter(job.loader(job.office.workers[0])), []
+        for _ in range(3):
+            try:
+                got.append(int(next(live)))
+            except ValueError:
+                got.append(-1)
+        assert sorted(got) == [-1, 0, 1]
+        assert list(live) == []
+        (seat,) = job.seats.values()
+        assert len(seat.drawn_) == 2
+
+
+def test_an_epochs_list_depends_on_seed_and_epoch_only_and_moves_no_dice():
+    class Shuffled:
+        """A sampler that throws every die there is."""
+
+        def __iter__(self) -> Iterator[int]:
+            mine = [int(torch.randint(9, ())), int(numpy.random.randint(9)), random.randrange(9), self.epoch]
+            return iter(mine)
+
+        def __len__(self) -> int:
+            return 4
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    mine = torch.Generator().manual_seed(1)
+    for loader in (
+        DataLoader(Numbers(9), sampler=Shuffled()),
+        DataLoader(Numbers(9), shuffle=True, generator=mine),
+        DataLoader(Numbers(9), shuffle=True),
+    ):
+        torch.manual_seed(4)
+        random.seed(4)
+        numpy.random.seed(4)
+        before = mine.get_state()
+        first = draw_epoch(loader, 1, 0)
+        after = torch.rand(1), random.random(), numpy.random.rand()
+        torch.manual_seed(4)
+        random.seed(4)
+        numpy.random.seed(4)
+        assert after == (torch.rand(1), random.random(), numpy.random.rand())
+        assert torch.equal(mine.get_state(), before)
+        assert draw_epoch(loader, 1, 0) == first
+        assert draw_epoch(loader, 1, 1) != first != draw_epoch(loader, 2, 0)
+
+
+# --- the loader's own words --------------------------------------------------------------------------------------
+
+
+def test_the_rest_is_the_scripts_own_loader():
+    job = Job(lambda: DataLoader(Numbers(21), 2, shuffle=True), groups=2, mode="static")
+    one, two = (job.loader(who) for who in job.office.workers)
+    assert (one.batch_size, len(one.dataset), type(one.sampler)) == (2, 21, RandomSampler)
+    assert (len(one), len(two)) == (6, 5)
+    assert len(list(one)) == 6 and len(list(two)) == 5
+    nominal = Job(lambda: DataLoader(Numbers(21), 2), groups=2, mode="lease")
+    assert [len(nominal.loader(who)) for who in nominal.office.workers] == [6, 6]
+    with pytest.raises(AttributeError):
+        one.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "said"),
+    [
+        (lambda: DataLoader(Numbers(0)), {}, r"len\(loader.dataset\) = 0"),
+        (lambda: DataLoader(Stream(4), 8), {}, None),
+        (lambda: DataLoader(Numbers(5), 8), {}, "loader.batch_size = 8: .* fit in the 5 samples"),
+        (lambda: DataLoader(Numbers(5), 8, drop_last=True), {}, "loader.batch_size = 8"),
+        (lambda: DataLoader(Numbers(5), 3), {"workers": 2, "per_worker": True}, "each of 2 workers"),
+        (lambda: DataLoader(Numbers(5), batch_sampler=[]), {}, r"len\(loader\) = 0"),
+        (lambda: DataLoader(Numbers(5), sampler=DistributedSampler(Numbers(5), 2, 0)), {}, "num_replicas = 2"),
+        (lambda: [1, 2], {}, "loader = 'list': must be a torch"),
+    ],
+)
+def test_bad_input_is_refused_in_the_users_words(make, how, said):
+    job = Job(make, **how)
+    if said is None:
+        job.loader(job.office.workers[0])
+        return
+    with pytest.raises(ConfigError, match=said):
+        job.loader(job.office.workers[0])
+
+
+@pytest.mark.skipif(not hasattr(DataLoader(Numbers(1)), "in_order"), reason="this torch has no in_order")
+def test_batches_out_of_order_are_refused():
+    job = Job(lambda: DataLoader(Numbers(5), num_workers=1, in_order=False))
+    with pytest.raises(ConfigError, match=r"loader\.in_order = false"):
+        job.loader(job.office.workers[0])

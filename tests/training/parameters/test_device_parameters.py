@@ -1,0 +1,420 @@
+"""Parameters beside the flat buffers, as on a GPU: the same jobs, with the same bits, and copies that arrive late.
+
+No GPU is needed: `DeviceParameters` is forced upon CPU parameters, with ferries that behave like a GPU's stream. What
+happens on a real one is in test_cuda.py.
+"""
+
+import threading
+from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+import torch
+from training_loops import ALWAYS, clip_norm, clip_value, edit, edit_between_backwards
+from in_process_job import (
+    Cnn,
+    Transformer,
+    adam,
+    building,
+    cross_entropy,
+    images,
+    job_of,
+    mlp,
+    plain,
+    reference,
+    run_hosted,
+    run_local,
+    sgd,
+    tokens,
+    usual_loop,
+    vectors,
+)
+from torch import nn
+
+from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Pull, Road
+from topotrain.training.parameters import flat_parameters
+from topotrain.training.parameters.device_copy import WORTH_PINNING, ImmediateCopier, ImmediateEvent, PinnedStorages
+from topotrain.training.parameters.device_parameters import DeviceParameters, HostParameters
+from topotrain.training.parameters.devices import chosen, device_of
+
+
+class LateFerry:
+    """Copies home happen when somebody waits for them, or at every third question; a place that is read has to stay.
+
+    bouncing: no flat buffer can be reached.
+    """
+
+    def __init__(self, bouncing: bool) -> None:
+        self._bouncing = bouncing
+        self._numbers = count()
+        self._homeward: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._read: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self.questions = self.late = 0
+
+    def home(self, source, place):
+        self._homeward.append((next(self._numbers), source, place))
+
+    def out(self, pairs):
+        self.reach(next(self._numbers))
+        for target, place in pairs:
+            target.copy_(place)
+            self._read.append((next(self._numbers), place, place.clone()))
+
+    def reach(self, number):
+        self._settled(number)  # a place may be read first and then be copied into
+        due = [copy for copy in self._homeward if copy[0] <= number]
+        self._homeward = [copy for copy in self._homeward if copy[0] > number]
+        for _, source, place in due:
+            place.copy_(source)
+
+    def _settled(self, number):
+        due = [row for row in self._read if row[0] <= number]
+        self._read = [row for row in self._read if row[0] > number]
+        same = [torch.equal(place.nan_to_num(), then.nan_to_num()) for _, place, then in due]
+        assert all(same), "written while the device read it"
+
+    def settle(self):
+        self._settled(next(self._numbers))
+
+    def mark(self):
+        return LateMark(self, next(self._numbers))
+
+    def reaches(self, view):
+        return not self._bouncing
+
+    def bounce(self, view):
+        return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype).fill_(torch.nan)
+
+    def close(self):
+        pass
+
+
+class LateMark:
+    def __init__(self, ferry: LateFerry, number: int) -> None:
+        self._ferry, self._number = ferry, number
+
+    def query(self):
+        self._ferry.questions += 1
+        if self._ferry.questions % 3:
+            self._ferry.late += 1
+            return False
+        self._ferry.reach(self._number)
+        return True
+
+    def synchronize(self):
+        self._ferry.reach(self._number)
+
+
+FERRIES: dict[str, Callable[[], object]] = {
+    "direct": ImmediateCopier,
+    "late": lambda: LateFerry(False),
+    "bounced": lambda: LateFerry(True),
+}
+
+
+@pytest.fixture
+def made(request, monkeypatch):
+    """All parameters from here on are beside the buffers; the ferries that were made for them."""
+    found = []
+
+    def mirror(tensors, view, own):
+        def ferries(devices):
+            made = {device: FERRIES[request.param]() for device in devices}
+            found.extend(made.values())
+            return made
+
+        return DeviceParameters(tensors, view, ferries)
+
+    monkeypatch.setattr(flat_parameters, "mirror_for", mirror)
+    yield found
+    assert found
+
+
+every_ferry = pytest.mark.parametrize("made", FERRIES, indirect=True)
+late_ferries = pytest.mark.parametrize("made", ["late", "bounced"], indirect=True)
+memory = pytest.mark.parametrize("shared", [False, True], ids=["sent", "shown"])
+MODELS = {"mlp": (mlp, vectors), "cnn": (Cnn, images), "transformer": (Transformer, tokens)}
+
+
+@every_ferry
+@memory
+@pytest.mark.parametrize("grads", Grads, ids=lambda g: g.name)
+@pytest.mark.parametrize("layout", ["sandblaster", "allreduce", "two by two", "in-memory", "one"])
+def test_all_layouts_have_the_bits_of_the_reference(layout, grads, shared, made):
+    job, build, script = job_of(layout, grads=grads), building(mlp, adam), usual_loop(vectors(6))
+    assert run_local(job, build, script, shared).same_bits(reference(job, build, script))
+
+
+@late_ferries
+@pytest.mark.parametrize("model", MODELS)
+def test_models_with_norms_ties_and_buffers(model, made):
+    make, batches = MODELS[model]
+    job, script = job_of(), usual_loop(batches(6))
+    result = run_local(job, building(make, adam), script, True)
+    assert result.same_bits(reference(job, building(make, adam), script))
+    assert all(ferry.late for ferry in made)  # else no copy was ever late, and this test says nothing
+
+
+# Both kinds of memory and both of late copies, each once: one differs where values lie, the other where copies land.
+either = pytest.mark.parametrize(("made", "shared"), [("bounced", False), ("late", True)], indirect=["made"])
+
+
+@either
+@pytest.mark.parametrize("layout", ["sandblaster", "one"])
+@pytest.mark.parametrize("script", ALWAYS, ids=lambda f: f.__name__)
+def test_the_unchanged_loop(script, layout, shared, made):
+    assert run_local(job_of(layout), building(), script, shared).same_bits(
+        reference(job_of(layout), building(), script)
+    )
+
+
+EDITS = [clip_norm, clip_value, edit, edit_between_backwards]
+    training_loops.clip_norm,
+    clip_value,
+    training_loops.edit,
+    training_loops.edit_between_backwards,
+]
+
+
+@either
+@pytest.mark.parametrize("layout", ["allreduce", "one"])
+@pytest.mark.parametrize("script", EDITS, ids=lambda f: f.__name__)
+def test_what_the_script_does_to_a_gradient_counts(script, layout, shared, made):
+    assert run_local(job_of(layout), building(), script, shared).same_bits(
+        reference(job_of(layout), building(), script)
+    )
+
+
+@every_ferry
+def test_edits_of_hidden_gradients_are_refused(made):
+    with pytest.raises(RuntimeError, match=r"kVisible, tt\.clip_grad_norm_, or updater"):
+        run_local(job_of(grads=Grads.kHidden), building(), clip_value)
+
+
+@every_ferry
+@memory
+@pytest.mark.parametrize("layout", ["sandblaster", "one"])
+def test_buckets_that_are_applied_on_arrival(layout, shared, made):
+    job, script = job_of(layout, apply=Apply.kOnArrival, grads=Grads.kHidden), usual_loop(vectors(6))
+    plainly = reference(job_of(layout, grads=Grads.kHidden), building(), script)
+    assert run_local(job, building(), script, shared).same_bits(plainly)
+
+
+@either
+@pytest.mark.parametrize("layout", ["sandblaster", "allreduce", "one"])
+def test_values_are_copied_when_all_are_new_also_where_the_job_pulls_lazily(layout, made, shared):
+    job, script = job_of(layout, pull=Pull.kLazy, grads=Grads.kHidden), usual_loop(vectors(6))
+    assert run_local(job, building(), script, shared).same_bits(reference(job_of(layout), building(), script))
+
+
+@late_ferries
+@pytest.mark.parametrize(("push", "fetch"), [(3, 1), (1, 2), (2, 4)])
+def test_local_steps(push, fetch, made, monkeypatch):
+    """What is added up, and the local steps, are the same numbers beside the buffers as in them."""
+    script = usual_loop(vectors(8))
+    job = Job(cluster=Cluster(n_push=push, n_fetch=fetch))
+    beside = run_local(job, building(), script)
+    monkeypatch.setattr(flat_parameters, "mirror_for", HostParameters)
+    assert beside.same_bits(run_local(job, building(), script))
+
+
+@late_ferries
+def test_values_are_not_overwritten_while_the_device_reads_them(made):
+    """Group 0 fetches twice and pushes nothing; meanwhile group 1 has changed the values."""
+    turn = threading.Barrier(2, timeout=20)
+
+    def script(t):
+        first, then = (1, 1) if t.me.group == 0 else (0, 4)
+        usual_loop(vectors(first))(t)
+        turn.wait()
+        if t.me.group == 1:
+            usual_loop(vectors(then))(t)
+        turn.wait()
+        if t.me.group == 0:
+            usual_loop(vectors(then))(t)
+
+    result = run_local(Job(cluster=Cluster(nworker_groups=2, n_push=4)), building(), script)
+    assert not result.same_bits(plain(building(), lambda t: None))
+
+
+@late_ferries
+@pytest.mark.parametrize("road", [Road.kShm, Road.kTcp], ids=lambda r: r.name)
+@pytest.mark.parametrize("layout", ["sandblaster", "allreduce"])
+def test_over_real_roads(layout, road, made, tmp_path):
+    job, script = job_of(layout, road=road), usual_loop(vectors(5))
+    assert run_hosted(job, building(), script, tmp_path).same_bits(reference(job, building(), script))
+
+
+@late_ferries
+def test_asynchronous_groups_learn(made):
+    job = Job(cluster=Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, max_staleness=0))
+    script = usual_loop(vectors(1) * 25)
+    before = cross_entropy(_seeded_mlp(), *vectors(1)[0])
+    result = run_local(job, building(), script, True)
+    model = _seeded_mlp()
+    model.load_state_dict(result.values)
+    assert cross_entropy(model, *vectors(1)[0]) < before / 2
+
+
+def _seeded_mlp() -> nn.Module:
+    torch.manual_seed(1)
+    return mlp()
+
+
+@late_ferries
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_scaler_finds_overflow_and_steps_are_skipped(unscale, made):
+    """As the plain script, in which step 2 overflows. `unscale_` leaves no trace in the gradients' version counts."""
+    scales = []
+
+    def script(t):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for step, batch in enumerate(vectors(6)):
+            t.optimizer.zero_grad()
+            factor = torch.inf if step == 2 else 1.0
+            t.backward([scaler.scale(loss) * factor for loss in t.losses(cross_entropy, *batch)])
+            if unscale:
+                scaler.unscale_(t.optimizer)
+            scaler.step(t.optimizer)
+            scaler.update()
+        scales.append(scaler.get_scale())
+
+    assert run_local(job_of(), building(), script, True).distance(plain(building(), script)) < 1e-5
+    assert len(set(scales)) == 1 and scales[0] != 1024.0
+
+
+@late_ferries
+def test_optimizer_state_goes_and_comes(made):
+    """A state that is handed over and gathered again is the one of the script that never stopped."""
+    found = {}
+
+    def script(t):
+        usual_loop(vectors(3))(t)
+        state = t.optimizer.state_dict()
+        t.optimizer.load_state_dict(state)
+        usual_loop(vectors(3, seed=1))(t)
+        found[t.me.index] = t.optimizer.state_dict()["state"]
+
+    def straight(t):
+        usual_loop(vectors(3))(t)
+        usual_loop(vectors(3, seed=1))(t)
+
+    result = run_local(job_of(), building(mlp, adam), script)
+    assert result.same_bits(reference(job_of(), building(mlp, adam), straight))
+    assert found[0][0]["exp_avg"].shape == (25, 12) and float(found[0][0]["step"]) == 6
+
+
+@every_ferry
+def test_parameters_keep_their_memory(made):
+    places = {}
+
+    def build():
+        model = mlp()
+        return model, sgd(model), [p.data_ptr() for p in model.parameters()]
+
+    def script(t):
+        usual_loop(vectors(2))(t)
+        places[t.me.index] = [p.data_ptr() for p in t.model.parameters()] == t.more[0]
+
+    run_local(job_of(), build, script, True)
+    assert places == {0: True, 1: True, 2: True}
+
+
+@pytest.mark.parametrize("made", ["direct"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m[0].weight.data.__class__ and setattr(m[0].weight, "data", m[0].weight.data.clone()), "no longer"),
+        (lambda m: m[0].weight.detach().add_(1.0), "changed outside"),
+        (lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(25, 12))), "not the one"),
+    ],
+)
+def test_what_the_script_does_to_a_parameter_is_found(change, words, made):
+    def script(t):
+        t.backward(t.losses(cross_entropy, *vectors(1)[0]))
+        change(t.model)
+        t.optimizer.step()
+
+    with pytest.raises(RuntimeError, match=words):
+        run_local(job_of("one"), building(), script)
+
+
+@pytest.mark.parametrize("made", ["late"], indirect=True)
+def test_a_parameter_that_shares_its_own_memory_gets_new_memory(made):
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.row = nn.Parameter(torch.linspace(0.0, 1.0, 12).expand(5, 12))
+
+        def forward(self, x):
+            return x @ self.row.t()
+
+    result = run_local(job_of("one"), building(Wide), usual_loop(vectors(3)))
+    assert result.values["row"].shape == (5, 12)
+    assert not torch.equal(result.values["row"][0], result.values["row"][1])
+
+
+def test_the_choice_is_the_parameters():
+    cpu, elsewhere = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))
+    far = SimpleNamespace(device=torch.device("mps"), is_meta=False, data_ptr=lambda: 0)
+    assert isinstance(flat_parameters.mirror_for([cpu], None, None), HostParameters)
+    assert isinstance(flat_parameters.mirror_for([elsewhere, cpu], None, None), HostParameters), (
+        "another worker holds it"
+    )
+    assert isinstance(flat_parameters.mirror_for([cpu, far], None, None), DeviceParameters)
+
+
+# --- pinned memory -----------------------------------------------------------------------------------------------
+
+
+def test_each_storage_is_pinned_once_and_small_ones_never():
+    log = []
+
+    def register(address, nbytes):
+        log.append((address, nbytes))
+        return address != refused.data_ptr()
+
+    big, refused, small = torch.zeros(WORTH_PINNING), torch.zeros(WORTH_PINNING), torch.zeros(8)
+    pins = PinnedStorages(register, lambda address: log.append(address))
+    assert [pins.pinned(t) for t in (big, big[5:], refused, refused[:1], small)] == [True, True, False, False, False]
+    assert log == [(big.data_ptr(), big.nbytes), (refused.data_ptr(), refused.nbytes)]
+    pins.close()
+    pins.close()
+    assert log[2:] == [big.data_ptr()]
+
+
+def test_a_direct_ferry_is_done_at_once():
+    ferry, place, target = ImmediateCopier(), torch.zeros(3), torch.zeros(3)
+    ferry.home(torch.ones(3), place)
+    assert isinstance(ferry.mark(), ImmediateEvent) and ferry.mark().query()
+    ferry.out([(target, place)])
+    assert torch.equal(target, torch.ones(3))
+
+
+# --- which GPU ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "in_unit", "in_job", "gpus", "device"),
+    [
+        ((), 0, 0, 0, "cpu"),
+        ((), 0, 5, 2, "cuda:1"),
+        ((3, 1), 0, 7, 4, "cuda:3"),
+        ((3, 1), 1, 0, 4, "cuda:1"),
+        ((3, 1), 2, 0, 4, "cuda:3"),
+    ],
+)
+def test_workers_take_the_gpus_of_the_list_in_turn(gpu, in_unit, in_job, gpus, device):
+    assert chosen(gpu, in_unit, in_job, gpus) == torch.device(device)
+
+
+@pytest.mark.parametrize(("gpus", "words"), [(2, "0 to 1"), (0, "leave the field out")])
+def test_a_gpu_that_is_not_there_is_an_error(gpus, words):
+    with pytest.raises(ConfigError, match=rf"gpu = 2.*{words}"):
+        chosen((2,), 0, 0, gpus)
+
+
+def test_an_ordinary_process_takes_the_first_gpu():
+    assert device_of(None, 0) == torch.device("cpu")
+    assert device_of(None, 4) == torch.device("cuda", 0)

@@ -1,0 +1,260 @@
+"""The user's model over flat memory: what stays tied, and how a cut tie is found."""
+
+import copy
+import io
+
+import pytest
+import torch
+from in_process_job import Cnn, Transformer, building, cross_entropy, job_of, mlp, run_local, vectors
+from torch import nn
+from torch.nn.utils import prune
+
+from topotrain.config.job import ConfigError
+from topotrain.config.sharding import cut
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
+
+
+def moved(model):
+    """A model whose parameters live in flat buffers, as after `prepare`."""
+    parts = describe_model(model)
+    slice_map = cut(parts.parameters, 2)
+    flats = FlatBuffers(slice_map, None, lambda n, dtype: torch.zeros(n, dtype=dtype))
+    buffers = ModelBuffers(parts, slice_map, flats)
+    buffers.copy_from_model("params")
+    buffers.move_model()
+    return buffers, parts
+
+
+def check(buffers, parts):
+    buffers.check(parts.parameters)
+
+
+MODELS = {
+    "mlp": (mlp, lambda: torch.randn(3, 12)),
+    "cnn": (Cnn, lambda: torch.randn(3, 1, 8, 8)),
+    "tied": (Transformer, lambda: torch.randint(13, (3, 6))),
+    "channels last": (
+        lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+        lambda: torch.randn(3, 3, 8, 8),
+    ),
+    "lstm": (lambda: nn.LSTM(5, 7, num_layers=2), lambda: torch.randn(4, 3, 5)),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 7)), lambda: torch.randn(3, 5)),
+    "bfloat16 and scalars": (
+        lambda: nn.ParameterDict({"a": torch.tensor(3.0), "b": torch.ones(70, dtype=torch.bfloat16)}),
+        None,
+    ),
+}
+
+
+def output(model, x):
+    found = model(x)
+    return found[0] if isinstance(found, tuple) else found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_moved_model_is_the_same_model(name):
+    make, data = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    strides = [p.stride() for p in model.parameters()]
+    objects = list(model.parameters())
+    x = data() if data else None
+    wanted = None if x is None else output(model.eval(), x)
+    buffers, parts = moved(model)
+    assert all(a is b for a, b in zip(model.parameters(), objects))
+    assert [p.stride() for p in model.parameters()] == strides
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
+    if x is not None:
+        assert torch.equal(output(model.eval(), x), wanted)
+        output(model.train(), x).float().sum().backward()
+    check(buffers, parts)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_lands_in_the_flat_memory_stands_in_the_parameters(name):
+    model = MODELS[name][0]()
+    buffers, parts = moved(model)
+    for index, p in enumerate(parts.tensors):
+        buffers.view("params", index).fill_(index + 0.5)
+        assert bool((p == index + 0.5).all())
+    check(buffers, parts)
+
+
+def test_tied_weights_are_one_parameter_with_another_name():
+    parts = describe_model(Transformer())
+    names = {p.name: p.aliases for p in parts.parameters}
+    assert names["embed.weight"] == ("out.weight",) and "out.weight" not in names
+    assert len(parts.tensors) == len({id(t) for t in parts.tensors})
+
+
+def test_each_parameter_has_a_storage_of_its_own():
+    model = nn.Sequential(nn.Linear(1000, 300), nn.Linear(4, 2))
+    moved(model)
+    file = io.BytesIO()
+    torch.save(model[1].bias, file)
+    assert file.tell() < 5000
+    assert torch.equal(torch.load(io.BytesIO(file.getvalue()), weights_only=True), model[1].bias)
+
+
+def test_overlapping_and_expanded_parameters_get_memory_of_their_own():
+    model = nn.Module()
+    model.wide = nn.Parameter(torch.ones(1, 5).expand(4, 5))
+    model.part = nn.Parameter(torch.arange(12.0).view(3, 4)[:, :2])
+    buffers, parts = moved(model)
+    assert [p.stride for p in parts.parameters] == [(5, 1), (2, 1)]
+    buffers.view("params", 0)[0, 0] = 9.0
+    assert model.wide.sum() == 28.0
+    assert torch.equal(model.part, torch.tensor([[0.0, 1], [4, 5], [8, 9]]))
+
+
+def test_compiled_models_have_their_own_names():
+    model = torch.compile(mlp(), backend="eager")
+    nested = nn.Sequential(torch.compile(nn.BatchNorm1d(3), backend="eager"))
+    assert describe_model(model).parameters == describe_model(mlp()).parameters
+    assert [b.name for b in describe_model(nested).buffers] == [
+        "0.running_mean",
+        "0.running_var",
+        "0.num_batches_tracked",
+    ]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_train_as_others_do(backend):
+    model = mlp()
+    compiled = torch.compile(model, backend=backend)
+    buffers, parts = moved(compiled)
+    seen = []
+    for p in compiled.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+    x, y = vectors(1)[0]
+    first = cross_entropy(compiled, x, y)
+    first.backward()
+    assert len(seen) == 4
+    for index, p in enumerate(parts.tensors):
+        buffers.view("params", index).sub_(p.grad)
+    assert cross_entropy(compiled, x, y) < first
+    check(buffers, parts)
+
+
+def test_only_buffers_that_are_saved_are_part_of_the_model():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model[1].register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
+    model[1].register_buffer("kept", torch.ones(2, dtype=torch.bool))
+    model[1].register_buffer("none", None)
+    described = describe_model(model).buffers
+    assert [b.name for b in described] == [n for n in model.state_dict() if not n.endswith(("weight", "bias"))]
+    assert described[-1].dtype == "bool" and described[-1].nbytes == 2
+
+
+# --- what survives, and what does not ----------------------------------------------------------------------------
+
+
+def test_copies_are_free_and_do_not_disturb():
+    model = mlp()
+    buffers, parts = moved(model)
+    twin = copy.deepcopy(model)
+    torch.save(model.state_dict(), io.BytesIO())
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    check(buffers, parts)
+    assert model[0].weight.any()
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in twin.parameters())
+
+
+def cast(model):
+    model.to(torch.float64).to(torch.float32)
+
+
+def assign_data(model):
+    model[2].bias.data = torch.zeros(5)
+
+
+def load_and_assign(model):
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+def to_vector_and_back(model):
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()), model.parameters())
+
+
+def test_a_parameter_may_get_another_place():
+    """As pruning does: the same object under another name."""
+    buffers, parts = moved(model := mlp())
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    del model[2]
+    check(buffers, parts)
+
+
+def load_in_place(model):
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+
+
+def edit_in_place(model):
+    with torch.no_grad():
+        model[2].bias.mul_(0.5)
+
+
+@pytest.mark.parametrize("cut_tie", [cast, assign_data, to_vector_and_back], ids=lambda f: f.__name__)
+def test_a_parameter_that_moved_away_is_found(cut_tie):
+    buffers, parts = moved(model := mlp())
+    check(buffers, parts)
+    cut_tie(model)
+    with pytest.raises(
+        RuntimeError, match=r"parameter [\w.]+ is no longer in the memory where topotrain put it.*before tt"
+    ):
+        check(buffers, parts)
+
+
+def test_parameters_that_were_exchanged_for_others_are_found():
+    """load_state_dict(assign=True) puts new objects into the modules, which no optimizer knows."""
+
+    def script(t):
+        load_and_assign(t.model)
+        t.backward(t.losses(cross_entropy, *vectors(1)[0]))
+        t.optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"0.weight is not the one that tt.prepare saw.*assign=True"):
+        run_local(job_of(), building(), script)
+
+
+@pytest.mark.parametrize("change", [load_in_place, edit_in_place], ids=lambda f: f.__name__)
+def test_a_parameter_that_was_changed_outside_step_is_found(change):
+    buffers, parts = moved(model := mlp())
+    change(model)
+    with pytest.raises(RuntimeError, match=r"parameter [\w.]+ was changed outside optimizer.step\(\)"):
+        check(buffers, parts)
+    buffers.remember()
+    check(buffers, parts)
+
+
+@pytest.mark.parametrize("change", [cast, assign_data, edit_in_place], ids=lambda f: f.__name__)
+def test_every_step_checks(change):
+    def script(t):
+        t.backward(t.losses(cross_entropy, *vectors(1)[0]))
+        t.optimizer.step()
+        change(t.model)
+        t.optimizer.zero_grad()
+        t.backward(t.losses(cross_entropy, *vectors(1)[0]))
+        t.optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"no longer in the memory|outside optimizer.step"):
+        run_local(job_of(), building(), script)
+
+
+# --- what cannot be trained --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.ReLU(), "has no parameters"),
+        (lambda: nn.Linear(2, 2, device="meta"), "weight = 'meta'.*on cpu or cuda"),
+        (lambda: nn.LazyLinear(2), "weight = 'lazy'.*run the model once before"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_models_that_cannot_be_trained_are_refused(make, words):
+    with pytest.raises(ConfigError, match=words):
+        describe_model(make())

@@ -1,0 +1,91 @@
+"""`pull: kLazy`: the same values, waited for by whoever needs them first; clear errors where it cannot work."""
+
+import pytest
+import torch
+from in_process_job import (
+    Cnn,
+    Transformer,
+    adam,
+    building,
+    cross_entropy,
+    images,
+    job_of,
+    mlp,
+    reference,
+    run_hosted,
+    run_local,
+    sgd,
+    tokens,
+    usual_loop,
+    vectors,
+)
+
+from topotrain.config.job import Apply, Grads, Pull, Road
+
+LAZY = {"pull": Pull.kLazy}
+ON_ARRIVAL = {"apply": Apply.kOnArrival, "grads": Grads.kHidden}
+MODELS = {"mlp": (mlp, vectors, sgd), "cnn": (Cnn, images, adam)}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["sent", "shown"])
+@pytest.mark.parametrize("more", [{}, {"grads": Grads.kHidden}, ON_ARRIVAL], ids=["visible", "hidden", "arrival"])
+@pytest.mark.parametrize(("model", "layout"), [("mlp", "sandblaster"), ("cnn", "allreduce"), ("mlp", "one")])
+def test_the_values_are_those_of_the_step(model, layout, more, shared):
+    make, batches, optimizer = MODELS[model]
+    job, build, script = job_of(layout, **LAZY, **more), building(make, optimizer), usual_loop(batches(6))
+    assert run_local(job, build, script, shared).same_bits(reference(job, build, script))
+
+
+@pytest.mark.parametrize("layout", ["sandblaster", "allreduce"])
+@pytest.mark.parametrize("road", [Road.kShm, Road.kTcp])
+def test_over_real_roads(road, layout, tmp_path):
+    job, build, script = job_of(layout, road=road, **LAZY), building(Cnn, adam), usual_loop(images(5))
+    assert run_hosted(job, build, script, tmp_path).same_bits(reference(job, build, script))
+
+
+def test_with_several_groups_every_gradient_counts_once():
+    def build():
+        model = torch.nn.Linear(70, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def script(trainer):
+        for _ in range(5):
+            trainer.backward(trainer.losses(lambda model, x: -model(x).sum(), torch.ones(1, 70)))
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+
+    for shared in (False, True):
+        for layout in ({}, {"nserver_groups": 2}, {"max_staleness": 1}):
+            job = job_of("one", nworker_groups=2, reduce="kSum", **layout, **LAZY)
+            assert torch.equal(run_local(job, build, script, shared).values["weight"], torch.full((1, 70), 10.0))
+
+
+def test_a_gradient_that_is_written_over_too_early_is_an_error():
+    def script(trainer):
+        for batch in vectors(3):
+            trainer.backward(trainer.losses(cross_entropy, *batch))
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad(set_to_none=False)
+
+    with pytest.raises(RuntimeError, match="changed after step"):
+        run_local(job_of(**LAZY), building(), script)
+
+
+def test_a_state_dict_waits_for_all_values():
+    seen = []
+
+    def script(trainer):
+        for batch in vectors(3):
+            trainer.backward(trainer.losses(cross_entropy, *batch))
+            trainer.optimizer.step()
+            seen.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+            trainer.optimizer.zero_grad()
+
+    result = run_local(job_of("one", **LAZY), building(), script)
+    assert all(torch.equal(value, result.values[name]) for name, value in seen[-1].items())
+
+
+def test_tied_weights_are_waited_for_where_they_are_used():
+    job, build, script = job_of("allreduce", **LAZY), building(Transformer, adam), usual_loop(tokens(6))
+    assert run_local(job, build, script, shared=True).same_bits(reference(job, build, script))

@@ -1,0 +1,440 @@
+"""The user's optimizer stays the user's: schedulers, scaler, closure, hooks, state."""
+
+import copy
+
+import pytest
+import torch
+from in_process_job import (
+    adagrad,
+    adam,
+    building,
+    cross_entropy,
+    job_of,
+    mlp,
+    plain,
+    reference,
+    run_local,
+    sgd,
+    usual_loop,
+    vectors,
+)
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+from topotrain.config.job import Grads, Updater
+from topotrain.core.server.parameter_shard import OptimizerState
+
+BATCHES = vectors(8)
+
+
+def same(job, build, script):
+    result = run_local(job, build, script)
+    assert result.same_bits(reference(job, build, script))
+    assert result.distance(plain(build, script)) < 1e-5
+    return result
+
+
+def test_the_object_keeps_its_identity_class_and_groups():
+    seen = {}
+
+    def build():
+        model = mlp()
+        optimizer = adam(model)
+        return model, optimizer, id(optimizer), optimizer.param_groups
+
+    def script(t):
+        seen[t.me.index] = (
+            id(t.optimizer) == t.more[0]
+            and isinstance(t.optimizer, torch.optim.Adam)
+            and type(t.optimizer).__name__ == "Adam"
+            and t.optimizer.param_groups is t.more[1]
+            and repr(t.optimizer).startswith("Adam (")
+        )
+
+    run_local(job_of(), build, script)
+    assert seen == {0: True, 1: True, 2: True}
+
+
+# --- hyper-parameters --------------------------------------------------------------------------------------------
+
+
+def two_groups(model):
+    return torch.optim.SGD(
+        [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.01, "weight_decay": 0.1}],
+        lr=0.05,
+        momentum=0.9,
+    )
+
+
+def test_hyperparameters_of_each_group_may_change_at_any_step():
+    def script(t):
+        for step, batch in enumerate(BATCHES):
+            t.optimizer.zero_grad()
+            t.backward(t.losses(cross_entropy, *batch))
+            first, second = t.optimizer.param_groups
+            first["lr"] = 0.1 / (1 + step)
+            second["weight_decay"], second["momentum"] = 0.01 * step, 0.5 + 0.05 * step
+            second["nesterov"] = step > 4
+            t.optimizer.step()
+
+    same(job_of(), building(mlp, two_groups), script)
+
+
+def test_a_tensor_learning_rate_changes_in_place():
+    def script(t):
+        for batch in BATCHES:
+            t.optimizer.zero_grad()
+            t.backward(t.losses(cross_entropy, *batch))
+            t.optimizer.step()
+            t.optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    build = building(mlp, lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.01)))
+    assert run_local(job_of(), build, script).distance(plain(build, script)) < 1e-5
+
+
+SCHEDULERS = {
+    "step": lambda o: StepLR(o, 2, 0.5),
+    "cosine": lambda o: CosineAnnealingLR(o, 8),
+    "one cycle": lambda o: OneCycleLR(o, 0.1, total_steps=10),
+    "plateau": lambda o: ReduceLROnPlateau(o, patience=0),
+}
+
+
+def stepped(t, scheduler):
+    for batch in BATCHES:
+        t.optimizer.zero_grad()
+        losses = t.losses(cross_entropy, *batch)
+        t.backward(losses)
+        t.optimizer.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_built_before_prepare_keep_working(name):
+    """Warnings are errors here: torch warns if it does not see optimizer.step() called before scheduler.step()."""
+
+    def build():
+        model = mlp()
+        optimizer = sgd(model)
+        return model, optimizer, SCHEDULERS[name](optimizer)
+
+    same(job_of(), build, lambda t: stepped(t, t.more[0]))
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_built_after_prepare_work(name):
+    same(job_of(), building(), lambda t: stepped(t, SCHEDULERS[name](t.optimizer)))
+
+
+def test_a_scheduler_before_and_another_after():
+    def build():
+        model = mlp()
+        optimizer = sgd(model)
+        return model, optimizer, SCHEDULERS["step"](optimizer)
+
+    def script(t):
+        after = SCHEDULERS["cosine"](t.optimizer)
+        stepped(t, t.more[0])
+        after.step()
+
+    same(job_of(), build, script)
+
+
+def test_a_scheduler_that_steps_too_early_is_still_warned_about():
+    def script(t):
+        with pytest.warns(UserWarning, match="before `optimizer.step"):
+            t.more[0].step()
+
+    def build():
+        model = mlp()
+        optimizer = sgd(model)
+        return model, optimizer, SCHEDULERS["step"](optimizer)
+
+    run_local(job_of("one"), build, script)
+
+
+def test_the_updaters_clip_norm_is_torchs():
+    def plainly(t):
+        for batch in BATCHES:
+            t.optimizer.zero_grad()
+            t.backward(t.losses(cross_entropy, *batch))
+            nn.utils.clip_grad_norm_(t.model.parameters(), 0.05)
+            t.optimizer.step()
+
+    for grads in Grads:
+        job = job_of(grads=grads, updater=Updater(clip_norm=0.05))
+        assert run_local(job, building(), usual_loop(BATCHES)).distance(plain(building(), plainly)) < 1e-5
+
+
+def test_add_param_group_is_refused():
+    def script(t):
+        t.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+    with pytest.raises(RuntimeError, match=r"add_param_group after tt.prepare"):
+        run_local(job_of(), building(), script)
+
+
+# --- loss scaling ------------------------------------------------------------------------------------------------
+
+
+def scaled(overflow_at=None, unscale=False):
+    """GradScaler on the CPU; in one step the loss is infinite on one sample, so on one worker only."""
+
+    def script(t):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+        scales = []
+        for step, (x, y) in enumerate(BATCHES):
+            if step == overflow_at:
+                x = x.clone()
+                x[0, 0] = 1e38
+            t.optimizer.zero_grad()
+            losses = t.losses(lambda m, x, y: m[0](x).pow(2).sum() * 1e-3 + cross_entropy(m, x, y), x, y)
+            t.backward([scaler.scale(loss) for loss in losses])
+            if unscale:
+                scaler.unscale_(t.optimizer)
+                nn.utils.clip_grad_norm_(t.model.parameters(), 0.5)
+            scaler.step(t.optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        t.model.scales = scales
+
+    return script
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("overflow_at", [None, 0, 3])
+@pytest.mark.parametrize("layout", ["sandblaster", "one"])
+def test_grad_scaler(layout, overflow_at, unscale):
+    script = scaled(overflow_at, unscale)
+    scales = []
+
+    def noting(t):
+        script(t)
+        scales.append(t.model.scales)
+
+    result = run_local(job_of(layout), building(), noting)
+    reference_ = reference(job_of(layout), building(), noting)
+    assert all(s == scales[-1] for s in scales)
+    assert result.same_bits(reference_)
+    if overflow_at is not None:
+        before = scales[0][overflow_at - 1] if overflow_at else 2.0**10
+        assert scales[0][overflow_at] == before / 2
+    else:
+        assert scales[0][-1] > 2.0**10
+
+
+def test_a_scaler_with_hidden_gradients_is_refused_with_the_remedy():
+    with pytest.raises(RuntimeError, match="use grads: kVisible"):
+        run_local(job_of(grads=Grads.kHidden), building(), scaled())
+
+
+def test_a_scaler_in_a_group_of_one_sees_all_there_is():
+    hidden = run_local(job_of("one", grads=Grads.kHidden), building(), scaled(overflow_at=3))
+    assert hidden.same_bits(reference(job_of("one"), building(), scaled(overflow_at=3)))
+
+
+def test_a_skipped_step_leaves_values_and_optimizer_state():
+    def script(t):
+        usual_loop(BATCHES[:2])(t)
+        before = copy.deepcopy((t.model.state_dict(), t.optimizer.state_dict()["state"]))
+        t.optimizer.zero_grad()
+        scaler = torch.amp.GradScaler("cpu")
+        t.backward([scaler.scale(loss) * float("inf") for loss in t.losses(cross_entropy, *BATCHES[2])])
+        scaler.step(t.optimizer)
+        scaler.update()
+        after = (t.model.state_dict(), t.optimizer.state_dict()["state"])
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+    run_local(job_of(), building(mlp, adam), script)
+
+
+def test_an_overflow_between_pushes_is_left_out():
+    """n_push > 1: the worker steps by itself, and must not step on an overflow."""
+
+    def build():
+        model = nn.Linear(70, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def script(t):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(6):
+            t.optimizer.zero_grad()
+            losses = t.losses(lambda m, x: -m(x).sum(), torch.ones(1, 70))
+            t.backward([scaler.scale(loss) * (float("inf") if step == 2 else 1.0) for loss in losses])
+            scaler.step(t.optimizer)
+            scaler.update()
+
+    result = run_local(job_of("one", n_push=2), build, script)
+    assert torch.equal(result.values["weight"], torch.full((1, 70), 5.0))
+
+
+# --- step --------------------------------------------------------------------------------------------------------
+
+
+def test_a_closure_is_evaluated_once_and_its_loss_returned():
+    def script(t):
+        for batch in BATCHES:
+
+            def closure(batch=batch):
+                t.optimizer.zero_grad()
+                losses = t.losses(cross_entropy, *batch)
+                t.backward(losses)
+                return losses[0]
+
+            with torch.no_grad():
+                loss = t.optimizer.step(closure)
+            assert float(loss.detach()) > 0
+
+    same(job_of(), building(), script)
+
+
+def test_step_hooks_run_once_per_step_also_after_load_state_dict():
+    calls = []
+
+    def build():
+        model = mlp()
+        optimizer = adam(model)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("early pre"))
+        return model, optimizer
+
+    def script(t):
+        t.optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+        t.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        usual_loop(BATCHES[:1])(t)
+        t.optimizer.load_state_dict(t.optimizer.state_dict())
+        usual_loop(BATCHES[:1])(t)
+
+    run_local(job_of("one"), build, script)
+    assert calls == ["early pre", "pre", "post"] * 2
+
+
+# --- state -------------------------------------------------------------------------------------------------------
+
+STATEFUL = {
+    "sgd": sgd,
+    "plain sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    "adam": adam,
+    "amsgrad": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, amsgrad=True),
+    "adagrad": adagrad,
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.001, momentum=0.5, centered=True),
+    "adadelta": lambda m: torch.optim.Adadelta(m.parameters()),
+    "adamax": lambda m: torch.optim.Adamax(m.parameters()),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters()),
+    "radam": lambda m: torch.optim.RAdam(m.parameters()),
+    "asgd": lambda m: torch.optim.ASGD(m.parameters()),
+    "rprop": lambda m: torch.optim.Rprop(m.parameters()),
+}
+
+
+def alike(mine, theirs):
+    """Two state_dicts: the same keys, shapes and dtypes, and nearly the same numbers."""
+    assert mine["param_groups"] == theirs["param_groups"]
+    assert mine["state"].keys() == theirs["state"].keys()
+    for index, entry in theirs["state"].items():
+        assert mine["state"][index].keys() == entry.keys()
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                found = mine["state"][index][key]
+                assert (found.shape, found.dtype, found.stride()) == (value.shape, value.dtype, value.stride()), key
+                torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-7)
+            else:
+                assert mine["state"][index][key] == pytest.approx(value)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_dict_is_what_plain_torch_has(name):
+    states = []
+
+    def script(t):
+        usual_loop(BATCHES[:3])(t)
+        if getattr(t, "me", None) is None or t.me.index == 1:
+            states.append(copy.deepcopy(t.optimizer.state_dict()))
+        usual_loop(BATCHES[3:])(t)
+
+    build = building(mlp, STATEFUL[name])
+    job = job_of("allreduce")
+    result = run_local(job, build, script)
+    assert result.distance(plain(build, script)) < 1e-4
+    alike(*states)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_load_state_dict_goes_on_where_the_state_was_taken(name):
+    """Train, take the state; another job loads it and goes on: the same bits as going on without a break."""
+    build, job, taken = building(mlp, STATEFUL[name]), job_of("allreduce"), {}
+
+    def through(t):
+        usual_loop(BATCHES[:3])(t)
+        if t.me.index == 0:
+            taken.update(model=copy.deepcopy(t.model.state_dict()), optimizer=copy.deepcopy(t.optimizer.state_dict()))
+        usual_loop(BATCHES[3:])(t)
+
+    def restored():
+        model, optimizer = build()
+        model.load_state_dict(taken["model"])
+        return model, optimizer
+
+    def loading_after(t):
+        t.optimizer.load_state_dict(taken["optimizer"])
+        usual_loop(BATCHES[3:])(t)
+
+    def loaded_before():
+        model, optimizer = restored()
+        optimizer.load_state_dict(taken["optimizer"])
+        return model, optimizer
+
+    whole = run_local(job, build, through)
+    assert run_local(job, restored, loading_after).same_bits(whole)
+    assert run_local(job, loaded_before, usual_loop(BATCHES[3:])).same_bits(whole)
+
+
+def test_plain_torch_loads_the_state():
+    taken = {}
+
+    def script(t):
+        usual_loop(BATCHES[:3])(t)
+        if t.me.index == 0:
+            taken.update(model=copy.deepcopy(t.model.state_dict()), optimizer=copy.deepcopy(t.optimizer.state_dict()))
+        usual_loop(BATCHES[3:])(t)
+
+    def restored():
+        model, optimizer = building(mlp, adam)()
+        model.load_state_dict(taken["model"])
+        optimizer.load_state_dict(taken["optimizer"])
+        return model, optimizer
+
+    whole = run_local(job_of(), building(mlp, adam), script)
+    assert plain(restored, usual_loop(BATCHES[3:])).distance(whole) < 1e-5
+
+
+@pytest.mark.parametrize("groups", [{"nserver_groups": 2}, {"nserver_groups": 1}])
+def test_every_server_group_starts_with_the_state_that_the_optimizer_brings(groups):
+    """Once each: with one server group for both worker groups, the second must not load over the first one's steps."""
+
+    def build():
+        model, optimizer = building(mlp, adam)()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()  # a run before this one
+        optimizer.zero_grad()
+        return model, optimizer
+
+    loads = []
+    load = OptimizerState.load
+
+    def counted(self, part):
+        loads.append((part.bucket, part.piece, part.key))
+        load(self, part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OptimizerState, "load", counted)
+        job = job_of(nworker_groups=2, nworkers_per_group=1, nservers_per_group=1, **groups)
+        result = run_local(job, build, lambda t: None)
+    assert len(loads) == groups["nserver_groups"] * len(set(loads))
+    for server in result.servers:
+        units = server._known.units
+        state = {(key, name): value for unit in units for key, name, value in unit.update.state()}
+        assert state
+        assert all(float(value) == 1.0 for (_, name), value in state.items() if name == "step")
+        assert all(bool((value != 0).all()) for (_, name), value in state.items() if name == "exp_avg")

@@ -1,0 +1,469 @@
+"""What a script calls: nothing in an ordinary process, and one whole job of one worker in this process."""
+
+import copy
+import sys
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from in_process_job import Cnn, adam, cross_entropy, mlp, sgd
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from script_job import loader, plain, train, unfused
+from torch import nn
+
+import topotrain as tt
+from topotrain.comm.security.handshake import HandshakeAborted, HandshakeTimeout
+from topotrain.comm.transport import ConnectionLost
+from topotrain.config.job import Adam as AdamConf
+from topotrain.config.job import ConfigError, LRGen, Step, Updater
+from topotrain.core import events
+from topotrain.core.client.client import JobError
+from topotrain.launch import choose_cause
+from topotrain.launch.runtime import entry_points
+from topotrain.parallel.api.dry_run import state_factor
+from topotrain.training import finish_job
+from topotrain.training.final_parameters import save_final
+from topotrain.training.parameters.flat_parameters import describe_model
+
+# --- an ordinary process -----------------------------------------------------------------------------------------
+
+
+def test_in_an_ordinary_process_prepare_returns_the_very_same_objects_and_bits():
+    torch.manual_seed(3)
+    model = mlp()
+    optimizer, batches = sgd(model), loader()
+    before = (type(optimizer), [p.data_ptr() for p in model.parameters()])
+    found = tt.prepare(model, optimizer, batches)
+    assert found[0] is model and found[1] is optimizer and found[2] is batches
+    assert (type(optimizer), [p.data_ptr() for p in model.parameters()]) == before
+    losses = train(*found)
+    values, plain_losses, dice = plain()
+    assert losses == plain_losses
+    assert all(torch.equal(v, values[n]) for n, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), dice)
+
+
+def test_anything_may_be_the_loader_in_an_ordinary_process():
+    model = mlp()
+    for given in (None, [1, 2], iter(())):
+        assert tt.prepare(model, sgd(model), given)[2] is given
+        tt.leave()
+
+
+def test_a_second_prepare_is_refused_in_an_ordinary_process_as_in_a_job():
+    model = mlp()
+    tt.prepare(model, sgd(model))
+    with pytest.raises(ConfigError, match="was called before: a job has one model and one optimizer"):
+        tt.prepare(mlp(), sgd(model))
+    tt.leave()
+    tt.prepare(model, sgd(model))
+
+
+def test_what_stands_in_another_s_place_is_named():
+    model, batches = mlp(), loader()
+    two = (sgd(model), adam(model))
+    several = (
+        r"tt.prepare = 'SGD and Adam': several optimizers in one call are not supported yet: give it one optimizer"
+    )
+    for arguments in ((model, *two, batches), (model, list(two), batches), (model, two[0], batches, two[1])):
+        with pytest.raises(ConfigError, match=several):
+            tt.prepare(*arguments)
+    with pytest.raises(ConfigError, match=r"'Sequential and Linear': several models in one call"):
+        tt.prepare(model, nn.Linear(2, 2), two[0], batches)
+    with pytest.raises(ConfigError, match=r"'DataLoader': the optimizer, the second argument, must be"):
+        tt.prepare(model, batches, two[0])
+
+
+@pytest.mark.parametrize("in_a_job", [False, True])
+def test_loops_over_epochs_follow_one_another(job, in_a_job):
+    if in_a_job:
+        job()
+        model = mlp()
+        tt.prepare(model, sgd(model))
+    for _ in (bar := tt.epochs(3)):
+        break
+    assert list(tt.epochs(2)) == [0, 1] and bar is not None
+    seen = []
+    with pytest.raises(ConfigError, match=r"tt.epochs = 2: has another loop over tt.epochs inside"):
+        seen.extend((outer, inner) for outer in tt.epochs(2) for inner in tt.epochs(2))
+    assert seen == [(0, 0), (0, 1)]
+
+
+def test_epochs_is_range():
+    assert list(tt.epochs(3)) == [0, 1, 2] and list(tt.epochs(0)) == []
+
+
+def test_report_prints_numbers_and_what_functions_give(capsys):
+    tt.report(accuracy=0.98765432, loss=lambda: torch.tensor(0.25), steps=12)
+    assert capsys.readouterr().out == "accuracy: 0.987654\nloss: 0.25\nsteps: 12\n"
+
+
+def test_an_ordinary_process_is_rank_0_and_the_main_one():
+    assert tt.rank() == 0 and tt.is_main()
+
+
+def test_local_and_weight_do_nothing_and_clip_is_torchs():
+    model = mlp()
+    with tt.local():
+        model(torch.ones(1, 12)).sum().backward()
+    tt.weight(7)
+    assert model[0].weight.grad is not None
+    twin = copy.deepcopy(model)
+    for p, q in zip(model.parameters(), twin.parameters()):
+        q.grad = p.grad.clone()
+    norm = tt.clip_grad_norm_(model.parameters(), 0.1)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.1))
+    assert torch.equal(model[0].weight.grad, twin[0].weight.grad)
+    with pytest.raises(ValueError, match="weight = -1: must be >= 0"):
+        tt.weight(-1)
+
+
+def test_what_prepare_refuses_everywhere():
+    model = mlp()
+    with pytest.raises(ConfigError, match=r"must be a torch.nn.Module"):
+        tt.prepare(lambda x: x, sgd(model))
+    with pytest.raises(ConfigError, match="outside a job an optimizer is needed"):
+        tt.prepare(model)
+    with pytest.raises(ConfigError, match=r"int.*state_dict and load_state_dict"):
+        tt.prepare(model, sgd(model), None, 3)
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd(model), 1)
+    assert len(tt.prepare(model, sgd(model), None, scheduler, torch.amp.GradScaler("cpu"))) == 3
+
+
+def test_the_names_of_the_package():
+    assert set(tt.__all__) <= set(dir(tt))
+    assert all(getattr(tt, name) is not None for name in tt.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        tt.nothing  # noqa: B018
+
+
+# --- a job of one worker -----------------------------------------------------------------------------------------
+
+
+def test_a_job_of_one_worker_has_the_plain_scripts_bits(job, tmp_path):
+    here = job()
+    torch.manual_seed(3)
+    model = mlp()
+    model, optimizer, batches = tt.prepare(model, unfused(model), loader())
+    assert isinstance(optimizer, torch.optim.Adam) and len(batches) == 5 and tt.rank() == 0 and tt.is_main()
+    losses = train(model, optimizer, batches)
+    tt.report(accuracy=lambda: 0.5, last=losses[-1])
+    here.finish()
+    values, plain_losses, _ = plain(unfused)
+    assert losses == plain_losses
+    saved = load_file(tmp_path / "final.safetensors")
+    assert saved.keys() == values.keys() and all(torch.equal(saved[n], v) for n, v in values.items())
+    (metrics,) = here.heard(events.Metrics)
+    assert metrics.values == {"accuracy": 0.5, "last": losses[-1]}
+    (done,) = here.heard(events.Finished)
+    assert (done.steps, done.samples, done.who) == (10, 80, "worker 0/0") and done.bytes_out > 0
+    assert here.heard(events.StepDone)[0].loss == pytest.approx(losses[0])
+    mlp().load_state_dict(saved)
+
+
+def test_metrics_are_evaluated_on_the_final_parameters(job):
+    here = job()
+    model = mlp()
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    train(model, optimizer, batches, 1)
+    tt.report(bias=lambda: model[2].bias.sum().item())
+    expected = float(model[2].bias.sum().detach())
+    here.finish()
+    assert here.heard(events.Metrics)[0].values["bias"] == pytest.approx(expected)
+
+
+def test_what_prepare_refuses_in_a_job(job):
+    job()
+    model = mlp()
+    with pytest.raises(ConfigError, match="the conf needs an updater block"):
+        tt.prepare(model)
+    with pytest.raises(ConfigError, match=r"list.*must be a torch.utils.data.DataLoader or None"):
+        tt.prepare(model, sgd(model), [1])
+    tt.prepare(model, sgd(model))
+    with pytest.raises(ConfigError, match="was called before"):
+        tt.prepare(model, sgd(model))
+
+
+def test_a_program_that_never_prepares_is_told_so(job):
+    here = job()
+    with pytest.raises(ConfigError, match=r"ended without calling topotrain.prepare"):
+        finish_job.finish(here.context)
+
+
+# --- a script that trains something else than what it has prepared ----------------------------------------------------
+
+
+def notices(here):
+    return [event.text for event in here.heard(events.Notice)]
+
+
+def test_a_loader_that_was_not_kept_is_told_once(job):
+    here, model, own = job(), mlp(), loader()
+    optimizer = sgd(model)
+    tt.prepare(model, optimizer, own)
+    train(model, optimizer, own)
+    here.finish()
+    (said,) = notices(here)
+    assert "before any batch of the loader that tt.prepare returned" in said
+    assert said.endswith("model, optimizer, loader = tt.prepare(model, optimizer, loader)")
+
+
+def test_nothing_is_told_of_a_loader_that_was_kept_or_never_given(job):
+    here, model = job(), mlp()
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    train(model, optimizer, batches, 1)
+    here.finish()
+    assert notices(here) == []
+
+
+def test_a_script_without_a_loader_is_told_nothing(job):
+    here, model = job(), mlp()
+    model, optimizer, _ = tt.prepare(model, sgd(model))
+    train(model, optimizer, loader(), 1)
+    here.finish()
+    assert notices(here) == []
+
+
+def test_another_optimizer_over_a_parameter_of_the_model_is_named(job):
+    here, model = job(), mlp()
+    other = adam(model[2])
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    x, y = next(iter(batches))
+    cross_entropy(model, x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    other.step()  # no gradient, no change
+    cross_entropy(model, x, y).backward()
+    named = r"another optimizer = 'Adam': has changed parameter 2.weight and 1 more .* only the SGD that tt.prepare"
+    with pytest.raises(ConfigError, match=named):
+        other.step()
+    finish_job.close(here.context, finished=False)
+    other.step()
+
+
+def test_an_optimizer_of_something_else_is_the_script_s_own_business(job):
+    here, model, aside = job(), mlp(), mlp()
+    other = adam(aside)
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    train(model, optimizer, batches, 1)
+    train(aside, other, loader(), 1)
+    here.finish()
+    assert here.heard(events.Final)
+
+
+def test_a_job_whose_steps_never_reached_a_server_fails(job):
+    here, model = job(), mlp()
+    model, _, batches = tt.prepare(model, sgd(model), loader())
+    for x, y in batches:
+        cross_entropy(model, x, y).backward()  # and no step
+    with pytest.raises(ConfigError, match=r"program: went backward 5 times and never called step\(\) of the SGD"):
+        finish_job.finish(here.context)
+    assert entry_points._guarded(here.context, None, partial(finish_job.finish, here.context)) == 2
+
+
+def test_a_job_that_trained_another_model_fails(job):
+    here, model = job(), mlp()
+    optimizer = sgd(model)
+    tt.prepare(model, optimizer)
+    train(mlp(), optimizer, loader())
+    with pytest.raises(ConfigError, match=r"called optimizer.step\(\) 10 times, and no parameter of the model"):
+        finish_job.finish(here.context)
+
+
+def test_a_script_that_only_evaluates_is_no_mistake(job):
+    here, model = job(), mlp()
+    model, _optimizer, batches = tt.prepare(model, sgd(model), loader())
+    for x, _ in batches:
+        model(x)
+    with tt.local():
+        model(x).sum().backward()
+    here.finish()
+    assert notices(here) == ["the program never called optimizer.step(): nothing was trained"]
+    assert here.heard(events.Final)
+
+
+def test_gradients_that_a_script_sets_itself_train(job):
+    here, model = job(), mlp()
+    model, optimizer, _ = tt.prepare(model, sgd(model))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    here.finish()
+    assert here.heard(events.Final)
+
+
+def test_an_exception_of_the_program_explains_more_than_what_a_server_says_of_it():
+    kinds = [finish_job.kind_of(error) for error in (JobError("left early", False), JobError("no", True), ValueError())]
+    assert kinds == ["internal", "config", "program"]
+    assert finish_job.kind_of(JobError("not finite again", False, True)) == "quarantine"
+    assert [
+        finish_job.kind_of(error) for error in (ConnectionLost("no way"), HandshakeAborted(""), HandshakeTimeout(""))
+    ] == ["peer"] * 3
+    assert (
+        choose_cause([events.Failed("worker 0/0", kinds[0], "", ""), events.Failed("w", kinds[2], "", "")]).who == "w"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "end"),
+    [
+        ('raise ValueError("bad")', "ValueError: bad"),
+        ("import sys; sys.exit(3)", "RuntimeError: the program left with exit code 3"),
+    ],
+)
+def test_what_a_program_raises_is_told_from_its_own_lines_on(job, tmp_path, monkeypatch, capsys, script, end):
+    here = job()
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    program, log = tmp_path / "bad.py", tmp_path / "log"
+    program.write_text(script + "\n")
+    assert entry_points._guarded(here.context, log, partial(entry_points._run_program, str(program), [])) == 1
+    told = [event for event in here.told if isinstance(event, events.Failed)]
+    lines = told[0].traceback.splitlines()
+    assert lines[1] == f'  File "{program}", line 1, in <module>'
+    assert lines[-1] == told[0].text == end
+    assert log.read_text() == told[0].traceback
+    assert capsys.readouterr().err == ""
+
+
+def test_the_updater_block_builds_the_optimizer_and_moves_its_rate(job):
+    rate = LRGen(type="kStep", base_lr=0.1, step_conf=Step(change_freq=2, gamma=0.5))
+    here = job(updater=Updater(type="kAdam", adam_conf=AdamConf(), learning_rate=rate))
+    model, optimizer, _ = tt.prepare(mlp())
+    assert isinstance(optimizer, torch.optim.Adam)
+    seen = []
+    for x, y in loader():
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        optimizer.step()
+    assert seen == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025])
+    here.finish()
+
+
+def test_weight_local_and_clip_reach_the_worker(job):
+    here = job(grads="kHidden")
+    model = mlp()
+    model, optimizer, _ = tt.prepare(model, sgd(model))
+    worker = here.context.worker
+    tt.weight(7)
+    assert worker.weight() == 7.0
+    with tt.local():
+        assert worker.path.private
+    assert not worker.path.private
+    x, y = next(iter(loader()))
+    norms = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        norms.append(float(tt.clip_grad_norm_(model.parameters(), 1e-3)))
+        optimizer.step()
+    assert norms[0] != norms[0] and norms[1] > 1e-3  # the norm of the step before, which the servers found
+
+
+def test_losses_are_seen_unscaled_and_private_ones_not(job):
+    here = job()
+    model = mlp()
+    model, _optimizer, _ = tt.prepare(model, sgd(model))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x, y = next(iter(loader()))
+    loss = cross_entropy(model, x, y)
+    scaler.scale(loss).backward()
+    with tt.local():
+        cross_entropy(model, x, y).backward()
+    assert here.context.worker.tally.loss_sum == pytest.approx(float(loss.detach()))
+
+
+def test_debug_writes_norms_per_layer(job, tmp_path):
+    here = job(debug=True)
+    model = mlp()
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    train(model, optimizer, batches, 1)
+    here.finish()
+    lines = (tmp_path / "debug.jsonl").read_text().splitlines()
+    assert len(lines) == 5 and '"0.weight": {"value": ' in lines[0]
+
+
+def test_no_warnings_from_schedulers_and_scalers(job):
+    job()
+    model = mlp()
+    optimizer = adam(model)
+    early = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    tt.prepare(model, optimizer, None, early)
+    late = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    x, y = next(iter(loader()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+            early.step()
+            late.step()
+    assert caught == []
+
+
+# --- the final file ----------------------------------------------------------------------------------------------
+
+
+def test_the_final_file_loads_strictly_where_nothing_is_tied(tmp_path):
+    model = nn.Sequential(Cnn(), nn.Linear(5, 5))
+    model[1].register_buffer("cache", torch.zeros(3), persistent=False)
+    model[0].to(memory_format=torch.channels_last)
+    save_final(describe_model(model), tmp_path / "f.safetensors")
+    model.load_state_dict(load_file(tmp_path / "f.safetensors"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["f.safetensors"]
+
+
+def test_a_report_of_something_else_is_refused_at_once(capsys):
+    for wrong in ("good", None, [1.0]):
+        with pytest.raises(ConfigError, match=r"tt.report note"):
+            tt.report(accuracy=1.0, note=wrong)
+    assert capsys.readouterr().out == ""
+
+
+def test_tied_weights_load_by_the_files_own_library(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    save_final(describe_model(model), tmp_path / "f.safetensors")
+    fresh = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    fresh[1].weight = fresh[0].weight
+    missing, unexpected = load_model(fresh, tmp_path / "f.safetensors")
+    assert not missing
+    assert not unexpected
+    assert torch.equal(fresh[1].weight, model[1].weight)
+
+
+def test_tied_weights_are_saved_once_and_named(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    save_final(describe_model(model), tmp_path / "f.safetensors")
+    with safe_open(tmp_path / "f.safetensors", "pt") as file:
+        assert list(file.keys()) == ["0.weight"]
+        assert file.metadata()["tied"] == '{"0.weight": ["1.weight"]}'
+
+
+PLAIN = {
+    "Adagrad": 1.0,
+    "AdamW": 2.0,
+    "Adamax": 2.0,
+    "Adadelta": 2.0,
+    "NAdam": 2.0,
+    "RAdam": 2.0,
+    "SGD": 0.0,
+    "Rprop": 2.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "factor"),
+    [
+        (sgd, 1.0),
+        (adam, 2.0),
+        *((lambda m, name=name: getattr(torch.optim, name)(m.parameters()), factor) for name, factor in PLAIN.items()),
+    ],
+)
+def test_the_plan_knows_what_state_an_optimizer_keeps(make, factor):
+    assert state_factor(make(mlp())) == factor

@@ -1,0 +1,101 @@
+"""The seam of `tt.prepare`: features take part as extensions of the context, and none of them is needed."""
+
+from typing import Any
+
+import pytest
+import torch
+from script_job import jobs, loader, mlp, plain, train, unfused
+from torch import nn
+
+import topotrain as tt
+from topotrain.core.events import Final
+from topotrain.training import finish_job
+from topotrain.training.context import Context, PrepareExtension, PrepareRequest
+from topotrain.training.parameters.row_module import RowModule
+from topotrain.training.worker import Worker
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    yield from jobs(tmp_path, monkeypatch)
+
+
+class Recording(PrepareExtension):
+    """Counts the worker's steps, and exports the count with the result."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.steps = 0
+
+    def connected(self, here: Context, request: PrepareRequest) -> None:
+        assert here.roads is not None and here.worker is None
+        self.called.append("connected")
+
+    def attach(self, here: Context, worker: Worker) -> None:
+        assert here.worker is worker
+        self.called.append("attach")
+        worker.after_step.append(self._stepped)
+
+    def _stepped(self, outcome: Any) -> None:
+        self.steps += 1
+
+    def stop_pushing(self, here: Context) -> None:
+        self.called.append("stop_pushing")
+
+    def export(self, here: Context) -> dict[str, torch.Tensor]:
+        self.called.append("export")
+        return {"steps": torch.tensor(self.steps)}
+
+    def close(self, here: Context) -> None:
+        self.called.append("close")
+
+
+def trained() -> tuple[list[float], nn.Module]:
+    torch.manual_seed(3)
+    model = mlp()
+    model, optimizer, batches = tt.prepare(model, unfused(model), loader())
+    return train(model, optimizer, batches), model
+
+
+def test_an_extension_sees_a_script_from_prepare_to_the_end(job, tmp_path):
+    here, extension = job(), Recording()
+    here.context.extensions = (*here.context.extensions, extension)
+    trained()
+    finish_job.finish(here.context)
+    finish_job.close(here.context, finished=True)
+    assert extension.called == ["connected", "attach", "stop_pushing", "export", "close"]
+    (final,) = here.heard(Final)
+    with open(final.path, "rb") as file:
+        assert b'"steps"' in file.read(4096)  # the header of a safetensors file
+    assert extension.steps == 10
+
+
+def test_without_any_extension_a_job_has_the_same_bits(job):
+    here = job()
+    here.context.extensions = ()
+    losses, model = trained()
+    here.finish()
+    values, plain_losses, _ = plain(unfused)
+    assert losses == plain_losses
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in values.items())
+
+
+class Rows(RowModule):
+    """A module that has noted which optimizer it follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.followed: list[torch.optim.Optimizer] = []
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        self.followed.append(optimizer)
+
+
+def test_in_an_ordinary_process_modules_with_rows_follow_the_optimizer(monkeypatch):
+    monkeypatch.setattr("topotrain.training.context._prepared", False)
+    rows = Rows()
+    model = nn.Sequential(nn.Linear(2, 2), rows)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tt.prepare(model, optimizer)
+    assert rows.followed == [optimizer]
+    tt.leave()
