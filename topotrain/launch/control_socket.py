@@ -22,8 +22,7 @@ from typing import Any
 
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import FILE_MODE
-from topotrain.launch.recovery.elastic_groups import JOIN, LEAVE, AnswerRequest, GroupRequest
-from topotrain.launch.recovery.resize import ResizeRequest
+from topotrain.launch.recovery.recovery_actions import JOIN, LEAVE, AnswerRequest, GroupRequest, ResizeRequest
 
 NAME = "door"
 CALLERS = 16

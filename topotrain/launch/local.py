@@ -98,13 +98,13 @@ class LocalLauncher(Launcher):
                         break
                     why = ""
                     if run.relaid is None:
-                        goes_on.renewed()
+                        goes_on.begin_attempt()
                     else:
                         job, topology = run.relaid, layout(run.relaid.cluster)
-                        goes_on.relaid(job, topology)
+                        goes_on.begin_resized(job, topology)
                         why = f"the job goes on with nworkers_per_group: {job.cluster.nworkers_per_group}"
                     resume = origin.newest(lambda text: on_event(Notice("launcher", text)))
-                    life = AttemptInfo(life.number + 1, resume, goes_on.attendance.away, why)
+                    life = AttemptInfo(life.number + 1, resume, goes_on.absent_groups, why)
                     if place is not None:
                         place.again()
             if heard.came:

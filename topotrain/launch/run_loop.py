@@ -50,10 +50,23 @@ from topotrain.launch.grace_period import LEADER, WORDS, grace, hint
 from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.multinode.mailbox import Mailbox, News, UnitMessage, UnitReturned, UnitVanished
 from topotrain.launch.multinode.reliable_messages import Words
-from topotrain.launch.recovery.elastic_groups import AnswerRequest, AskServers, GroupRequest, ReportGone
-from topotrain.launch.recovery.recovery_actions import EndProcess, FailJob, PlaceReplica, RestartGroup, RestartJob, Word
+from topotrain.launch.recovery.recovery_actions import (
+    Action,
+    AnswerRequest,
+    AskServers,
+    EndProcess,
+    FailJob,
+    GroupRequest,
+    PlaceReplica,
+    ReportGone,
+    RequestSnapshot,
+    ResizeRefused,
+    ResizeRequest,
+    RestartGroup,
+    RestartJob,
+    RestartResized,
+)
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
-from topotrain.launch.recovery.resize import RequestSnapshot, ResizeRefused, ResizeRequest, RestartResized
 from topotrain.launch.recovery.stall_detector import StallDetector
 
 CAUSE_S = 1.0
@@ -263,8 +276,8 @@ class RunLoop:
             if self._post is not None:
                 self._await_post(self._post)
             if self._recovery is not None and not self._stopping:
-                self._obey(self._recovery.turn(time.monotonic()))
-            still = self._standstill.turn(time.monotonic(), self._missing)
+                self._obey(self._recovery.poll(time.monotonic()))
+            still = self._standstill.poll(time.monotonic(), self._missing)
             if still is not None and not self._stopping:
                 self._on_event(still)
             self._processes.save(self._missing)
@@ -299,9 +312,9 @@ class RunLoop:
         if self._recovery is None or self._stopping:
             self._pass_on(event)
         else:
-            self._obey(self._recovery.heard(event, time.monotonic()))
+            self._obey(self._recovery.on_event(event, time.monotonic()))
 
-    def _obey(self, words: Sequence[Word]) -> None:
+    def _obey(self, words: Sequence[Action]) -> None:
         """Execute the actions of the recovery policy."""
         for word in words:
             match word:
@@ -338,8 +351,8 @@ class RunLoop:
                     self._pass_on(event)
         if self._recovery is not None and self._recovery.complete:
             self._release()
-        if isinstance(self._recovery, RecoveryPolicy) and self._recovery.listens is not self._listened:
-            self._listened = self._recovery.listens
+        if isinstance(self._recovery, RecoveryPolicy) and self._recovery.wants_steps is not self._listened:
+            self._listened = self._recovery.wants_steps
             self._say("listen", on=self._listened)
 
     def _release(self) -> None:
@@ -390,7 +403,7 @@ class RunLoop:
             self._recovery.told(post.all_told, post.alone)
             return
         if self._recovery is not None:
-            post.suspicious = self._recovery.suspects
+            post.suspicious = self._recovery.suspicious
         if post.alone and self._residents - self._missing <= self._exits.keys() and not self._stopping:
             self._release()
 
@@ -415,11 +428,11 @@ class RunLoop:
 
         Its processes may have been restarted elsewhere.
         """
-        return isinstance(self._recovery, RecoveryPolicy) and rank in self._recovery.gone
+        return isinstance(self._recovery, RecoveryPolicy) and rank in self._recovery.lost_units
 
     def _lost_unit(self, rank: int, failed: Failed) -> None:
         if isinstance(self._recovery, RecoveryPolicy) and not self._stopping:
-            self._obey(self._recovery.vanished(rank, failed, time.monotonic()))
+            self._obey(self._recovery.on_unit_lost(rank, failed, time.monotonic()))
             if not self._stopping and self._post is not None:  # if it still runs, it must end
                 self._post.say(rank, {"life": self._life, "outcast": True})
 
@@ -450,7 +463,7 @@ class RunLoop:
                 self.saved = event
             if isinstance(event, Unsaved) or (isinstance(event, Saved) and event.why == "end"):
                 self._ends_now()  # this does nothing unless this unit has asked for it
-            said = self._recovery.heard(event, time.monotonic())
+            said = self._recovery.on_event(event, time.monotonic())
             # The other unit has shown this event already, and has it in its own report.
             self._obey([word for word in said if word is not event or isinstance(event, Failed)])
             return
@@ -477,10 +490,12 @@ class RunLoop:
         if not isinstance(self._recovery, RecoveryPolicy):
             error = "with on_failure: kStop the loss of a process ends the job; kContinue is needed"
         if isinstance(wish, ResizeRequest):
-            self._obey([ResizeRefused(wish, error)] if error else self._decider.resize(wish, time.monotonic()))
+            self._obey(
+                [ResizeRefused(wish, error)] if error else self._decider.on_resize_request(wish, time.monotonic())
+            )
         else:
             no = AnswerRequest(wish.verb, wish.group, "", error)
-            self._obey([no] if error else self._decider.wish(wish, time.monotonic()))
+            self._obey([no] if error else self._decider.on_group_request(wish))
 
     @property
     def _decider(self) -> RecoveryPolicy:
@@ -497,7 +512,7 @@ class RunLoop:
     def _home_of(self, server: Address) -> tuple[str, int]:
         """Return the process in which this server is active, and the rank of its unit."""
         if isinstance(self._recovery, RecoveryPolicy):
-            return self._recovery.speaks(server)
+            return self._recovery.location_of(server)
         return str(server), self.topology.unit_of(server)
 
     def _ask_to_save(self) -> None:
@@ -545,7 +560,7 @@ class RunLoop:
             return
         self._processes(event)
         self._on_event(event)
-        self._standstill.heard(event, time.monotonic())
+        self._standstill.on_event(event, time.monotonic())
         match event:
             case Failed():
                 self._failed(event)
@@ -657,7 +672,7 @@ class RunLoop:
             return
         self._saving = True
         if isinstance(self._recovery, RecoveryPolicy):
-            self._obey(self._recovery.ends())
+            self._obey(self._recovery.on_stop_request())
         self._alarm = (time.monotonic() + seconds, self._ends_now)
         text = f"asked to end: one more snapshot is taken, for which there are {seconds:g} s"
         self._on_event(Notice("launcher", text))

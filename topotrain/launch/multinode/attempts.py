@@ -100,7 +100,7 @@ class Attempts:
             assert self.company.post is not None
             self.company.post.say(0, {"life": number, "ready": True})
             return await_begin(run.unread, self.company, self.heard, number, self.met.workspace)
-        goes_on.renewed()
+        goes_on.begin_attempt()
         topology, missing = layout(self.met.job.cluster, begun.hosts.numbers), goes_on.missing
         vacant = [u.rank for u in topology.units if missing.issuperset(map(str, (*u.workers, *u.servers)))]
         made = RestartBarrier(number, range(1, len(topology.units)), vacant, self.hall.patience)
@@ -110,10 +110,10 @@ class Attempts:
         hosts = self.hall.regather(made.back, begun.hosts)
         topology = layout(self.met.job.cluster, hosts.numbers)
         check(self.met.job, topology)
-        goes_on.stands(topology)
+        goes_on.begin_attempt(topology)
         resume = self.met.origin.newest(self._tell)
         check_found(resume, self.saved, self.met.job)
-        life = AttemptInfo(number + 1, resume, goes_on.attendance.away)
+        life = AttemptInfo(number + 1, resume, goes_on.absent_groups)
         begin_anew(self.company, made, hosts, life)
         return RestartInfo(life, hosts)
 

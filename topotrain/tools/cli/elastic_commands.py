@@ -14,8 +14,7 @@ from topotrain.tools.cli.chaos import seconds
 from topotrain.tools.cli.unit import CommandContext
 
 if TYPE_CHECKING:
-    from topotrain.launch.recovery.elastic_groups import GroupRequest
-    from topotrain.launch.recovery.resize import ResizeRequest
+    from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest
 
 LEAVE_EXAMPLE = """\b
 Example:
@@ -96,8 +95,7 @@ def _meant(verb: str, group: int | None, workers: int | None, within_s: float) -
 
     Raises ConfigError.
     """
-    from topotrain.launch.recovery.elastic_groups import GroupRequest
-    from topotrain.launch.recovery.resize import ResizeRequest
+    from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest
 
     if group is None:
         return ResizeRequest(verb, 1 if workers is None else workers, within_s)
