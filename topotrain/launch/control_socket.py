@@ -14,7 +14,7 @@ import os
 import selectors
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,13 +64,11 @@ class ControlSocket:
     Args:
         folder: the job's run folder.
         selector: the selector of the launcher's loop. The loop calls what is registered there when data arrives.
-        hear: is called with each request; the answer may come at any time.
     """
 
-    def __init__(
-        self, folder: Path, selector: selectors.BaseSelector, hear: Callable[[GroupRequest | ResizeRequest], None]
-    ) -> None:
-        self._selector, self._hear = selector, hear
+    def __init__(self, folder: Path, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._requests: list[GroupRequest | ResizeRequest] = []
         self._callers: dict[int, _Caller] = {}
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
@@ -107,7 +105,15 @@ class ControlSocket:
             except ValueError as error:
                 self._tell(caller, {"error": f"the request cannot be read: {error}"})
                 return
-            self._hear(caller.wish)
+            self._requests.append(caller.wish)
+
+    def receive(self) -> list[GroupRequest | ResizeRequest]:
+        """Return the requests that have arrived since the last call.
+
+        The answer to a request may come at any time.
+        """
+        found, self._requests = self._requests, []
+        return found
 
     def answer(self, answer: AnswerRequest) -> None:
         """Answer all clients that made this request."""

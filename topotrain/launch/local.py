@@ -16,16 +16,17 @@ from topotrain.config.job import Job
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Event, Notice, Recovered
 from topotrain.extensions.elastic.eligibility import absent_groups
-from topotrain.launch import AlwaysTaken, JobOutcome, Launcher, OnEvent, Outlet, UnitPlace
+from topotrain.launch import AlwaysTaken, EventListener, JobOutcome, Launcher, Outlet, UnitPlace
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import signals
 from topotrain.launch.agent.workspace import LOGS, PROCESSES_FILE, claimed, prepare
 from topotrain.launch.control_socket import PendingAnswer
+from topotrain.launch.job_shutdown import LauncherContext, RunFiles
 from topotrain.launch.recovery.recovery_policy import recovery
 from topotrain.launch.recovery.resume_point import ResumeSource
 from topotrain.launch.registered_job import RegisteredJob, listed
-from topotrain.launch.run_loop import RunFiles, RunLoop
+from topotrain.launch.run_loop import RunLoop
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class _Told:
     A request is answered when the resized job trains.
     """
 
-    on_event: OnEvent
+    on_event: EventListener
     _promises: list[PendingAnswer] = field(default_factory=list)
 
     def __call__(self, event: Event) -> None:
@@ -70,7 +71,7 @@ class LocalLauncher(Launcher):
     resume: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
 
-    def start(self, job: Job, topology: Topology, on_event: OnEvent) -> JobOutcome:
+    def start(self, job: Job, topology: Topology, on_event: EventListener) -> JobOutcome:
         """Run the whole job, and leave no process of it behind.
 
         `on_event` is called on this thread. An exception in it ends the job. On the main thread SIGINT, SIGTERM and
@@ -85,22 +86,23 @@ class LocalLauncher(Launcher):
                 closing(tell),
                 closing(ForkserverHandle(self.forkserver, workspace / "run" / "forkserver.log", mark)) as kept,
             ):
-                grounds = RunFiles(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
+                files = RunFiles(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
+                host = LauncherContext(tell, files, heard, kept, mark, place, outlet=self.outlet)
                 life, origin = (
                     AttemptInfo(0, self.resume, absent_groups(job, topology)),
                     ResumeSource(workspace, self.resume),
                 )
                 while True:
-                    run = RunLoop(job, topology, tell, grounds, heard, kept, mark, place, goes_on, outlet=self.outlet)
+                    run = RunLoop(job, topology, host, goes_on)
                     outcome = self._live(run, life, job, workspace, place)
-                    tell.promised(run.promised)
-                    if goes_on is None or not run.again or heard.came or (place is not None and place.over):
+                    tell.promised(run.executor.promised)
+                    if goes_on is None or not run.shutdown.again or heard.came or (place is not None and place.over):
                         break
                     why = ""
-                    if run.relaid is None:
+                    if run.executor.resized is None:
                         goes_on.begin_attempt()
                     else:
-                        job, topology = run.relaid, layout(run.relaid.cluster)
+                        job, topology = run.executor.resized, layout(run.executor.resized.cluster)
                         goes_on.begin_resized(job, topology)
                         why = f"the job goes on with nworkers_per_group: {job.cluster.nworkers_per_group}"
                     resume = origin.newest(lambda text: on_event(Notice("launcher", text)))
@@ -110,7 +112,9 @@ class LocalLauncher(Launcher):
             if heard.came:
                 self.outlet.hurry()
             outcome = replace(outcome, seconds=time.monotonic() - began)
-            if heard.came and (outcome.code or run.again):  # else the job was complete before its last snapshot
+            if heard.came and (
+                outcome.code or run.shutdown.again
+            ):  # else the job was complete before its last snapshot
                 outcome = replace(outcome, code=128 + heard.came[0], cause=None)
             if place is not None:
                 place.ended(outcome)
@@ -126,7 +130,7 @@ class LocalLauncher(Launcher):
         try:
             url = prepare(job, workspace, self.profile)
             url, units = url if place is None else place.url, run.topology.units
-            run.begin(self.calls, [UnitPlace(u.rank, len(units), url, str(workspace / "run")) for u in units], life)
-            return run.watch()
+            run.start(self.calls, [UnitPlace(u.rank, len(units), url, str(workspace / "run")) for u in units], life)
+            return run.run()
         finally:
             run.destroy()

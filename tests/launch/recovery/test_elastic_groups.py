@@ -283,7 +283,7 @@ class Porter:
         self.heard: list[GroupRequest] = []
         self.selector = selectors.DefaultSelector()
         folder.mkdir(parents=True)
-        self.door = ControlSocket(folder, self.selector, self.hear)
+        self.door = ControlSocket(folder, self.selector)
         self.say, self.over = say, False
         self.thread = threading.Thread(target=self.loop)
         self.thread.start()
@@ -297,6 +297,8 @@ class Porter:
         while not self.over:
             for key, _ in self.selector.select(0.02):
                 key.data()
+            for wish in self.door.receive():
+                self.hear(wish)
         self.door.close()
 
     def close(self) -> None:

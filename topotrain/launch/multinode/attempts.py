@@ -11,7 +11,7 @@ from topotrain.config.job import Job
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Event, Notice, Saved, to_json
 from topotrain.extensions.replication.replica_placement import check
-from topotrain.launch import OnEvent
+from topotrain.launch import EventListener
 from topotrain.launch.agent.children import AttemptInfo
 from topotrain.launch.agent.stop_signals import StopSignals
 from topotrain.launch.grace_period import hint
@@ -56,7 +56,7 @@ class Attempts:
     met: AttemptAgreement
     company: NodeMembership
     heard: StopSignals
-    on_event: OnEvent
+    on_event: EventListener
     saved: Saved | None = None
 
     def first(self) -> RestartInfo | None:
@@ -95,7 +95,7 @@ class Attempts:
 
         None means that the job ends instead. Raises ConfigError.
         """
-        number, self.saved = begun.life.number, run.saved or self.saved
+        number, self.saved = begun.life.number, run.shutdown.saved or self.saved
         if goes_on is None:
             assert self.company.post is not None
             self.company.post.say(0, {"life": number, "ready": True})

@@ -20,7 +20,7 @@ from topotrain.launch import FORKSERVER_VARIABLE
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
-    from topotrain.launch import OnEvent
+    from topotrain.launch import EventListener
     from topotrain.launch.console_output import ConsoleOutput
     from topotrain.launch.launchers.env_tables import LaunchInfo
     from topotrain.launch.multinode.node import NodeResult
@@ -164,7 +164,7 @@ class _Window:
             self.outlet.hurry()
 
     @contextmanager
-    def watching(self, job: Job, topology: "Topology", here: "Topology") -> "Iterator[OnEvent]":
+    def watching(self, job: Job, topology: "Topology", here: "Topology") -> "Iterator[EventListener]":
         """See `node.Watching`."""
         from topotrain.launch.console_output import out_of, outlet
         from topotrain.tools.monitor.job_report import Report
