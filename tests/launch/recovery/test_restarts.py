@@ -12,7 +12,7 @@ import pytest
 from tests.support.launch_targets import CALLS, MARK, launch, marked, parts, processes, wait_for
 from topotrain.core.events import Exited, Failed, Frozen, Incident, Lost, Notice, Output, Started, Thawed
 from topotrain.launch.local import LocalLauncher
-from topotrain.launch.recovery import resume_point, attempt_state
+from topotrain.launch.recovery import attempt_state, resume_point
 
 GONE_S = 5.0
 

@@ -47,7 +47,7 @@ class Record:
             return True
         if code.co_name in ("live", "run_forked"):
             return self.died
-        if code.co_name == "_run_program":
+        if code.co_name == "run_program":
             self.in_script = True  # the script of a restarted worker is the script of any worker
             self.of_thread.stack[:] = [False] * len(self.of_thread.stack)
             if self.died:

@@ -33,7 +33,7 @@ from topotrain.launch.agent.remaining_threads import RemainingThreads
 from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, check_there, place_of, tell, understandable
 from topotrain.launch.runtime.child_channel import end_process
 from topotrain.launch.runtime.process_exit import ProcessExitHook
-from topotrain.launch.runtime.process_host import WorkerConnections
+from topotrain.launch.runtime.process_host import HostObserver, HostOptions, WorkerConnections
 from topotrain.launch.runtime.worker_composition import prepare_extensions
 from topotrain.training import context as process
 from topotrain.training.context import Context
@@ -115,20 +115,29 @@ def leave() -> None:
         here.leave()
 
 
+@dataclass(frozen=True)
+class _WaitObserver(HostObserver):
+    """Prints long waits of a worker for the user."""
+
+    name: str
+
+    def on_long_wait(self, seconds: float) -> None:
+        tell(f"{self.name}: has waited {seconds:.0f} s for the others, and waits on")
+
+
 @dataclass(frozen=True, slots=True)
 class _Connector:
-    """Opens a worker's connections; errors are told in the words of the interface that started the processes."""
+    """Opens a worker's connections.
+
+    Its errors use the terms of the interface that started the processes.
+    """
 
     terms: SharedSettings
 
     def connect(self, place: RouterConfig, me: Address) -> WorkerConnections:
-        """As `context.Connector` has it."""
-
-        def long_wait(seconds: float) -> None:
-            tell(f"{self.terms.name(me)}: has waited {seconds:.0f} s for the others, and waits on")
-
+        """Open the connections; see `context.Connector`."""
         try:
-            return WorkerConnections(place, me, long_wait=long_wait)
+            return WorkerConnections(place, me, HostOptions(_WaitObserver(self.terms.name(me))))
         except TransportError as error:
             raise understandable(error, self.terms) from error
 

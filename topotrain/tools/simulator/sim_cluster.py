@@ -25,9 +25,9 @@ from topotrain.core.optim.adapter import describe
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
-from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.server_composition import make_server
+from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
 
 

@@ -18,8 +18,8 @@ from topotrain.extensions.backup_workers.backup_client import BackupWorkersClien
 from topotrain.extensions.elastic.eligibility import singly
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
-from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.launch.runtime.process_host import peers
+from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.tools.simulator.fault_schedule import WEATHERS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import PublishedSnapshot, SimDisks, passes_of
