@@ -283,7 +283,10 @@ class FailureObserver(HostObserver):
     """Calls `trouble` where a server fails."""
 
     def __init__(self, trouble: Callable[[], object]) -> None:
-        self.on_failure = trouble  # type: ignore[method-assign, assignment]
+        self._trouble = trouble
+
+    def on_failure(self) -> None:
+        self._trouble()
 
 
 class _Crew:

@@ -44,14 +44,14 @@ class _Told:
         if isinstance(event, Recovered):
             for promise in self._promises:
                 if promise.number == event.number:
-                    promise.keep()
+                    promise.send()
 
     def promised(self, promise: PendingAnswer | None) -> None:
         self._promises += [] if promise is None else [promise]
 
     def close(self) -> None:
         for promise in self._promises:
-            promise.keep("the job ended before it trained again")
+            promise.send("the job ended before it trained again")
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,8 +168,7 @@ class _Joined:
 
     def watch(self) -> None:
         """Install hooks for the end of the script."""
-        sys.excepthook = self._uncaught
-        sys.exit = self._leaving  # type: ignore[assignment]  # functions at exit do not get the exit code
+        _install(self._uncaught, self._leaving)  # functions at exit do not get the exit code
         atexit.register(self._at_exit)
         self._own_end.watch()
         RemainingThreads(self._remains).watch_after_main()
@@ -217,7 +216,7 @@ class _Joined:
     def _close(self, finished: bool) -> None:
         self._over = True
         atexit.unregister(self._at_exit)
-        sys.excepthook, sys.exit = self._hook, self._exit
+        _install(self._hook, self._exit)
         self._usual_interrupts()
         self._own_end.forget()
         process.enter(None)
@@ -269,6 +268,11 @@ class _Joined:
         code = self.end()
         if code:
             end_process(code)
+
+
+def _install(hook: Any, leave: Any) -> None:
+    """Replace the functions that see how a script ends."""
+    sys.excepthook, sys.exit = hook, leave
 
 
 def _words(error: BaseException) -> str:

@@ -58,48 +58,47 @@ _QUESTIONS = {GroupState.ASKED: LEAVE, GroupState.COMING: JOIN, GroupState.LOST:
 """What the servers are asked about a group in this state."""
 
 
-class ElasticGroups:
-    """All groups of a job, over all its attempts.
+class GroupStates:
+    """The states of all groups of a job, over all its attempts.
 
     Args:
-        attempt, restarts: of the job.
         refusals: for each group, the reason why it cannot leave and join; "": it can.
         absent: groups that are absent at the start.
-        returnable: a group that was given up can be asked to join again.
     """
 
-    def __init__(
-        self,
-        attempt: AttemptState,
-        restarts: Restarts,
-        refusals: Mapping[int, str],
-        absent: Collection[int] = (),
-        returnable: bool = True,
-    ) -> None:
-        self._attempt, self._restarts = attempt, restarts
-        self._refusals, self._returnable = refusals, returnable
+    def __init__(self, refusals: Mapping[int, str], absent: Collection[int] = ()) -> None:
+        self._refusals = refusals
         self._groups = {g: GroupEntry(GroupState.AWAY if g in absent else GroupState.HERE) for g in refusals}
 
-    # --- states
+    def __contains__(self, group: int) -> bool:
+        return group in self._groups
 
-    def _change(self, group: int, state: GroupState) -> None:
+    def __getitem__(self, group: int) -> GroupEntry:
+        return self._groups[group]
+
+    def __setitem__(self, group: int, entry: GroupEntry) -> None:
+        self._groups[group] = entry
+
+    def change(self, group: int, state: GroupState) -> None:
+        """Set the state of a group, and keep the rest."""
         self._groups[group] = replace(self._groups[group], state=state)
 
-    def _is(self, group: int | None, *states: GroupState) -> bool:
+    def has_state(self, group: int | None, *states: GroupState) -> bool:
+        """Return whether a group is in one of these states."""
         return group in self._groups and self._groups[group].state in states
 
     @property
     def away(self) -> frozenset[int]:
         """The absent groups."""
-        return frozenset(g for g in self._groups if self._is(g, GroupState.AWAY, GroupState.COMING))
+        return frozenset(g for g in self._groups if self.has_state(g, GroupState.AWAY, GroupState.COMING))
 
     def _others(self, group: int) -> bool:
         """Whether another group trains."""
-        return any(g != group and self._is(g, GroupState.HERE) for g in self._groups)
+        return any(g != group and self.has_state(g, GroupState.HERE) for g in self._groups)
 
     def is_going(self, group: int | None) -> bool:
         """Whether the loss of this group's processes is expected."""
-        return self._is(group, GroupState.LEAVING, GroupState.LOST)
+        return self.has_state(group, GroupState.LEAVING, GroupState.LOST)
 
     def is_arriving(self, group: int) -> bool:
         """Whether a group has joined, but has not completed a step."""
@@ -114,15 +113,6 @@ class ElasticGroups:
         """Return whether the job can continue without the group."""
         return not self._refusals.get(group, "it is not here") and self._others(group)
 
-    def questions(self) -> list[Action]:
-        """Return open questions to the coordinator again, for its successor.
-
-        The coordinator may not have received them. Repeating them does no harm.
-        """
-        asked = [(g, part) for g, part in sorted(self._groups.items()) if part.state in _QUESTIONS and not part.agreed]
-        gone = [ReportGone(group, self._incarnation(group) + 1) for group in sorted(self.away)]
-        return [*(AskServers(_QUESTIONS[part.state], group) for group, part in asked), *gone]
-
     def reset(self) -> None:
         """Update the groups for a restart of the whole job.
 
@@ -130,27 +120,19 @@ class ElasticGroups:
         """
         gone = (GroupState.LEAVING, GroupState.ASKED, GroupState.LOST, GroupState.AWAY)
         for group in self._groups:
-            self._groups[group] = GroupEntry(GroupState.AWAY if self._is(group, *gone) else GroupState.HERE)
-
-    def _incarnation(self, group: int) -> int:
-        return self._attempt.incarnations.get(group, 0)
+            self._groups[group] = GroupEntry(GroupState.AWAY if self.has_state(group, *gone) else GroupState.HERE)
 
     def __str__(self) -> str:
         """Return the groups and their states as text."""
         return "groups: " + ", ".join(f"{g} {part.state.value}" for g, part in sorted(self._groups.items()))
 
-    # --- changes
+    def open_questions(self) -> list[tuple[int, str]]:
+        """Return the groups with an open question to the servers, and the question."""
+        found = [(g, part) for g, part in sorted(self._groups.items()) if not part.agreed]
+        return [(g, _QUESTIONS[part.state]) for g, part in found if part.state in _QUESTIONS]
 
-    def on_request(self, request: GroupRequest) -> list[Action]:
-        """Return the actions after a request. The servers are asked, or it is refused."""
-        why = self._refusal(request)
-        if why:
-            return [refused(request, why)]
-        state = GroupState.COMING if request.verb == JOIN else GroupState.ASKED
-        self._groups[request.group] = replace(self._groups[request.group], state=state, within_s=request.within_s)
-        return [AskServers(request.verb, request.group, self._incarnation(request.group))]
-
-    def _refusal(self, request: GroupRequest) -> str:
+    def refusal(self, request: GroupRequest) -> str:
+        """Return why the request must be refused; "": the servers have to decide."""
         part = self._groups.get(request.group)
         if part is None:
             return f"there is no worker group {request.group}; {self}"
@@ -164,11 +146,58 @@ class ElasticGroups:
             return f"group {request.group} is the last one that trains"
         return ""
 
+    @property
+    def due(self) -> float | None:
+        """The time at which the first leaving group has to be gone."""
+        return min((part.until for part in self._groups.values() if part.until is not None), default=None)
+
+    def expire(self, now: float) -> list[int]:
+        """Return the groups that have used up their time for leaving, each once."""
+        late = [(g, part) for g, part in self._groups.items() if part.until is not None and part.until <= now]
+        for group, part in late:
+            how = f"did not leave within {part.within_s:g} s and was ended"
+            self._groups[group] = replace(part, until=None, how=how)
+        return [group for group, _ in late]
+
+
+class ElasticGroups:
+    """Decides what follows from requests, answers of the servers, and losses.
+
+    Args:
+        states: of the job's groups.
+        attempt, restarts: of the job.
+        returnable: a group that was given up can be asked to join again.
+    """
+
+    def __init__(self, states: GroupStates, attempt: AttemptState, restarts: Restarts, returnable: bool = True) -> None:
+        self._states, self._attempt, self._restarts = states, attempt, restarts
+        self._returnable = returnable
+
+    def _incarnation(self, group: int) -> int:
+        return self._attempt.incarnations.get(group, 0)
+
+    def questions(self) -> list[Action]:
+        """Return open questions to the coordinator again, for its successor.
+
+        The coordinator may not have received them. Repeating them does no harm.
+        """
+        asked = [AskServers(question, group) for group, question in self._states.open_questions()]
+        return [*asked, *(ReportGone(group, self._incarnation(group) + 1) for group in sorted(self._states.away))]
+
+    def on_request(self, request: GroupRequest) -> list[Action]:
+        """Return the actions after a request. The servers are asked, or it is refused."""
+        why = self._states.refusal(request)
+        if why:
+            return [refused(request, why)]
+        state = GroupState.COMING if request.verb == JOIN else GroupState.ASKED
+        self._states[request.group] = replace(self._states[request.group], state=state, within_s=request.within_s)
+        return [AskServers(request.verb, request.group, self._incarnation(request.group))]
+
     def on_agreed(self, event: Agreed, now: float) -> list[Action]:
         """Return the actions after an answer of the servers."""
-        if event.group not in self._groups:
+        if event.group not in self._states:
             return []
-        match event.wish, self._groups[event.group].state:
+        match event.wish, self._states[event.group].state:
             case ("join", GroupState.COMING):
                 return self._join(event, now)
             case ("leave", GroupState.ASKED):
@@ -180,30 +209,30 @@ class ElasticGroups:
     def _join(self, event: Agreed, now: float) -> list[Action]:
         group = event.group
         if event.text:
-            self._change(group, GroupState.AWAY)
+            self._states.change(group, GroupState.AWAY)
             return [refused(GroupRequest(JOIN, group), f"group {group} cannot join: {event.text}")]
-        self._groups[group] = GroupEntry(arriving=True)
+        self._states[group] = GroupEntry(arriving=True)
         incarnation = self._restarts.prepare(group, self._attempt.members(group))
         joined = Joined(group, incarnation, self._restarts.at(now))
         text = f"group {group} starts (incarnation {incarnation})"
         return [joined, RestartGroup(group, incarnation, "it joins the job"), AnswerRequest(JOIN, group, text)]
 
     def _leave(self, event: Agreed, now: float) -> list[Action]:
-        group, part = event.group, self._groups[event.group]
+        group, part = event.group, self._states[event.group]
         if event.text:
-            self._change(group, GroupState.HERE)
+            self._states.change(group, GroupState.HERE)
             return [refused(GroupRequest(LEAVE, group), f"group {group} cannot leave: {event.text}")]
-        self._groups[group] = replace(part, state=GroupState.LEAVING, until=now + part.within_s, agreed=True)
+        self._states[group] = replace(part, state=GroupState.LEAVING, until=now + part.within_s, agreed=True)
         return self.on_exit(group, now)
 
     def _part(self, event: Agreed, now: float) -> list[Action]:
         """Continue without a group that was given up, if the servers agree."""
-        part = self._groups[event.group]
+        part = self._states[event.group]
         if event.text and part.lost is not None:
             if part.lost.who in self._attempt.group_of:
                 return self._restarts.give_up(part.lost)
             return self._restarts.restart_job(part.lost, now)  # its unit is gone, but may be replaced
-        self._groups[event.group] = replace(part, agreed=True)
+        self._states[event.group] = replace(part, agreed=True)
         return self.on_exit(event.group, now)
 
     def restart(self, group: int, lost: Failed, now: float, singly: bool) -> list[Action]:
@@ -221,10 +250,10 @@ class ElasticGroups:
 
         The other groups continue if the group's servers agree.
         """
-        if not self.is_elastic(group):
+        if not self._states.is_elastic(group):
             return self._restarts.give_up(lost)
         answers = self.refuse_pending(group)
-        self._groups[group] = GroupEntry(GroupState.LOST, how=how, lost=lost)
+        self._states[group] = GroupEntry(GroupState.LOST, how=how, lost=lost)
         self._forget(group)
         self._restarts.times.drop(group)
         back = ", which `topotrain join` can bring back" if self._returnable else ""
@@ -234,17 +263,17 @@ class ElasticGroups:
 
     def on_exit(self, group: int | None, now: float) -> list[Action]:
         """Return the actions once a leaving group has no process left."""
-        if group is None or self._attempt.over or not self.is_going(group):
+        if group is None or self._attempt.over or not self._states.is_going(group):
             return []
-        part, members = self._groups[group], self._attempt.members(group)
+        part, members = self._states[group], self._attempt.members(group)
         if not part.agreed or members & self._attempt.up:
             return []
         if members <= self._attempt.finished:
-            self._groups[group] = GroupEntry()
+            self._states[group] = GroupEntry()
             return [refused(GroupRequest(LEAVE, group), f"group {group} has finished its scripts meanwhile")]
         self._forget(group)
         how, gone = part.how or "has left", self._incarnation(group) + 1
-        self._groups[group] = GroupEntry(GroupState.AWAY)
+        self._states[group] = GroupEntry(GroupState.AWAY)
         left = Left(group, how, self._restarts.at(now))
         return [left, ReportGone(group, gone), AnswerRequest(LEAVE, group, f"group {group} {how}")]
 
@@ -255,15 +284,15 @@ class ElasticGroups:
 
     def on_loss(self, group: int) -> list[Action]:
         """Return the actions after the loss of a process of a leaving group."""
-        part = self._groups[group]
-        self._groups[group] = replace(part, how=part.how or "was lost while it left")
+        part = self._states[group]
+        self._states[group] = replace(part, how=part.how or "was lost while it left")
         return self.dismiss(group)
 
     def refuse_pending(self, group: int) -> list[Action]:
         """Refuse a pending request to leave, because the group has lost a process."""
-        if not self._is(group, GroupState.ASKED):
+        if not self._states.has_state(group, GroupState.ASKED):
             return []
-        self._change(group, GroupState.HERE)
+        self._states.change(group, GroupState.HERE)
         text = f"group {group} has just lost a process, and starts again: try again"
         return [refused(GroupRequest(LEAVE, group), text)]
 
@@ -271,19 +300,6 @@ class ElasticGroups:
         """End the rest of a group."""
         return [EndProcess(who) for who in sorted(self._attempt.members(group) & self._attempt.up)]
 
-    # --- time limits
-
-    @property
-    def due(self) -> float | None:
-        """The time at which the first leaving group has to be gone."""
-        return min((part.until for part in self._groups.values() if part.until is not None), default=None)
-
     def poll(self, now: float) -> list[Action]:
         """End the groups that have used up their time for leaving."""
-        late = [(g, part) for g, part in self._groups.items() if part.until is not None and part.until <= now]
-        found: list[Action] = []
-        for group, part in late:
-            how = f"did not leave within {part.within_s:g} s and was ended"
-            self._groups[group] = replace(part, until=None, how=how)
-            found += self.dismiss(group)
-        return found
+        return [action for group in self._states.expire(now) for action in self.dismiss(group)]

@@ -41,7 +41,7 @@ from topotrain.extensions.elastic.eligibility import absent_groups, leave_refusa
 from topotrain.extensions.replication import replica_placement
 from topotrain.launch import choose_cause
 from topotrain.launch.recovery.attempt_state import AttemptState
-from topotrain.launch.recovery.elastic_groups import ElasticGroups
+from topotrain.launch.recovery.elastic_groups import ElasticGroups, GroupStates
 from topotrain.launch.recovery.recovery_actions import (
     Action,
     EndProcess,
@@ -112,7 +112,8 @@ class RecoveryPolicy:
         """Initialize what depends on the layout."""
         attempt, restarts = self._attempt, self._restarts
         self._topology, self._terms, self._resizing = topology, terms, resizing
-        self._groups = ElasticGroups(attempt, restarts, terms.refusals, terms.absent, terms.returnable)
+        self._states = GroupStates(terms.refusals, terms.absent)
+        self._groups = ElasticGroups(self._states, attempt, restarts, terms.returnable)
         self._replicas = ServerReplacement(topology, attempt, restarts) if replicated else None
 
     # --- the state of the job
@@ -123,7 +124,7 @@ class RecoveryPolicy:
         if self._attempt.over:
             return None
         change = None if self._resizing is None else self._resizing.due
-        found = (self._attempt.held_until, self._attempt.stopped.due, self._groups.due, change)
+        found = (self._attempt.held_until, self._attempt.stopped.due, self._states.due, change)
         return min((due for due in found if due is not None), default=None)
 
     @property
@@ -153,12 +154,12 @@ class RecoveryPolicy:
     @property
     def absent_groups(self) -> frozenset[int]:
         """The worker groups that are absent from the job at present."""
-        return self._groups.away
+        return self._states.away
 
     @property
     def missing(self) -> set[str]:
         """Workers that are absent and that the job does not wait for."""
-        return {who for who, group in self._attempt.group_of.items() if group in self._groups.away}
+        return {who for who, group in self._attempt.group_of.items() if group in self._states.away}
 
     def location_of(self, server: Address) -> tuple[str, int]:
         """Return the process in which this server is active, and its unit."""
@@ -170,7 +171,7 @@ class RecoveryPolicy:
 
         A group that has just joined is not counted, because it has not begun.
         """
-        arriving = {who for who, group in self._attempt.group_of.items() if self._groups.is_arriving(group)}
+        arriving = {who for who, group in self._attempt.group_of.items() if self._states.is_arriving(group)}
         return self._attempt.group_of.keys() - self.missing - arriving <= self._attempt.finished
 
     # --- attempts
@@ -181,9 +182,9 @@ class RecoveryPolicy:
         topology: the units of the attempt, which may run on other hosts; None: the same as before.
         Raises ValueError where the hosts do not allow two replicas, see `replica_placement.check`.
         """
-        self._groups.reset()
+        self._states.reset()
         self._topology = topology or self._topology
-        self._attempt.reset(self._topology, self._groups.away)
+        self._attempt.reset(self._topology, self._states.away)
         self._restarts.times.reset(self._attempt.group_of)
         if self._replicas is not None:
             self._replicas.reset(self._topology)
@@ -263,7 +264,7 @@ class RecoveryPolicy:
         # None: the Finished event of a server.
         if self._attempt.over or who in self._attempt.leaving or group is None:
             return []
-        self._groups.stepped(group)
+        self._states.stepped(group)
         return [*self._restarts.times.step(who, self._attempt.finished, now)]
 
     # --- causes
@@ -279,7 +280,7 @@ class RecoveryPolicy:
         if failed.kind == "died":
             return self._on_lost(failed, now)
         group = self._attempt.group_of.get(failed.who)
-        if group is not None and self._groups.is_going(group):
+        if group is not None and self._states.is_going(group):
             return self._groups.dismiss(group)
         if failed.kind == "quarantine" and group is not None:
             return self._groups.give_up(group, failed, "is in quarantine", now)
@@ -311,7 +312,7 @@ class RecoveryPolicy:
         group = self._attempt.group_of.get(cause.who, WHOLE_JOB)
         if cause.who in self._attempt.leaving:
             return []
-        if self._groups.is_arriving(group):
+        if self._states.is_arriving(group):
             return self._on_lost(cause, now)
         # A restarted worker may be refused because the servers are past the point where they could accept it.
         again = self._restarts.times.awaits(group)
@@ -332,10 +333,10 @@ class RecoveryPolicy:
         if self._replicas is not None and lost.who in self._replicas.servers and alone:
             return self._on_lost_servers(self._replicas, {lost.who}, lost, now)
         group = attempt.group_of.get(lost.who)
-        if group is not None and self._groups.is_going(group):
+        if group is not None and self._states.is_going(group):
             return self._groups.on_loss(group)
         if lost.who in attempt.finished or self._all_finished():
-            arriving = group is not None and self._groups.is_arriving(group)
+            arriving = group is not None and self._states.is_arriving(group)
             return [
                 self._restarts.incident(lost, _DONE, now),
                 *(self._groups.dismiss(group) if group is not None and arriving else []),
@@ -370,16 +371,16 @@ class RecoveryPolicy:
         if gone <= attempt.finished or (self._all_finished() and not servers):
             return [self._restarts.incident(lost, _DONE, now)]
         group_of = attempt.group_of
-        groups = {group_of[who] for who in gone if who in group_of and who not in attempt.finished} - self._groups.away
-        rest = set(group_of.values()) - self._groups.away - groups
+        groups = {group_of[who] for who in gone if who in group_of and who not in attempt.finished} - self._states.away
+        rest = set(group_of.values()) - self._states.away - groups
         lasting = gone - group_of.keys() - servers
-        if lasting or not rest or not all(self._groups.is_elastic(group) for group in groups):
+        if lasting or not rest or not all(self._states.is_elastic(group) for group in groups):
             return self._restarts.restart_job_if_possible(lost, now)
         found: list[Action] = []
         if self._replicas is not None and servers:
             found += self._on_lost_servers(self._replicas, servers, lost, now)
         for group in [] if attempt.over else sorted(groups):
-            if self._groups.is_going(group):
+            if self._states.is_going(group):
                 found += self._groups.on_exit(group, now)
             else:
                 found += self._groups.give_up(group, lost, "is given up", now)
