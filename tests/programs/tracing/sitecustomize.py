@@ -16,7 +16,6 @@ from typing import Any
 FOLDER, WORKER = os.environ.get("TRACE_FOLDER"), os.environ.get("TRACE_WORKER", "")
 ROUTINE = ("StepDone", "Output", "Notice", "Finished", "Waits", "Serving", "Ending")  # every worker sends these
 MESSAGES = ("WorkerRejoined", "RestartRequest", "AppliedBatchesOfStreams")
-ROOTS = {"_reap", "run_forked"}  # a child has died; a fork becomes a worker
 
 
 class Record:
@@ -42,10 +41,10 @@ class Record:
 
     def concerns(self, frame: FrameType, before: bool) -> bool:
         code = frame.f_code
-        if code.co_qualname.endswith("._reap"):
+        if code.co_name == "_reap":  # in the forkserver: a child has died
             self.died = True
             return True
-        if code.co_name in ("live", "run_forked"):
+        if code.co_name == "run_forked":
             return self.died
         if code.co_name == "run_program":
             self.in_script = True  # the script of a restarted worker is the script of any worker
@@ -53,9 +52,7 @@ class Record:
             if self.died:
                 self.note(code.co_filename, code.co_qualname)
             return False
-        elif self.in_script and code.co_name == "come_back":
-            return self.died
-        elif code.co_name == "lost" and str(frame.f_locals.get("peer")) == WORKER:
+        if code.co_name == "lost" and str(frame.f_locals.get("peer")) == WORKER:
             return True
         for name in code.co_varnames[: code.co_argcount]:
             found = about(frame.f_locals.get(name), self.died)

@@ -160,7 +160,7 @@ class GroupStates:
         return [group for group, _ in late]
 
 
-class ElasticGroups:
+class GroupChanges:
     """Decides what follows from requests, answers of the servers, and losses.
 
     Args:

@@ -41,7 +41,7 @@ from topotrain.extensions.elastic.eligibility import absent_groups, leave_refusa
 from topotrain.extensions.replication import replica_placement
 from topotrain.launch import choose_cause
 from topotrain.launch.recovery.attempt_state import AttemptState
-from topotrain.launch.recovery.elastic_groups import ElasticGroups, GroupStates
+from topotrain.launch.recovery.elastic_groups import GroupChanges, GroupStates
 from topotrain.launch.recovery.recovery_actions import (
     Action,
     EndProcess,
@@ -113,7 +113,7 @@ class RecoveryPolicy:
         attempt, restarts = self._attempt, self._restarts
         self._topology, self._terms, self._resizing = topology, terms, resizing
         self._states = GroupStates(terms.refusals, terms.absent)
-        self._groups = ElasticGroups(self._states, attempt, restarts, terms.returnable)
+        self._groups = GroupChanges(self._states, attempt, restarts, terms.returnable)
         self._replicas = ServerReplacement(topology, attempt, restarts) if replicated else None
 
     # --- the state of the job
