@@ -1,4 +1,4 @@
-"""Execution of the recovery policy's actions, on this host and by messages on others."""
+"""Execution of the recovery policy's actions, on this host and on others."""
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -8,13 +8,12 @@ from typing import Any
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
-from topotrain.core.events import Event
+from topotrain.core.events import Event, Recovered
 from topotrain.launch.agent.unit_process import UnitProcesses
-from topotrain.launch.control_socket import ControlSocket, PendingAnswer
+from topotrain.launch.control_socket import ControlSocket
 from topotrain.launch.grace_period import LEADER, WORDS
-from topotrain.launch.job_shutdown import JobShutdown
+from topotrain.launch.job_shutdown import JobShutdown, LauncherContext
 from topotrain.launch.multinode.follower import Follower
-from topotrain.launch.multinode.mailbox import Mailbox
 from topotrain.launch.recovery.recovery_actions import (
     Action,
     AnswerRequest,
@@ -43,7 +42,7 @@ class ActionExecutor:
         recovery: the policy. A `Follower` where another unit decides; None where a death ends the job.
         units: the units of this host.
         shutdown: ends the job.
-        mailbox: sends to the units on other hosts, if there are any.
+        host: the settings and resources of the launcher.
     """
 
     def __init__(
@@ -52,11 +51,12 @@ class ActionExecutor:
         recovery: RecoveryPolicy | Follower | None,
         units: UnitProcesses,
         shutdown: JobShutdown,
-        mailbox: Mailbox | None,
+        host: LauncherContext,
     ) -> None:
         self._topology, self._recovery = topology, recovery
         self._leads = recovery if isinstance(recovery, RecoveryPolicy) else None
-        self._units, self._shutdown, self._mailbox = units, shutdown, mailbox
+        self._units, self._shutdown, self._mailbox = units, shutdown, host.mailbox
+        self._promises = host.promises
         self._replicated = topology.cluster.replicas > 1
         self._control: ControlSocket | None = None
         self._attempt = 0
@@ -65,8 +65,6 @@ class ActionExecutor:
         """Whether the units may end, because nothing can restart any more."""
         self.resized: Job | None = None
         """The job to restart as, with another layout."""
-        self.promised: PendingAnswer | None = None
-        """The answer to the client that asked for the resize, due when the job trains again."""
 
     def start(self, attempt: int, folder: Path | None, selector: BaseSelector) -> None:
         """Begin attempt number `attempt`.
@@ -86,12 +84,12 @@ class ActionExecutor:
         """Execute actions, and yield the events among them in their place."""
         for action in actions:
             match action:
-                case RestartGroup(group=group, incarnation=incarnation, why=why, who=who):
+                case RestartGroup(group=group, incarnation=incarnation, why=why, worker=who):
                     ranks = {self._topology.unit_of(worker) for worker in self._topology.workers(group)}
                     self.send("restart", ranks, group=group, incarnation=incarnation, why=why, who=who)
                 case EndProcess(who=who):
                     self.send("dismiss", who=who)  # exactly one unit has this process
-                case PlaceReplica(who=who, number=number, why=why, seats=seats, unit=unit):
+                case PlaceReplica(process=who, number=number, why=why, seats=seats, unit=unit):
                     self.send("seats", who=who, number=number, why=why, seats=seats, unit=unit)
                     if self._shutdown.saving:  # the process that was asked for a snapshot may have died
                         self.request_snapshot()
@@ -113,6 +111,11 @@ class ActionExecutor:
                     self._restart_resized(action)
                 case FailJob(failures=failures):
                     self._shutdown.fail(failures)
+                case Recovered(number=number):
+                    yield action
+                    for promise in self._promises:
+                        if promise.number == number:
+                            promise.send()
                 case event:
                     yield event
         self._update()
@@ -134,7 +137,7 @@ class ActionExecutor:
     # --- commands
 
     def send(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
-        """Send a command to the units of these ranks, on this host and others; None: to all."""
+        """Send a command to the units of these ranks, on all hosts; None: to all."""
         self._units.command(command, ranks, **values)
         self.send_remote(command, ranks, **values)
 
@@ -183,7 +186,7 @@ class ActionExecutor:
         self.resized = action.job
         if self._control is not None:
             data = {"workers": action.job.cluster.nworkers_per_group, "step": action.step, "text": action.text}
-            self.promised = self._control.promise(action.wish, action.number, data)
+            self._promises.append(self._control.promise(action.wish, action.number, data))
         self.restart_job()
 
     # --- requests

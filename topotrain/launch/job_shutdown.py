@@ -20,6 +20,7 @@ from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import StopSignals
 from topotrain.launch.agent.supervisor import GRACE_S
 from topotrain.launch.agent.unit_process import ProcessTable, UnitProcesses
+from topotrain.launch.control_socket import PendingAnswer
 from topotrain.launch.grace_period import hint
 from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.multinode.mailbox import Mailbox
@@ -110,6 +111,7 @@ class LauncherContext:
     others: the units on other hosts, if there are any.
     mailbox: sends to and receives from the units on other hosts, where one unit decides about restarts for all.
     outlet: where the program's output goes.
+    promises: answers to clients that are due when the job trains again, possibly in another attempt.
     """
 
     on_event: EventListener
@@ -120,6 +122,7 @@ class LauncherContext:
     others: OtherUnits | None = None
     mailbox: Mailbox | None = None
     outlet: Outlet = field(default_factory=AlwaysTaken)
+    promises: list[PendingAnswer] = field(default_factory=list)
 
 
 class JobShutdown:

@@ -70,7 +70,7 @@ class RunLoop:
         self._table = ProcessTable(topology)
         self._stalls = StallDetector(self._table.workers)
         self.shutdown = JobShutdown(self._table, self._units, recovery, host)
-        self.executor = ActionExecutor(topology, recovery, self._units, self.shutdown, host.mailbox)
+        self.executor = ActionExecutor(topology, recovery, self._units, self.shutdown, host)
         self._attempt = 0
         self._paused = False
         self.unread: list[News] = []

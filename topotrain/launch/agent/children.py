@@ -390,7 +390,7 @@ class Children:
         return [child for child in self._all if child.belongs_to(group) and who in ("", child.who)]
 
     def _restart_due(self, group: int) -> list[Child]:
-        """Start the workers of a group whose former processes have ended."""
+        """Start the workers of a group after the end of its former processes."""
         started = []
         for key in [key for key in self._restarts if key[0] == group]:
             former = self._former(*key)
@@ -406,7 +406,7 @@ class Children:
         return started
 
     def place_replica(self, who: str, unit: int, number: int, why: str, seats: list[list[int]]) -> list[Child]:
-        """Update the replica placement after the death of server process `who`.
+        """Update the replica placement after the death of a server process.
 
         Returns the replacement if this unit is to host it and it was started at once.
         """
@@ -426,7 +426,7 @@ class Children:
         return [self._replace(residents, number, why)]
 
     def _replace_due(self, running: bool) -> list[Child]:
-        """Start a replacement for each lost server whose former process has ended."""
+        """Start the replacement of each lost server after its former process's end."""
         started = []
         for child in [c for c in self._all if c.who in self._vacant and c.code is not None]:
             number, why = self._vacant.pop(child.who)

@@ -106,7 +106,9 @@ class ShutdownTimer:
 
 
 class Supervisor:
-    """The supervisor of a unit. `run` returns 0 when every child ended with code 0, else 1.
+    """The supervisor of a unit.
+
+    `run` returns 0 when every child ended with code 0, else 1.
 
     Args:
         unit: the settings of the unit.

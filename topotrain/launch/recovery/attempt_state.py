@@ -1,4 +1,4 @@
-"""The state of a job's present attempt: its processes, and what was reported about them.
+"""The state of a job's present attempt: its processes and their reports.
 
 This module is pure: it receives events and the time.
 """

@@ -36,13 +36,14 @@ class ResizeRequest:
 class RestartGroup:
     """An action: end the rest of this group, then restart its workers.
 
-    incarnation: of the new workers. why: the reason, for their logs. who: the only worker to restart; "": all of them.
+    incarnation: of the new workers. why: the reason, for their logs.
+    worker: the only worker to restart; "": all of them.
     """
 
     group: int
     incarnation: int
     why: str
-    who: str = ""
+    worker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,12 @@ class EndProcess:
 class PlaceReplica:
     """An action: send all server processes the new placement, and replace one.
 
-    who: the process to replace. number: of the new process, counted over the job.
+    process: to be replaced. number: of the new process, counted over the job.
     seats: as from `ReplicaPlacement.to_data`.
     unit: the unit for the new process; -1: none, the placement keeps an empty slot.
     """
 
-    who: str
+    process: str
     number: int
     why: str
     seats: list[list[int]]

@@ -1,4 +1,4 @@
-"""Restarts: how many are allowed, which incident caused each, and how long it took.
+"""Restarts: how many are allowed, what caused each, and how long it took.
 
 This module is pure: it receives events and the time.
 """
@@ -164,14 +164,14 @@ class Restarts:
         number, self._incidents = self._incidents, self._incidents + 1
         return Incident(number, lost.who, what(lost), action, self.at(now))
 
-    def restart_group(self, group: int, lost: Failed, now: float, who: str = "") -> list[Action]:
-        """Restart a group, or only its worker `who`, after the loss of a process."""
+    def restart_group(self, group: int, lost: Failed, now: float, worker: str = "") -> list[Action]:
+        """Restart a group, or only one worker of it, after the loss of a process."""
         self.budget.count(group, what(lost), now)
-        incarnation = self.prepare(group, {who} if who else self._attempt.members(group))
+        incarnation = self.prepare(group, {worker} if worker else self._attempt.members(group))
         self.times.begin(self._incidents, group, now)
-        action = "it starts again, and its group continues meanwhile" if who else f"group {group} starts again"
+        action = "it starts again, and its group continues meanwhile" if worker else f"group {group} starts again"
         incident = self.incident(lost, f"{action} (incarnation {incarnation})", now)
-        return [incident, RestartGroup(group, incarnation, what(lost), who)]
+        return [incident, RestartGroup(group, incarnation, what(lost), worker)]
 
     def prepare(self, group: int, members: set[str]) -> int:
         """Record that these workers of a group restart; return their incarnation."""

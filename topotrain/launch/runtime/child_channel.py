@@ -44,7 +44,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CommandHandler(Protocol):
-    """Handles commands of the unit, such as {"command": "stop"}, on the channel's thread."""
+    """Handles commands of the unit, on the channel's thread.
+
+    A command is a mapping such as {"command": "stop"}.
+    """
 
     def on_command(self, command: Mapping[str, Any]) -> None:
         """Handle a command, or ignore it if it is for another handler."""

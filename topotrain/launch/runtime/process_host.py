@@ -1,4 +1,4 @@
-"""One process of a job: it opens transports, attaches servers or a worker, passes messages.
+"""One process of a job: it attaches servers or a worker to transports.
 
 It handles addresses, transports and locks, and no algorithm. A server process holds all servers of its unit, and a
 worker process holds one worker. Server processes connect to each other before they admit workers, so no server has to
@@ -95,15 +95,21 @@ class HostObserver:
         """A server without replicas has no work left."""
 
     def on_failure(self) -> None:
-        """A server cannot go on. It is called inside `except`, on the thread that handled a message."""
+        """A server cannot go on.
+
+        It is called inside `except`, on the thread that handled a message.
+        """
 
     def on_long_wait(self, seconds: float) -> None:
-        """The worker has waited so long, and still waits. It is called on the waiting thread."""
+        """The worker has waited so long, and still waits.
+
+        It is called on the waiting thread.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """What the servers and the worker of a process report to, and write to.
+    """The receivers of a process's reports, spans and snapshots.
 
     observer: receives reports. profile: makes the recorders of spans; None: no profile is wanted.
     writer: writes the servers' snapshots, if the job takes any.
@@ -638,7 +644,7 @@ class WorkerConnections:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConnector:
-    """Opens a worker's connections with these options, when the script first needs them."""
+    """Opens a worker's connections when the script first needs them."""
 
     options: HostOptions = field(default_factory=HostOptions)
 

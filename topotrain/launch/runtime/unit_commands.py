@@ -1,4 +1,4 @@
-"""Commands of the unit to one of its processes, as the control channel delivers them.
+"""Handlers of the unit's commands to one of its processes.
 
 They arrive on the channel's own thread, possibly before there is anything to apply them to. Each handler picks its own
 commands and ignores the others.
@@ -37,12 +37,12 @@ class FinalSnapshot:
     Each command gets a reply, because the launcher waits for it before the job ends.
 
     Args:
-        who: the name of the process.
+        name: of the process.
         control: the channel to the unit.
     """
 
-    def __init__(self, who: str, control: ChildChannel) -> None:
-        self._who, self._control = who, control
+    def __init__(self, name: str, control: ChildChannel) -> None:
+        self._name, self._control = name, control
         self._writer: SnapshotWriter | None = None
 
     def open(self, writer: SnapshotWriter | None) -> None:
@@ -54,7 +54,7 @@ class FinalSnapshot:
         if command.get("command") != SNAPSHOT:
             return
         if self._writer is None:
-            self._control.emit(Unsaved(self._who, "there are no values yet, or the job takes no snapshots"))
+            self._control.emit(Unsaved(self._name, "there are no values yet, or the job takes no snapshots"))
         else:
             self._writer.end()
 

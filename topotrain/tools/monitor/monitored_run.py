@@ -27,8 +27,8 @@ class RunOptions:
     """How a local run starts, and what it shows.
 
     quiet: no progress is shown. as_json: stdout is for JSON and not for the program.
-    forkserver: the socket of a running forkserver; "": the job starts its own.
-    profile: the step to profile; 0: none. resume: the folder of a snapshot.
+    forkserver: the socket of a running forkserver. "": the job starts its own.
+    profile: the step to profile. 0: none. resume: the folder of a snapshot.
     """
 
     quiet: bool = False

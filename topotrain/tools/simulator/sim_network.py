@@ -206,6 +206,11 @@ class _Fate:
     left: int
     tell: bool
 
+    def is_due(self) -> bool:
+        """Count a message; return whether the crash comes before it."""
+        self.left -= 1
+        return self.left < 0
+
 
 class SimulatedTransport:
     """The `Transport` of all residents of a simulation, which share this object."""
@@ -309,9 +314,8 @@ class SimulatedTransport:
         fate = self._fates.get(me)
         if fate is None or not isinstance(message, fate.kind):
             return
-        if fate.left == 0:
+        if fate.is_due():
             self._fall(me)
-        fate.left -= 1
 
     def _fall(self, who: Address) -> None:
         fate = self._fates.pop(who)

@@ -50,6 +50,8 @@ class TrialScript:
     def __init__(self, trial: "Trial", worker: SimWorker, process: WorkerProcess) -> None:
         self._trial, self._worker, self._process = trial, worker, process
         self._workers = trial.topology.workers_per_group
+        self.final: list[torch.Tensor] = []
+        """The final values, as worker (0,0) sees them."""
 
     def run(self) -> None:
         """Read all batches, with one step for each."""
@@ -66,7 +68,7 @@ class TrialScript:
         for epoch in self._epochs:
             begins = True
             for stream, seq, number in self._batches(epoch):
-                if begins and trial.takes_snapshots:
+                if begins and trial.schedule.every:
                     worker.door.extension(WorkerStateClient).save(EPOCH, passes_of(epoch))
                 if snapshot:
                     worker.door.extension(WorkerStateClient).save(snapshot, passes_of(epoch))
@@ -138,7 +140,7 @@ class TrialScript:
         if worker.me == (Role.WORKER, 0, 0):
             worker.door.final_values()
             worker.door.buffers.final()
-            self._trial.finished(worker.values())
+            self.final = worker.values()
 
     def _batches(self, epoch: int) -> Iterator[tuple[int, int, int]]:
         trial, group, door = self._trial, self._worker.me.group, self._worker.door
@@ -199,7 +201,7 @@ class Trial(SimCluster):
         self.log: list[tuple[float, Fault]] = []  # the faults so far, with their times
         self.crashed = False
         self._published = 0  # by starts before this one
-        self._schedule, self._weather = schedule, weather
+        self.schedule, self._weather = schedule, weather
         self.archive: SimDisks | None = None
         self.resumed: PublishedSnapshot | None = (
             None if before is None or before.archive is None else before.archive.last
@@ -235,7 +237,7 @@ class Trial(SimCluster):
     @property
     def _left_over(self) -> FaultSchedule:
         """The schedule with the faults that have not happened yet."""
-        return replace(self._schedule, faults=tuple(self._faults))
+        return replace(self.schedule, faults=tuple(self._faults))
 
     # --- how it is made ------------------------------------------------------------------------------------------
 
@@ -266,7 +268,7 @@ class Trial(SimCluster):
 
         A server connects to a peer when both have started, and then admits workers.
         """
-        within = self._schedule.opens
+        within = self.schedule.opens
         there = {me: self.sim.now + (self.sim.random.uniform(0.0, within) if within else 0.0) for me in self.houses}
         self._opens = dict(there)
         for me in self.houses:
@@ -315,7 +317,11 @@ class Trial(SimCluster):
         elif fault.what is FaultKind.CUT:
             self._cut(fault)
         elif fault.what is FaultKind.PAUSE:
-            self._pause(fault)
+            paused = Address(Role.WORKER, fault.group, fault.index)
+            if fault.server >= 0:
+                paused = self.doors[paused].servers[fault.server]
+            self.wire.pause(paused)
+            self.sim.at(self.sim.now + fault.away, lambda: self.wire.resume(paused))
         elif fault.what is FaultKind.CRASH:
             raise _Crashed
         elif self.archive is not None:
@@ -326,7 +332,7 @@ class Trial(SimCluster):
         """Request snapshots as the clock of the host of server (0,0) does."""
         if self.archive is not None and not all(life.over for life in self.lives.values()):
             self.archive.ask()
-            self.sim.at(self.sim.now + self._schedule.every, self._tick)
+            self.sim.at(self.sim.now + self.schedule.every, self._tick)
 
     def kill(self, group: int, away: float, index: int = 0) -> None:
         """Kill all processes of a group, or one process.
@@ -373,13 +379,6 @@ class Trial(SimCluster):
         self._later(lambda: self._end(life, server))
         self._later(lambda: self.wire.awake(notice, worker))
 
-    def _pause(self, fault: Fault) -> None:
-        who = Address(Role.WORKER, fault.group, fault.index)
-        if fault.server >= 0:
-            who = self.doors[who].servers[fault.server]
-        self.wire.pause(who)
-        self.sim.at(self.sim.now + fault.away, lambda: self.wire.resume(who))
-
     def _later(self, do: Callable[[], None]) -> None:
         self.sim.at(self.sim.now + self.sim.random.uniform(*self.wire.weather.delay), do)
 
@@ -412,7 +411,9 @@ class Trial(SimCluster):
                 life.admit()
                 if life.incarnation:
                     door.come_back()
-                TrialScript(self, SimWorker(self, me, self.singly), life).run()
+                script = TrialScript(self, SimWorker(self, me, self.singly), life)
+                script.run()
+                self.final = script.final or self.final
                 life.finish()
             except Killed:
                 pass
@@ -428,8 +429,8 @@ class Trial(SimCluster):
         """
         for me in self.workers:
             self._start(me)
-        if self._schedule.every:
-            self.sim.at(self.sim.now + self._schedule.every, self._tick)
+        if self.schedule.every:
+            self.sim.at(self.sim.now + self.schedule.every, self._tick)
         for fault in list(self._faults):
             if fault.at >= 0:
                 self.sim.at(fault.at, lambda fault=fault: self.befall(fault))  # type: ignore[misc]
@@ -447,18 +448,9 @@ class Trial(SimCluster):
                 )
         return self
 
-    @property
-    def takes_snapshots(self) -> bool:
-        """Whether snapshots are taken at intervals."""
-        return self._schedule.every > 0
-
     def committed(self, worker: Address) -> None:
         """Record the time of a step."""
         self.commits.setdefault(worker.group, []).append(self.sim.now)
-
-    def finished(self, values: list[torch.Tensor]) -> None:
-        """Record the final values, as worker (0,0) sees them."""
-        self.final = values
 
     def leave(self, process: WorkerProcess) -> None:
         """End a worker of a group that was asked to leave."""
