@@ -77,7 +77,6 @@ def place_of(
     terms: SharedSettings,
     host: str,
     port: int = 0,
-    sockets: Path | None = None,
 ) -> RouterConfig:
     """Return the router's settings for a process of a job, see `by_hand`.
 
@@ -88,7 +87,7 @@ def place_of(
     digest = f"{words} {job.digest()[:_DIGEST_DIGITS]}".strip()
     identity = Identity(job.name, job_key(secret, "by hand", job.name), 0, 0, digest)
     meeting = ConnectTimeouts(terms.patience_s, True, WaitNotice(terms.name))
-    return RouterConfig(job, layout(job.cluster), identity, store, sockets or Path(), host, port, meeting)
+    return RouterConfig(job, layout(job.cluster), identity, store, Path(), host, port, meeting)
 
 
 class WaitNotice:
