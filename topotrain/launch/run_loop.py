@@ -32,7 +32,7 @@ from topotrain.launch import (
 from topotrain.launch.action_executor import ActionExecutor
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
 from topotrain.launch.agent.pipes import ending, log_tail
-from topotrain.launch.agent.unit_process import ProcessTable, UnitProcess, UnitProcesses, begin
+from topotrain.launch.agent.unit_process import ProcessTable, UnitProcess, UnitProcesses, start_unit
 from topotrain.launch.agent.workspace import ProcessList
 from topotrain.launch.grace_period import grace
 from topotrain.launch.job_shutdown import JobShutdown, LauncherContext
@@ -104,7 +104,7 @@ class RunLoop:
                 self._host.on_event(Left(group, "is not there yet", 0.0))
 
     def _start_unit(self, place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo, environ: dict[str, str]) -> None:
-        unit = begin(place, calls, attempt, environ, self._host.files.logs / f"unit-{place.rank}.log")
+        unit = start_unit(place, calls, attempt, environ, self._host.files.logs / f"unit-{place.rank}.log")
         self._units.add(unit)
         self._selector.register(unit.lines.fd, selectors.EVENT_READ, lambda: self._on_lines(unit))
         self._units.watch(unit.process, lambda: self._on_unit_exit(unit))
@@ -213,15 +213,15 @@ class RunLoop:
 
         This unit is released if its processes have ended and the store stays away.
         """
-        post = self._mailbox
-        if post is None:
+        mailbox = self._mailbox
+        if mailbox is None:
             return
         if isinstance(self._recovery, Follower):
-            self._recovery.told(post.all_told, post.alone)
+            self._recovery.told(mailbox.all_told, mailbox.alone)
             return
         if self._recovery is not None:
-            post.suspicious = self._recovery.suspicious
-        if post.alone and self._table.have_all_ended(self.shutdown.missing) and not self.shutdown.stopping:
+            mailbox.suspicious = self._recovery.suspicious
+        if mailbox.alone and self._table.have_all_ended(self.shutdown.missing) and not self.shutdown.stopping:
             self.executor.release()
 
     def _on_mail(self) -> None:
@@ -272,9 +272,9 @@ class RunLoop:
             event = from_json(json.dumps(words["event"]))
             if isinstance(event, Saved | Unsaved):
                 self.shutdown.on_event(event)
-            said = self._recovery.on_event(event, time.monotonic())
+            actions = self._recovery.on_event(event, time.monotonic())
             # The other unit has shown this event already, and has it in its own report.
-            self._execute([word for word in said if word is not event or isinstance(event, Failed)])
+            self._execute([action for action in actions if action is not event or isinstance(event, Failed)])
             return
         assert isinstance(self._recovery, Follower)
         if "outcast" in words:

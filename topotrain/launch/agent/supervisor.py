@@ -232,8 +232,8 @@ class Supervisor:
         if child.doomed:  # dismissed before it was forked
             self._children.signal(child, signal.SIGKILL, group=True)
             return
-        for resident in child.residents:
-            self._send(Started(str(resident), child.pid))
+        for address in child.addresses:
+            self._send(Started(str(address), child.pid))
         if not self._shutdown.running:  # asked to stop before it was forked
             asked = self._shutdown.stage is ShutdownStage.ASKED
             self._children.signal(child, signal.SIGTERM if asked else signal.SIGKILL)
@@ -319,8 +319,8 @@ class Supervisor:
         for fd in (child.events.fd, *(output.fd for output in child.outputs.values())):
             self._unregister(fd)
         child.close(code)
-        for resident in child.residents:
-            self._send(Exited(str(resident), child.pid, code))
+        for address in child.addresses:
+            self._send(Exited(str(address), child.pid, code))
         self._listen(self._children.on_exit(child, self._shutdown.running))
 
     # --- the end

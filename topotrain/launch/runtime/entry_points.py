@@ -134,13 +134,13 @@ class ServerObserver(UnitObserver):
         if found.exchanges:
             self._control.emit(Apart(str(server.me), found.exchanges, found.mean, found.most, found.share))
 
-    def came(self, server: Server, worker: Address) -> None:
+    def on_joined(self, server: Server, worker: Address) -> None:
         """Do nothing."""
 
-    def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
+    def on_failed(self, server: Server, worker: Address, why: Fail) -> None:
         """Do nothing: the worker's own unit receives the failure, too."""
 
-    def lost(self, server: Server, peer: Address, reason: str) -> None:
+    def on_lost(self, server: Server, peer: Address, reason: str) -> None:
         """Report a lost peer, unless it had no work left here."""
         if peer.role is Role.SERVER:
             over = not server.running
