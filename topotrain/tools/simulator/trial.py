@@ -174,6 +174,8 @@ class Trial(SimCluster):
         before: the trial that crashed, of which this is the next start.
     """
 
+    script_class = TrialScript
+
     def __init__(
         self,
         job: Job,
@@ -411,7 +413,7 @@ class Trial(SimCluster):
                 life.admit()
                 if life.incarnation:
                     door.come_back()
-                script = TrialScript(self, SimWorker(self, me, self.singly), life)
+                script = self.script_class(self, SimWorker(self, me, self.singly), life)
                 script.run()
                 self.final = script.final or self.final
                 life.finish()
