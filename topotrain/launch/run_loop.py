@@ -113,6 +113,7 @@ class RunLoop:
     def run(self) -> JobOutcome:
         """Run the loop until every unit has ended."""
         while self._units.running or self._is_needed():
+            # A job that stops restarts nothing, so the policy's timers no longer count.
             due = [self.shutdown.due]
             if self._recovery is not None and not self.shutdown.stopping:
                 due.append(self._recovery.due)
@@ -126,6 +127,7 @@ class RunLoop:
 
     def _poll(self) -> None:
         """Do what is due by time, and what arrived requests ask for."""
+        # The control socket only queues requests; they are handled here, outside the selector's callbacks.
         for actions in self.executor.receive():
             self._execute(actions)
         self.shutdown.poll(time.monotonic())
@@ -142,6 +144,7 @@ class RunLoop:
 
     def _outcome(self) -> JobOutcome:
         by_itself = self.shutdown.saving and not self.shutdown.stopping
+        # The forkserver's exit is recorded by `destroy`, and belongs into the list of processes.
         self.destroy()
         self._processes.save(self.shutdown.missing)
         seconds, exits, pids = time.monotonic() - self._began, self._table.exits, self._table.pids
@@ -155,6 +158,7 @@ class RunLoop:
     def _on_lines(self, unit: UnitProcess) -> None:
         for line in unit.lines.read() or []:
             self._on_event(from_json(line.decode()))
+        # The end of the output is not the end of the process, which the pidfd reports.
         if not unit.lines.open:
             self._selector.unregister(unit.lines.fd)
 
@@ -171,6 +175,7 @@ class RunLoop:
     def _pass_on(self, event: Event) -> None:
         if self.shutdown.again and isinstance(event, Failed | Lost):  # consequences of a known failure
             return
+        # The table comes first: the shutdown looks there for workers that have not ended.
         self._table.on_event(event)
         self._processes(event)
         self._host.on_event(event)
@@ -185,6 +190,7 @@ class RunLoop:
             self._selector.unregister(unit.lines.fd)
         # A follower that took the place of a lost unit starts nothing until it is needed, perhaps never.
         idle = isinstance(self._recovery, Follower) and self._recovery.complete
+        # A unit may end with code 0 although some of its processes were not seen to end.
         code, left = unit.process.returncode, self._table.unended(unit.rank, self.shutdown.missing, started=idle)
         self._on_event(Exited(unit.who, unit.process.pid, code))
         if (code or left) and not self.shutdown.stopping and (code < 0 or not self.shutdown.failures):
@@ -270,6 +276,7 @@ class RunLoop:
         """Handle an event of another unit, or a command of unit 0."""
         if isinstance(self._recovery, RecoveryPolicy):
             event = from_json(json.dumps(words["event"]))
+            # The first server may be in the other unit, and this unit may have asked it for the last snapshot.
             if isinstance(event, Saved | Unsaved):
                 self.shutdown.on_event(event)
             actions = self._recovery.on_event(event, time.monotonic())
@@ -316,6 +323,7 @@ class RunLoop:
             return
         if came and others is not None:
             others.signalled(came[0])
+        # A user who sends a second signal does not want to wait for an orderly end.
         if len(came) > 1:
             self._units.kill()
         elif came:
@@ -340,6 +348,7 @@ class RunLoop:
         self.executor.close()
         self._selector.close()
         forkserver = self._host.forkserver
+        # Loading torch takes longer than the rest of a start, so the next attempt gets this forkserver.
         if self.shutdown.again:
             forkserver.sweep()
             return

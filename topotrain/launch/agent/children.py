@@ -394,6 +394,7 @@ class Children:
         started = []
         for key in [key for key in self._restarts if key[0] == group]:
             former = self._former(*key)
+            # Old and new processes would share memory, so the last old one must be gone.
             if any(child.code is None for child in former):
                 continue
             incarnation, why = self._restarts.pop(key)
@@ -421,7 +422,7 @@ class Children:
         if former:
             self._vacant[who] = number, why
             return self._replace_due(running=True)
-        # The unit of this server is gone.
+        # This unit never had the server: it replaces a server of a lost unit.
         addresses = tuple(r for each in self._topology.units for r in each.servers if str(r) == who)
         return [self._replace(addresses, number, why)]
 

@@ -220,6 +220,7 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     snapshot = FinalSnapshot(str(me), control)
     control.start(sigterm, snapshot)
     place = _place(spec)
+    # Before anything that takes long: SIGTERM during the start must wait for the launcher's decision, too.
     sigterm.take_over(place.job)
     profile = _recorders(spec, me)
     writer = _writer(place, [server], control) if place.topology.inline else None
@@ -245,6 +246,7 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     here.loop_ended = hook.watch_c
     with ProgramGuard(here, log) as guard:
         run_program(spec["program"], spec["args"])
+    # From here on an exit is the runtime's own, and not the script's.
     hook.forget()
     return work.leave(guard.code)
 

@@ -312,6 +312,7 @@ class HostedServers:
                     self._router.connect_inside(me, peer)
                 else:
                     self._router.connect(me, peer, "door")
+        # Servers are connected, workers are not: nothing new is decided while the missed decisions arrive.
         for endpoint in self.endpoints.values():
             endpoint.catch_up()
         for me in urls:

@@ -312,6 +312,7 @@ class Trial(SimCluster):
         """Execute a fault now."""
         if fault not in self._faults:
             return
+        # Each fault happens once, also if its condition holds again in a later incarnation.
         self._faults.remove(fault)
         self.log.append((self.sim.now, fault))
         if fault.what is FaultKind.KILL:
