@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.config.job import ConfigError, OnFailure
-from topotrain.tools.cli.job_arguments import Args, Conf, Forkserver, Program, Quiet, Sets, load_job, refusing
+from topotrain.tools.cli.job_arguments import Conf, Forkserver, Program, Quiet, Sets, load_job, refusing
 from topotrain.tools.cli.resume import asked_for
 from topotrain.tools.monitor.monitored_run import RunOptions, train
 
@@ -46,7 +46,10 @@ def register(app: typer.Typer) -> None:
     def chaos(
         conf: Conf,
         program: Program = None,
-        args: Args = None,
+        # Unlike with `run`, options of this command may follow PROGRAM, so the script's own need a --.
+        args: Annotated[
+            list[str] | None, typer.Argument(metavar="ARGS", help="After a --: passed to the script.")
+        ] = None,
         sets: Sets = None,
         kill_every: Annotated[
             str, typer.Option("--kill-every", metavar="TIME", help="Mean time between two kills, such as 2s.")
