@@ -12,7 +12,7 @@ from topotrain.core.client.client_extension import ClientExtension, overrides
 from topotrain.core.client.client_model import BodyCodec
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.compression.compression_client import CompressionClient
-from topotrain.launch.runtime.client_composition import client_extensions
+from topotrain.launch.runtime.worker_composition import client_extensions
 
 PEER = Address(Role.WORKER, 0, 0)
 
