@@ -187,7 +187,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
         def redial(server: Address, moves: int) -> None:
             self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))
 
-        servers = dict.fromkeys((*door.servers, door.desk))
+        servers = dict.fromkeys((*door.channel.servers, door.channel.first_server))
         lines = ReplicaConnections(servers, door, lambda to, x, wait=False: self.wire.send(me, to, x), redial)
         self.lifelines[me] = lines
         self.wire.attach(me, lines)

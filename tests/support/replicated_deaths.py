@@ -83,7 +83,7 @@ class MortalTown(ReplicatedTown):
 
         waiter, extensions = CrashableWaiter(life, self.sim), client_extensions(self.topology)
         door = Client(me, self.topology, say, waiter, incarnation=life.incarnation, extensions=extensions)
-        servers = dict.fromkeys((*door.servers, door.desk))
+        servers = dict.fromkeys((*door.channel.servers, door.channel.first_server))
 
         def redial(server: Address, moves: int) -> None:
             self._soon(0.001, lambda: self._dial(life, lines, server, lambda it: lines.connected(it, moves)))
@@ -159,7 +159,7 @@ class MortalTown(ReplicatedTown):
                 if life.over:
                     return
                 if life.incarnation:
-                    door.come_back()
+                    door.rejoin.announce()
                 self.script(SimWorker(self, me))
                 lines = self.lifelines[me]
                 lines.leave()
@@ -195,7 +195,7 @@ class MortalTown(ReplicatedTown):
             leases.passed = place.ordinal + place.last
         seat.finish()
         if seat.me == self.workers[0]:
-            seat.door.final_values()
+            seat.door.values.fetch_final()
             seat.door.buffers.final()
             self.final = seat.values()
 

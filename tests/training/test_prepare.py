@@ -349,7 +349,7 @@ def test_weight_local_and_clip_reach_the_worker(job):
     model, optimizer, _ = tt.prepare(model, sgd(model))
     worker = here.context.worker
     tt.weight(7)
-    assert worker.weight() == 7.0
+    assert worker.batches.weight() == 7.0
     with tt.local():
         assert worker.path.private
     assert not worker.path.private

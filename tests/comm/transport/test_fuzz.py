@@ -137,7 +137,7 @@ def everything(seat: Seat) -> None:
         stream = 0x8000_0000 | me.group
         seat.step(seat.numbers(), marks=(stream, number, number), **handed_in(seat))
     door.extension(DataClient).applied(1)
-    door.left_early(seat.steps, 1)
+    door.channel.exit_loop(seat.steps, 1)
     for part in door.optimizer_state.get():
         bucket = seat.town.map.buckets[part.bucket]
         door.optimizer_state.put(bucket, part.piece, part.key, part.number if part.body is None else part.body)
@@ -145,16 +145,16 @@ def everything(seat: Seat) -> None:
     seat.step(seat.numbers(), **handed_in(seat))
     seat.finish()
     if first:
-        door.final_values()
+        door.values.fetch_final()
         door.buffers.final()
 
 
 def handed_in(seat: Seat) -> dict[str, Any]:
     """In a collective each worker hands in the gradient of its server's shard."""
-    if not seat.door.gives:
+    if not seat.door.model.sends_own_shard:
         return {}
     for bucket in seat.town.map.buckets_of(seat.me.index):
-        seat.door.edit(seat.steps, bucket, seat.flats.view("local", bucket))
+        seat.door.gradients.edit(seat.steps, bucket, seat.flats.view("local", bucket))
     return {"edited": (1 << sum(len(bucket.pieces) for bucket in seat.town.map.buckets)) - 1}
 
 
@@ -162,8 +162,8 @@ def tables(seat: Seat) -> None:
     """Words about a table that nobody waits for."""
     spec = TableSpec("t", 50, 3, mode="async")
     rows = torch.ones(4 * 3)
-    for server in seat.door.servers:
-        ids = torch.arange(4).numpy() * len(seat.door.servers) + server.index
+    for server in seat.door.channel.servers:
+        ids = torch.arange(4).numpy() * len(seat.door.channel.servers) + server.index
         for number, word in enumerate(
             [
                 TableOpen(0, 0, spec.to_text()),
@@ -178,7 +178,7 @@ def tables(seat: Seat) -> None:
             ]
         ):
             assert word.number == number
-            seat.door.tell(server, word)
+            seat.door.channel.send(server, word)
 
 
 def come(resident: Server | Client, sender: Address, message: m.Message, viewable: bool) -> Any:
@@ -288,12 +288,13 @@ def opened(talk: Conversation, me: Address, dice: Dice) -> Client:
 
 def awaited(door: Client, message: m.Message) -> None:
     """What makes the door listen to this answer."""
-    if isinstance(message, m.Values) and door._is_open:  # before that nobody asks for any
-        door._round = message.round
+    if isinstance(message, m.Values) and door.model.is_open:  # before that nobody asks for any
+        door.values._round = message.round
     if isinstance(message, m.ReducedGradient | m.BackwardReduced):
-        door._backward = (message.step, message.ordinal)
+        door.gradients._backward = (message.step, message.ordinal)
     if isinstance(message, m.StatePart):
-        door._rounds, door._states = message.round, {server: {} for server in door.servers}
+        state = door.optimizer_state
+        state._rounds, state._parts = message.round, {server: {} for server in door.channel.servers}
 
 
 # --- bytes as messages, and on a connection --------------------------------------------------------------------------

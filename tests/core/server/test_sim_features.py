@@ -15,6 +15,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.protocol import Applied, Commit, Fetch, Init, Push, Values
 from topotrain.tools.simulator.sim_network import Deadlock, NetworkFaults
+from topotrain.training.final_parameters import fetch_final
 from topotrain.training.worker import Worker
 
 pytestmark = pytest.mark.simulated
@@ -77,7 +78,7 @@ def test_a_group_0_that_ends_during_the_warm_up_lets_the_others_start():
                     seat.step(pushed[-1])
                 seat.finish()
                 if seat.me == seat.town.workers[0]:
-                    seat.door.final_values()
+                    seat.door.values.fetch_final()
                     pushed.append([part - 9.0 for part in seat.values()])
 
             town.play(script)
@@ -228,7 +229,7 @@ def finals(seed: int, weather: NetworkFaults, optimizer: str = "Adam") -> list[t
         found[seat.me.index] = [state[index]["exp_avg"].clone() for index in sorted(state)]
         worker.finish()
         if seat.me == town.workers[0]:
-            worker.take_final()
+            fetch_final(worker)
             found[3] = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
 
     town.play(script)
@@ -272,7 +273,7 @@ def test_buffers_are_averaged_over_the_groups_at_the_drain():
         means[seat.me.group] = model[2].running_mean.clone()
         worker.finish()
         if seat.me == town.workers[0]:
-            worker.take_final()
+            fetch_final(worker)
             means["final"] = model[2].running_mean.clone()
 
     town.play(script)
@@ -300,7 +301,7 @@ def test_in_memory_hogwild_shares_values_and_loses_no_update():
                 worker.optimizer.step()
             worker.finish()
             if seat.me == town.workers[0]:
-                worker.take_final()
+                fetch_final(worker)
                 assert torch.equal(model.weight[0], 4.0 - torch.stack(pushed).sum(0))
 
         town.play(script)
@@ -324,7 +325,7 @@ def test_downpours_own_steps_push_the_sum_and_fetch_when_asked_to():
                 worker.optimizer.step()
             worker.finish()
             if seat.me == town.workers[0]:
-                worker.take_final()
+                fetch_final(worker)
                 assert torch.equal(model.weight[0], -torch.stack(sums).sum(0)), f"seed {town.sim.seed}"
 
         town.play(script)

@@ -169,7 +169,7 @@ def test_a_worker_that_left_is_missed_by_who_wants_something_of_it():
     pair = Pair()
     pair.first.send(1, KEY, torch.ones(2))
     pair.exchanges[SECOND].lost(FIRST, "its script has ended")
-    assert pair.exchanges[SECOND].failure is None
+    assert pair.exchanges[SECOND].channel.failure is None
     assert float(pair.second.take(0, KEY)[0].sum()) == 2.0, "what it had said counts"
     for ask in (pair.second.take, pair.second.here):
         with pytest.raises(PeerLost, match="worker 0/1 lost worker 0/0: its script has ended"):

@@ -1,6 +1,6 @@
 """A worker's door to the tables: open, pull, push.
 
-    door = TableDoor(exchange, topology, job)        # one per worker; needs cluster.nserver_groups = 1
+    door = TableClient(client, topology, job)       # one per worker; needs cluster.nserver_groups = 1
     door.open(TableSpec("words", -1, 64, optimizer=rule_text(SGD([p], lr=0.1)), init="normal 0 0.01"))
     rows = door.pull("words", ids)                   # (n, 64): rows as they are; `pull_async` and `wait` overlap
     door.push("words", ids, gradients)               # rows named twice are added up
@@ -96,7 +96,7 @@ class TableClient(ClientExtension):
     """One worker's door; see above.
 
     Args:
-        exchange: the worker's door to the servers.
+        client: the worker's client of the servers.
         topology, job: its job.
 
     Raises:
@@ -105,12 +105,12 @@ class TableClient(ClientExtension):
 
     messages = TABLE_REPLIES
 
-    def __init__(self, exchange: Client, topology: Topology, job: Job) -> None:
+    def __init__(self, client: Client, topology: Topology, job: Job) -> None:
         groups = job.cluster.nserver_groups
         if groups != 1:
             raise ConfigError("cluster.nserver_groups", groups, "must be 1 in a job with tables: a row has one home")
-        self._exchange, self._job = exchange, job
-        self._servers = exchange.servers
+        self._channel, self._job = client.channel, job
+        self._servers = client.channel.servers
         self._shards = topology.shards
         self._tables: dict[str, _Open] = {}
         self._lock = threading.Lock()  # numbers go out in order, also from autograd's threads
@@ -124,7 +124,7 @@ class TableClient(ClientExtension):
         self._barriers: set[tuple[Address, int]] = set()
         self._barriers_met = 0
         self._closed = False
-        exchange.attach(self)
+        client.attach(self)
 
     # --- what servers say ----------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class TableClient(ClientExtension):
         text = spec.to_text()
         for server in self._servers:
             self._tell(server, TableOpen, table.number, text)
-        self._exchange.wait_until(lambda: all((s, table.number) in self._opened for s in self._servers))
+        self._channel.wait_until(lambda: all((s, table.number) in self._opened for s in self._servers))
         self._tables[spec.name] = table
 
     def spec(self, name: str) -> TableSpec:
@@ -219,7 +219,7 @@ class TableClient(ClientExtension):
         ends = np.searchsorted(shards[by_shard], np.arange(self._shards), side="right").tolist()
         seen = self._steps if spec.mode == "step" else table.pushes
         asks: list[tuple[Address, int, bytes]] = []
-        with self._exchange.waiter.update():
+        with self._channel.waiter.update():
             for server, lo, hi in zip(self._servers, [0, *ends], ends, strict=False):
                 for at in range(lo, hi, spec.part_rows):
                     end = min(at + spec.part_rows, hi)
@@ -233,7 +233,7 @@ class TableClient(ClientExtension):
 
     def wait(self, pull: PendingPull) -> torch.Tensor:
         """The rows of a pull, in the order of its ids; the tensor is the caller's. Raises JobError, PeerLost."""
-        self._exchange.wait_until(lambda: not pull.rounds)
+        self._channel.wait_until(lambda: not pull.rounds)
         return pull.buffer if pull.order is None else pull.buffer.index_select(0, pull.order)
 
     def push(self, name: str, ids: torch.Tensor | Iterable[int], rows: torch.Tensor) -> None:
@@ -264,7 +264,7 @@ class TableClient(ClientExtension):
             self._round += 1
             rounds[server] = number = self._round
             self._tell(server, TableStatsRequest, table.number, number)
-        self._exchange.wait_until(lambda: self._sizes.keys() >= set(rounds.values()))
+        self._channel.wait_until(lambda: self._sizes.keys() >= set(rounds.values()))
         return [self._sizes.pop(rounds[server]) for server in self._servers]
 
     def touched(self, name: str) -> Iterator[torch.Tensor]:
@@ -276,7 +276,7 @@ class TableClient(ClientExtension):
                 self._round += 1
                 number = self._round
                 self._tell(server, TableList, table.number, number, first)
-                self._exchange.wait_until(lambda r=number: r in self._lists)  # type: ignore[misc]
+                self._channel.wait_until(lambda r=number: r in self._lists)  # type: ignore[misc]
                 ids = self._lists.pop(number)
                 first, more = first + len(ids), len(ids) == MAX_IDS
                 ids = np.sort(ids)
@@ -292,7 +292,7 @@ class TableClient(ClientExtension):
         count = -1 if last else self._barriers_met
         for server in self._servers:
             self._tell(server, TableBarrier, count)
-        self._exchange.wait_until(lambda: all((server, count) in self._barriers for server in self._servers))
+        self._channel.wait_until(lambda: all((server, count) in self._barriers for server in self._servers))
 
     def close(self) -> None:
         """Nothing more about tables; again: nothing. A worker of a job without tables may say it, too."""
@@ -383,4 +383,4 @@ class TableClient(ClientExtension):
         with self._lock:
             number = self._numbers[server]
             self._numbers[server] += 1
-            self._exchange.tell(server, kind(number, *said, body=body))
+            self._channel.send(server, kind(number, *said, body=body))

@@ -36,7 +36,7 @@ from topotrain.launch.runtime.process_exit import ProcessExitHook
 from topotrain.launch.runtime.process_host import WorkerConnections
 from topotrain.launch.runtime.worker_composition import prepare_extensions
 from topotrain.training import context as process
-from topotrain.training.context import Context
+from topotrain.training.context import Connector, Context
 from topotrain.training.finish_job import close, finish, is_complete
 
 __all__ = ["StaticStore", "SharedSettings", "join", "leave"]
@@ -116,7 +116,7 @@ def leave() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Connector:
+class _Connector(Connector):
     """Opens a worker's connections; errors are told in the words of the interface that started the processes."""
 
     terms: SharedSettings
@@ -244,7 +244,7 @@ class _Joined:
         if not isinstance(self._here.roads, WorkerConnections) or (isinstance(error, JobError) and error.config):
             return str(error)
         exchange, until = self._here.roads.exchange, time.monotonic() + CAUSE_S
-        return exchange.hear_out(lambda: time.monotonic() >= until) or str(exchange.failure or error)
+        return exchange.channel.await_cause(lambda: time.monotonic() >= until) or str(exchange.channel.failure or error)
 
     def _leaving(self, code: Any = None) -> None:
         if code not in (None, 0) and os.getpid() == self._pid:

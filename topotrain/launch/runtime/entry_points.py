@@ -345,8 +345,8 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
         )  # the lines of topotrain that met it explain nothing
         text = f"{error}\n" if explained else trace
         _write(text, log)
-        if kind == "quarantine" and here.parting is not None:
-            here.parting()  # the report of a job that goes on has all of it
+        if kind == "quarantine" and here.worker is not None:
+            here.worker.leave_job()  # the report of a job that goes on has all of it
         told = explained or kind in ("config", "quarantine")
         words = str(error) if told else traceback.format_exception_only(error)[-1].strip()
         shown = _users_line(error.__traceback__) if explained or kind == "config" else text

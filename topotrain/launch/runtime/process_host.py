@@ -33,7 +33,7 @@ from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
-from topotrain.extensions.collectives.torch_client import TorchCollectiveClient, TorchCollectiveConfig
+from topotrain.extensions.collectives.torch_reduction import TorchCollectiveConfig, TorchReduction
 from topotrain.extensions.elastic.membership import ElasticGroups
 from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
@@ -41,6 +41,7 @@ from topotrain.extensions.replication.replica_host import ReplicaSlot, Replicate
 from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.parallel.runtime.network_channel import NetworkChannel
+from topotrain.training.context import Connections
 
 # --- servers -----------------------------------------------------------------------------------------------------
 
@@ -456,7 +457,7 @@ class InlineWaiter(ConditionWaiter):
             self._roads.turn(0.0)
 
 
-class WorkerConnections:
+class WorkerConnections(Connections):
     """A worker's connections to the servers of its group and to server (0,0).
 
     With an inline layout (`Topology.inline`) the worker's process also runs a server.
@@ -493,9 +494,9 @@ class WorkerConnections:
         twice = place.job.cluster.replicas > 1
         send = self._say if twice else partial(self._roads.send, me, wait=pump is None)
         self._lines: ReplicaConnections | None = None
-        self.exchange = self._door(place, send, monitor)
+        self.exchange = self._client(place, send, monitor)
         if twice:
-            servers = dict.fromkeys((*self.exchange.servers, self.exchange.desk))
+            servers = dict.fromkeys((*self.exchange.channel.servers, self.exchange.channel.first_server))
             life = place.identity.incarnation
             way = (partial(self._roads.send, me), self._redial, self._noted, life)
             self._lines = ReplicaConnections(servers, self.exchange, *way)
@@ -515,7 +516,7 @@ class WorkerConnections:
             self._beside.open(serving)
         resident = self._lines or self.exchange
         self._urls = self._roads.attach(self.me, resident, dial_only=True, inside=self._beside is not None)
-        for server in dict.fromkeys((*self.exchange.servers, self.exchange.desk)):
+        for server in dict.fromkeys((*self.exchange.channel.servers, self.exchange.channel.first_server)):
             if self._beside is not None and server in self._beside.residents:
                 self._roads.connect_inside(self.me, server)
             elif self._lines is not None:
@@ -523,7 +524,7 @@ class WorkerConnections:
                 self._roads.follow(self.me, server, 0)
             else:
                 self._roads.connect(self.me, server, "server")
-        self.exchange.come_back()
+        self.exchange.rejoin.announce()
 
     # --- servers with two copies
 
@@ -550,20 +551,21 @@ class WorkerConnections:
 
         threading.Thread(target=look, name=f"to {server}", daemon=True).start()
 
-    def _door(self, place: RouterConfig, send: Callable[[Address, Message], None], monitor: ConditionWaiter) -> Client:
-        incarnation, extensions = place.identity.incarnation, client_extensions(place.topology)
-        if not place.topology.foreign:
-            return Client(self.me, place.topology, send, monitor, place.shared, incarnation, extensions)
+    def _client(
+        self, place: RouterConfig, send: Callable[[Address, Message], None], monitor: ConditionWaiter
+    ) -> Client:
+        topology, incarnation = place.topology, place.identity.incarnation
+        gradients = self._torch_reduction(place) if topology.foreign else None
+        extensions = client_extensions(topology)
+        return Client(self.me, topology, send, monitor, place.shared, incarnation, extensions, gradients)
+
+    def _torch_reduction(self, place: RouterConfig) -> TorchReduction:
         if not place.sockets.parts or len(set(place.topology.hosts)) > 1:  # no folder that all workers share
-            store: object = TorchStore(within(place.store, f"engine/{self.me.group}"))
-            address = place.host
-        else:
-            # Several jobs may use the folder, and every run has a token of its own.
-            store = str(place.sockets / f"engine-{sha256(b'engine' + place.identity.token).hexdigest()[:16]}")
-            address = ""
-        topology, job, shared = place.topology, place.job, place.shared
-        config = TorchCollectiveConfig(job, store, address)
-        return TorchCollectiveClient(self.me, topology, send, monitor, shared, incarnation, extensions, config)
+            store = TorchStore(within(place.store, f"engine/{self.me.group}"))
+            return TorchReduction(TorchCollectiveConfig(place.job, store, place.host))
+        # Several jobs may use the folder, and every run has a token of its own.
+        folder = f"engine-{sha256(b'engine' + place.identity.token).hexdigest()[:16]}"
+        return TorchReduction(TorchCollectiveConfig(place.job, str(place.sockets / folder)))
 
     @property
     def beside(self) -> ServerProcess | None:

@@ -12,7 +12,7 @@ from topotrain.extensions.resume.resume_extension import ResumeExtension
 from topotrain.extensions.tables.frontend.table_extension import TableExtension
 from topotrain.launch.runtime.process_host import LongWait, Recorders, WorkerConnections, untold
 from topotrain.parallel.api.prepare_split import SplitExtension
-from topotrain.training.context import PrepareExtension
+from topotrain.training.context import Connector, PrepareExtension
 
 
 def prepare_extensions() -> tuple[PrepareExtension, ...]:
@@ -21,7 +21,7 @@ def prepare_extensions() -> tuple[PrepareExtension, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConnector:
+class WorkerConnector(Connector):
     """Opens a worker's connections; the fields are those of `WorkerConnections`."""
 
     serving: Callable[[Address, tuple[str, ...]], None] = lambda *_: None

@@ -31,7 +31,7 @@ from topotrain.parallel.runtime.channel import ActivationChannel
 from topotrain.parallel.runtime.gather import entries, gather, give
 from topotrain.parallel.runtime.local_model import LocalModel, localise, restore
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
-from topotrain.training.final_parameters import in_one_file, metadata_of
+from topotrain.training.final_parameters import fetch_final, in_one_file, metadata_of
 from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model, in_file
 from topotrain.training.worker import Worker
@@ -248,13 +248,13 @@ class SplitModel(DividedModel):
         Tensors that do not fit in memory are in unlinked files of the workspace.
         """
         folder = self._here.workspace
-        worker.take_final(folder)
+        buffers = fetch_final(worker, folder)
         room = in_file(folder)
         restore(
             self._localised,
             self._optimizer,
             lambda index: worker.buffers.own("params", index),
-            worker.final_buffers.__getitem__,
+            buffers.__getitem__,
             lambda like: room(like.numel(), like.dtype).as_strided(like.shape, like.stride()),
         )
         for hook in self._hooks:

@@ -19,12 +19,13 @@ from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
 
 _DICE = STEPPED - 1
 """`TensorKey.edge` of messages with the state of torch's random generator."""
 
 
-class SplitForward:
+class SplitForward(WorkerExtension):
     """Replaces `model.forward` in a job.
 
     Programs are built on first use: one for each kind of arguments (dtypes, sizes apart from the samples, values that
@@ -45,11 +46,10 @@ class SplitForward:
 
     def start(self, worker: Worker, passage: ActivationChannel) -> None:
         """Connect to the worker and to the other workers of the group."""
-        self._passage, self._weight = passage, worker.weight
+        self._passage, self._weight = passage, worker.batches.weight
         self.meeting = _JobMeeting(passage, worker, self._begun)
-        worker.counts = self._counts
-        worker.exchange.extension(DataClient).drawing = self.meeting.draw
-        worker.before_commit.append(self._step)
+        worker.client.extension(DataClient).observe(self.meeting)
+        worker.attach(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the steps of this worker and return the output for its samples."""
@@ -85,13 +85,15 @@ class SplitForward:
             )
         return self._runners[key]
 
-    def _counts(self) -> float:
+    def weight(self) -> float:
+        """As `WorkerExtension.weight`."""
         return self._weight() if self._last is None else self._last.counts
 
     def _begun(self) -> None:
         self.open = False
 
-    def _step(self, step: int, end: StepEnd) -> None:
+    def before_commit(self, step: int, end: StepEnd) -> None:
+        """As `WorkerExtension.before_commit`."""
         self.open = False
         self.meeting.stepped()
 

@@ -38,7 +38,7 @@ class NetworkChannel(ClientExtension):
     The client delivers messages on transport threads.
 
     Args:
-        exchange: the worker's client.
+        client: the worker's client.
         send: send(to, message). It never waits.
         look: reads messages that have arrived, for transports that read only on demand.
         allocate: allocates memory for sending, which the transport may share with the receiver.
@@ -48,14 +48,14 @@ class NetworkChannel(ClientExtension):
 
     def __init__(
         self,
-        exchange: Client,
+        client: Client,
         send: Callable[[Address, Message], None],
         look: Callable[[], None] = lambda: None,
         allocate: Allocate = private,
     ) -> None:
-        self.me, self.size = exchange.me.index, exchange.group_size
-        self._exchange, self._send, self._look = exchange, send, look
-        self._group = exchange.me.group
+        self.me, self.size = client.channel.me.index, client.channel.group_size
+        self._channel, self._send, self._look = client.channel, send, look
+        self._group = client.channel.me.group
         self._store, self._slots = ArrivedTensors(), SendBuffers(allocate)
         # Buffers are lent and messages sent in the same order, whichever thread of autograd sends.
         self._turn = threading.Lock()
@@ -63,7 +63,7 @@ class NetworkChannel(ClientExtension):
         self._coming: dict[tuple[int, TensorKey], list[torch.Tensor]] = {}
         self._greeted: set[int] = set()
         self._left: dict[int, str] = {}
-        exchange.attach(self)
+        client.attach(self)
 
     # --- meeting -------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class NetworkChannel(ClientExtension):
         """
         tensor = tensor.detach()
         if to == self.me:
-            with self._exchange.waiter.update():
+            with self._channel.waiter.update():
                 self._store.put(to, key, tensor.clone(), grad)
             return
         nbytes = tensor.nbytes
@@ -120,9 +120,9 @@ class NetworkChannel(ClientExtension):
         if self._store.here(source, key):
             return True
         self._look()
-        if self._exchange.failure is not None:
-            raise self._exchange.failure
-        with self._exchange.waiter.update():  # a tensor that arrived before the peer left still counts
+        if self._channel.failure is not None:
+            raise self._channel.failure
+        with self._channel.waiter.update():  # a tensor that arrived before the peer left still counts
             found = self._store.here(source, key)
             if not found:
                 self._check([source])
@@ -131,39 +131,39 @@ class NetworkChannel(ClientExtension):
     def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         """Return a tensor, see `ActivationChannel.take`."""
         self.wait_any([(source, key)])
-        with self._exchange.waiter.update():
+        with self._channel.waiter.update():
             return self._store.take(source, key)
 
     def wait_any(self, wanted: Collection[tuple[int, TensorKey]]) -> None:
         """Wait for one of several tensors, see `ActivationChannel.wait_any`."""
         if not self._any(wanted):
-            with self._exchange.spans.span("wait for workers"):
+            with self._channel.spans.span("wait for workers"):
                 self._wait(lambda: self._any(wanted), {source for source, _ in wanted})
 
     def _any(self, wanted: Collection[tuple[int, TensorKey]]) -> bool:
         return any(self._store.here(source, key) for source, key in wanted)
 
     def _wait(self, ready: Callable[[], bool], sources: Collection[int]) -> None:
-        self._exchange.wait_until(lambda: ready() or not self._left.keys().isdisjoint(sources))
-        with self._exchange.waiter.update():
+        self._channel.wait_until(lambda: ready() or not self._left.keys().isdisjoint(sources))
+        with self._channel.waiter.update():
             if not ready():
                 self._check(sources)
 
     def _check(self, sources: Collection[int]) -> None:
         for source in sources:
             if source in self._left:
-                raise PeerLost(f"{self._exchange.me} lost {self._worker(source)}: {self._left[source]}")
+                raise PeerLost(f"{self._channel.me} lost {self._worker(source)}: {self._left[source]}")
 
     def _say(self, to: int, message: Message) -> None:
         try:
             self._send(self._worker(to), message)
         except TransportError as error:
-            raise PeerLost(f"{self._exchange.me} lost {self._worker(to)}: {error}") from error
+            raise PeerLost(f"{self._channel.me} lost {self._worker(to)}: {error}") from error
 
     def _worker(self, index: int) -> Address:
         return Address(Role.WORKER, self._group, index)
 
-    # --- calls by the exchange -----------------------------------------------------------------------------------
+    # --- calls by the client -------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: Message) -> torch.Tensor | None:
         """Allocate memory for one part. Raises ProtocolError."""

@@ -13,6 +13,7 @@ import torch
 
 from topotrain.config.field_checks import ConfigError
 from topotrain.parallel.runtime.channel import HELLO, STEPPED, ActivationChannel, TensorKey
+from topotrain.training.data.data_client import DrawObserver
 
 _DRAW = STEPPED - 4
 """`TensorKey.edge` of the notice that a worker goes on to other batches. Other files use -3 to -5."""
@@ -54,7 +55,7 @@ class ForwardHello:
         return int(struct.unpack("<q", struct.pack("<d", weight))[0])
 
 
-class WorkerSync:
+class WorkerSync(DrawObserver):
     """Counts forwards, backwards and steps of one worker, and tracks the others'.
 
     All runners of a process that share a channel share this object.

@@ -115,7 +115,7 @@ class ElasticTrial(Trial):
         life.over = life.dead = True
         self.wire.resume(life.me)
         door = self.doors[life.me]
-        for server in sorted({*door.servers, door.desk}):
+        for server in sorted({*door.channel.servers, door.channel.first_server}):
             self._later(partial(self._end, life, server))
 
     def _emptied(self, group: int) -> None:

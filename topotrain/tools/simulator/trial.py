@@ -133,7 +133,7 @@ class Trial(SimCluster):
         waiter, extensions = CrashableWaiter(life, self.sim), client_extensions(self.topology)
         door = Client(me, self.topology, say, waiter, incarnation=life.incarnation, extensions=extensions)
         self.road.settle(me, door)
-        for server in {*door.servers, door.desk}:
+        for server in {*door.channel.servers, door.channel.first_server}:
             self.wire.connect(me, server, "")
         return door
 
@@ -222,7 +222,7 @@ class Trial(SimCluster):
         for me in fellows:
             life, door = self.lives[me], self.doors[me]
             self.wire.resume(me)
-            for server in sorted({*door.servers, door.desk}) if not life.over else ():
+            for server in sorted({*door.channel.servers, door.channel.first_server}) if not life.over else ():
                 self._later(lambda life=life, server=server: self._end(life, server))  # type: ignore[misc]
             life.over = life.dead = True
         lives = [self.lives[me] for me in fellows]
@@ -238,7 +238,7 @@ class Trial(SimCluster):
         life, door = self.lives[worker], self.doors[worker]
         if life.over:
             return
-        server = door.servers[fault.server]
+        server = door.channel.servers[fault.server]
 
         def notice() -> None:
             if self.lives[worker] is life and life.over and not life.dead and worker != self.workers[0]:
@@ -252,7 +252,7 @@ class Trial(SimCluster):
     def _pause(self, fault: Fault) -> None:
         who = Address(Role.WORKER, fault.group, fault.index)
         if fault.server >= 0:
-            who = self.doors[who].servers[fault.server]
+            who = self.doors[who].channel.servers[fault.server]
         self.wire.pause(who)
         self.sim.at(self.sim.now + fault.away, lambda: self.wire.resume(who))
 
@@ -270,7 +270,7 @@ class Trial(SimCluster):
     def _bear(self, fellows: tuple[Address, ...]) -> None:
         self.births.append((self.sim.now, fellows[0].group))
         for me in fellows:
-            for server in sorted({*self.doors[me].servers, self.doors[me].desk}):
+            for server in sorted({*self.doors[me].channel.servers, self.doors[me].channel.first_server}):
                 self._end(self.lives[me], server)  # replaces its connection, if the server has not noticed the end
             self.doors[me] = self._door(me)
             self._start(me)
@@ -280,14 +280,14 @@ class Trial(SimCluster):
 
         def live() -> None:
             try:
-                opens = max(self._opens[server] for server in {*door.servers, door.desk})
+                opens = max(self._opens[server] for server in {*door.channel.servers, door.channel.first_server})
                 if opens > self.sim.now:
                     self.sim.sleep(opens - self.sim.now)
                 if life.over:
                     raise Killed
                 life.came = True
                 if life.incarnation:
-                    door.come_back()
+                    door.rejoin.announce()
                 self.script(SimWorker(self, me))
                 life.over = True
             except Killed:
@@ -405,7 +405,7 @@ class Trial(SimCluster):
     def _end_well(self, seat: SimWorker) -> None:
         seat.finish()
         if seat.me == self.workers[0]:
-            seat.door.final_values()
+            seat.door.values.fetch_final()
             seat.door.buffers.final()
             self.final = seat.values()
 

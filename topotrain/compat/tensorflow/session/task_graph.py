@@ -17,7 +17,7 @@ from topotrain.comm.store import Store, open_store
 from topotrain.comm.transport import TransportError
 from topotrain.config.job import Cluster, ConfigError, Job, Road
 from topotrain.config.topology import Address, Role
-from topotrain.core.client.client import JobError, PeerLost
+from topotrain.core.client.client import JobError, PeerLost, StepEnd
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.optim.adapter import OptimizerSpec, remake
 from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, place_of
@@ -32,6 +32,7 @@ from topotrain.parallel.runtime.worker_sync import WorkerSync
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
 
 OVER = "the session is over"
 _LEAST_ROOM = 64 << 20  # bytes that a value may always have, whatever memory the machine reports
@@ -137,10 +138,10 @@ class SessionWorker:
         self._worker.start()
         self._passage: ActivationChannel = roads.meet_group()
         adopt(self._optimizer, self._worker)
-        self._worker.scatter_state()
+        self._worker.server_state.scatter()
         assert isinstance(self._worker.path, PushPath)
         self._meeting = _Meeting(self._passage, self._worker.path.begin)
-        self._worker.before_commit.append(lambda *_: self._meeting.stepped())
+        self._worker.attach(self._meeting)
 
     def learn(self, number: int, data: Any, loss: bool) -> None:
         """Keep a description to be run under this number. Raises ConfigError."""
@@ -210,8 +211,8 @@ class SessionWorker:
     def reason(self, error: BaseException) -> str:
         """Return the text of an error, with the cause if a server knows it."""
         if isinstance(error, JobError | PeerLost | TransportError) and self._roads is not None:
-            exchange, until = self._roads.exchange, time.monotonic() + _CAUSE_S
-            return exchange.hear_out(lambda: time.monotonic() >= until) or str(exchange.failure or error)
+            channel, until = self._roads.exchange.channel, time.monotonic() + _CAUSE_S
+            return channel.await_cause(lambda: time.monotonic() >= until) or str(channel.failure or error)
         return words(error)
 
     def leave(self, why: str) -> None:
@@ -225,7 +226,7 @@ class SessionWorker:
             self._store.close()
 
 
-class _Meeting(WorkerSync):
+class _Meeting(WorkerSync, WorkerExtension):
     """Worker synchronization that also starts a push without own gradients.
 
     A worker would not notice a backward that reaches none of its parameters.
@@ -239,6 +240,10 @@ class _Meeting(WorkerSync):
         """Note that a backward begins here."""
         super().begun()
         self._begins()
+
+    def before_commit(self, step: int, end: StepEnd) -> None:
+        """As `WorkerExtension.before_commit`."""
+        self.stepped()
 
 
 def words(error: BaseException) -> str:
