@@ -216,8 +216,8 @@ class MortalTown(ReplicatedTown):
                     found.append(f"the copies of server {index} have counted other things")
                 if not all(map(torch.equal, flats(first), flats(second))):
                     found.append(f"the copies of server {index} have other values")
-            if first.undecided:
-                found.append(f"server {index} waits for votes about {first.undecided} steps")
+            if first.decisions.undecided:
+                found.append(f"server {index} waits for votes about {first.decisions.undecided} steps")
             house = self.home[Address(Role.SERVER, 0, index)].leads[Address(Role.SERVER, 0, index)]
             stays = [str(who) for who, line in house.lead.copy.lines.items() if who.role is Role.WORKER and line.kept]
             if stays:
