@@ -132,7 +132,7 @@ class Door(Seat):
 
     def save(self, number: int, data: torch.Tensor) -> None:
         for part in cut(self.who, number, data):
-            body = self.life.deposits.place(self.who, part).copy_(part.body)
+            body = self.life.deposits.place(self.who, part, False).copy_(part.body)
             assert self.life.deposits.handle(self.who, replace(part, body=body)) == []
 
     def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -829,16 +829,16 @@ def test_what_no_peer_may_send(message: m.Message, words: str) -> None:
 def test_memory_for_a_body_comes_from_the_description() -> None:
     bench, me = Bench(), Address(Role.WORKER, 0, 0)
     bench.open(TableSpec("t", 10, 2, mode="async"))
-    assert bench.book.place(me, TablePush(1, 0, 0, True, IDS)).shape == (4,)
+    assert bench.book.place(me, TablePush(1, 0, 0, True, IDS), False).shape == (4,)
     for message in (
         TablePush(1, 1, 0, True, IDS),
         TablePush(1, 0, 0, True, bytes(8 * 4097)),
         TablePull(1, 0, 1, 0, IDS),
     ):
         with pytest.raises(ProtocolError):
-            bench.book.place(me, message)
+            bench.book.place(me, message, False)
     with pytest.raises(ProtocolError, match="has no tables"):
-        bench.book.place(Address(Role.WORKER, 3, 0), TablePush(1, 0, 0, True, IDS))
+        bench.book.place(Address(Role.WORKER, 3, 0), TablePush(1, 0, 0, True, IDS), False)
 
 
 def test_no_message_names_more_rows_than_fit_into_one() -> None:
