@@ -15,7 +15,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 STILL_NEEDED = {
-    "extensions.backup_workers": ("replay_batches",),
     "extensions.checkpointing": ("shard_snapshot",),
     "extensions.elastic": ("eligibility",),
     "extensions.tables": ("table_file_layout",),
