@@ -20,8 +20,6 @@ from topotrain.core import protocol as m
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
-from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
-from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay, LateSteps
 from topotrain.tools.simulator import sim_cluster
 from topotrain.tools.simulator.fault_schedule import STORM, VIEWS
 from topotrain.tools.simulator.sim_cluster import parameters, zeros
@@ -119,6 +117,9 @@ class Town(sim_cluster.SimCluster):
         )
         replay = None
         if self.job.cluster.backup:
+            from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
+            from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay, LateSteps
+
             steps = LateSteps(worker, worker.client.extension(BackupWorkersClient))
             worker.attach(steps)
             replay = LateBatchReplay(steps)

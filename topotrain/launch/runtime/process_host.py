@@ -25,6 +25,7 @@ from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import ConfigError, OnFailure
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.client.client import Client
+from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.model.schema import Allocate
 from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
@@ -33,7 +34,6 @@ from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
-from topotrain.extensions.collectives.torch_reduction import TorchCollectiveConfig, TorchReduction
 from topotrain.extensions.elastic.membership import ElasticGroups
 from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
@@ -559,7 +559,9 @@ class WorkerConnections(Connections):
         extensions = client_extensions(topology)
         return Client(self.me, topology, send, monitor, place.shared, incarnation, extensions, gradients)
 
-    def _torch_reduction(self, place: RouterConfig) -> TorchReduction:
+    def _torch_reduction(self, place: RouterConfig) -> GradientExchange:
+        from topotrain.extensions.collectives.torch_reduction import TorchCollectiveConfig, TorchReduction
+
         if not place.sockets.parts or len(set(place.topology.hosts)) > 1:  # no folder that all workers share
             store = TorchStore(within(place.store, f"engine/{self.me.group}"))
             return TorchReduction(TorchCollectiveConfig(place.job, store, place.host))
