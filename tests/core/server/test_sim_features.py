@@ -42,7 +42,8 @@ def test_group_0_warms_up_alone_and_all_start_from_its_values(server_groups, agr
             started[seat.me.group] = seat.values(), seat.town.sim.now
             if seat.me.group == 1:
                 home = town.server(town.topology.server_group_of(1), 0)
-                assert home.clocks.clock(1) == warmup and home.clocks.live(), "it starts at the common clock, and live"
+                clocks = home.worker_groups.clocks
+                assert clocks.clock(1) == warmup and clocks.live(), "it starts at the common clock, and live"
             for step in range(warmup + 2):
                 seat.sleep(0.0, 0.01)
                 gradient = seat.numbers()
