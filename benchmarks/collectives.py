@@ -36,7 +36,7 @@ from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.job import Algorithm, Engine
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import CollectivePart, Message
+from topotrain.core.protocol import Message
 from topotrain.extensions.collectives.algorithms import (
     CollectiveResult,
     CompleteSum,
@@ -46,6 +46,7 @@ from topotrain.extensions.collectives.algorithms import (
     SendPart,
     traffic,
 )
+from topotrain.extensions.collectives.collective_messages import CollectivePart
 from topotrain.extensions.collectives.torch_backend import TorchCollective
 
 WORDS = {

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Lease, LeaseRequest, Message
+from topotrain.core.protocol import Message
 from topotrain.training.data.data_client import DataClient
+from topotrain.training.data.data_messages import Lease, LeaseRequest
 from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
 
 PAGE = Path(__file__).parents[2] / "docs" / "journey-batch.md"

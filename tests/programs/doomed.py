@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import topotrain as tt
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.extensions.resume.worker_state_messages import WorkerStatePart
 from topotrain.training.context import current
 
 SAMPLES, BATCH = 48, 4
@@ -68,7 +69,7 @@ class Doom:
             self._happen(left[0])
 
     def sent(self, message: m.Message) -> None:
-        if isinstance(message, m.WorkerStatePart):
+        if isinstance(message, WorkerStatePart):
             if message.number <= 0:
                 return
             self._wanted = True

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 from topotrain.config.job import Job as Conf
 from topotrain.config.topology import Address
 from topotrain.core.profiling.spans import SILENT
-from topotrain.core.protocol import Lease, LeaseRequest
 from topotrain.extensions.resume.script_resume import ScriptResume
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, WorkerStateStore, cut
 from topotrain.training.data import batch_ranges
+from topotrain.training.data.data_messages import Lease, LeaseRequest
 from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
 from topotrain.training.rng_state import RngState
 from topotrain.training.worker_stats import WorkerStats
@@ -132,7 +132,7 @@ class Door(Seat):
 
     def save(self, number: int, data: torch.Tensor) -> None:
         for part in cut(self.who, number, data):
-            body = self.life.deposits.place(self.who, part).copy_(part.body)
+            body = self.life.deposits.place(self.who, part, False).copy_(part.body)
             assert self.life.deposits.handle(self.who, replace(part, body=body)) == []
 
     def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -48,6 +48,17 @@ from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFES
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
+from topotrain.extensions.tables.table_messages import (
+    TableAssign,
+    TableBarrier,
+    TableList,
+    TableOpen,
+    TablePull,
+    TablePush,
+    TablesFinished,
+    TableStatsRequest,
+    TableStep,
+)
 from topotrain.extensions.tables.table_spec import TableSpec, pack_ids
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
@@ -163,15 +174,15 @@ def tables(seat: Seat) -> None:
         ids = torch.arange(4).numpy() * len(seat.door.channel.servers) + server.index
         for number, word in enumerate(
             [
-                m.TableOpen(0, 0, spec.to_text()),
-                m.TablePush(1, 0, 1, True, pack_ids(ids), body=rows),
-                m.TablePull(2, 0, 1, 0, pack_ids(ids)),
-                m.TableAssign(3, 0, pack_ids(ids), body=rows),
-                m.TableStatsRequest(4, 0, 1),
-                m.TableStep(5, 0),
-                m.TableList(6, 0, 1, 0),
-                m.TableBarrier(7, 1),
-                m.TablesFinished(8),
+                TableOpen(0, 0, spec.to_text()),
+                TablePush(1, 0, 1, True, pack_ids(ids), body=rows),
+                TablePull(2, 0, 1, 0, pack_ids(ids)),
+                TableAssign(3, 0, pack_ids(ids), body=rows),
+                TableStatsRequest(4, 0, 1),
+                TableStep(5, 0),
+                TableList(6, 0, 1, 0),
+                TableBarrier(7, 1),
+                TablesFinished(8),
             ]
         ):
             assert word.number == number

@@ -11,6 +11,7 @@ from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.launch.runtime.process_host import ConditionWaiter
 from topotrain.training.data.data_client import DataClient
+from topotrain.training.data.data_messages import Lease, LeaseRelease, LeaseRequest
 
 
 def test_every_server_of_the_group_is_told_the_model():
@@ -207,9 +208,9 @@ def test_buffers_go_to_server_0_0_as_bytes():
 
 def test_a_lease_is_the_answer_to_its_own_question():
     door = Door()
-    door.hears(0, m.Lease(0, 4, 0, 0, 1), m.Lease(1, 5, 7, 3, 6))
+    door.hears(0, Lease(0, 4, 0, 0, 1), Lease(1, 5, 7, 3, 6))
     assert door.exchange.extension(DataClient).lease(1, 5, 9, 0, 2, False) == (7, 3, 6)
-    assert door.take() == [(SERVERS[0], m.LeaseRequest(1, 5, 9, 0, 2, False))]
+    assert door.take() == [(SERVERS[0], LeaseRequest(1, 5, 9, 0, 2, False))]
 
 
 def test_a_monitor_wakes_who_waits():
@@ -235,7 +236,7 @@ def test_that_the_script_left_its_loop_is_said_before_whatever_it_does_next():
     door = Door()
     door.exchange.channel.exit_loop(3, 0)
     door.exchange.extension(DataClient).free(0, 0, 0)  # said while the iterator is collected
-    door.take(m.LeaseRelease)
+    door.take(LeaseRelease)
     door.exchange.channel.send(SERVERS[1], m.Finish(3))
     left = m.LoopExited(1, 3, 0)
     assert door.take() == [(SERVERS[0], left), (SERVERS[1], left), (SERVERS[1], m.Finish(3))]

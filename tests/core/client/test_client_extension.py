@@ -12,7 +12,10 @@ from topotrain.core.client.client_extension import ClientExtension, overrides
 from topotrain.core.client.client_model import BodyCodec
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.compression.compression_client import CompressionClient
+from topotrain.extensions.tables.table_messages import TableIds
 from topotrain.launch.runtime.worker_composition import client_extensions
+from topotrain.parallel.runtime.activation_messages import Activation, ActivationHello
+from topotrain.training.data.data_messages import Lease
 
 PEER = Address(Role.WORKER, 0, 0)
 
@@ -20,7 +23,7 @@ PEER = Address(Role.WORKER, 0, 0)
 class Recorder(ClientExtension):
     """Notes its calls, and says that the loss of a worker is its own business."""
 
-    messages = (m.ActivationHello, m.Activation)
+    messages = (ActivationHello, Activation)
 
     def __init__(self):
         self.calls, self.memory = [], torch.empty(8, dtype=torch.uint8)
@@ -46,7 +49,7 @@ class Recorder(ClientExtension):
 
 def test_an_extension_gets_its_messages_and_their_bodies_memory():
     door, recorder = Door(), Recorder()
-    hello, part = m.ActivationHello(), m.Activation(0, 0, 0, False, False, 0, 1, 8, 0, (2,), "float32")
+    hello, part = ActivationHello(), Activation(0, 0, 0, False, False, 0, 1, 8, 0, (2,), "float32")
     assert door.exchange.place(PEER, part, True) is None
     door.exchange.handle(PEER, hello)  # nothing handles it: it is dropped
     door.exchange.attach(recorder)
@@ -77,7 +80,7 @@ def test_a_loss_that_an_extension_judges_does_not_end_the_job():
 
 def test_a_message_belongs_to_one_extension():
     class Greedy(ClientExtension):
-        messages = (m.Values, m.ActivationHello, m.TableIds)
+        messages = (m.Values, ActivationHello, TableIds)
 
     door = Door()
     door.exchange.attach(Recorder())
@@ -101,7 +104,7 @@ def test_a_client_without_extensions_trains():
     bare = Client(ME, layout(door.cluster), lambda to, message: door.sent.append((to, message)), door.turn)
     bare.open(door.schema, door.map, door.flats)
     door.exchange = bare
-    bare.handle(SERVERS[0], m.Lease(0, 0, 0, 0, 1))
+    bare.handle(SERVERS[0], Lease(0, 0, 0, 0, 1))
     bucket = door.map.buckets_of(0)[0]
     bare.gradients.push(4, 0, bucket, 1.0, 1, torch.ones(bucket.hi - bucket.lo))
     door.hears(0, applied(4), *door.values(0, 4, 3.0))

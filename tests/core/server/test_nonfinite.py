@@ -78,7 +78,7 @@ def skipped(result: Result) -> dict[tuple[int, int], int]:
 
 def finite(result: Result) -> bool:
     """The job's values, and what every server and every worker has of them."""
-    held = [server._known.values(bucket.id) for server in result.servers for bucket in server._known.buckets]
+    held = [server.state.known.values(bucket.id) for server in result.servers for bucket in server.state.known.buckets]
     mine = [parameter.detach().reshape(-1) for handle in result.workers for parameter in handle.model.parameters()]
     return all(bool(torch.isfinite(values).all()) for values in (*result.values.values(), *held, *mine))
 
@@ -212,7 +212,7 @@ def test_unseen_it_spoils_everything() -> None:
 def test_a_batch_that_was_skipped_is_used_up() -> None:
     result = run_local(job_of("one"), building(), poisoned({1: {(0, 0)}}))
     (worker,) = result.workers
-    assert sum(result.servers[0]._streams.counts().values()) == STEPS == worker.worker.tally.steps
+    assert sum(result.servers[0].steps.batches.counts().values()) == STEPS == worker.worker.tally.steps
 
 
 # --- roads -----------------------------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def test_the_ledger_is_exact_whatever_the_network_does(shape: tuple[int, int, in
     assert same(town.values(), total(counted))
     for me, skips in found.items():
         assert skips == [step for step in range(6) if (me.group, step) in bad]
-    counts = town.server(0, 0)._streams.counts()
+    counts = town.server(0, 0).steps.batches.counts()
     assert counts == dict.fromkeys(range(shape[0]), 6)
 
 

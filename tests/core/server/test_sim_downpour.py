@@ -277,4 +277,4 @@ def test_a_group_that_waits_for_batches_holds_nobody_up(bound):
 
         town.play(script)
         assert sorted(sample for row in seen for sample in row) == sorted([*range(60)] * 2), f"seed {seed}"
-        assert town.server(0, 0).clocks.live() == [], "all groups have ended"
+        assert town.server(0, 0).worker_groups.clocks.live() == [], "all groups have ended"

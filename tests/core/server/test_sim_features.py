@@ -42,7 +42,8 @@ def test_group_0_warms_up_alone_and_all_start_from_its_values(server_groups, agr
             started[seat.me.group] = seat.values(), seat.town.sim.now
             if seat.me.group == 1:
                 home = town.server(town.topology.server_group_of(1), 0)
-                assert home.clocks.clock(1) == warmup and home.clocks.live(), "it starts at the common clock, and live"
+                clocks = home.worker_groups.clocks
+                assert clocks.clock(1) == warmup and clocks.live(), "it starts at the common clock, and live"
             for step in range(warmup + 2):
                 seat.sleep(0.0, 0.01)
                 gradient = seat.numbers()
@@ -59,7 +60,7 @@ def test_group_0_warms_up_alone_and_all_start_from_its_values(server_groups, agr
         assert {who.group for who in early} == {0}, "nobody else trains during the warm-up"
         assert {message.step for _, who, _, message in pushes if who.group == 0} >= set(range(warmup + 2))
         for house in town.houses.values():
-            clocks = house.server.clocks
+            clocks = house.server.worker_groups.clocks
             # group 0's warm-up counts as warm-up, the others take its clock
             assert [clocks.clock(g) for g in house.server.groups] == [
                 warmup + 2 if g == 0 else 2 * warmup + 2 for g in house.server.groups

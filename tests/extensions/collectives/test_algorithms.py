@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topotrain.config.job import Algorithm
-from topotrain.core.protocol import CollectivePart, ProtocolError
+from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.ordered_sum import canonical_mean
 from topotrain.extensions.collectives.algorithms import (
     VALUES,
@@ -26,6 +26,7 @@ from topotrain.extensions.collectives.algorithms import (
     traffic,
     up,
 )
+from topotrain.extensions.collectives.collective_messages import CollectivePart
 
 ALL = tuple(Algorithm)
 STARS = (Algorithm.kAuto, Algorithm.kNaive)

@@ -33,7 +33,6 @@ from topotrain.comm.store import open_store
 from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, layout
-from topotrain.core.profiling.spans import SILENT
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains, standings
 from topotrain.launch.runtime.process_host import WorkerConnections, hosted_server
@@ -84,7 +83,7 @@ class Town:
         standing = standings(self.seats.to_data())
         missed = self.missed.append
         words = ReplicaSlot(standing, lambda take: None, self.covered, lambda *_: None, lambda why: None, missed)
-        ears = (self.trouble(roads), lambda *_: SILENT, None, words)
+        ears = (self.trouble(roads), None, words)
         copied = self.processes[seat] = ReplicatedServers(place, roads, partial(hosted_server, place, zeros), me, *ears)
 
         def live() -> None:

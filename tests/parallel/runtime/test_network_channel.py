@@ -13,6 +13,7 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, JobError, PeerLost
 from topotrain.launch.runtime.process_host import ConditionWaiter
 from topotrain.parallel.runtime import network_channel as crossings
+from topotrain.parallel.runtime.activation_messages import Activation
 from topotrain.parallel.runtime.channel import TensorKey
 from topotrain.parallel.runtime.network_channel import NetworkChannel
 
@@ -104,7 +105,7 @@ def test_one_key_twice_is_first_come_first_served_and_oneself_needs_no_road():
     assert [int(pair.first.receive(0, KEY)[0]) for _ in range(2)] == [10, 11]
 
 
-GOOD = m.Activation(3, 1, 7, False, False, 0, 1, 12, (3,), "float32", body=torch.zeros(12, dtype=torch.uint8))
+GOOD = Activation(3, 1, 7, False, False, 0, 1, 12, (3,), "float32", body=torch.zeros(12, dtype=torch.uint8))
 
 
 def hear(door, sender, message):

@@ -7,18 +7,19 @@ from topotrain.core.client.client_model import ClientModel
 from topotrain.core.client.client_types import StepOutcome
 from topotrain.core.client.server_channel import ServerChannel
 from topotrain.core.client.value_pull import ValuePull
+from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepCaughtUp, StepMissed
 from topotrain.extensions.backup_workers.quorum import values_round
 
 
 class BackupWorkersClient(ClientExtension):
     """One worker's part of the rule in `quorum`."""
 
-    messages = (m.StepMissed, m.StepCaughtUp)
+    messages = (StepMissed, StepCaughtUp)
 
     def __init__(self) -> None:
         self._missed = -1  # the last step that was decided without this worker
         self._questions = 0
-        self._answers: dict[Address, m.StepCaughtUp] = {}
+        self._answers: dict[Address, StepCaughtUp] = {}
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
         """As `ClientExtension.bind`."""
@@ -26,9 +27,9 @@ class BackupWorkersClient(ClientExtension):
 
     def handle(self, sender: Address, message: m.Message) -> None:
         """A step was made without this worker, or a server answers its last question."""
-        if isinstance(message, m.StepMissed):
+        if isinstance(message, StepMissed):
             self._missed = max(self._missed, message.step)
-        elif isinstance(message, m.StepCaughtUp) and message.round == self._questions:
+        elif isinstance(message, StepCaughtUp) and message.round == self._questions:
             self._answers[sender] = message
 
     def missed(self, step: int) -> bool:
@@ -45,7 +46,7 @@ class BackupWorkersClient(ClientExtension):
             self._questions += 1
             self._answers.clear()
         with self._values.receive_round(values_round(self._questions)):
-            channel.send(channel.servers[0], m.StepCatchUp(self._questions, through))
+            channel.send(channel.servers[0], StepCatchUp(self._questions, through))
             with channel.spans.span("wait for the others"):
                 channel.wait_until(lambda: len(self._answers) == len(channel.servers))
         replies = [self._answers[server] for server in channel.servers]
@@ -54,4 +55,4 @@ class BackupWorkersClient(ClientExtension):
 
     def through(self, epoch: int) -> None:
         """Tell the servers that this worker wants no more batches of an epoch; never waits."""
-        self._channel.try_send(self._channel.servers[0], m.StepCatchUp(0, epoch))
+        self._channel.try_send(self._channel.servers[0], StepCatchUp(0, epoch))

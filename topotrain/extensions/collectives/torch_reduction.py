@@ -32,7 +32,10 @@ Contribution = tuple[float, int, torch.Tensor]  # weight, bitmap of pieces, grad
 
 @dataclass(frozen=True, slots=True)
 class _PendingSum:
-    """A sum in flight: `total` on the host, and `made`, in which the engine adds up. For NCCL it is on the GPU."""
+    """A sum in flight.
+
+    `total` is on the host. The engine adds up in `made`, which for NCCL is on the GPU.
+    """
 
     work: CollectiveWork
     total: torch.Tensor
@@ -46,7 +49,7 @@ class _PendingSum:
 
 @dataclass(frozen=True, slots=True)
 class TorchCollectiveConfig:
-    """The job, the store of the group's rendezvous, and the address it binds to (as for `TorchCollective`)."""
+    """The job, the store of the rendezvous, and the address, as for `TorchCollective`."""
 
     job: Job
     store: Any
@@ -187,7 +190,7 @@ class TorchReduction(GradientExchange):
     # --- a step --------------------------------------------------------------------------------------------------
 
     def before_commit(self, step: int, end: StepEnd) -> StepEnd:
-        """With `grads: kHidden` the gradients are added up only here, and handed in as they are."""
+        """With `grads: kHidden` add up the gradients, and hand them in as they are."""
         if not self._hidden:
             return end
         for number, revision in enumerate(end.revisions):

@@ -1,4 +1,4 @@
-"""Compression in the client of a worker: bodies are encoded, and a commit says which encodings counted."""
+"""Compression in the client of a worker."""
 
 from collections.abc import Sequence
 
@@ -33,6 +33,6 @@ class CompressionClient(ClientExtension):
         return self._codec
 
     def after_commit(self, end: StepEnd, outcome: StepOutcome) -> None:
-        """What the step pushed counts, unless the step was skipped, or this worker's gradient refused."""
+        """As `ClientExtension.after_commit`: the pushes of the step count, or do not."""
         refused = any(worker == self._me.index for worker, _ in outcome.refused)
         self._codec.step_done(outcome.found_inf or refused, end.weight, end.revisions, end.inv_scale)

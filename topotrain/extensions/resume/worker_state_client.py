@@ -8,13 +8,14 @@ from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.client.client_model import ClientModel, present_body
 from topotrain.core.client.server_channel import ServerChannel
 from topotrain.core.client.value_pull import ValuePull
+from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, WorkerStateRequest
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, PartialState, cut, room
 
 
 class WorkerStateClient(ClientExtension):
     """One worker's client of the store (`WorkerStateStore`)."""
 
-    messages = (m.WorkerStatePart,)
+    messages = (WorkerStatePart,)
 
     def __init__(self) -> None:
         self._arrivals: dict[int, PartialState] = {}
@@ -34,17 +35,17 @@ class WorkerStateClient(ClientExtension):
         with self._channel.waiter.update():
             self._arrivals.clear()
             self._loaded.clear()
-        self._channel.send(self._channel.first_server, m.WorkerStateRequest())
+        self._channel.send(self._channel.first_server, WorkerStateRequest())
         self._channel.wait_until(lambda: self._loaded.keys() >= {EPOCH, SINCE})
         return self._loaded[EPOCH], self._loaded[SINCE]
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
         """Memory for one part. Raises ProtocolError for a part of another worker's state."""
-        return room(self._channel.me, message) if isinstance(message, m.WorkerStatePart) else None
+        return room(self._channel.me, message) if isinstance(message, WorkerStatePart) else None
 
     def handle(self, sender: Address, message: m.Message) -> None:
         """A part of the state, or that there is none."""
-        assert isinstance(message, m.WorkerStatePart)
+        assert isinstance(message, WorkerStatePart)
         if not message.parts:
             if message.number in (EPOCH, SINCE):
                 self._loaded[message.number] = None

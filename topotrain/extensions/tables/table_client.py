@@ -32,6 +32,23 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, StepEnd
 from topotrain.core.client.client_extension import ClientExtension
 from topotrain.extensions.tables.row_optimizers import check_rule
+from topotrain.extensions.tables.table_messages import (
+    MAX_IDS,
+    TABLE_REPLIES,
+    TableAssign,
+    TableBarrier,
+    TableIds,
+    TableList,
+    TableOpen,
+    TablePull,
+    TablePush,
+    TableRows,
+    TableRule,
+    TablesFinished,
+    TableStats,
+    TableStatsRequest,
+    TableStep,
+)
 from topotrain.extensions.tables.table_spec import Ids, TableSpec, pack_ids, unpack_ids
 
 
@@ -72,7 +89,7 @@ class TableClient(ClientExtension):
         ConfigError: the layout has not just one server group.
     """
 
-    messages = m.TABLE_ANSWERS
+    messages = TABLE_REPLIES
 
     def __init__(self, client: Client, topology: Topology, job: Job) -> None:
         groups = job.cluster.nserver_groups
@@ -99,7 +116,7 @@ class TableClient(ClientExtension):
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
         """Where rows are to be received. Raises ProtocolError for rows that nobody has asked for."""
-        number = message.round if isinstance(message, m.TableRows) else -1
+        number = message.round if isinstance(message, TableRows) else -1
         pull = self._under_way.get(number)
         if pull is None or number not in pull.rounds:
             return None  # said twice
@@ -108,18 +125,18 @@ class TableClient(ClientExtension):
 
     def handle(self, sender: Address, message: m.Message) -> None:
         """An answer."""
-        if isinstance(message, m.TableOpen):
+        if isinstance(message, TableOpen):
             self._opened.add((sender, message.table))
-        elif isinstance(message, m.TableRows):
+        elif isinstance(message, TableRows):
             pull = self._under_way.pop(message.round, None)
             if pull is not None:
                 del pull.rounds[message.round]
-        elif isinstance(message, m.TableStats):
+        elif isinstance(message, TableStats):
             size = TableSize(message.rows, message.value_bytes, message.state_bytes, message.index_bytes)
             self._sizes[message.round] = size
-        elif isinstance(message, m.TableBarrier):
+        elif isinstance(message, TableBarrier):
             self._barriers.add((sender, message.round))
-        elif isinstance(message, m.TableIds):
+        elif isinstance(message, TableIds):
             self._lists[message.round] = unpack_ids(message.ids)
 
     def before_commit(self, step: int, end: StepEnd) -> None:
@@ -127,7 +144,7 @@ class TableClient(ClientExtension):
         self._steps = step + 1
         if any(table.spec.mode == "step" for table in self._tables.values()):
             for server in self._servers:
-                self._tell(server, m.TableStep, step)
+                self._tell(server, TableStep, step)
 
     # --- tables --------------------------------------------------------------------------------------------------
 
@@ -148,7 +165,7 @@ class TableClient(ClientExtension):
         table = _Open(spec, len(self._tables))
         text = spec.to_text()
         for server in self._servers:
-            self._tell(server, m.TableOpen, table.number, text)
+            self._tell(server, TableOpen, table.number, text)
         self._channel.wait_until(lambda: all((s, table.number) in self._opened for s in self._servers))
         self._tables[spec.name] = table
 
@@ -166,7 +183,7 @@ class TableClient(ClientExtension):
         check_rule(table.spec, text, self._job.import_)
         since = self._steps if table.spec.mode == "step" else table.pushes + 1
         for server in self._servers:
-            self._tell(server, m.TableRule, table.number, since, text)
+            self._tell(server, TableRule, table.number, since, text)
 
     def pull(self, name: str, ids: torch.Tensor | Iterable[int]) -> torch.Tensor:
         """These rows, (number of ids, width); see `pull_async`."""
@@ -197,7 +214,7 @@ class TableClient(ClientExtension):
                     self._under_way[self._round] = pull
                     asks.append((server, self._round, pack_ids(ordered[at:end])))
         for server, number, raw in asks:
-            self._tell(server, m.TablePull, table.number, number, seen, raw)
+            self._tell(server, TablePull, table.number, number, seen, raw)
         return pull
 
     def wait(self, pull: PendingPull) -> torch.Tensor:
@@ -215,14 +232,14 @@ class TableClient(ClientExtension):
         table.pushes += 1
         turn = self._steps if table.spec.mode == "step" else table.pushes
         for server, last, raw, body in self._parts(table.spec, named, values):
-            self._tell(server, m.TablePush, table.number, turn, last, raw, body=body)
+            self._tell(server, TablePush, table.number, turn, last, raw, body=body)
 
     def give(self, name: str, ids: torch.Tensor | Iterable[int], rows: torch.Tensor) -> None:
         """These rows are so from now on, whatever they were; returns when the servers have them."""
         table = self._table(name)
         named, values = self._sorted(table.spec, self._ids(name, ids), rows)
         for server, _, raw, body in self._parts(table.spec, named, values):
-            self._tell(server, m.TableAssign, table.number, raw, body=body)
+            self._tell(server, TableAssign, table.number, raw, body=body)
         self.stats(name)  # answered behind the last of them
 
     def stats(self, name: str) -> list[TableSize]:
@@ -232,7 +249,7 @@ class TableClient(ClientExtension):
         for server in self._servers:
             self._round += 1
             rounds[server] = number = self._round
-            self._tell(server, m.TableStatsRequest, table.number, number)
+            self._tell(server, TableStatsRequest, table.number, number)
         self._channel.wait_until(lambda: self._sizes.keys() >= set(rounds.values()))
         return [self._sizes.pop(rounds[server]) for server in self._servers]
 
@@ -244,10 +261,10 @@ class TableClient(ClientExtension):
             while more:
                 self._round += 1
                 number = self._round
-                self._tell(server, m.TableList, table.number, number, first)
+                self._tell(server, TableList, table.number, number, first)
                 self._channel.wait_until(lambda r=number: r in self._lists)  # type: ignore[misc]
                 ids = self._lists.pop(number)
-                first, more = first + len(ids), len(ids) == m.MAX_IDS
+                first, more = first + len(ids), len(ids) == MAX_IDS
                 ids = np.sort(ids)
                 for at in range(0, len(ids), table.spec.part_rows):
                     yield torch.from_numpy(ids[at : at + table.spec.part_rows])
@@ -260,7 +277,7 @@ class TableClient(ClientExtension):
         self._barriers_met += 0 if last else 1
         count = -1 if last else self._barriers_met
         for server in self._servers:
-            self._tell(server, m.TableBarrier, count)
+            self._tell(server, TableBarrier, count)
         self._channel.wait_until(lambda: all((server, count) in self._barriers for server in self._servers))
 
     def close(self) -> None:
@@ -268,7 +285,7 @@ class TableClient(ClientExtension):
         if not self._closed:
             self._closed = True
             for server in self._servers:
-                self._tell(server, m.TablesFinished)
+                self._tell(server, TablesFinished)
 
     # --- parts ---------------------------------------------------------------------------------------------------
 

@@ -26,14 +26,16 @@ from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import ConfigError, OnFailure
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.client.client import Client
+from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.model.schema import Allocate
 from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
-from topotrain.extensions.collectives.torch_reduction import TorchCollectiveConfig, TorchReduction
+from topotrain.extensions.elastic.membership import ElasticGroups
 from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers, ServerFactory
@@ -152,7 +154,6 @@ class ServerEndpoint:
         inline: bool = False,
     ) -> None:
         self.server = make(me, self._answer)
-        self.server.spans = options.recorder(me, self.server.groups)
         self.workers: set[Address] = set()
         self._goes_on, self._inline = goes_on, inline
         self._observer = options.observer
@@ -163,7 +164,7 @@ class ServerEndpoint:
         if options.writer is not None:
             # Where a script's thread does the server's work, it reads what is new with the next message.
             poke = (lambda: None) if inline else self.poke
-            self._snapshots = options.writer.follow(me, self.server.snapshots, poke)
+            self._snapshots = options.writer.follow(me, snapshots_of(self.server), poke)
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         with self._lock:
@@ -172,7 +173,7 @@ class ServerEndpoint:
     def handle(self, sender: Address, message: Message) -> None:
         observer = self._observer.connections
         if sender.role is Role.WORKER and sender not in self.workers:
-            self.server.manners.check(sender, message)  # an address that no worker can have is refused
+            self.server.validator.check(sender, message)  # an address that no worker can have is refused
             self.workers.add(sender)
             if observer is not None:
                 observer.on_joined(self.server, sender)
@@ -219,7 +220,7 @@ class ServerEndpoint:
     def may_change(self, group: int, wish: str) -> str:
         """Return why a group cannot leave or join; see `Server.may_change`."""
         with self._lock:
-            return self.server.may_change(group, wish)
+            return self.server.extension(ElasticGroups).may_change(group, wish)
 
     def catch_up(self) -> None:
         """Ask the coordinator for its decisions before there was a connection.
@@ -228,7 +229,7 @@ class ServerEndpoint:
         """
         if self._goes_on and self.server.me.index:
             with self._lock:
-                for to, message in self.server.ask():
+                for to, message in self.server.reconnected():
                     self._answer(to, message)
 
     def _read_snapshots(self) -> None:
@@ -297,7 +298,7 @@ class HostedServers:
     ) -> None:
         self._place, self._router, self._observer = place, router, options.observer
         self._change = threading.Condition()
-        make = partial(hosted_server, place, allocate)
+        make = partial(hosted_server, place, allocate, options=options)
         goes_on, inline = place.job.on_failure is OnFailure.kContinue, place.topology.inline
         self.endpoints = {
             me: ServerEndpoint(me, make, router, self._change, options, goes_on, inline) for me in addresses
@@ -354,8 +355,8 @@ def serve(
             if slot is None:
                 accepted = "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes"
                 raise ConfigError("cluster.replicas", 2, accepted)
-            make = partial(hosted_server, place, allocate)
-            process = (observer.on_failure, options.recorder, options.writer, slot, observer.on_open)
+            make = partial(hosted_server, place, allocate, options=options)
+            process = (observer.on_failure, options.writer, slot, observer.on_open)
             copied = ReplicatedServers(place, router, make, addresses[0], *process)
             slot.taken(copied.arrange)
             copied.open(observer.on_serving)
@@ -372,10 +373,17 @@ def serve(
 
 
 def hosted_server(
-    place: RouterConfig, allocate: Allocate, me: Address, deliver: Callable[[Address, Message], None]
+    place: RouterConfig,
+    allocate: Allocate,
+    me: Address,
+    deliver: Callable[[Address, Message], None],
+    options: HostOptions | None = None,
 ) -> Server:
     """Make the server at an address of the job of this process."""
-    return make_server(me, place.job, place.topology, allocate, place.shared, deliver, as_manifest(place.resumed))
+    server = make_server(me, place.job, place.topology, allocate, place.shared, deliver, as_manifest(place.resumed))
+    if options is not None:
+        server.record_spans(options.recorder(me, server.groups))
+    return server
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -570,7 +578,9 @@ class WorkerConnections(Connections):
         extensions = client_extensions(topology)
         return Client(self.me, topology, send, self._waiter, place.shared, incarnation, extensions, gradients)
 
-    def _torch_reduction(self, place: RouterConfig) -> TorchReduction:
+    def _torch_reduction(self, place: RouterConfig) -> GradientExchange:
+        from topotrain.extensions.collectives.torch_reduction import TorchCollectiveConfig, TorchReduction
+
         if not place.sockets.parts or len(set(place.topology.hosts)) > 1:  # no folder that all workers share
             store = TorchStore(within(place.store, f"engine/{self.me.group}"))
             return TorchReduction(TorchCollectiveConfig(place.job, store, place.host))

@@ -7,9 +7,7 @@ table, or splits the model.
 from topotrain.config.job import Compression
 from topotrain.config.topology import Topology
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.backup_workers.replay_batches import BackupExtension
-from topotrain.extensions.compression.compression_client import CompressionClient
 from topotrain.extensions.resume.resume_extension import ResumeExtension
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.tables.frontend.table_extension import TableExtension
@@ -31,7 +29,11 @@ def client_extensions(topology: Topology) -> tuple[ClientExtension, ...]:
     cluster = topology.cluster
     found: list[ClientExtension] = [DataClient(cluster.max_staleness is not None), WorkerStateClient()]
     if cluster.backup:
+        from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
+
         found.append(BackupWorkersClient())
     if cluster.compression is not Compression.kNone:
+        from topotrain.extensions.compression.compression_client import CompressionClient
+
         found.append(CompressionClient(cluster))
     return tuple(found)

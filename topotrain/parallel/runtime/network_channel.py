@@ -24,7 +24,8 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import Client, PeerLost
 from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.model.schema import torch_dtype
-from topotrain.core.protocol import Activation, ActivationHello, Message, ProtocolError
+from topotrain.core.protocol import Message, ProtocolError
+from topotrain.parallel.runtime.activation_messages import Activation, ActivationHello
 from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
 from topotrain.parallel.runtime.send_buffers import SendBuffers
 

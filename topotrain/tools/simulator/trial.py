@@ -15,6 +15,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, PeerLost
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.elastic.eligibility import singly
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
@@ -213,7 +214,7 @@ class Trial(SimCluster):
         super().__init__(job, seed, weather or WEATHERS[schedule.weather], schema, resumed=self.resumed)
         if before is not None:
             self._follow(before)
-        if not self.server(0, 0).snapshots.refusal:
+        if not snapshots_of(self.server(0, 0)).refusal:
             self.archive = SimDisks(self, self, self.resumed)
         self._open()
 
@@ -290,7 +291,7 @@ class Trial(SimCluster):
         self.wire.connect(me, peer, "")
         if me.group == peer.group:
             house = self.houses[me]
-            self.wire.awake(lambda: house.send(house.server.ask()), me)
+            self.wire.awake(lambda: house.send(house.server.reconnected()), me)
 
     def _meet_servers(self) -> None:
         """Do nothing: servers connect to each other when they start."""
@@ -445,9 +446,9 @@ class Trial(SimCluster):
         if self.crashed:
             return self
         for me, house in self.houses.items():
-            if house.server.undecided:
+            if house.server.decisions.undecided:
                 raise InvariantViolated(
-                    f"{me} still waits for votes about {house.server.undecided} steps after the end"
+                    f"{me} still waits for votes about {house.server.decisions.undecided} steps after the end"
                 )
         return self
 

@@ -12,6 +12,7 @@ from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.client.client_model import ClientModel
 from topotrain.core.client.server_channel import ServerChannel
 from topotrain.core.client.value_pull import ValuePull
+from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 from topotrain.training.data.lease_queue import LEAVES
 
 T = TypeVar("T", bound=m.Message)
@@ -31,7 +32,7 @@ class DataClient(ClientExtension):
         bounded: the job has a `max_staleness`.
     """
 
-    messages = (m.Lease, m.GroupIdle, m.AppliedBatchesReply, m.DrawnBatches)
+    messages = (Lease, m.GroupIdle, m.AppliedBatchesReply, DrawnBatches)
 
     def __init__(self, bounded: bool) -> None:
         self._bounded = bounded
@@ -58,15 +59,13 @@ class DataClient(ClientExtension):
     def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
         """(lease, first, last); see message.Lease."""
 
-        def answers(reply: m.Lease) -> bool:
+        def answers(reply: Lease) -> bool:
             none_now = reply.first == reply.last
             return (reply.epoch, reply.ordinal) == (epoch, ordinal) and not (wait and none_now)
 
         if wait and self._bounded:
             self._channel.send(self._coordinator, m.GroupIdle(epoch, ordinal, True))
-        reply = self._ask(
-            self._first_server, m.LeaseRequest(epoch, ordinal, total, digest, passed, wait), m.Lease, answers
-        )
+        reply = self._ask(self._first_server, LeaseRequest(epoch, ordinal, total, digest, passed, wait), Lease, answers)
         # The end of an epoch is told to whoever asks, but each worker asks for it once with `wait`: the fetches of a
         # group's workers must be as many.
         self.leaves = self.leaves or reply.lease == LEAVES
@@ -81,7 +80,7 @@ class DataClient(ClientExtension):
 
     def free(self, epoch: int, ordinal: int, first: int) -> None:
         """Give the rest of the epoch's leases back."""
-        self._channel.try_send(self._first_server, m.LeaseRelease(epoch, ordinal, first))
+        self._channel.try_send(self._first_server, LeaseRelease(epoch, ordinal, first))
 
     def applied(self, stream: int) -> int:
         """Batches of a stream that the servers have applied; of -1, the group's steps."""
@@ -91,14 +90,14 @@ class DataClient(ClientExtension):
     def put_draw(self, epoch: int, chunk: int, end: bool, sizes: Sequence[int], indices: Sequence[int]) -> None:
         """Tell the others of the job which samples the batches have."""
         self._observer.draw(epoch, chunk)
-        self._channel.send(self._first_server, m.DrawnBatches(epoch, chunk, end, tuple(sizes), tuple(indices)))
+        self._channel.send(self._first_server, DrawnBatches(epoch, chunk, end, tuple(sizes), tuple(indices)))
 
     def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
         """(batch sizes, indices, end) of a run of batches that worker (0,0) drew."""
         self._observer.draw(epoch, chunk)
-        question = m.DrawRequest(epoch, chunk)
+        question = DrawRequest(epoch, chunk)
         reply = self._ask(
-            self._first_server, question, m.DrawnBatches, lambda put: (put.epoch, put.chunk) == (epoch, chunk)
+            self._first_server, question, DrawnBatches, lambda put: (put.epoch, put.chunk) == (epoch, chunk)
         )
         return reply.sizes, reply.indices, reply.end
 

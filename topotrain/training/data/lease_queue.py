@@ -14,17 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import (
-    DrawnBatches,
-    DrawRequest,
-    Fail,
-    Lease,
-    LeaseRelease,
-    LeaseRequest,
-    Message,
-    ProtocolError,
-)
-from topotrain.core.server.server_extension import ServerExtension
+from topotrain.core.protocol import Fail, Message, ProtocolError
+from topotrain.core.server.component_state import State, field_values
+from topotrain.core.server.server_extension import RegroupExtension
+from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 
 LONGEST = 32  # batches in a lease: a group that dies or leaves gives back at most this many
 _MOST_EPOCHS = 1 << 16  # open at a time: one that groups leave early stays so
@@ -146,8 +139,31 @@ class _Epoch:
             self.total = total
             self.give_back([])
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        state = dict(zip(_Epoch.__slots__, field_values(self), strict=True))
+        state["tables"] = {group: list(map(field_values, table)) for group, table in self.tables.items()}
+        state["left"] = {
+            group: (left.position, left.witness, list(map(field_values, left.table)))
+            for group, left in self.left.items()
+        }
+        return state
 
-class LeaseQueue(ServerExtension):
+    @classmethod
+    def from_state(cls, state: State) -> "_Epoch":
+        """Return the epoch of a `state_dict`."""
+        epoch = cls(**state)
+        epoch.freed, epoch.held, epoch.gone = list(epoch.freed), list(epoch.held), set(epoch.gone)
+        epoch.passed = dict(epoch.passed)
+        epoch.tables = {group: [_Run(*run) for run in table] for group, table in state["tables"].items()}
+        epoch.left = {
+            group: _Leaving(position, witness, tuple(_Run(*run) for run in table))
+            for group, (position, witness, table) in state["left"].items()
+        }
+        return epoch
+
+
+class LeaseQueue(RegroupExtension):
     """The queue of every open epoch; lives in server (0,0).
 
     Args:
@@ -368,6 +384,27 @@ class LeaseQueue(ServerExtension):
             for worker in (Address(Role.WORKER, group, i) for i in range(self._workers))
         )
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "warming": self._warming,
+            "finished": self._finished,
+            "parting": self._parting,
+            "floor": self._floor,
+            "over": self._over,
+            "newest": self._newest,
+            "epochs": {number: epoch.state_dict() for number, epoch in self._epochs.items()},
+            "draws": self._draws.state_dict(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._warming, self._floor, self._over = state["warming"], state["floor"], set(state["over"])
+        self._finished, self._parting = set(state["finished"]), set(state["parting"])
+        self._newest = dict(state["newest"])
+        self._epochs = {number: _Epoch.from_state(epoch) for number, epoch in state["epochs"].items()}
+        self._draws.load_state_dict(state["draws"])
+
 
 def _lease(ask: LeaseRequest, run: _Run) -> Lease:
     return Lease(ask.epoch, ask.ordinal, run.lease, run.first, run.last, run.rested)
@@ -509,5 +546,20 @@ class DrawnChunks:
             del self._chunks[key]
         return replies
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "keeps": self._keeps,
+            "newest": self._newest,
+            "first": self._first,
+            "chunks": {key: field_values(chunk) for key, chunk in self._chunks.items()},
+            "drawn": self._drawn,
+        }
 
-LeaseQueue.state_types = (_Run, _Leaving, _Epoch, _Chunk, DrawnChunks)
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._keeps, self._newest, self._first = state["keeps"], dict(state["newest"]), state["first"]
+        self._chunks = {
+            key: _Chunk(put, set(fetched), list(held)) for key, (put, fetched, held) in state["chunks"].items()
+        }
+        self._drawn = state["drawn"]

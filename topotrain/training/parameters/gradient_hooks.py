@@ -1,6 +1,6 @@
 """Hooks that send gradients when autograd has computed them.
 
-There are several paths. The job chooses one (see `gradient_staging`).
+There are several paths. The job chooses one (see `core.server.gradients`).
 
 - *MeanPath* (a synchronous group, `grads: kVisible`): each backward is reduced over the group, so that `p.grad` is the
   group's mean when `backward()` returns. A hook before accumulation sets the earlier `.grad` aside and registers a

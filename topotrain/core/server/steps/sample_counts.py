@@ -1,14 +1,15 @@
-"""How many samples of each worker are in the values of its servers: each once, whoever dies, leaves or comes.
+"""The number of each worker's samples that are in the values of its servers.
 
-Rule: a worker says with each step of how many samples its gradient is. They count when the step changes the values, so
-not those of a gradient that was refused, and not those of a step that nobody has decided. The counts are the server's:
-they outlive the worker's process, and they are in snapshots.
+With each step a worker sends the number of samples of its gradient. They count once, when the step changes the values:
+not with a gradient that was refused, and not with a step that is not decided. The counts outlive the worker's process,
+and they are in snapshots.
 """
 
 from collections.abc import Collection, Mapping
 
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import Commit
+from topotrain.core.server.component_state import State
 
 
 class SampleCounts:
@@ -17,8 +18,8 @@ class SampleCounts:
     Args:
         topology: the job's layout.
         group: the server group.
-        before: what the workers of an earlier start of the job had. What those had that there are no more is counted
-            with worker (0,0), so that nothing is lost from the sum.
+        before: the counts of an earlier start of the job. The counts of workers that exist no more are added to
+            those of worker (0,0), so that the sum stays the same.
     """
 
     def __init__(self, topology: Topology, group: int, before: Mapping[Address, int]) -> None:
@@ -30,7 +31,15 @@ class SampleCounts:
             self.counts[first] += sum(count for who, count in before.items() if who not in there)
 
     def applied(self, group: int, commits: Mapping[int, Commit], refused: Collection[int]) -> None:
-        """A step of a group is in the values, but for what these of its workers have pushed."""
+        """Count a step of a group that is in the values, without these of its workers."""
         for index, commit in commits.items():
             if index not in refused:
                 self.counts[Address(Role.WORKER, group, index)] += commit.samples
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.counts = dict(state["counts"])

@@ -1,6 +1,6 @@
-"""What the workers of a group must say alike when they commit a step."""
+"""The fields in which the commits of a step must agree."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from topotrain.core.protocol import Commit
 
@@ -15,9 +15,6 @@ _MUST_AGREE = {
 }
 
 
-_MAY_DIFFER = frozenset(["hyper", "marks"])  # with backup workers, which are not always at the same batch
-
-
 class StepError(Exception):
     """Workers of one group disagree about a step; the text names both."""
 
@@ -27,12 +24,18 @@ def agree(
     first: Commit,
     b: int,
     second: Commit,
-    other_words: Mapping[str, str] | None = None,
-    backup: bool = False,
+    other_words: Mapping[str, str],
+    may_differ: Collection[str],
 ) -> None:
-    """Raise StepError, in these words, when two workers commit different things."""
-    for name, words in (_MUST_AGREE | dict(other_words or {})).items():
-        if getattr(first, name) != getattr(second, name) and not (backup and name in _MAY_DIFFER):
+    """Raise StepError when two workers commit different things.
+
+    Args:
+        a, first, b, second: the workers and their commits.
+        other_words: names of fields in the error, where they differ from the usual ones.
+        may_differ: fields in which the commits may differ.
+    """
+    for name, words in (_MUST_AGREE | dict(other_words)).items():
+        if name not in may_differ and getattr(first, name) != getattr(second, name):
             raise StepError(
                 f"workers {a} and {b} of a group disagree about {words} in step {first.step}: "
                 f"{_short(getattr(first, name))} and {_short(getattr(second, name))}"

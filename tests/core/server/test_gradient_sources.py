@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from topotrain.config.sharding import Parameter, cut
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
+from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, Push
-from topotrain.core.server.commit_agreement import StepError
-from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.server.gradients.backward_means import ReturnedMeans
+from topotrain.core.server.gradients.committed_pushes import CommittedPushes
+from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings
 from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.core.server.steps.commit_agreement import StepError
 
 SIZE = 100
 
@@ -102,6 +105,10 @@ def test_bitmaps_travel(raw, extra):
 # --- a step ------------------------------------------------------------------------------------------------------
 
 
+def buffers(slice_map):
+    return GroupBuffers(FlatBuffers(slice_map, 0, lambda numel, dtype: torch.zeros(numel, dtype=dtype)), 0)
+
+
 class Group:
     """A staging over two buckets (of one piece each, but for the second, which has two), and what its workers say."""
 
@@ -111,15 +118,14 @@ class Group:
         self.map = cut(parameters, 1, bucket_bytes=512)
         self.buckets = self.map.buckets
         assert [len(b.pieces) for b in self.buckets] == [1, 2]
-        self.buffers = {}
+        self.buffers = buffers(self.map)
         tree = tree or (tuple(range(workers)),)
-        self.staging = GradientStaging(
-            workers, tree, self.buckets, self.view, lambda name, segment: torch.empty(0), visible, divide
-        )
+        settings = SourceSettings(workers, tree, self.buckets, self.buffers, visible, divide)
+        self.staging = ReturnedMeans(settings) if visible else CommittedPushes(settings)
         self.workers = workers
 
     def view(self, name, bucket):
-        return self.buffers.setdefault((name, bucket.id), torch.zeros(bucket.hi - bucket.lo))
+        return self.buffers.view(name, bucket)
 
     def push(self, worker, bucket, value, ordinal=0, weight=1.0, present=None):
         present = present if present is not None else (1 << len(self.buckets[bucket].pieces)) - 1
@@ -167,11 +173,11 @@ class Group:
 
 def test_a_mean_is_ready_when_everybodys_part_is_there():
     group = Group(3)
-    assert group.push(2, 0, 9) == group.push(0, 0, 3) == []
+    assert group.push(2, 0, 9) == group.push(0, 0, 3) == ()
     (ready,) = group.push(1, 0, 6)
     assert (ready.bucket, ready.present) == (0, 1)
     assert torch.equal(ready.mean, torch.full((64,), 6.0))
-    assert group.push(1, 0, 60) == []
+    assert group.push(1, 0, 60) == ()
     assert torch.equal(ready.mean, torch.full((64,), 6.0))
 
 
@@ -179,7 +185,7 @@ def test_what_a_worker_did_not_push_by_the_end_it_does_not_have():
     group = Group(3)
     group.push(0, 1, 3, present=0b01)
     group.push(2, 1, 6, present=0b10)
-    assert group.end(0, 0b10) == group.end(2, 0b10) == []
+    assert group.end(0, 0b10) == group.end(2, 0b10) == ()
     (ready,) = group.end(1, 0)
     assert (ready.bucket, ready.present) == (1, 0b11)
     assert torch.equal(ready.mean, torch.full((128,), 3.0))
@@ -191,9 +197,7 @@ def test_what_a_worker_did_not_push_by_the_end_it_does_not_have():
 
 def test_a_backward_is_over_when_all_workers_are_in_it():
     """A shard without buckets has nothing to wait for, and must wait all the same."""
-    empty = GradientStaging(
-        2, ((0, 1),), (), lambda name, bucket: torch.empty(0), lambda name, segment: torch.empty(0), True, True
-    )
+    empty = ReturnedMeans(SourceSettings(2, ((0, 1),), (), buffers(Group().map), visible=True))
     empty.end(0, BackwardEnd(0, 0, 1.0, b""))
     assert empty.closed(0) is None
     empty.end(1, BackwardEnd(0, 0, 1.0, b""))
@@ -291,7 +295,7 @@ def test_sums_are_not_divided():
 
 def test_a_push_replaces_the_workers_former_one():
     group = Group(2, visible=False)
-    assert group.push(0, 0, 1, ordinal=1) == []
+    assert group.push(0, 0, 1, ordinal=1) == ()
     group.push(0, 0, 5, ordinal=2)
     group.push(1, 0, 7, ordinal=1)
     group.commit(0, revisions=bytes([2, NO_REVISION]))
@@ -320,7 +324,7 @@ def test_weights_of_replacing_pushes_are_those_of_the_commits():
     group.commit(1, revisions=bytes([1, NO_REVISION]), weight=1.0)
     assert group.staging.try_stage()
     assert torch.equal(group.gradient(0), torch.full((64,), 2.0))
-    assert group.staging.weight == 4.0
+    assert sum(commit.weight for commit in group.staging.commits.values()) == 4.0
 
 
 def test_who_has_no_revision_counts_as_zero_also_if_something_was_pushed():
