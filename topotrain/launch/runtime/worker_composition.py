@@ -7,11 +7,7 @@ table, or splits the model.
 from topotrain.config.job import Compression
 from topotrain.config.topology import Topology
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.extensions.backup_workers.replay_batches import BackupExtension
-from topotrain.extensions.resume.resume_extension import ResumeExtension
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
-from topotrain.extensions.tables.frontend.table_extension import TableExtension
-from topotrain.parallel.api.prepare_split import SplitExtension
 from topotrain.training.context import PrepareExtension
 from topotrain.training.data.data_client import DataClient
 
@@ -21,6 +17,11 @@ def prepare_extensions() -> tuple[PrepareExtension, ...]:
 
     Every `Context` gets new ones.
     """
+    from topotrain.extensions.backup_workers.replay_batches import BackupExtension
+    from topotrain.extensions.resume.resume_extension import ResumeExtension
+    from topotrain.extensions.tables.frontend.table_extension import TableExtension
+    from topotrain.parallel.api.prepare_split import SplitExtension
+
     return SplitExtension(), TableExtension(), BackupExtension(), ResumeExtension()
 
 
