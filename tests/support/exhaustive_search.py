@@ -314,7 +314,7 @@ class World:
         return frozen([self.crashes, self.duplicates, self.connected, self.ways, self.shards, self.lives])
 
 
-_SKIPPED = frozenset({"job", "topology", "net", "_job", "_topology", "_home", "_send"})
+_SKIPPED = frozenset({"job", "topology", "net", "_job", "_topology", "_server"})
 
 
 def clone(value, known):
@@ -346,12 +346,12 @@ def clone(value, known):
     return found
 
 
-_PLAIN = frozenset({int, str, float, bool, bytes, type(None), Address, Push})
+_PLAIN = frozenset({int, str, float, bool, bytes, range, type(None), Address, Push})
 
 
 def frozen(value: object) -> object:
     """Anything here as something that can be a key: equal for equal states."""
-    if isinstance(value, int | str | float | bytes | Enum | Address | None):
+    if isinstance(value, int | str | float | bytes | range | Enum | Address | None):
         return value
     if isinstance(value, dict):
         return frozenset((frozen(k), frozen(v)) for k, v in value.items() if v or not isinstance(v, list))
