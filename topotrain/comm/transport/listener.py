@@ -52,6 +52,7 @@ class Listener:
         self._stop = threading.Event()
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._unproven: set[socket.socket] = set()
+        self._ending: set[threading.Thread] = set()  # done with their connection, in their last instructions
         self._acceptor = threading.Thread(target=self._accept, name=name, daemon=True)
         self.refused = 0  # connections that were refused because of a limit
 
@@ -89,7 +90,7 @@ class Listener:
     def join(self, seconds: float) -> None:
         """After `stop`: wait for each thread of a connection, at most so many seconds."""
         with self._lock:
-            threads = list(self._threads.values())
+            threads = [*self._threads.values(), *self._ending]
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(seconds)
@@ -108,6 +109,7 @@ class Listener:
     def _admit(self, sock: socket.socket) -> bool:
         thread = self._thread(target=self._handle, args=(sock,), name=f"{self._name}: connection", daemon=True)
         with self._lock:
+            self._ending = {ending for ending in self._ending if ending.is_alive()}
             if len(self._unproven) < MAX_UNPROVEN and len(self._threads) < self._most and not self._stop.is_set():
                 self._threads[sock] = thread
                 self._unproven.add(sock)
@@ -126,6 +128,8 @@ class Listener:
             with self._lock:
                 self._unproven.discard(sock)
                 ours = self._threads.pop(sock, None) is not None
+                if ours:
+                    self._ending.add(threading.current_thread())
             if ours:
                 sock.close()
 
