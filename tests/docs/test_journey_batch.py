@@ -1,9 +1,7 @@
 """docs/journey-batch.md against a traced run: one batch passes the functions that the page names, in order."""
 
-import re
 import threading
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from in_process_job import Trainer, building, job_of, run_local
+from journey_pages import PACKAGE, check_is_function, check_order, stops_in
 from torch.utils.data import DataLoader, TensorDataset
 
-import topotrain
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message
 from topotrain.training.data.data_client import DataClient
@@ -21,13 +19,12 @@ from topotrain.training.data.data_messages import Lease, LeaseRequest
 from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
 
 PAGE = Path(__file__).parents[2] / "docs" / "journey-batch.md"
-PACKAGE = Path(topotrain.__file__).parent
 READER = Address(Role.WORKER, 0, 0)
 
 
 def stops() -> list[str]:
     """The functions that the page's list names, one per stop."""
-    return re.findall(r"^\d+\. `([\w./]+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return stops_in(PAGE.read_text(encoding="utf-8"))
 
 
 class Tracer:
@@ -91,17 +88,8 @@ def seen() -> list[str]:
 def test_every_stop_is_a_function_of_the_package() -> None:
     assert len(stops()) >= 12
     for stop in stops():
-        module, _, names = stop.partition(".")
-        (path,) = PACKAGE.rglob(f"{module}.py")
-        found: Any = import_module(".".join(("topotrain", *path.relative_to(PACKAGE).with_suffix("").parts)))
-        for name in names.split("."):
-            assert hasattr(found, name), f"docs/journey-batch.md names {stop}, and there is no {name}"
-            found = getattr(found, name)
-        assert callable(found), stop
+        check_is_function(stop, PAGE)
 
 
 def test_the_batch_passes_the_stops_in_the_order_of_the_page(seen: list[str]) -> None:
-    named = stops()
-    missing = [stop for stop in named if stop not in seen]
-    assert not missing, f"docs/journey-batch.md names {missing}; the batch passed:\n" + "\n".join(seen)
-    assert [stop for stop in seen if stop in named] == named
+    check_order(stops(), seen, PAGE)

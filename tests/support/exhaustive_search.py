@@ -53,14 +53,14 @@ class Shard:
     inside: list[m.Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.log = None if self.me.index else DecisionLog(self.topology.shards)
+        self.decisions = ShardDecisions(self, None if self.me.index else DecisionLog(self.topology.shards))
         self.regroup = ElasticGroups(self, self.job, self.topology)
 
-    def send(self, to: Address | m.StepDecision, message: object = None) -> None:
-        if isinstance(to, m.StepDecision):
-            for server in self.topology.servers(0):
-                self.send(server, to)
-            return
+    @property
+    def log(self) -> DecisionLog | None:
+        return self.decisions.log
+
+    def send(self, to: Address, message: object) -> None:
         if to.role is Role.WORKER and not self.regroup.members.hears(to):
             return
         if to == self.me:
@@ -107,9 +107,7 @@ class Shard:
 
     def _decide(self) -> None:
         for group, step in self.log.ready() if self.log else ():
-            decision = self.log.decide(group, step)
-            for server in self.topology.servers(0):
-                self.send(server, decision)
+            self.decisions.send(self.log.decide(group, step))
 
     def _carry_out(self, decision: m.StepDecision) -> None:
         group = decision.group
@@ -124,7 +122,7 @@ class Shard:
         self.made[group] = push.step + 1
         self.send(Address(Role.WORKER, group, 0), m.Applied(push.step, 0, 0, False, 0.0))
 
-    # what `ElasticGroups` asks of its home
+    # what `ElasticGroups` asks of its server
 
     hooks = ExtensionHooks(())
 
@@ -132,7 +130,7 @@ class Shard:
     def queue(self) -> "Shard":
         return self
 
-    decisions = worker_groups = steps = batches = replies = state = queue
+    worker_groups = steps = batches = replies = state = queue
 
     @property
     def groups(self) -> range:
@@ -159,6 +157,17 @@ class Shard:
 
     def come_back(self, group: int) -> bool:
         return False
+
+
+class ShardDecisions:
+    """What `ElasticGroups` asks of a shard's `Decisions`."""
+
+    def __init__(self, shard: Shard, log: DecisionLog | None) -> None:
+        self.log, self._shard = log, shard
+
+    def send(self, decision: m.StepDecision) -> None:
+        for server in self._shard.topology.servers(0):
+            self._shard.send(server, decision)
 
     def rejoin(self, group: int) -> None:
         pass

@@ -1,4 +1,4 @@
-"""TCP whose traffic after the handshake goes through emulated links."""
+"""TCP with emulated links: they carry all traffic after the handshake."""
 
 import socket
 

@@ -63,8 +63,6 @@ class GradientExchange:
     def wait_means(self) -> tuple[Means, int]:
         """Wait for the group's means of this backward.
 
-        Also returns a bitmap over all pieces, of the means that are in "grad" already. Raises JobError, PeerLost.
-
         The number is a bitmap of the pieces with a mean that is in "grad" already. Raises JobError, PeerLost.
         """
         raise NotImplementedError
@@ -129,7 +127,7 @@ class ServerReduction(GradientExchange):
         self._backward = (step, ordinal)
         for server in self.model.reducers:
             lo, count = self.model.reduced_by(server)
-            # A server is told of the buckets only whose sums it sends.
+            # Each server gets only the part of the bitmap with the buckets that it adds up.
             bits = int_to_bits(pushed >> lo & (1 << count) - 1, count)
             self.channel.send(server, m.BackwardEnd(step, ordinal, weight, bits, self.channel.exits))
 

@@ -32,9 +32,9 @@ from topotrain.core.events import Event, Failed, Final, Metrics, Notice
 from topotrain.launch.agent.remaining_threads import RemainingThreads
 from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, check_there, place_of, tell, understandable
 from topotrain.launch.runtime.child_channel import end_process
+from topotrain.launch.runtime.prepare_composition import prepare_extensions
 from topotrain.launch.runtime.process_exit import ProcessExitHook
 from topotrain.launch.runtime.process_host import HostObserver, HostOptions, WorkerConnections
-from topotrain.launch.runtime.worker_composition import prepare_extensions
 from topotrain.training import context as process
 from topotrain.training.context import Connector, Context
 from topotrain.training.finish_job import close, finish, is_complete

@@ -41,10 +41,10 @@ from topotrain.extensions.replication.replica_host import ReplicaSlot
 from topotrain.extensions.replication.replica_placement import standings
 from topotrain.launch.agent.workspace import SPANS, TOKEN_FILE, profiled_step
 from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
+from topotrain.launch.runtime.prepare_composition import prepare_extensions
 from topotrain.launch.runtime.process_exit import ProcessExitHook
 from topotrain.launch.runtime.process_host import HostObserver, HostOptions, WorkerConnections, WorkerConnector, serve
 from topotrain.launch.runtime.unit_commands import FinalSnapshot, ReplicaCommands, SigtermHandler
-from topotrain.launch.runtime.worker_composition import prepare_extensions
 from topotrain.training import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.training.context import Context, enter
 from topotrain.training.final_parameters import NotSaved

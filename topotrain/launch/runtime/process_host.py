@@ -298,7 +298,7 @@ class HostedServers:
     ) -> None:
         self._place, self._router, self._observer = place, router, options.observer
         self._change = threading.Condition()
-        make = partial(hosted_server, place, allocate, options=options)
+        make = partial(hosted_server, place, allocate, options)
         goes_on, inline = place.job.on_failure is OnFailure.kContinue, place.topology.inline
         self.endpoints = {
             me: ServerEndpoint(me, make, router, self._change, options, goes_on, inline) for me in addresses
@@ -355,7 +355,7 @@ def serve(
             if slot is None:
                 accepted = "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes"
                 raise ConfigError("cluster.replicas", 2, accepted)
-            make = partial(hosted_server, place, allocate, options=options)
+            make = partial(hosted_server, place, allocate, options)
             process = (observer.on_failure, options.writer, slot, observer.on_open)
             copied = ReplicatedServers(place, router, make, addresses[0], *process)
             slot.taken(copied.arrange)
@@ -375,14 +375,13 @@ def serve(
 def hosted_server(
     place: RouterConfig,
     allocate: Allocate,
+    options: HostOptions,
     me: Address,
     deliver: Callable[[Address, Message], None],
-    options: HostOptions | None = None,
 ) -> Server:
     """Make the server at an address of the job of this process."""
     server = make_server(me, place.job, place.topology, allocate, place.shared, deliver, as_manifest(place.resumed))
-    if options is not None:
-        server.record_spans(options.recorder(me, server.groups))
+    server.record_spans(options.recorder(me, server.groups))
     return server
 
 
