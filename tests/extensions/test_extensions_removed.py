@@ -15,7 +15,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 STILL_NEEDED = {
-    "extensions.backup_workers": ("replay_batches",),
     "extensions.checkpointing": ("shard_snapshot", "table_file_layout"),
     "extensions.elastic": ("eligibility",),
 }
@@ -65,7 +64,7 @@ print(f"{len(gone)} modules masked; not needed any more: {unused}")
     [
         ("extensions.tables", "all"),
         ("extensions.backup_workers", "all"),
-        ("extensions.collectives", ""),  # a worker's process, which a simulation needs, imports its client
+        ("extensions.collectives", "all"),
         ("extensions.compression", "all"),
         ("extensions.checkpointing", "server"),  # the process of a simulated server imports the writer of snapshots
         ("extensions.elastic", "server"),  # the process of a simulated server imports it for its launcher's questions

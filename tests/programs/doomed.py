@@ -159,14 +159,14 @@ def main() -> None:
     model, optimizer, loader = tt.prepare(model, optimizer, loader)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7 if given.net else 1.0)
     assert here.worker is not None
-    exchange = here.worker.exchange
-    say = exchange._say  # the last place that still knows one message from another
+    channel = here.worker.client.channel
+    say = channel._send  # the last place that still knows one message from another
 
     def tell(to: Address, message: m.Message) -> None:
         say(to, message)
         doom.sent(message)
 
-    exchange._say = tell
+    channel._send = tell
     first = next(model.parameters())
     first.register_hook(lambda _: doom.at("backward"))
     for epoch in tt.epochs(given.epochs):

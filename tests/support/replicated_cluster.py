@@ -27,9 +27,9 @@ from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.state_machine import Primary, ReplicatedServer, Standby
 from topotrain.extensions.replication.state_transfer import restore, save
-from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.server_composition import make_server
+from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.tools.simulator import sim_cluster
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
 
@@ -187,7 +187,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
         def redial(server: Address, moves: int) -> None:
             self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))
 
-        servers = dict.fromkeys((*door.servers, door.desk))
+        servers = dict.fromkeys((*door.channel.servers, door.channel.first_server))
         lines = ReplicaConnections(servers, door, lambda to, x, wait=False: self.wire.send(me, to, x), redial)
         self.lifelines[me] = lines
         self.wire.attach(me, lines)

@@ -20,7 +20,6 @@ from topotrain.core import protocol as m
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
-from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay
 from topotrain.tools.simulator import sim_cluster
 from topotrain.tools.simulator.fault_schedule import STORM, VIEWS
 from topotrain.tools.simulator.sim_cluster import parameters, zeros
@@ -116,8 +115,15 @@ class Town(sim_cluster.SimCluster):
             is_main=me.group == me.index == 0,
             own_streams=self.job.cluster.backup > 0,
         )
-        replay = LateBatchReplay(worker) if self.job.cluster.backup else None
-        return ShardedLoader(loader, plan, worker.exchange.extension(DataClient), worker, replay)
+        replay = None
+        if self.job.cluster.backup:
+            from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
+            from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay, LateSteps
+
+            steps = LateSteps(worker, worker.client.extension(BackupWorkersClient))
+            worker.attach(steps)
+            replay = LateBatchReplay(steps)
+        return ShardedLoader(loader, plan, worker.client.extension(DataClient), worker, replay)
 
 
 class Seat(sim_cluster.SimWorker):

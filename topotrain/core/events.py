@@ -1,51 +1,69 @@
-"""Events that a process reports: frozen dataclasses, each one line of JSON.
+"""Events: what the processes of a job report, one line of JSON each.
 
-An event is data, and losing one does no harm. Counters are totals, and times count from the process's own first step,
-so a reader that starts late, or misses a line, has correct numbers. The first field of most events names the process
-that the event is about: "worker 0/1" or "server 0/1" (group/index), or "unit 3".
+Every listener may drop any event. Counters are cumulative, and times count from the first step of the reporting
+process, so a listener that joins late or misses a line is still right. `who` names a process: "worker 0/1" or
+"server 0/1" (group/index), or "unit 3".
 """
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, TypeVar, dataclass_transform
 
-KINDS = ("program", "peer", "config", "died", "internal", "quarantine")
+FAILURE_KINDS = ("program", "peer", "config", "died", "internal", "quarantine")
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """A process can be reached at these URLs."""
+class Event:
+    """The base class of all events."""
+
+    __slots__ = ()
+
+
+_CLASSES: dict[str, type[Event]] = {}
+EVENTS: Mapping[str, type[Event]] = MappingProxyType(_CLASSES)
+"""All classes of events, by the name that their JSON has."""
+
+
+_E = TypeVar("_E", bound=Event)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def event(cls: type[_E]) -> type[_E]:
+    """Make a class a frozen dataclass. Its fields are the keys of its JSON."""
+    made = dataclass(frozen=True, slots=True)(cls)
+    _CLASSES[made.__name__] = made
+    return made
+
+
+@event
+class Serving(Event):
+    """A server is reachable at these URLs."""
 
     who: str
     urls: tuple[str, ...]
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A process runs and knows its settings."""
+@event
+class Started(Event):
+    """A process has started."""
 
     who: str
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """A worker has made `step` steps on `samples` samples.
+@event
+class StepDone(Event):
+    """A worker has completed a step.
 
-    All numbers are totals since the start, except `loss`.
+    All numbers are totals since the start, except `loss`, which is the last one that the worker has seen.
 
-    Attributes:
-        time: seconds since the worker's first step began.
-        loss: the last loss that the worker has seen, or None.
-        staleness_mean, staleness_max: counted in versions, over all updates so far.
-        bytes_out, bytes_in: bytes of message bodies and headers.
-        own_s: median of the seconds that the worker itself needs for a step, from the end of one wait to its next
-            commit. None: too few were measured.
-        late: the number of steps for which the worker's gradient came too late (with backup workers).
-        threads: the number of threads with which PyTorch computes in the worker's process now. 0: not known.
+    time: seconds since its first step began. samples: the number of samples that it was given.
+    staleness_mean, staleness_max: in versions, over all updates. bytes_out, bytes_in: message bodies and headers.
+    own_s: median of the seconds from the end of one wait to the next commit. None: too few were measured.
+    late: the number of steps that backup workers have made without this worker.
+    threads: the number of PyTorch's threads in the process at present. 0: unknown.
     """
 
     who: str
@@ -62,17 +80,15 @@ class StepDone:
     threads: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """A step of a worker has changed no value, because a gradient was not finite.
+@event
+class Skipped(Event):
+    """A step has changed no value, because a gradient was not finite.
 
-    The batch of the step is used up.
+    The step's batch is used up.
 
-    Attributes:
-        step: the number of the step, from 1.
-        total: the skipped steps of this process so far.
-        by: the worker with the gradient. Empty: only the sum of the group is known.
-        parameter: a parameter with such a gradient. Empty: rows of a table.
+    step: counted from 1. total: the number of steps that this process has skipped.
+    by: the worker that computed the gradient. "": only the sum of its group is known.
+    parameter: one of the parameters concerned. "": rows of a table.
     """
 
     who: str
@@ -82,33 +98,30 @@ class Skipped:
     parameter: str
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """Counts of a server at its end, or at the snapshot with which the job ends.
+@event
+class Counted(Event):
+    """A server's counts of samples at its end, or at the last snapshot.
 
-    Attributes:
-        samples: by name of a worker of its group, the number of the worker's samples that are in the values. Samples of
-            the snapshot from which the job was resumed are included.
+    samples: for each worker of its group, the number of its samples that are in the values. Each sample counts once.
+        Those of the snapshot that the job resumed from are included.
     """
 
     who: str
     samples: dict[str, int] = field(hash=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Metrics:
+@event
+class Metrics(Event):
     """Values that the program reported about the final parameters."""
 
     values: dict[str, float] = field(hash=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Tested:
-    """Results of an evaluation of the values of a step: means over the samples.
+@event
+class Tested(Event):
+    """An evaluation of the values of a step: means over the samples.
 
-    Attributes:
-        kind: "test" or "validate".
-        skipped: the number of evaluations that were left out until then, because an earlier one still ran.
+    kind: "test" or "validate". skipped: the number of evaluations that were left out because an earlier one still ran.
     """
 
     who: str
@@ -118,14 +131,12 @@ class Tested:
     skipped: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+@event
+class Failed(Event):
     """A process cannot continue.
 
-    Attributes:
-        kind: the kind of the cause, one of KINDS. "quarantine": the gradients of the process's worker group are not
-            finite again and again, and other groups could continue without it.
-        traceback: the traceback, or "".
+    kind: one of FAILURE_KINDS. "quarantine" means that the gradients of its worker group are repeatedly not finite;
+        other groups can continue without it. traceback: "" where there is none.
     """
 
     who: str
@@ -134,13 +145,13 @@ class Failed:
     traceback: str
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"Failed.kind = {self.kind!r}: must be one of {', '.join(KINDS)}")
+        if self.kind not in FAILURE_KINDS:
+            raise ValueError(f"Failed.kind = {self.kind!r}: must be one of {', '.join(FAILURE_KINDS)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A worker's program has ended without an error. Totals are as in StepDone."""
+@event
+class Finished(Event):
+    """A worker's program has ended well. The totals are those of StepDone."""
 
     who: str
     steps: int
@@ -154,72 +165,71 @@ class Finished:
     threads: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """A text that the user should read. The job continues."""
+@event
+class Notice(Event):
+    """A text for the user. The job continues."""
 
     who: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Output of a process to `stream`, "stdout" or "stderr"."""
+@event
+class Output(Event):
+    """A piece of a process's output. stream: "stdout" or "stderr"."""
 
     who: str
     stream: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """A worker has waited for messages for `seconds`, and continues to wait."""
+@event
+class Waits(Event):
+    """A worker has waited this long for servers or other workers, and still waits."""
 
     who: str
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """A process has done its work and is about to end.
+@event
+class Ending(Event):
+    """A process has completed its work and is about to end.
 
-    The end of a process without this event is a loss.
+    A process that ends without this event is lost.
     """
 
     who: str
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """A process has ended. A negative code is the signal that ended it."""
+@event
+class Exited(Event):
+    """A process has ended. code: the exit code, or minus the number of the signal."""
 
     who: str
     pid: int
     code: int
 
 
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    """A process was stopped by a signal such as SIGSTOP, and may be continued."""
+@event
+class Frozen(Event):
+    """A signal such as SIGSTOP has stopped a process, which may be continued."""
 
     who: str
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Thawed:
-    """A process that was stopped has been continued."""
+@event
+class Thawed(Event):
+    """A stopped process has been continued."""
 
     who: str
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A process has ended without a reason. Other events report the consequences.
+@event
+class Lost(Event):
+    """A process has ended without an announcement.
 
-    Attributes:
-        log: the end of the process's output.
+    log: the end of its log. Other events report what follows from the loss.
     """
 
     who: str
@@ -228,12 +238,11 @@ class Lost:
     log: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unrepeatable:
-    """A worker's group cannot be restarted alone, for the reason in `text`.
+@event
+class Unrepeatable(Event):
+    """A worker's group cannot restart alone; the text gives the reason.
 
-    Attributes:
-        job: the job as a whole cannot be restarted, either.
+    job: the whole job cannot restart either.
     """
 
     who: str
@@ -241,14 +250,12 @@ class Unrepeatable:
     job: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Incident:
-    """A process or connection was lost, and the job continues.
+@event
+class Incident(Event):
+    """A process was lost, and the job continues.
 
-    Attributes:
-        number: the incidents of a job have numbers from 0.
-        what, action: the loss, and the reaction to it, in words.
-        at_s: seconds since the job's start.
+    number: counted over the job, from 0. what: the loss, as text. action: its consequence, as text.
+    at_s: seconds since the start of the job.
     """
 
     number: int
@@ -258,14 +265,13 @@ class Incident:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """The workers that incident `number` had stopped train again.
+@event
+class Recovered(Event):
+    """The workers that an incident had stopped train again.
 
-    Attributes:
-        waited_s: seconds from the loss to the first step of the restarted workers.
-        others_s: the longest time in between for which a worker of another group reported no step. 0: there is no other
-            group. Workers report steps four times a second, so values up to 0.25 mean no wait.
+    waited_s: seconds from the loss to the first step of the restarted workers.
+    others_s: the longest time in between without a reported step of a worker of another group; 0 without another group.
+        Workers report their steps four times a second, so up to a quarter of a second is no delay.
     """
 
     number: int
@@ -273,13 +279,12 @@ class Recovered:
     others_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """Snapshot `number` is complete in the folder `path`.
+@event
+class Saved(Event):
+    """A snapshot is on disk.
 
-    Attributes:
-        step: the last step of worker group 0 in it.
-        why: "time" (seconds have passed), "step" (the job's `checkpoint_freq`), "end" (the job was asked to end).
+    path: its folder. step: the last step of worker group 0 in it.
+    why: "time" (seconds have passed), "step" (the job's `checkpoint_freq`) or "end" (the job was asked to end).
     """
 
     who: str
@@ -289,21 +294,19 @@ class Saved:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unsaved:
-    """A job that was asked to end cannot take a last snapshot; `text` says why."""
+@event
+class Unsaved(Event):
+    """A last snapshot cannot be taken; the text gives the reason."""
 
     who: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """A server's reply to a request to change a worker group.
+@event
+class Agreed(Event):
+    """A server's answer to a request about a worker group.
 
-    Attributes:
-        wish: "leave", "lose" or "join".
-        text: the reason of a refusal. Empty: agreed.
+    wish: "leave", "lose" or "join". text: the reason of a refusal; "": the server agrees.
     """
 
     who: str
@@ -312,11 +315,11 @@ class Agreed:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
-    """A worker group is absent from `at_s` seconds after the job's start on.
+@event
+class Left(Event):
+    """A worker group is absent from here on, and the job continues.
 
-    The job continues. `how` is the reason.
+    how: the reason, as text. at_s: seconds since the start of the job.
     """
 
     group: int
@@ -324,20 +327,20 @@ class Left:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """An absent worker group starts, `at_s` seconds after the job's start."""
+@event
+class Joined(Event):
+    """A worker group that was absent starts. at_s: seconds since the job's start."""
 
     group: int
     incarnation: int
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Bounded:
-    """A worker group of this script can have `most` workers, for the reason in `text`.
+@event
+class Bounded(Event):
+    """A script limits the number of workers in its group; the text gives the reason.
 
-    0: no other number than now.
+    most: the limit. 0: the number cannot change.
     """
 
     who: str
@@ -345,14 +348,12 @@ class Bounded:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Resized:
-    """The only worker group of a job has another number of workers after step `step`.
+@event
+class Resized(Event):
+    """The only worker group of a job has another number of workers from here on.
 
-    Attributes:
-        number: counted with the incidents. Its Recovered reports when the job trains again.
-        former, workers: the numbers of workers before and after.
-        at_s: seconds since the job's start.
+    number: counted with the incidents; its Recovered event reports when the job trains. step: the last one before the
+    change. at_s: seconds since the start of the job.
     """
 
     number: int
@@ -362,47 +363,49 @@ class Resized:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Covered:
-    """Standby number `shadows` of a server has the whole state. The first is 0."""
+@event
+class Covered(Event):
+    """A backup replica of a server is complete. shadows: its index, from 0."""
 
     who: str
     shadows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Missed:
-    """A server has lost the connection to its standby or to the coordinator.
+@event
+class Missed(Event):
+    """A server has lost its connection to its backup replica or to the first server.
 
-    The server does not know the cause.
+    The reason is unknown to the server.
     """
 
     who: str
 
 
-@dataclass(frozen=True, slots=True)
-class Differs:
-    """Standby number `shadows` of a server differs from its primary, and is replaced."""
+@event
+class Differs(Event):
+    """A backup replica of a server differs from the primary, and is replaced.
+
+    shadows: its index, from 0.
+    """
 
     who: str
     shadows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Final:
-    """The final parameters are in the file `path`. The job took `seconds`."""
+@event
+class Final(Event):
+    """The final parameters are in a file. seconds: the duration of the job."""
 
     path: str
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """Distance of a server from the other server groups, over all exchanges.
+@event
+class Apart(Event):
+    """The distance of a server from the other server groups, over all its exchanges.
 
-    Attributes:
-        updates_mean, updates_max: updates of other groups in one exchange.
-        share: the norm of the additions, divided by the norm of the values.
+    updates_mean, updates_max: updates of other groups that an exchange brought.
+    share: the norm of what the exchanges added, divided by the norm of the values.
     """
 
     who: str
@@ -412,12 +415,11 @@ class Apart:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class Tabled:
-    """Rows of a table on a server at the job's end.
+@event
+class Tabled(Event):
+    """The size of a server's part of a table at the end of the job.
 
-    Attributes:
-        bytes: bytes of values, optimizer state and index.
+    bytes: of values, optimizer state and index.
     """
 
     who: str
@@ -426,59 +428,19 @@ class Tabled:
     bytes: int
 
 
-Event = (
-    Serving
-    | Started
-    | StepDone
-    | Skipped
-    | Counted
-    | Metrics
-    | Tested
-    | Failed
-    | Finished
-    | Notice
-    | Output
-    | Waits
-    | Ending
-    | Exited
-    | Frozen
-    | Thawed
-    | Lost
-    | Unrepeatable
-    | Incident
-    | Recovered
-    | Saved
-    | Unsaved
-    | Agreed
-    | Left
-    | Joined
-    | Bounded
-    | Resized
-    | Covered
-    | Missed
-    | Differs
-    | Final
-    | Apart
-    | Tabled
-)
-
-_CLASSES: Mapping[str, type[Event]] = MappingProxyType({c.__name__: c for c in get_args(Event)})
-
-
 def to_json(event: Event) -> str:
-    """Return the event as one line, without a line end.
+    """Return an event as one line without its end.
 
-    NaN and Infinity are written as Python's json does.
+    A loss that is not finite is written as NaN or Infinity, as Python's json module does.
     """
-    values = {f.name: getattr(event, f.name) for f in fields(event)}
+    values = {f.name: getattr(event, f.name) for f in fields(event)}  # type: ignore[arg-type]
     return json.dumps({"event": type(event).__name__, **values}, separators=(",", ":"))
 
 
 def from_json(line: str) -> Event:
     """Return the event of a line.
 
-    Raises:
-        ValueError: `to_json` has not written the line. The text names the field.
+    Raises ValueError for a line that `to_json` did not write. The error names the field.
     """
     try:
         data = json.loads(line)
@@ -488,13 +450,14 @@ def from_json(line: str) -> Event:
     cls = _CLASSES.get(name) if isinstance(name, str) else None
     if cls is None:
         raise ValueError(f"no event: {line[:80]!r}")
-    kinds = {f.name: f.type for f in fields(cls)}
+    kinds = {f.name: f.type for f in fields(cls)}  # type: ignore[arg-type]
     if data.keys() != kinds.keys():
         raise ValueError(f"{name}: has the fields {sorted(data)}, must have {sorted(kinds)}")
     return cls(**{key: _checked(name, key, kinds[key], value) for key, value in data.items()})
 
 
 def _is_int(value: Any) -> bool:
+    # JSON's true is an int in Python, and no number of an event.
     return isinstance(value, int) and not isinstance(value, bool)
 
 

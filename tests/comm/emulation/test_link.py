@@ -14,6 +14,7 @@ from in_process_job import Cnn, adam, building, images, job_of, mlp, reference, 
 from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
 
 from topotrain.comm.emulation import link as emulated
+from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
 from topotrain.comm.emulation.link import (
     PACKET,
     REPAIR_S,
@@ -32,7 +33,7 @@ from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.job import Cluster, ConfigError, Job, Link
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.protocol import Values
-from topotrain.tools.cli import app
+from topotrain.tools.cli import job_arguments
 
 RATE = 1000.0  # bytes per second, where a number is looked at
 FAST = Link(bandwidth=2000.0)
@@ -311,7 +312,7 @@ class LinkedTown(Town):
 
     def wire(self, **changes: object) -> TcpTransport:
         network = EmulatedNetwork(LINKS[2], self._folder, "k", lambda address: address.role)
-        wire = TcpTransport(identity(**changes), network=network, lanes=self._lanes)
+        wire = EmulatedTcpTransport(network, identity(**changes), lanes=self._lanes)
         self.wires.append(wire)
         return wire
 
@@ -378,9 +379,9 @@ def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, 
     guest.attach(me, Recorder(), dial_only=True)
     for server in servers:
         guest.connect(me, server, "server")
-    kinds = [guest._ways[me, server].schemes[0] for server in servers]
+    kinds = [guest._routes[me, server].schemes[0] for server in servers]
     assert kinds == ["unix" if road == "kAuto" else "tcp", "tcp"]
-    assert type(guest._ways[me, servers[1]]._ways[me, servers[1]]._sock) is ShapedSocket
+    assert type(guest._routes[me, servers[1]]._routes[me, servers[1]]._sock) is ShapedSocket
     for each in (guest, here, there):
         each.close()
 
@@ -416,7 +417,7 @@ def test_a_link_changes_no_bit_of_larger_values(tmp_path: Path) -> None:
     ],
 )
 def test_a_link_in_short(text: str, link: Link) -> None:
-    assert app.parse_link(text) == link
+    assert job_arguments.parse_link(text) == link
 
 
 @pytest.mark.parametrize(
@@ -436,13 +437,13 @@ def test_a_link_in_short(text: str, link: Link) -> None:
 )
 def test_what_is_no_link(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        app.parse_link(text)
+        job_arguments.parse_link(text)
 
 
 def test_the_option_replaces_the_link_of_the_file() -> None:
     job = Job(cluster=Cluster(nworkers_per_group=2, link=Link(loss=0.1)))
-    assert app._linked(job, "1gbit").cluster == Cluster(nworkers_per_group=2, link=Link(bandwidth=1000.0))
-    assert app._linked(job, "") is job
+    assert job_arguments.with_link(job, "1gbit").cluster == Cluster(nworkers_per_group=2, link=Link(bandwidth=1000.0))
+    assert job_arguments.with_link(job, "") is job
     shared = Job(cluster=Cluster(nworkers_per_group=2, road="kShm"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="road = kShm: must be kAuto or kTcp with a link"):
-        app._linked(shared, "1gbit")
+        job_arguments.with_link(shared, "1gbit")

@@ -10,6 +10,7 @@ import torch
 from every_message import every_message
 from single_servers import Hall, server, started, worker
 
+from tests.support.in_process_job import FailureObserver
 from topotrain.config.job import Algorithm, Cluster
 from topotrain.config.topology import Address, layout
 from topotrain.core import protocol as m
@@ -24,7 +25,7 @@ from topotrain.extensions.collectives.collective_messages import CollectivePart
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
 from topotrain.extensions.replication.state_machine import UNCOUNTED
 from topotrain.extensions.tables.table_messages import TablePush
-from topotrain.launch.runtime.process_host import _ServerResident
+from topotrain.launch.runtime.process_host import HostOptions, ServerEndpoint
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.parallel.runtime.activation_messages import ActivationHello
 from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRequest
@@ -244,11 +245,12 @@ class NoRoads:
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_wrong_word_is_no_trouble_and_a_fault_of_ours_is(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     hall, troubles = Hall(join=False), []
-    resident = _ServerResident(
-        lambda answer: make_server(server(), hall.job, hall.topology, torch.zeros, deliver=answer),
+    resident = ServerEndpoint(
+        server(),
+        lambda me, answer: make_server(me, hall.job, hall.topology, torch.zeros, deliver=answer),
         NoRoads(),  # type: ignore[arg-type]
         threading.Condition(),
-        lambda: troubles.append(1),
+        HostOptions(FailureObserver(lambda: troubles.append(1))),
     )
     if broken:
         monkeypatch.setattr(Server, "_receive", lambda *_: {}[3])

@@ -46,7 +46,7 @@ from topotrain.launch import JobOutcome
 from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.monitor.progress_display import QuietProgress
 from topotrain.training.step_progress import ProgressReporter
-from topotrain.training.worker import SkippedStep, WorkerStats
+from topotrain.training.worker_stats import SkippedStep, WorkerStats
 
 Plan = Mapping[int, Set[tuple[int, int]]]
 """Step (from 0) -> (group, index) of the workers whose loss is not finite in it."""
@@ -67,7 +67,7 @@ def poisoned(plan: Plan, number: float = float("nan"), steps: int = STEPS):
             (loss,) = t.losses(cross_entropy, *batch)
             t.backward([loss * number if me in plan.get(step, ()) else loss])
             t.optimizer.step()
-        t.worker.settle()
+        t.worker.client.values.settle()
 
     return script
 
@@ -344,7 +344,7 @@ def test_clipping_by_the_servers_skips_the_whole_step() -> None:
             t.backward([loss * torch.nan if step == 2 and t.me.index == 1 else loss])
             t.worker.clip(0.1, 2.0)
             t.optimizer.step()
-            assert t.worker.last_norm >= 0
+            assert t.worker.tally.last_norm >= 0
 
     result = run_local(job_of(**HIDDEN), building(), script)
     assert finite(result)
@@ -441,14 +441,14 @@ def test_each_skip_is_told_once_and_counted() -> None:
     told: list[Event] = []
     me = Address(Role.WORKER, 0, 1)
     tally = WorkerStats(steps=4, started=1.0)
-    here = SimpleNamespace(me=me, emit=told.append, finishing=None)
-    telling = ProgressReporter(here, SimpleNamespace(tally=tally), lambda: (0, 0))  # type: ignore[arg-type]
-    tally.skip(SkippedStep(2, "worker 0/1", "a"))
-    telling(None)
-    telling(None)
-    tally.skip(SkippedStep(4, "", ""))
-    tally.skip(SkippedStep(5, "worker 0/0", "b"))
-    telling.finish()
+    here = SimpleNamespace(me=me, emit=told.append)
+    telling = ProgressReporter(here, SimpleNamespace(tally=tally), SimpleNamespace(traffic=lambda: (0, 0)))  # type: ignore[arg-type]
+    tally.add_skip(SkippedStep(2, "worker 0/1", "a"))
+    telling.after_step(None)
+    telling.after_step(None)
+    tally.add_skip(SkippedStep(4, "", ""))
+    tally.add_skip(SkippedStep(5, "worker 0/0", "b"))
+    telling.job_over()
     skips = [event for event in told if isinstance(event, Skipped)]
     assert [(e.step, e.total, e.by, e.parameter) for e in skips] == [
         (2, 1, "worker 0/1", "a"),

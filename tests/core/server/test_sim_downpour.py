@@ -218,7 +218,7 @@ def test_defect_6_servers_go_on_when_group_0_ends():
             seat.finish()
             if seat.me == town.workers[0]:
                 assert town.server(0, 0).version < 7
-                seat.door.final_values()
+                seat.door.values.fetch_final()
                 assert town.server(0, 0).version == 7, "the result is read after the drain"
                 assert same(seat.values(), [-part for part in total(pushed)]), f"seed {town.sim.seed}"
 

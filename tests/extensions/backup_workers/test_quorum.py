@@ -11,6 +11,7 @@ from topotrain.config.job import Cluster, ConfigError
 from topotrain.config.sharding import cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.bitmaps import NO_REVISION
+from topotrain.core.client.client_types import StepOutcome
 from topotrain.core.events import Notice
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import Commit, Push, StepVote
@@ -21,13 +22,14 @@ from topotrain.core.server.steps.step_policy import StepPolicy
 from topotrain.extensions.backup_workers.backup_messages import StepCatchUp
 from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
-from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay
+from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay, LateSteps
 from topotrain.tools.monitor.stragglers import stragglers
 from topotrain.tools.simulator.sim_cluster import parameters
 from topotrain.training.data.distributed_loader import ShardedLoader
 from topotrain.training.data.map_dataset import PLAIN, DataPlan
+from topotrain.training.data.step_batches import StepBatches
 from topotrain.training.step_progress import ProgressReporter
-from topotrain.training.worker import Worker, WorkerStats
+from topotrain.training.worker_stats import WorkerStats
 
 # --- whom a step waits for -----------------------------------------------------------------------------------------
 
@@ -238,7 +240,7 @@ def loader(office: Office, index: int = 0) -> ShardedLoader:
     made = ShardedLoader(
         DataLoader(TensorDataset(torch.arange(9)), batch_size=2), plan, office, office, LateBatchReplay(office)
     )
-    made.memory = office
+    made.resume_with(office)
     return made
 
 
@@ -259,24 +261,24 @@ def test_a_batch_is_given_again_until_it_counts():
         given.append(tuple(numbers.tolist()))
         office.verdict = len(given) not in (1, 2, 4)
     assert given == [(0, 1), (0, 1), (0, 1), (4, 5), (4, 5), (8,)]
-    assert office.said.count("through") == 1 and office.said.count("drawn") == 6
+    assert office.said.count("finish_epoch") == 1 and office.said.count("drawn") == 6
 
 
 def test_what_a_script_does_not_wait_to_be_given_again_is_counted_and_told():
     """It leaves its loop behind a step that came too late, and another time behind one that counted."""
-    told, tally, exchange = [], WorkerStats(started=1.0), SimpleNamespace()
+    told, tally = [], WorkerStats(started=1.0)
     office = Office()
-    exchange.late_steps = SimpleNamespace(through=lambda epoch: None)
-    worker = SimpleNamespace(_marks={}, tally=tally, exchange=exchange, counts_given=office.counts_given)
-    office.left_early = lambda epoch, batches: Worker.left_early(worker, epoch, batches)
+    worker = SimpleNamespace(batches=StepBatches(), tally=tally)
+    steps = LateSteps(worker, SimpleNamespace(through=lambda epoch: None))
+    office.left_early = lambda epoch, batches: steps.leave_epoch(epoch)
     passes = loader(office)
-    for verdict in (False, True, False):
+    for late in (True, False, True):
         for _ in passes:
-            office.verdict = verdict
+            steps.after_commit(StepOutcome(0, (), False, -1.0, late=late))
             break
     assert tally.dropped == 2
-    here = SimpleNamespace(me=Address(Role.WORKER, 0, 1), emit=told.append, finishing=None)
-    ProgressReporter(here, worker, lambda: (0, 0)).finish()
+    here = SimpleNamespace(me=Address(Role.WORKER, 0, 1), emit=told.append)
+    ProgressReporter(here, worker, SimpleNamespace(traffic=lambda: (0, 0))).job_over()
     (notice,) = [event for event in told if isinstance(event, Notice)]
     assert notice.text.startswith("2 batches came too late for their step and count for nothing")
 

@@ -479,7 +479,7 @@ def at_rest(seat: Seat, archive: Archive, moment: float) -> None:
         seat.step(seat.numbers())
     seat.finish()
     if seat.me.group == 0:
-        seat.door.final_values()
+        seat.door.values.fetch_final()
         seat.sleep(moment, moment)
         archive.ask()
 

@@ -8,7 +8,7 @@ from simulation import job, trace
 
 from topotrain.config.job import Compression
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Client
+from topotrain.core.client.rejoin import Rejoin
 from topotrain.core.server.consistency import RESTARTS, DecisionLog
 from topotrain.core.server.gradients.gradient_source import GradientSource
 from topotrain.core.server.pull_replies import PullReplies
@@ -243,31 +243,18 @@ def words_before_the_greeting(patch):
 def taken_for_mine(patch):
     """A worker takes what comes before the echo for its own."""
 
-    def at_once(method):
-        def taken(self, sender, message, *more):
-            unheard = self._unheard
-            if not isinstance(message, m.WorkerRejoined):
-                self._unheard = set()
-            try:
-                return method(self, sender, message, *more)
-            finally:
-                self._unheard = unheard
-
-        return taken
-
-    patch.setattr(Client, "handle", at_once(Client.handle))
-    patch.setattr(Client, "place", at_once(Client.place))
+    patch.setattr(Rejoin, "admits", lambda self, sender, message: True)
 
 
 def speaks_at_once(patch):
     """A worker does not wait for the echo."""
 
-    def come_back(self):
-        for server in sorted(self._unheard):
-            self._send(server, m.WorkerRejoined(self._incarnation))
-        self._unheard = set()
+    def announce(self):
+        for server in sorted(self._pending):
+            self._channel.send(server, m.WorkerRejoined(self._incarnation))
+        self._pending = set()
 
-    patch.setattr(Client, "come_back", come_back)
+    patch.setattr(Rejoin, "announce", announce)
 
 
 def streams_forgotten(patch):

@@ -22,7 +22,7 @@ def train(seat: Seat, spoil: int = -1) -> None:
         seat.step(seat.numbers(scale=0.01))
     seat.finish()
     if seat.me.index == 0:
-        seat.door.final_values()
+        seat.door.values.fetch_final()
         seat.door.buffers.final()
     town.ends[seat.me] = list(seat.values())
 

@@ -39,7 +39,7 @@ def train(seat: Seat) -> None:
     assert left is not None
     seat.finish()
     if main:
-        door.final_values()
+        door.values.fetch_final()
         door.buffers.final()
     lines = town.lifelines[seat.me]
     lines.leave()
@@ -116,14 +116,14 @@ def hidden(apply: Apply, kill: tuple[int, int] | None = None, loses: bool = Fals
             dice = torch.Generator().manual_seed(100 * step + seat.me.index)
             parts = [torch.randn(p.shape, generator=dice, dtype=getattr(torch, p.dtype)) for p in town.map.parameters]
             if apply is Apply.kOnArrival:
-                door.rates(b"")
-                door.end_backward(seat.steps, 0, 1.0, seat.push(parts))
+                door.gradients.set_rates(b"")
+                door.gradients.end_backward(seat.steps, 0, 1.0, seat.push(parts))
                 seat.commit(revisions=())
             else:
                 seat.step(parts)
         seat.finish()
         if seat.me.index == 0:
-            door.final_values()
+            door.values.fetch_final()
             door.buffers.final()
         town.lifelines[seat.me].leave()
         town.sim.wait(lambda: town.lifelines[seat.me].left)

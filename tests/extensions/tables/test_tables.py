@@ -35,7 +35,7 @@ from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_messages import TableOpen, TablePull, TablePush, TableStep
 from topotrain.extensions.tables.table_server import TableServer
 from topotrain.extensions.tables.table_spec import TableSpec, initial_rows, pack_ids
-from topotrain.launch.runtime.process_host import WorkerConnections, serve
+from topotrain.launch.runtime.process_host import HostOptions, WorkerConnections, serve
 
 QUIET = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -501,7 +501,7 @@ def without_model(job: Job, script: Callable[[TableClient, Address], None], dire
     for unit in topology.units if not topology.inline else ():
         if unit.servers:
             threads.append(
-                guarded(partial(serve, place(), unit.servers, lambda *_: None, lambda: None))  # type: ignore[arg-type]
+                guarded(partial(serve, place(), unit.servers, HostOptions()))  # type: ignore[arg-type]
             )
     for thread in threads:
         thread.join(30)
@@ -680,13 +680,19 @@ BLOCK = 1 << 14  # elements of a row: a multiple of 64, so that an update cut th
 
 
 def dense_spec(name: str, numel: int, **more: Any) -> TableSpec:
-    """The table of a key of so many elements, as rows of BLOCK elements."""
     width = max(1, min(numel, BLOCK))
     return TableSpec(name, max(1, -(-numel // width)), width, dense=True, **{"init": "given", **more})
 
 
-def blocks(spec: TableSpec, value: torch.Tensor) -> tuple[range, torch.Tensor]:
-    return range(spec.rows), nn.functional.pad(value, (0, spec.rows * spec.width - len(value))).view(-1, spec.width)
+def blocks(value: torch.Tensor) -> tuple[range, torch.Tensor]:
+    """The rows of a key: all of them, the last one filled up."""
+    width = max(1, min(value.numel(), BLOCK))
+    rows = -(-value.numel() // width)
+    return range(rows), torch.cat([value, value.new_zeros(rows * width - value.numel())]).view(rows, width)
+
+
+def pulled(door: TableClient, name: str, numel: int) -> torch.Tensor:
+    return door.wait(door.pull_async(name, blocks(torch.empty(numel))[0])).view(-1)[:numel]
 
 
 @pytest.mark.parametrize("numel", [1, 63, 16384, 50_001])
@@ -702,16 +708,14 @@ def test_a_dense_key_has_torchs_bits(cls: Any, mode: str, numel: int) -> None:
 
     def script(seat: Seat) -> None:
         door = door_of(seat)
-        spec = dense_spec("key", numel, mode=mode, first=1)
-        door.open(spec)
-        door.assign("key", *blocks(spec, start))
+        door.open(dense_spec("key", numel, mode=mode, first=1))
+        door.assign("key", *blocks(start))
         door.set_optimizer("key", rule(cls, **more))
         for grad in grads:
             value.grad = grad.clone()
             optimizer.step()
-            door.push("key", *blocks(spec, grad))
-            found = door.pull("key", range(spec.rows))
-            assert torch.equal(found.view(-1)[:numel], value.detach())
+            door.push("key", *blocks(grad))
+            assert torch.equal(pulled(door, "key", numel), value.detach())
         assert sum(size.value_bytes for size in door.stats("key")) >= 4 * numel
         door.close()
 
@@ -726,13 +730,13 @@ def test_mixed_modes_without_optimizer_assign_and_add() -> None:
         for mode in ("sync", "async"):
             door.open(dense_spec(mode, 5, mode=mode))
             if rank == 0:
-                door.assign(mode, [0], torch.full((1, 5), 7.0))
+                door.assign(mode, *blocks(torch.full((5,), 7.0)))
         door.barrier()
         for mode in ("sync", "async"):
-            door.push(mode, [0], torch.full((1, 5), 1.0 + rank))
+            door.push(mode, *blocks(torch.full((5,), 1.0 + rank)))
         door.barrier()
         for mode, wanted in (("sync", 3.0), ("async", 10.0)):
-            assert door.pull(mode, [0]).tolist() == [[wanted] * 5]
+            assert pulled(door, mode, 5).tolist() == [wanted] * 5
         door.close()
 
     town.play(script)

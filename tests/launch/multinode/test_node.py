@@ -5,7 +5,6 @@ Here every unit is a process, and parts are played in place of training.
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from folder_wipe import wipe
+from folder_wipe import block, wipe
 
 from tests.support.launch_targets import MARK, marked, parts, small_job, wait_for
 from topotrain.comm.store import StoreError, maintained_values, open_store, within
@@ -402,8 +401,7 @@ def test_without_a_store_whoever_is_done_ends_alone_and_says_so(company, monkeyp
     monkeypatch.setattr(company_module, "BEAT_S", 0.05)
     monkeypatch.setattr(company_module, "AWAY_S", 0.3)
     (first, _), (second, _) = company(0, units=2), company(1, units=2)
-    shutil.rmtree(tmp_path / "store")
-    (tmp_path / "store").write_text("no folder")
+    block(tmp_path / "store")
     for each in (first, second):
         each.finish([])
         end = each.wait(10)

@@ -11,11 +11,11 @@ from topotrain.core.protocol import Receiver
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
-import json, topotrain.launch.runtime.worker_composition
+import json, topotrain.launch.runtime.prepare_composition
 from topotrain.config.job import Cluster
 from topotrain.config.topology import layout
 from topotrain.core.protocol import KINDS
-from topotrain.launch.runtime.client_composition import client_extensions
+from topotrain.launch.runtime.worker_composition import client_extensions
 
 client_extensions(layout(Cluster(nworkers_per_group=2, backup=1)))
 print(json.dumps(sorted(KINDS)))

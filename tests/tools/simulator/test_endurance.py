@@ -138,7 +138,8 @@ def test_what_is_forgotten_of_a_stream_is_known_and_not_new() -> None:
 
 
 def test_streams_are_kept_as_long_as_a_snapshot_has_to_list_them() -> None:
-    streams = AppliedBatches(listed=True)
+    streams = AppliedBatches()
+    streams.keep_until_closed()
     for epoch in range(10):
         streams.record((epoch << 32 | STATIC | 2, 0, 2))
     assert len(streams.counts()) == 10

@@ -7,7 +7,7 @@ import torch
 
 from topotrain.config.job import Cluster, ConfigError, Job, Placement
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Client
+from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.server.consistency import ApplyOrder, DecisionLog
 from topotrain.core.server.group_sync import MasterSync
 from topotrain.core.server.model_start import ModelStart
@@ -240,8 +240,8 @@ def unasked_values(patch):
 
         return taken
 
-    patch.setattr(Client, "_land", any_round(Client._land))
-    patch.setattr(Client, "place", any_round(Client.place))
+    patch.setattr(ValuePull, "on_values", any_round(ValuePull.on_values))
+    patch.setattr(ValuePull, "place", any_round(ValuePull.place))
 
 
 def begun_alone(patch):

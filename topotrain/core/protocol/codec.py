@@ -13,14 +13,16 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from topotrain.core.message_limits import MAX_BODY as MAX_BODY
+from topotrain.core.message_limits import MAX_META as MAX_META
+from topotrain.core.message_limits import ProtocolError as ProtocolError
+from topotrain.core.protocol.message import KINDS, Message, kind_of
 
-from topotrain.core.protocol.message import KINDS, Message, ProtocolError, kind_of
+if TYPE_CHECKING:
+    import torch
 
-MAX_META = 64 * 1024
-MAX_BODY = 64 * 1024 * 1024
 MAX_TEXT = 48 * 1024  # less than MAX_META, which leaves space for the other fields of a message
 
 
@@ -92,7 +94,7 @@ def encode(message: Message) -> tuple[int, bytes]:
     return message.KIND, meta
 
 
-def decode(kind: int, meta: bytes, body: torch.Tensor | None = None) -> Message:
+def decode(kind: int, meta: bytes, body: "torch.Tensor | None" = None) -> Message:
     """Return the message of a type number and its meta.
 
     Raises:

@@ -9,18 +9,17 @@ imported.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-import torch
+from topotrain.core.message_limits import ProtocolError as ProtocolError
+
+if TYPE_CHECKING:
+    import torch
 
 MOST = 1 << 62
 """Bound of numbers. A few additions of smaller numbers still fit into 64 bits on the wire."""
 MOST_EPOCHS = 1 << 31  # an epoch and a lease share one 64-bit number of a data stream
 MOST_SAMPLES = 1 << 53  # weights are counts, and float64 counts exactly up to here
-
-
-class ProtocolError(Exception):
-    """A peer sent bytes that are not a message, or a message that is not allowed now."""
 
 
 class Sender(Enum):
@@ -116,7 +115,7 @@ class Message:
     NAMES_GROUP: ClassVar[bool] = False
     HANDLED: ClassVar[str] = "handle"
     SENT: ClassVar[str] = "send"
-    body: torch.Tensor | None = field(default=None, compare=False, repr=False, kw_only=True)
+    body: "torch.Tensor | None" = field(default=None, compare=False, repr=False, kw_only=True)
 
     def is_valid(self) -> bool:
         """Return whether the numbers are possible.

@@ -12,7 +12,6 @@ from topotrain.core.server.groups.worker_groups import WorkerGroups
 from topotrain.core.server.message_queue import MessageQueue
 from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.core.server.shard_state import ShardState
-from topotrain.core.server.shutdown import Shutdown
 from topotrain.core.server.startup import Startup
 from topotrain.core.server.steps.decisions import Decisions
 from topotrain.core.server.steps.pulls import Pulls
@@ -24,7 +23,7 @@ class ModelStart:
     """Starts one server.
 
     Args:
-        state, startup, groups, pulls, decisions, exchange, shutdown, queue, hooks: parts of the server.
+        state, startup, groups, pulls, decisions, exchange, queue, hooks: the parts of the server that it uses.
     """
 
     def __init__(
@@ -35,13 +34,12 @@ class ModelStart:
         pulls: Pulls,
         decisions: Decisions,
         exchange: GroupExchange,
-        shutdown: Shutdown,
         queue: MessageQueue,
         hooks: ExtensionHooks,
     ) -> None:
         self._hooks = hooks
         self._state, self._startup, self._groups, self._pulls = state, startup, groups, pulls
-        self._decisions, self._exchange, self._shutdown, self._queue = decisions, exchange, shutdown, queue
+        self._decisions, self._exchange, self._queue = decisions, exchange, queue
         self._held: list[tuple[Address, m.Message]] = []
         self._ready_groups: set[int] = set()
 
@@ -103,7 +101,7 @@ class ModelStart:
         state.open(model)
         if state.start.clocks is not None:
             self._groups.restore_clocks(state.start.clocks)
-        self._shutdown.expect_buffers(len(model.schema.buffers))
+        self._exchange.expect_buffers(len(model.schema.buffers))
         for part in model.schema.parts() if state.me.group != 0 else ():
             self._queue.send(Address(Role.SERVER, 0, state.me.index), part)
         self._queue.handle_later(self._held)

@@ -100,7 +100,7 @@ class Server:
         self.steps = StepPipeline(*parts, self.pulls, self.exchange, self.queue, self.hooks)
         self.decisions = Decisions(*parts, self.steps, self.queue, self.hooks)
         self.startup = Startup(me, job, topology, allocate, shared, self.queue.send)
-        ends = (self.exchange, self.shutdown, self.queue, self.hooks)
+        ends = (self.exchange, self.queue, self.hooks)
         self.start = ModelStart(self.state, self.startup, self.worker_groups, self.pulls, self.decisions, *ends)
         self._core_handlers = self._handlers = self._handled_here()
 

@@ -1,11 +1,11 @@
 """Backup workers: a step of a synchronous group is made without the last of its workers (Chen et al., 2016).
 
-Rule: the coordinator decides whose gradients make a step, from what all shards have of it, and its decision names them;
-so the mean is over the same workers on every shard. What anybody else pushed for that step counts for nothing: who
-comes too late is told so, is shown the values as they are between two steps (the same two on every shard), and does the
-batch again. Its data stream is its own, so a batch counts once, whenever it counts.
+Rule: the coordinator decides which workers' gradients make a step, from those that all shards have, and its decision
+names the workers. So the mean is over the same workers on every shard. What other workers have pushed for that step
+does not count. A late worker is told so, is sent the values between two steps (the same two on every shard), and does
+its batch again. Its data stream is its own, so a batch counts once, whenever it counts.
 
-At the end of an epoch the workers that came late have batches left. Who has none waits for them, and is not waited for.
+At the end of an epoch late workers have batches left. A worker without batches waits for them; no step waits for it.
 """
 
 from collections.abc import Collection

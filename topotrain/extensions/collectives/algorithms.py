@@ -109,15 +109,6 @@ def traffic(algorithm: Algorithm, per_home: Sequence[int]) -> tuple[tuple[int, i
     return tuple(zip(sent, received, strict=True))
 
 
-def bytes_per_rank(algorithm: Algorithm, size: int, nbytes: int) -> tuple[tuple[int, int], ...]:
-    """Return `traffic` for `nbytes` bytes that are spread evenly over the homes.
-
-    Every rank sends 2(P-1)/P of the bytes. Under kNaive rank 0 sends (P-1) times the bytes and the others send them
-    once.
-    """
-    return traffic(algorithm, [nbytes * (home + 1) // size - nbytes * home // size for home in range(size)])
-
-
 # --- inputs and outputs ------------------------------------------------------------------------------------------
 
 

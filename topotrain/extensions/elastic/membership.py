@@ -1,16 +1,16 @@
-"""Who may be heard: a worker group that was started again is a new generation, and its words are not those before it.
+"""Incarnations of worker groups: a group that was started again is another one.
 
-Rule: a group lives and dies as a whole. Its incarnation is 0 at first and rises when its workers are started again. A
-shard that hears of a newer one hears nobody of the group until the coordinator has decreed the change in its log of
-decisions (`consistency`): every shard carries it out between the same two steps, so a step of the dead was applied by
-all or by none. From there on a worker is heard once it has said itself which incarnation it is of. What was applied
-counts for ever, by data stream; everything else that the group had said is forgotten.
+Rule: a group starts and ends as a whole. Its incarnation is 0 at first and rises when its workers are started again. A
+shard that learns of a newer incarnation drops the messages of the group until the coordinator has decreed the change
+in its log of decisions (`consistency`). Every shard carries the change out between the same two steps, so a step of
+the former workers was applied by all shards or by none. From there on the messages of a worker count once it has sent
+its incarnation. Applied batches count for ever, by data stream. Everything else that the group had sent is forgotten.
 
-Where a step can do without some of its workers (`regrouping.singly`), each of them lives and dies by itself, and all
-this is true of one worker: the others go on.
+Where a step needs only some of its workers (`eligibility.singly`), each of them starts and ends by itself. All this is
+then true of one worker, and the others continue.
 
-Groups that use other servers are known to server (0,0), too, which hands out the batches: it asks their coordinator
-how far they came (`AppliedBatchesOfStreams`) before it gives the rest to others.
+Server (0,0), which hands out the batches, knows the groups of other servers, too. It asks their coordinator for their
+progress (`AppliedBatchesOfStreams`) before it gives the rest to other groups.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,7 +46,7 @@ STREAMS = 2000
 
 
 Key = int | Address
-"""Who lives and dies together: a worker group, or one worker."""
+"""A worker group, or one worker that starts and ends by itself."""
 
 
 @dataclass(slots=True)
@@ -59,24 +59,24 @@ class _Group:
 
 
 class Members:
-    """The worker groups that one server knows, and whom it hears.
+    """The incarnations of the worker groups that one server knows.
 
     Args:
-        keys: worker groups, or (singly) workers, who live and die by themselves.
+        keys: worker groups, or (singly) workers that start and end by themselves.
     """
 
     def __init__(self, keys: Iterable[Key], singly: bool = False) -> None:
         self._singly = singly
         self._groups = {key: _Group() for key in keys}
         self.changed = False
-        """Some group is not of its first incarnation any more; until then everybody is heard."""
+        """Some group is not of its first incarnation any more; until then all messages count."""
 
     def key(self, worker: Address) -> Key:
-        """With whom a worker lives and dies."""
+        """The unit that starts and ends with a worker."""
         return worker if self._singly else worker.group
 
     def hears(self, worker: Address) -> bool:
-        """Whether a worker's words count, and whether it may be told anything."""
+        """Whether messages from and to a worker count."""
         group = self._groups.get(self.key(worker))
         return group is None or (group.asked == group.incarnation and self.counts(worker))
 
@@ -86,7 +86,7 @@ class Members:
         return not group.asked or worker in group.here
 
     def incarnation(self, key: Key) -> int:
-        """Whose words count here; a group whose workers live by themselves is always the first."""
+        """The incarnation that counts here; 0 for a group of workers that start by themselves."""
         return self._groups[key].incarnation if key in self._groups else 0
 
     def asked(self, key: Key) -> int:
@@ -100,7 +100,7 @@ class Members:
             group.here.add(worker)
 
     def expect(self, key: Key, incarnation: int) -> bool:
-        """Nobody of an earlier incarnation is heard any more. False: that is so already."""
+        """Drop messages of earlier incarnations. False: that is so already."""
         known = self._groups[key]
         new = incarnation > known.asked
         if new:
@@ -109,19 +109,19 @@ class Members:
         return new
 
     def restarted(self, key: Key, incarnation: int) -> list[Address]:
-        """The change is carried out here; returns who waits for that."""
+        """The change is carried out here; returns the workers that wait for that."""
         self.expect(key, incarnation)
         known = self._groups[key]
         known.incarnation = max(known.incarnation, incarnation)
         return sorted(known.here) if known.asked == known.incarnation else []
 
     def deserted(self, group: int, incarnation: int) -> bool:
-        """Whether nobody of this incarnation, or of a later one, has been heard of: those before it have left."""
+        """Whether no worker of this incarnation, or of a later one, has been here."""
         known = self._groups[group]
         return known.asked < incarnation or (known.asked == incarnation and not known.here)
 
     def undone(self) -> list[tuple[Key, int]]:
-        """(who, incarnation) that was heard of, and is not carried out."""
+        """(key, incarnation) of changes that are known, and not carried out."""
         return [(key, known.asked) for key, known in self._groups.items() if known.asked > known.incarnation]
 
     def state_dict(self) -> State:

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from topotrain.comm.backoff import spread
-from topotrain.comm.router import Router, RouterConfig, spoken
+from topotrain.comm.router import Router, RouterConfig, published_kind
 from topotrain.comm.security.handshake import Peer
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.config.topology import Address, Role
@@ -136,10 +136,10 @@ class PrimaryEndpoint:
     def lost(self, peer: Address, reason: str) -> None:
         """See `wire.Endpoint.lost`."""
         if peer == self.lead.shadow:
-            if not self._roads.leads(self.lead.me, peer):  # else a new standby is connected already
+            if not self._roads.has_route(self.lead.me, peer):  # else a new standby is connected already
                 self._missing()
         elif peer.role is Role.SERVER:
-            if not self._roads.leads(self.lead.me, peer):  # else there is a new connection already
+            if not self._roads.has_route(self.lead.me, peer):  # else there is a new connection already
                 with self._lock:
                     self.lead.parted(peer)
                 self._parted(self.lead.me, peer)
@@ -373,7 +373,7 @@ class ReplicatedServers:
         self._speakers: dict[Address, PrimaryEndpoint] = {}
         self._listeners: dict[Address, StandbyEndpoint] = {}
         self._orders: SimpleQueue[Mapping[int, ReplicaSet]] = SimpleQueue()
-        roads.admit(self._admit)
+        roads.set_admission(self)
 
     # --- start ---------------------------------------------------------------------------------------------------
 
@@ -479,7 +479,7 @@ class ReplicatedServers:
         urls = self._roads.attach(server, speaker)
         speaker.do(lambda lead: lead.orphaned())
         self._roads.publish("server", server, urls)
-        self._roads.publish(spoken(where.moves), server, urls)
+        self._roads.publish(published_kind(where.moves), server, urls)
         self._opened(self)
 
     def _meet(self, old: Mapping[int, ReplicaSet], new: Mapping[int, ReplicaSet], risen: list[Address]) -> None:
@@ -517,14 +517,14 @@ class ReplicatedServers:
             if time.monotonic() > until:
                 self._seat.despair(f"{speaker.lead.me} has lost {self._servers[0]}, and no end of it was reported")
 
-    def _admit(self, peer: Peer, there_already: bool) -> None:
+    def admit(self, peer: Peer, connected: bool) -> None:
         """Refuse a former primary that does not know yet that it was replaced."""
         if peer.address in self._speakers:
             raise Refused("FENCED", f"{peer.address} has moved to another process")
 
     def _call(self, speaker: PrimaryEndpoint, moves: int) -> None:
         coordinator = self._servers[0]
-        self._roads.connect(speaker.lead.me, coordinator, spoken(moves), anew=True)
+        self._roads.connect(speaker.lead.me, coordinator, published_kind(moves), anew=True)
         speaker.do(lambda lead: lead.reconnected(coordinator))
 
     def _follow(self, speaker: PrimaryEndpoint, where: ReplicaSet) -> None:

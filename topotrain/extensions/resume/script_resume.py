@@ -33,6 +33,7 @@ from topotrain.training.context import Context
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import EpochStart, ShardedLoader
 from topotrain.training.data.map_dataset import ResumePoint
+from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.rng_state import Stand, put_back, stand
 from topotrain.training.worker import Worker
 
@@ -47,7 +48,7 @@ def _saves(here: Context) -> bool:
     return restarts or takes_snapshots(job, topology)
 
 
-class ScriptResume:
+class ScriptResume(ScriptPosition):
     """Records the position of a worker's script, and restores it in a fresh process.
 
     Args:
@@ -74,7 +75,7 @@ class ScriptResume:
         self._marked: tuple[object, ...] = ()
         self._latest: WorkerState | None = None
         self._latest_step = -1
-        worker.tally.steps = self._earlier.steps
+        worker.tally.continue_from(self._earlier.steps)
         if self._earlier.returned:
             worker.rejoin(self._earlier.taken)
         if self._earlier.condition is not None:
@@ -117,7 +118,7 @@ class ScriptResume:
 
     def opening(self, sight: EpochStart) -> tuple[ResumePoint, bool]:
         earlier, condition = self._earlier, self._earlier.condition
-        opening, device = earlier.opening(sight), self._worker.exchange.device
+        opening, device = earlier.opening(sight), self._worker.device
         self._generators, kept_iterator = sight.generators, False
         begin, fresh = {}, sight.fresh
         if condition is not None and earlier.restores(sight.epoch):
@@ -142,7 +143,7 @@ class ScriptResume:
 
     def opened(self) -> None:
         if self._moment:
-            put_back(self._moment, self._generators, self._worker.exchange.device)
+            put_back(self._moment, self._generators, self._worker.device)
         self._moment = {}
 
     # --- save ----------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class ScriptResume:
             self._here.loop_ended()
 
     def _check_whether_it_leaves(self) -> None:
-        if self._worker.leaves or self._worker.exchange.extension(DataClient).leaves:
+        if self._worker.leaves or self._worker.client.extension(DataClient).leaves:
             raise GroupLeaving
 
     def given(self) -> None:
@@ -198,7 +199,7 @@ class ScriptResume:
         """Save the state at the end of the script, with no pass under way."""
         if self._worker.snapshot and self._worker.lazy:
             self._save_for_snapshot()
-        self._worker.settle()
+        self._worker.client.values.settle()
         if self._worker.snapshot:
             passes = self._here.loader.passes if self._here.loader is not None else self._at.passes
             self._at = replace(self._at, passes=max(passes, self.first), begin=self._generator_state(), draw={})
@@ -212,7 +213,7 @@ class ScriptResume:
         self._now = {}
 
     def _generator_state(self) -> Stand:
-        return stand(self._generators, self._worker.exchange.device)
+        return stand(self._generators, self._worker.device)
 
     def _whole(self, now: Stand) -> WorkerState:
         tensors: dict[str, torch.Tensor] = {}
@@ -241,8 +242,8 @@ class ScriptResume:
 
     def _save(self, number: int, condition: WorkerState) -> None:
         data = torch.frombuffer(bytearray(condition.to_bytes()), dtype=torch.uint8)
-        with self._worker.exchange.spans.span("deposit"):
-            self._worker.exchange.extension(WorkerStateClient).save(number, data)
+        with self._worker.client.channel.spans.span("deposit"):
+            self._worker.client.extension(WorkerStateClient).save(number, data)
 
     # --- the script's loop ---------------------------------------------------------------------------------------
 
@@ -279,6 +280,6 @@ class ScriptResume:
         if was is not None:
             self._rates.restore(self._earlier.later or was)
             if self._earlier.own:
-                put_back(was.begin, (), self._worker.exchange.device)
+                put_back(was.begin, (), self._worker.device)
         self._at = replace(self._at, begin=self._generator_state())
         self._begin()

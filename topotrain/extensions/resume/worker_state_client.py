@@ -4,8 +4,10 @@ import torch
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.client.client_extension import ClientAccess, ClientExtension
-from topotrain.core.client.client_types import present_body
+from topotrain.core.client.client_extension import ClientExtension
+from topotrain.core.client.client_model import ClientModel, present_body
+from topotrain.core.client.server_channel import ServerChannel
+from topotrain.core.client.value_pull import ValuePull
 from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, WorkerStateRequest
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, PartialState, cut, room
 
@@ -19,9 +21,9 @@ class WorkerStateClient(ClientExtension):
         self._arrivals: dict[int, PartialState] = {}
         self._loaded: dict[int, torch.Tensor | None] = {}
 
-    def bind(self, client: ClientAccess) -> None:
+    def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
         """As `ClientExtension.bind`."""
-        self._client = client
+        self._channel = channel
 
     def save(self, number: int, data: torch.Tensor) -> None:
         """Save this worker's state under a number (see `WorkerStatePart`).
@@ -29,19 +31,19 @@ class WorkerStateClient(ClientExtension):
         Args:
             data: 1-D uint8. It is sent later, so it must not change any more.
         """
-        for part in cut(self._client.me, number, data):
-            self._client.tell(self._client.desk, part)
+        for part in cut(self._channel.me, number, data):
+            self._channel.send(self._channel.first_server, part)
 
     def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the state when the last epoch began, and its changes since.
 
         Either is None if there is none.
         """
-        with self._client.waiter.update():
+        with self._channel.waiter.update():
             self._arrivals.clear()
             self._loaded.clear()
-        self._client.tell(self._client.desk, WorkerStateRequest())
-        self._client.wait_until(lambda: self._loaded.keys() >= {EPOCH, SINCE})
+        self._channel.send(self._channel.first_server, WorkerStateRequest())
+        self._channel.wait_until(lambda: self._loaded.keys() >= {EPOCH, SINCE})
         return self._loaded[EPOCH], self._loaded[SINCE]
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
@@ -50,7 +52,7 @@ class WorkerStateClient(ClientExtension):
         Raises:
             ProtocolError: it is a part of another worker's state.
         """
-        return room(self._client.me, message) if isinstance(message, WorkerStatePart) else None
+        return room(self._channel.me, message) if isinstance(message, WorkerStatePart) else None
 
     def handle(self, sender: Address, message: m.Message) -> None:
         """Receive a part of the state, or the reply that there is none."""

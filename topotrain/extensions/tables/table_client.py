@@ -1,10 +1,10 @@
 """Client of one worker for tables: open, pull, push.
 
-    client = TableClient(exchange, topology, job)    # one per worker, with cluster.nserver_groups = 1
-    client.open(TableSpec("words", -1, 64, optimizer=optimizer_text(SGD([p], lr=0.1)), init="normal 0 0.01"))
-    rows = client.pull("words", ids)                 # (n, 64)
-    client.push("words", ids, gradients)             # rows that are named twice are added up
-    client.close()                                   # at the end of the script, before the worker finishes
+    tables = TableClient(client, topology, job)      # one per worker, with cluster.nserver_groups = 1
+    tables.open(TableSpec("words", -1, 64, optimizer=optimizer_text(SGD([p], lr=0.1)), init="normal 0 0.01"))
+    rows = tables.pull("words", ids)                 # (n, 64)
+    tables.push("words", ids, gradients)             # rows that are named twice are added up
+    tables.close()                                   # at the end of the script, before the worker finishes
 
 The mode of the table (`TableSpec`) decides when a push counts:
 
@@ -92,7 +92,7 @@ class TableClient(ClientExtension):
     """The tables of a job for one worker; see above.
 
     Args:
-        exchange: the worker's client.
+        client: the worker's client of the servers.
         topology, job: its job.
 
     Raises:
@@ -101,14 +101,14 @@ class TableClient(ClientExtension):
 
     messages = TABLE_REPLIES
 
-    def __init__(self, exchange: Client, topology: Topology, job: Job) -> None:
+    def __init__(self, client: Client, topology: Topology, job: Job) -> None:
         groups = job.cluster.nserver_groups
         if groups != 1:
             raise ConfigError(
                 "cluster.nserver_groups", groups, "must be 1 in a job with tables: each row is on one server"
             )
-        self._exchange, self._job = exchange, job
-        self._servers = exchange.servers
+        self._channel, self._job = client.channel, job
+        self._servers = client.channel.servers
         self._shards = topology.shards
         self._tables: dict[str, _Open] = {}
         self._lock = threading.Lock()  # numbers go out in order, also from autograd's threads
@@ -122,7 +122,7 @@ class TableClient(ClientExtension):
         self._barriers: set[tuple[Address, int]] = set()
         self._barriers_met = 0
         self._closed = False
-        exchange.attach(self)
+        client.attach(self)
 
     # --- messages of servers --------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class TableClient(ClientExtension):
         text = spec.to_text()
         for server in self._servers:
             self._send(server, TableOpen, table.number, text)
-        self._exchange.wait_until(lambda: all((s, table.number) in self._opened for s in self._servers))
+        self._channel.wait_until(lambda: all((s, table.number) in self._opened for s in self._servers))
         self._tables[spec.name] = table
 
     def spec(self, name: str) -> TableSpec:
@@ -230,7 +230,7 @@ class TableClient(ClientExtension):
         seen = self._steps if spec.mode == "step" else table.pushes
         asks: list[tuple[Address, int, bytes]] = []
         # A reply may arrive as soon as its request is sent, so all of them are known before.
-        with self._exchange.waiter.update():
+        with self._channel.waiter.update():
             for server, lo, hi in zip(self._servers, [0, *ends], ends, strict=False):
                 for at in range(lo, hi, spec.part_rows):
                     end = min(at + spec.part_rows, hi)
@@ -249,7 +249,7 @@ class TableClient(ClientExtension):
             JobError: the job has failed.
             PeerLost: a server is lost.
         """
-        self._exchange.wait_until(lambda: not pull.rounds)
+        self._channel.wait_until(lambda: not pull.rounds)
         return pull.buffer if pull.order is None else pull.buffer.index_select(0, pull.order)
 
     def push(self, name: str, ids: torch.Tensor | Iterable[int], rows: torch.Tensor) -> None:
@@ -284,7 +284,7 @@ class TableClient(ClientExtension):
             self._round += 1
             rounds[server] = number = self._round
             self._send(server, TableStatsRequest, table.number, number)
-        self._exchange.wait_until(lambda: self._sizes.keys() >= set(rounds.values()))
+        self._channel.wait_until(lambda: self._sizes.keys() >= set(rounds.values()))
         return [self._sizes.pop(rounds[server]) for server in self._servers]
 
     def touched(self, name: str) -> Iterator[torch.Tensor]:
@@ -299,7 +299,7 @@ class TableClient(ClientExtension):
                 self._round += 1
                 number = self._round
                 self._send(server, TableList, table.number, number, first)
-                self._exchange.wait_until(lambda r=number: r in self._lists)  # type: ignore[misc]
+                self._channel.wait_until(lambda r=number: r in self._lists)  # type: ignore[misc]
                 ids = self._lists.pop(number)
                 first, more = first + len(ids), len(ids) == MAX_IDS
                 ids = np.sort(ids)
@@ -318,7 +318,7 @@ class TableClient(ClientExtension):
         count = -1 if last else self._barriers_met
         for server in self._servers:
             self._send(server, TableBarrier, count)
-        self._exchange.wait_until(lambda: all((server, count) in self._barriers for server in self._servers))
+        self._channel.wait_until(lambda: all((server, count) in self._barriers for server in self._servers))
 
     def close(self) -> None:
         """Announce that this worker uses no table any more.
@@ -386,4 +386,4 @@ class TableClient(ClientExtension):
         with self._lock:
             number = self._numbers[server]
             self._numbers[server] += 1
-            self._exchange.tell(server, kind(number, *values, body=body))
+            self._channel.send(server, kind(number, *values, body=body))

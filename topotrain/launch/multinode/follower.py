@@ -25,7 +25,7 @@ from topotrain.core.events import (
     Unrepeatable,
     Unsaved,
 )
-from topotrain.launch.recovery.recovery_actions import FailJob, Word
+from topotrain.launch.recovery.recovery_actions import Action, FailJob
 
 
 class Follower:
@@ -86,7 +86,7 @@ class Follower:
         if all:  # unit 0 decides what follows
             self._held.clear()
 
-    def heard(self, event: Event, now: float) -> Sequence[Word]:
+    def on_event(self, event: Event, now: float) -> Sequence[Action]:
         """Return the actions that follow from a local event."""
         match event:
             case Failed() if self._ended:
@@ -128,7 +128,7 @@ class Follower:
                 pass
         return [event]
 
-    def turn(self, now: float) -> Sequence[Word]:
+    def poll(self, now: float) -> Sequence[Action]:
         """Return the actions that are due by time.
 
         A unit that was cut off for so long fails by its own events.

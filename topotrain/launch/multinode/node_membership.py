@@ -66,7 +66,7 @@ class StoreKeys:
 
 
 class NodeMembership:
-    """The other units of the job; it implements `run_loop.OtherUnits`.
+    """The other units of the job; it implements `job_shutdown.OtherUnits`.
 
     Args:
         stores: the store's keys.

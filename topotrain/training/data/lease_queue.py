@@ -98,6 +98,15 @@ class _Epoch:
         self.leases += 1
         return _Run(self.leases - 1, first, min(last, first + length))
 
+    def take_held(self) -> list[tuple[Address, LeaseRequest]]:
+        """The requests that have no reply yet; those that get none now are appended again."""
+        held, self.held = self.held, []
+        return held
+
+    def name_digest(self, digest: int, witness: Address) -> None:
+        """A worker is the first to name the hash of the epoch's list."""
+        self.digest, self.witness = digest, witness
+
     def give_back(self, runs: list[tuple[int, int]]) -> None:
         """Return runs to the queue. Adjacent runs are joined."""
         merged: list[tuple[int, int]] = []
@@ -331,7 +340,7 @@ class LeaseQueue(RegroupExtension):
     def _reply_ready(self, number: int) -> Replies:
         """Reply to every waiting request that has a reply now, the oldest first."""
         epoch, replies = self._epochs[number], []
-        held, epoch.held = epoch.held, []
+        held = epoch.take_held()
         for sender, ask in held:
             answer = self._reply_to(epoch, sender, ask)
             if answer is None:
@@ -414,7 +423,7 @@ def _contradiction(epoch: _Epoch, sender: Address, ask: LeaseRequest) -> str:
     if not ask.digest:
         return ""
     if not epoch.digest:
-        epoch.digest, epoch.witness = ask.digest, sender
+        epoch.name_digest(ask.digest, sender)
         return ""
     if ask.digest == epoch.digest:
         return ""

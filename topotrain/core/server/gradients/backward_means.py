@@ -137,7 +137,7 @@ class BackwardMeans(GradientSource):
     def _reset(self) -> None:
         super()._reset()
         self._backwards = BackwardsOfStep()
-        self._suspects: dict[int, int] = {}  # workers whose parts were not finite, and in which segment
+        self._suspects: dict[int, int] = {}  # workers with parts that were not finite, and the segment
 
     # --- arrivals ------------------------------------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class ReturnedMeans(BackwardMeans):
     def _reset(self) -> None:
         super()._reset()
         self._edits: dict[int, torch.Tensor] = {}
-        self._in_total: set[int] = set()  # places of buckets whose running sum is in "total"
+        self._in_total: set[int] = set()  # places of buckets with their running sum in "total"
         self._doubtful: set[int] = set()  # places of buckets that may not be finite when the step is staged
 
     def edit(self, message: GradientOverride, body: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ class CommittedPushes(GradientSource):
     def _reset(self) -> None:
         super()._reset()
         self._pushes: dict[int, dict[int, tuple[Push, torch.Tensor]]] = {}  # by bucket and worker
-        self._unsummed: set[int] = set()  # places of buckets whose parts have not been added up
+        self._unsummed: set[int] = set()  # places of buckets with parts that have not been added up
         self._looked: dict[tuple[int, int], tuple[int | None, bool]] = {}  # by (place of bucket, worker)
 
     def forget(self, worker: int) -> None:

@@ -42,6 +42,10 @@ class GroupExchange:
         model = self._state.model
         return Distance() if model is None else model.agreement.distance
 
+    def expect_buffers(self, count: int) -> None:
+        """The model has so many buffers, which are collected at the end of the job."""
+        self._shutdown.expect_buffers(count)
+
     def begin(self) -> None:
         """All server groups start from the values that are here now."""
         self._state.known.agreement.begin()

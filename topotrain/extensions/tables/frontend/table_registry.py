@@ -215,7 +215,7 @@ class JobTables:
     def stats(self, name: str) -> list[dict[str, Any]]:
         return [
             {"server": str(server), "rows": size.rows, "bytes": size.value_bytes + size.state_bytes + size.index_bytes}
-            for server, size in zip(self._here.connect().exchange.servers, self.client.stats(name), strict=True)
+            for server, size in zip(self._here.connect().exchange.channel.servers, self.client.stats(name), strict=True)
         ]
 
     def barrier(self) -> None:

@@ -1,38 +1,45 @@
-"""Automatic placement (`placement: kAuto`), and the check of a job's memory.
+"""Costs and memory of a split model in a job, and the check that they fit.
 
 The arguments of the forward come from the loader. Everything else comes from the job.
 """
 
 import inspect
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
-from topotrain.config.job import Cluster, ConfigError, Job, Schedule
+from topotrain.config.job import Job, Schedule
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Topology
 from topotrain.parallel.api.example_inputs import ExampleInputs, inputs_of
 from topotrain.parallel.capture.capture_model import CapturedForward
 from topotrain.parallel.estimate.cost_report import CostReport, bill, buffer_bytes
-from topotrain.parallel.estimate.memory_check import MemoryExcess, MemoryLimits, check, excesses, room
+from topotrain.parallel.estimate.memory_check import check, room
 from topotrain.parallel.estimate.process_memory import ProcessNeed, WorkerLoad, loads, needs
 from topotrain.parallel.placement.assign_modules import Assignment
-from topotrain.parallel.placement.auto_modules import ModelCall, place
-from topotrain.parallel.placement.auto_placement import ChosenPlacement
-from topotrain.parallel.placement.cost_model import USUAL, WorkerSpeeds
 from topotrain.parallel.placement.parameter_owners import ParameterOwners, divide
 from topotrain.parallel.program.build_program import program
 from topotrain.parallel.runtime.local_model import described
 from topotrain.training.data.sampling import cut
 
-_BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
-_COPIES = 3  # of parameters, in what placements are first compared by
-_TRIES = 12
-_INDEX = re.compile(r"worker \d+/(\d+)")
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """A call of the model. Only sizes, dtypes and devices of its tensors matter.
+
+    Attributes:
+        samples: number of samples in the arguments.
+        shares: each worker's samples in a step.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    samples: int
+    shares: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,82 +60,6 @@ class PlacementRequest:
     found: Mapping[str, Assignment]
     call: ModelCall | None
     state_factor: float = 0.0
-
-
-def place_modules(asked: PlacementRequest, loader: Any) -> tuple[Mapping[str, Assignment], ChosenPlacement]:
-    """Place the modules that neither the job file nor the script has placed.
-
-    All workers of a group get the same result.
-
-    Args:
-        asked: the model. Its call is taken from the loader.
-        loader: the loader of the script, before it is divided among the workers.
-
-    Raises:
-        ConfigError: shapes are not known, or no placement fits.
-    """
-    given = inputs_of(asked.model, loader, asked.job.schedule is Schedule.k1F1B)
-    return placed(replace(asked, call=call_of(asked.job, asked.model, given)), room())
-
-
-def placed(
-    asked: PlacementRequest, here: MemoryLimits, times: Mapping[str, tuple[float, float]] | None = None
-) -> tuple[Mapping[str, Assignment], ChosenPlacement]:
-    """Place modules for a call that is known.
-
-    The fastest placement is tried first. If it does not fit, the memory limits of its workers are lowered by the
-    excess, and the fastest placement within the new limits is tried, until one fits. Memory that is in use is ignored
-    and all hosts are taken to be alike, because all workers must choose the same placement.
-
-    Args:
-        here: the memory limits of this host and its processes.
-        times: seconds of each module, forward and backward, where they were measured.
-
-    Raises:
-        ConfigError: no placement fits.
-    """
-    job, call, workers = asked.job, asked.call, asked.topology.workers_per_group
-    assert call is not None
-    alive = min(1.0, workers / job.microbatches) if job.schedule is Schedule.k1F1B else 1.0
-    limits: list[int] | None = None
-    first: list[MemoryExcess] = []
-    quickest = ""
-    for _ in range(_TRIES):
-        try:
-            found, chosen = place(
-                *(asked.model, asked.captured, asked.found, job.partition, call, job.microbatches),
-                *(limits, speeds_of(job.cluster), times, _COPIES, alive),
-            )
-        except ConfigError:
-            if first:  # the first excess tells the user more than "no cut is small enough"
-                raise first[0].error() from None
-            raise
-        planned = needs_of(asked, found, bill_of(asked, found))
-        over = [excess for host in sorted({need.host for need in planned}) for excess in excesses(planned, here, host)]
-        if not over:
-            why = f"the fastest placement, {quickest}, does not: {first[0].who}: {first[0].words}" if first else ""
-            return found, replace(chosen, tight=why)
-        if not first:
-            first, quickest = over, f"{chosen.way} of about {1000 * chosen.seconds:.3g} ms"
-        if not all(any("worker" in need.who for need in excess.needs) for excess in over):
-            break  # servers alone have too much, wherever modules go
-        limits = _tighter(limits or [max(chosen.memory)] * workers, chosen, over)
-    raise first[0].error()
-
-
-def _tighter(limits: Sequence[int], chosen: ChosenPlacement, over: Sequence[MemoryExcess]) -> list[int]:
-    """Return the bytes that each worker may hold in the next try.
-
-    Workers that exceed a limit give up the excess, each in proportion to the bytes that it holds.
-    """
-    found = list(limits)
-    for excess in over:
-        mine = sorted({int(index) for need in excess.needs for index in _INDEX.findall(need.who)})
-        held = sum(chosen.memory[worker] for worker in mine)
-        for worker in mine:
-            part = excess.nbytes * chosen.memory[worker] // max(1, held)
-            found[worker] = min(found[worker], max(0, chosen.memory[worker] - part - 1))
-    return found
 
 
 def bill_of(asked: PlacementRequest, found: Mapping[str, Assignment]) -> CostReport:
@@ -174,18 +105,9 @@ def call_of(job: Job, model: nn.Module, given: ExampleInputs) -> ModelCall:
     """
     cluster, workers = job.cluster, job.cluster.nworkers_per_group
     batch = given.samples * (workers if job.per_worker_batch else 1)
-    least = 2 if any(isinstance(module, _BATCH_NORM) for module in model.modules()) else 1
+    least = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
     shares = [high - low for low, high in cut(batch, workers, cluster.shares, least)]
     return ModelCall(given.args, given.kwargs, given.samples, tuple(max(1, share) for share in shares))
-
-
-def speeds_of(cluster: Cluster) -> WorkerSpeeds:
-    """Return the default speeds, with the link that the job emulates."""
-    link = cluster.link
-    if link is None:
-        return USUAL
-    rate = USUAL.link if link.bandwidth is None else link.bandwidth * 1e6 / 8
-    return WorkerSpeeds(link=rate, delay=USUAL.delay + link.delay / 1000)
 
 
 def check_room(asked: PlacementRequest, loader: Any, host: int) -> None:

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.placement.cost_model import EVERYWHERE, USUAL, TaskGraph, WorkerSpeeds, makespan
-from topotrain.parallel.placement.heft import branches_of
-from topotrain.parallel.placement.pipeline_stages import stages_of
+from topotrain.parallel.auto_placement.cost_model import EVERYWHERE, USUAL, TaskGraph, WorkerSpeeds, makespan
+from topotrain.parallel.auto_placement.heft import branches_of
+from topotrain.parallel.auto_placement.pipeline_stages import stages_of
 
 STAGES, BRANCHES = "stages", "branches"
 

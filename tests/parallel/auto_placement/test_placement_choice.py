@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.estimate.cost_report import bill
-from topotrain.parallel.placement.auto_placement import BRANCHES, STAGES, ChosenPlacement, choose
-from topotrain.parallel.placement.cost_model import (
+from topotrain.parallel.auto_placement.cost_model import (
     EVERYWHERE,
     PlacementTask,
     PlacementUnit,
@@ -19,8 +17,10 @@ from topotrain.parallel.placement.cost_model import (
     makespan,
     work_of,
 )
+from topotrain.parallel.auto_placement.pipeline_stages import SLACK, stages_of
+from topotrain.parallel.auto_placement.placement_choice import BRANCHES, STAGES, ChosenPlacement, choose
+from topotrain.parallel.estimate.cost_report import bill
 from topotrain.parallel.placement.parameter_owners import divide
-from topotrain.parallel.placement.pipeline_stages import SLACK, stages_of
 from topotrain.parallel.program.split_program import (
     LocationKind,
     Program,

@@ -8,7 +8,7 @@ Narayanan et al. 2019; GPipe's stages).
 from collections.abc import Sequence
 from itertools import accumulate
 
-from topotrain.parallel.placement.cost_model import TaskGraph
+from topotrain.parallel.auto_placement.cost_model import TaskGraph
 
 SLACK = 1.05
 """Maximum load of the fullest worker, over the least possible one. More slack lets fewer bytes cross the cuts."""
@@ -85,6 +85,7 @@ def _cheapest(load: _Loads, crossing: Sequence[int], workers: int, count: int, m
             chosen.append(low)
         best = row
         cuts.append(chosen)
+    # Walk back from the last worker: each row knows where the stretch before it ends.
     found: list[int] = []
     high = count
     for chosen in reversed(cuts):

@@ -6,7 +6,7 @@ where that is faster (Topcuoglu, Hariri and Wu 2002).
 
 from collections.abc import Sequence
 
-from topotrain.parallel.placement.cost_model import EVERYWHERE, TaskGraph, WorkerSpeeds
+from topotrain.parallel.auto_placement.cost_model import EVERYWHERE, TaskGraph, WorkerSpeeds
 
 
 def branches_of(work: TaskGraph, workers: int, caps: Sequence[float], speeds: WorkerSpeeds) -> list[int] | None:

@@ -3,52 +3,24 @@
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from topotrain.config.job import ConfigError
-from topotrain.parallel.capture.capture_model import CapturedForward
+from topotrain.config.job import ConfigError, Partition
+from topotrain.parallel.api.split_costs import PlacementRequest
+from topotrain.parallel.auto_placement.cost_model import EVERYWHERE, USUAL, WorkerSpeeds, work_of
+from topotrain.parallel.auto_placement.placement_choice import ChosenPlacement, choose
 from topotrain.parallel.estimate.cost_report import bill
 from topotrain.parallel.placement.assign_modules import DEFAULT, Assignment
-from topotrain.parallel.placement.auto_placement import ChosenPlacement, choose
-from topotrain.parallel.placement.cost_model import EVERYWHERE, USUAL, WorkerSpeeds, work_of
 from topotrain.parallel.placement.parameter_owners import divide
 from topotrain.parallel.program.build_program import program
 
 
-class MatchedBlock(Protocol):
-    """The part of a `partition` block that selects modules."""
-
-    @property
-    def match(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCall:
-    """A call of the model. Only sizes, dtypes and devices of its tensors matter.
-
-    Attributes:
-        samples: number of samples in the arguments.
-        shares: each worker's samples in a step.
-    """
-
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    samples: int
-    shares: tuple[int, ...]
-
-
 def place(
-    model: nn.Module,
-    captured: CapturedForward,
-    said: Mapping[str, Assignment],
-    blocks: Sequence[MatchedBlock],
-    call: ModelCall,
-    microbatches: int = 1,
+    asked: PlacementRequest,
     limits: Sequence[int] | None = None,
     speeds: WorkerSpeeds = USUAL,
     measured: Mapping[str, tuple[float, float]] | None = None,
@@ -61,13 +33,9 @@ def place(
     decides for all, and `limits` only if all workers have the same.
 
     Args:
-        model: the whole model. Its parameters may be on the meta device.
-        captured: its captured forward.
-        said: assignments of the job file and the script, by `assign_modules.assignments`. Those that are explicit are
-            kept.
-        blocks: the job's partition blocks. Modules that they match keep their assignments, too.
-        call: the call of the forward.
-        microbatches, limits, speeds, measured, copies, alive: see `choose` and `work_of`.
+        asked: the model and a call of its forward. Its parameters may be on the meta device. Explicit assignments of
+            the job file and the script are kept, and those of modules that a partition block matches.
+        limits, speeds, measured, copies, alive: see `choose` and `work_of`.
 
     Returns:
         All assignments, and the chosen placement.
@@ -75,21 +43,23 @@ def place(
     Raises:
         ConfigError: the forward cannot be split, or no placement fits into `limits`.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    model, said, call = asked.model, asked.found, asked.call
+    assert call is not None
+    modules, blocks = dict(model.named_modules(remove_duplicate=False)), asked.job.partition
     fixed = {name: one for name, one in said.items() if one != DEFAULT or _matched(name, modules.get(name), blocks)}
     workers = len(call.shares)
-    cut = program(captured, fixed, model, call.args, call.kwargs, call.samples, workers, model.training)
+    cut = program(asked.captured, fixed, model, call.args, call.kwargs, call.samples, workers, model.training)
     costs = bill(cut, model, divide(model, fixed, workers), call.shares, examples=call.kwargs)
     stays = {name: EVERYWHERE if one.location is None else one.location for name, one in fixed.items()}
     work = work_of(costs, model, stays, copies, speeds, measured, alive)
     if not work.units:
         raise ConfigError("placement", "kAuto", "finds no module to place: the forward calls no module with parameters")
-    chosen = choose(work, workers, microbatches, limits, speeds)
+    chosen = choose(work, workers, asked.job.microbatches, limits, speeds)
     placed = {name: Assignment(-1, worker) for name, worker in chosen.locations.items()}
     return {**said, **placed, **fixed}, chosen
 
 
-def _matched(name: str, module: nn.Module | None, blocks: Sequence[MatchedBlock]) -> bool:
+def _matched(name: str, module: nn.Module | None, blocks: Sequence[Partition]) -> bool:
     """Return whether a block matches a module.
 
     A block matches by the name of the module, of a module around it, or of a parameter inside it.
@@ -129,7 +99,7 @@ def measure(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
     busy: list[str] = []
     with torch.no_grad():
-        model(*args, **kwargs)
+        model(*args, **kwargs)  # allocators and kernels warm up here, which is not to be measured
     try:
         for name, module in model.named_modules():
             if any(True for _ in module.parameters()) and name:
