@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from topotrain.comm.torch_store.init_method import announce as _announce
 from topotrain.config.combinations import contribute as _contribute
+from topotrain.config.combinations import need as _need
 
 if TYPE_CHECKING:
     from topotrain.compat.caffe2 import parallelize as data_parallel
@@ -50,6 +51,14 @@ _contribute(
     "topotrain.extensions.backup_workers.backup_rules",
     "topotrain.parallel.split_rules",
 )
+# Fields of a job that must have their defaults where a package is deleted.
+_need("topotrain.extensions.backup_workers", "cluster.backup")
+_need("topotrain.extensions.collectives", "cluster.engine", "cluster.algorithm")
+_need("topotrain.extensions.compression", "cluster.compression")
+_need("topotrain.extensions.replication", "cluster.replicas")
+_need("topotrain.extensions.elastic", "start_groups")
+_need("topotrain.parallel", "partition", "microbatches", "schedule")
+_need("topotrain.parallel.auto_placement", "placement")
 
 _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.training.api"),

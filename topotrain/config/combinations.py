@@ -1,13 +1,14 @@
 """Combinations of fields that are refused: the job's own, and those of packages.
 
 A package that is optional keeps the combinations that it excludes in a module of its own. The root of topotrain, which
-alone may name all packages, lists these modules. They are imported when the first job is checked. If a package is
-deleted, its combinations are gone with it, and the other ones still count.
+alone may name all packages, lists these modules, and the fields of each package. The modules are imported when the
+first job is checked. If a package is deleted, its combinations are gone with it, and the other ones still count. Its
+fields must then have their defaults.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, fields
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -33,6 +34,7 @@ class Combination:
 
 
 _MODULES: list[str] = []
+_FIELDS: dict[str, tuple[str, ...]] = {}
 
 
 def contribute(*modules: str) -> None:
@@ -43,12 +45,34 @@ def contribute(*modules: str) -> None:
     _MODULES.extend(modules)
 
 
+def need(package: str, *paths: str) -> None:
+    """Name the fields of jobs that do nothing without a package.
+
+    This must happen before the first job is checked.
+    """
+    _FIELDS[package] = paths
+
+
 @cache
 def contributed() -> tuple[Combination, ...]:
-    """Return the combinations of all packages that are there."""
+    """Return the combinations of all packages that are there, and a row for each field of a package that is not."""
+    rows = [row for name in _MODULES if _exists(name) for row in import_module(name).COMBINATIONS]
+    for package, paths in _FIELDS.items():
+        if not _exists(package):
+            accepted = f"needs {package}, which this installation does not have"
+            rows += [Combination(path, partial(_differs, path.rpartition(".")[2]), accepted) for path in paths]
+    return tuple(rows)
+
+
+def _exists(module: str) -> bool:
     # In this order: to look for a module imports its package.
-    there = [name for name in _MODULES if find_spec(name.rpartition(".")[0]) and find_spec(name)]
-    return tuple(row for name in there for row in import_module(name).COMBINATIONS)
+    return bool(find_spec(module.rpartition(".")[0]) and find_spec(module))
+
+
+def _differs(name: str, block: Any) -> bool:
+    """Return whether a field of a block does not have its default."""
+    (found,) = (field for field in fields(block) if field.name == name)
+    return bool(getattr(block, name) != found.default)
 
 
 @cache
