@@ -5,7 +5,7 @@ that are no such blob raise ConfigError, whatever they are.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -56,7 +56,7 @@ class WorkerState:
 
     def to_bytes(self) -> bytes:
         """The blob."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
+        plain = {name: getattr(self, name) for name in _TYPES}
         text = json.dumps({"version": VERSION, **plain}).encode()
         tensors = {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
         for kind in _TENSORS:
