@@ -230,7 +230,7 @@ def test_bytes_that_are_no_likeness_are_refused(damage: str) -> None:
 
 def test_only_plain_data_is_a_state() -> None:
     town = run()
-    town.speaking(0).steps.hyper[0] = object()  # type: ignore[assignment]
+    town.speaking(0).hyper.of_group[0] = object()  # type: ignore[assignment]
     with pytest.raises(TypeError, match="a state holds a object, which is not plain data"):
         save(copy_of(town))
 

@@ -253,7 +253,7 @@ class CheckpointExtension(ExchangeExtension):
         }
         if self._synced:
             facts["ended"] = [[g, index] for g in groups.groups for index in sorted(groups.finished(g))]
-        hyper = {group: text.decode() for group, text in server.steps.hyper.items()}
+        hyper = {group: text.decode() for group, text in server.hyper.of_group.items()}
         return {**facts, "clocks": sorted(clocks.items()), "hyper": sorted(hyper.items())}
 
     def _reads(self) -> Mapping[int, int]:
