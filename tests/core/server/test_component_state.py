@@ -158,17 +158,17 @@ def members(rng: Random) -> Event:
     return rng.choice(
         [
             lambda each: each.expect(group, number),
-            lambda each: each.returned(who, number),
-            lambda each: each.restarted(group, number),
-            lambda each: (each.hears(who), each.counts(who), each.asked(group), each.incarnation(group)),
-            lambda each: (each.undone(), each.deserted(group, number), each.changed),
+            lambda each: each.join(who, number),
+            lambda each: each.restart(group, number),
+            lambda each: (each.is_current(who), each.is_newest(who), each.newest(group), each.incarnation(group)),
+            lambda each: (each.pending(), each.is_empty(group, number), each.changed),
         ]
     )
 
 
 def answers(rng: Random) -> Event:
     part = AppliedBatchesOfStreams(rng.randrange(2), rng.randrange(2), rng.randrange(2), 2, (rng.randrange(9), 3))
-    return lambda each: each.take(part)
+    return lambda each: each.add(part)
 
 
 def quorum(rng: Random) -> Event:

@@ -30,7 +30,7 @@ from topotrain.core.protocol import Message, ProtocolError
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
-from topotrain.extensions.elastic.membership import ElasticGroups
+from topotrain.extensions.elastic.group_departure import GroupDeparture
 from topotrain.extensions.replication.replica_placement import ReplicaSet
 from topotrain.extensions.replication.replication_messages import ReplicaReleased
 from topotrain.extensions.replication.state_machine import Out, Primary, ReplicatedServer, Standby
@@ -150,17 +150,17 @@ class PrimaryEndpoint:
         """Handle messages from this process, such as those of the snapshot writer."""
         self._do(list)
 
-    def told(self, message: Message) -> None:
+    def handle_own(self, message: Message) -> None:
         """Handle a message of the launcher, sent in the server's own name.
 
         The standby gets it, too.
         """
         self._do(lambda: self.lead.hear(self.lead.me, message))
 
-    def may_change(self, group: int, wish: str) -> str:
+    def may_change(self, group: int, request: str) -> str:
         """Return why a group may not change now, or "". See `process_host`."""
         with self._lock:
-            return self.server.extension(ElasticGroups).may_change(group, wish)
+            return self.server.extension(GroupDeparture).may_change(group, request)
 
     # --- orders of the launcher ----------------------------------------------------------------------------------
 

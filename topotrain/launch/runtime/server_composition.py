@@ -46,9 +46,11 @@ def server_extensions(
     """The extensions of a server, in order; resumed: the snapshot that the job starts with."""
     found = list(_extensions(server, job, topology, allocate, resumed))
     if installed("extensions.elastic.membership"):
-        from topotrain.extensions.elastic.membership import ElasticGroups
+        from topotrain.extensions.elastic.group_departure import GroupDeparture
+        from topotrain.extensions.elastic.membership import GroupRestarts
 
-        found.append(ElasticGroups(server, job, topology))
+        restarts = GroupRestarts(server, job, topology)
+        found += [restarts, GroupDeparture(server, restarts)]
     if installed("extensions.checkpointing.checkpoint_extension"):
         from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension
 
