@@ -24,6 +24,7 @@ from topotrain.core.model.schema import Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
+from topotrain.extensions.checkpointing.snapshot_coordinator import NoFiles
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.state_machine import Primary, ReplicatedServer, Standby
 from topotrain.extensions.replication.state_transfer import restore, save
@@ -161,7 +162,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
 
     def make(self, me: Address, deliver: Callable[[Address, m.Message], None]) -> Server:
         server = make_server(me, self.job, self.topology, sim_cluster.zeros, deliver=deliver)
-        snapshots_of(server).follow(lambda work: None)
+        snapshots_of(server).attach_host(NoFiles())
         return server
 
     def settle_lead(self, process: Process, lead: Primary) -> LeadHouse:

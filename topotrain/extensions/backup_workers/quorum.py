@@ -145,7 +145,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
     def reset_worker(self, worker: Address) -> None:
         """As `ServerExtension.reset_worker`."""
         self._counted.pop(worker.index, None)
-        snapshot = max((each.snapshot_under_way() for each in self._server.hooks.snapshot_under_way), default=0)
+        snapshot = max((each.requested_states() for each in self._server.hooks.requested_states), default=0)
         if snapshot:
             self._owed[worker.index] = snapshot
         if self._server.decisions.log is not None:

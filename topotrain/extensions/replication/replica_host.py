@@ -30,6 +30,7 @@ from topotrain.core.protocol import Message, ProtocolError
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
+from topotrain.extensions.checkpointing.snapshot_coordinator import NoFiles
 from topotrain.extensions.elastic.group_departure import GroupDeparture
 from topotrain.extensions.replication.replica_placement import ReplicaSet
 from topotrain.extensions.replication.replication_messages import ReplicaReleased
@@ -101,7 +102,7 @@ class PrimaryEndpoint:
     ) -> None:
         self.lead, self.server = lead, lead.copy.server
         self.shadows = shadows
-        self._aside: SnapshotPort | None = None
+        self._snapshots: SnapshotPort | None = None
         self._seat, self._differed = seat, 0
         self._parted, self._grace_s = parted, grace_s
         self._roads, self._change, self._trouble = roads, change, trouble
@@ -114,7 +115,7 @@ class PrimaryEndpoint:
 
         `from_another`: another process has done so before.
         """
-        self._aside = writer.follow(self.lead.me, snapshots_of(self.server), self.poke, from_another)
+        self._snapshots = writer.attach(snapshots_of(self.server), self.poke, from_another)
 
     # --- calls by the transport ----------------------------------------------------------------------------------
 
@@ -234,8 +235,8 @@ class PrimaryEndpoint:
             self._seat.differs(self.lead.me, self.shadows)
 
     def _hear(self) -> None:
-        if self._aside is not None:
-            for message in self._aside.heard():
+        if self._snapshots is not None:
+            for message in self._snapshots.messages():
                 self._say(self.lead.hear(self.lead.me, message))
 
     def _say(self, out: Out) -> None:
@@ -422,7 +423,7 @@ class ReplicatedServers:
         Only the process of the primary writes snapshots, but both servers must act as if they did.
         """
         server = self._make(me, deliver)
-        snapshots_of(server).follow(lambda work: None)
+        snapshots_of(server).attach_host(NoFiles())
         return server
 
     def _speaker(self, copy: ReplicatedServer, shadows: int = 0) -> PrimaryEndpoint:

@@ -150,7 +150,7 @@ class ReplicatedServer:
             self.lines.pop(who, None)
             self.server.lost(who)
         elif event == ORPHANED:
-            for part in snapshots_of(self.server).orphaned():
+            for part in snapshots_of(self.server).failed_replies():
                 self.server.handle(self.server.me, part)
         elif message is not None:
             self._hear(who, message)

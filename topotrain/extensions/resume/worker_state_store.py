@@ -13,7 +13,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message, ProtocolError
 from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.server_extension import ServerExtension
-from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant
+from topotrain.extensions.checkpointing.shard_snapshot import WorkerStateKeeper
 from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, WorkerStateRequest
 
 PART = 16 << 20
@@ -93,7 +93,7 @@ class _Box:
             del self.kept[each]
 
 
-class WorkerStateStore(ServerExtension, SnapshotParticipant):
+class WorkerStateStore(ServerExtension, WorkerStateKeeper):
     """The deposits of all workers of a job; lives in server (0,0)."""
 
     messages = (WorkerStatePart, WorkerStateRequest)
@@ -129,16 +129,16 @@ class WorkerStateStore(ServerExtension, SnapshotParticipant):
         data = None if box is None else box.kept.get(number)
         return [WorkerStatePart(who.group, who.index, number, 0, 0, 0)] if data is None else cut(who, number, data)
 
-    def taken(self, number: int) -> dict[Address, torch.Tensor]:
-        """Who has left its state at this snapshot so far, and the state (1-D uint8)."""
+    def snapshot_states(self, number: int) -> dict[Address, torch.Tensor]:
+        """As `WorkerStateKeeper.snapshot_states`."""
         return {who: box.kept[number] for who, box in self._boxes.items() if number in box.kept}
 
-    def begun(self) -> dict[Address, torch.Tensor]:
-        """The state in which the last epoch began of each worker that leaves its state here (1-D uint8)."""
+    def epoch_states(self) -> dict[Address, torch.Tensor]:
+        """As `WorkerStateKeeper.epoch_states`."""
         return {who: box.kept[EPOCH] for who, box in self._boxes.items() if EPOCH in box.kept}
 
-    def forget(self, number: int) -> None:
-        """This snapshot, and all before it, are written, or given up."""
+    def forget_snapshots(self, number: int) -> None:
+        """As `WorkerStateKeeper.forget_snapshots`."""
         for box in self._boxes.values():
             for each in [n for n in box.kept if 0 < n <= number]:
                 del box.kept[each]

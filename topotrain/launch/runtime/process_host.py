@@ -164,7 +164,7 @@ class ServerEndpoint:
         if options.writer is not None:
             # Where a script's thread does the server's work, it reads what is new with the next message.
             poke = (lambda: None) if inline else self.poke
-            self._snapshots = options.writer.follow(me, snapshots_of(self.server), poke)
+            self._snapshots = options.writer.attach(snapshots_of(self.server), poke)
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         with self._lock:
@@ -234,7 +234,7 @@ class ServerEndpoint:
 
     def _read_snapshots(self) -> None:
         if self._snapshots is not None:
-            for message in self._snapshots.heard():
+            for message in self._snapshots.messages():
                 self._handle(self.server.me, message)
 
     def _notify_if_done(self) -> None:

@@ -55,7 +55,8 @@ def server_extensions(
         from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension
 
         # The last one, so that it freezes what the others have of a step.
-        found.append(CheckpointExtension(server, job, topology, resumed, found))
+        checkpoints = CheckpointExtension(server, job, topology, resumed, found)
+        found += [checkpoints] if checkpoints.cut is None else [checkpoints, checkpoints.cut]
     return tuple(found)
 
 
