@@ -66,7 +66,7 @@ def check(town: ReplicatedTown, servers: int = 2) -> None:
     for index in range(servers):
         first, second = town.copies(index)
         assert equal(flats_of(first), flats_of(second))
-        assert first.version == second.version == STEPS
+        assert first.state.version == second.state.version == STEPS
         assert first.steps.batches.counts() == second.steps.batches.counts()
 
 

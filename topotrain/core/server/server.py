@@ -21,13 +21,12 @@ import torch
 from topotrain.config.job import ConfigError, Job, Pull
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
-from topotrain.core.model.schema import Allocate, FlatBuffers, parse_schema
+from topotrain.core.model.schema import Allocate
 from topotrain.core.model.shared_windows import buffers_of
 from topotrain.core.profiling.message_spans import handling
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol.message_validation import MessageValidator
 from topotrain.core.server.component_state import Component, State, load_states, states_of
-from topotrain.core.server.group_sync import Distance
 from topotrain.core.server.groups.group_exchange import GroupExchange
 from topotrain.core.server.groups.worker_groups import WorkerGroups
 from topotrain.core.server.message_queue import Deliver as Deliver
@@ -307,21 +306,6 @@ class Server:
         """The model, once it is known."""
         return self.state.model
 
-    @property
-    def version(self) -> int:
-        """How often the values have changed."""
-        return self.state.version
-
-    @property
-    def samples(self) -> Mapping[Address, int]:
-        """Of each worker, how many of its samples are in the values; those of other server groups' workers are not."""
-        return self.steps.samples
-
-    @property
-    def distance(self) -> Distance:
-        """How far the other server groups were away, so far."""
-        return self.exchange.distance
-
     def has_finished(self, worker: Address) -> bool:
         """Whether the script of a worker of this server has ended."""
         if self.startup.schema is None:  # a job may have used only an extension
@@ -356,17 +340,8 @@ class Server:
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict` of another copy of this server. Raises ProtocolError."""
         if self.model is None and state["schema"]:
-            self.make_model(state["schema"])
+            self.start.make_model(state["schema"])
         load_states(self._components, state["parts"])
-
-    def make_model(self, schema: str) -> None:
-        """Make the model of another copy of this server from its description."""
-        self.state.open(self.startup.mold(parse_schema(schema), self.hooks))
-
-    @property
-    def buffers(self) -> FlatBuffers | None:
-        """The buffers of values and gradients, once the model is known."""
-        return None if self.model is None else self.model.flats
 
     @property
     def _components(self) -> dict[str, Component]:

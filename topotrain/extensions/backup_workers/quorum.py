@@ -232,10 +232,10 @@ class BackupWorkers(GradientExtension, StepPolicy):
         server = self._server
         if server.model is None:
             raise ProtocolError(f"{worker} is to be shown values before there are any")
-        for values in server.replies.show(server.model, worker.index, values_round(number), server.version):
+        for values in server.replies.show(server.model, worker.index, values_round(number), server.state.version):
             server.queue.send(worker, values)
         step = server.model.staging[worker.group].step
-        server.queue.send(worker, StepCaughtUp(number, step, server.version, snapshot))
+        server.queue.send(worker, StepCaughtUp(number, step, server.state.version, snapshot))
 
     # --- a second copy -------------------------------------------------------------------------------------------
 

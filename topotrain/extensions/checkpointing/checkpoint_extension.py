@@ -268,7 +268,7 @@ def _facts(server: Server, synced: bool, apart: bool) -> dict[str, Any]:
         "version": server.state.version,
         "model": server.state.known.schema.text(),
         "reads": [[group, epoch] for group, epoch in _epochs(server, apart).items()],
-        "samples": [[who.group, who.index, count] for who, count in sorted(server.samples.items())],
+        "samples": [[who.group, who.index, count] for who, count in sorted(server.steps.samples.items())],
     }
     if synced:
         facts["ended"] = [[g, index] for g in groups.groups for index in sorted(groups.finished(g))]

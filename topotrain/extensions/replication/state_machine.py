@@ -142,7 +142,7 @@ class ReplicatedServer:
             ProtocolError: as `Server.handle`. Messages are then returned with the next event.
         """
         self.events += 1
-        self._before = self.server.version
+        self._before = self.server.state.version
         if event == TAKEN:
             if who in self.lines:
                 self.lines[who].taken(count)

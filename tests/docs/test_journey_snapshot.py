@@ -1,0 +1,135 @@
+"""docs/journey-snapshot.md against a traced run: one snapshot passes the functions that the page names, in order."""
+
+import sys
+import threading
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from journey_pages import PACKAGE, check_is_function, check_order, stops_in
+from simulation import VIEWS, Seat, Town, job
+
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.events import Event, Saved
+from topotrain.core.server.consistency import SNAPSHOT
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
+from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, SnapshotPort, SnapshotWriter
+from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
+from topotrain.extensions.resume.worker_state_messages import WorkerStatePart
+from topotrain.extensions.resume.worker_state_store import EPOCH, cut
+
+PAGE = Path(__file__).parents[2] / "docs" / "journey-snapshot.md"
+WORKER = Address(Role.WORKER, 0, 0)
+MOST_FILES = 12
+PATIENCE_S = 30.0
+APART = ("config", "comm", "tools")
+"""Packages that the page does not follow: addresses and private files, transports, and the simulation."""
+
+
+def stops() -> list[str]:
+    """The functions that the page's list names, one per stop."""
+    return stops_in(PAGE.read_text(encoding="utf-8"))
+
+
+class Tracer:
+    """Notes the functions that are called for the snapshot, each once: those of its package, and what they call."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, str] = {}  # function -> its file
+        self._codes: dict[CodeType, tuple[str, str]] = {}
+        self._of_thread = threading.local()
+
+    def profile(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event not in ("call", "return") or not code.co_filename.startswith(str(PACKAGE)):
+            return
+        stack = self._of_thread.__dict__.setdefault("stack", [False])
+        if event == "return":
+            if len(stack) > 1:
+                stack.pop()
+            return
+        path = Path(code.co_filename)
+        message = frame.f_locals.get("message", frame.f_locals.get("decision"))
+        if isinstance(message, m.Message):
+            stack.append(self._is_of_snapshot(message))
+        else:
+            stack.append(stack[-1] or path.parent.name == "checkpointing")
+        if stack[-1]:
+            self.seen.setdefault(f"{path.stem}.{code.co_qualname}", str(path.relative_to(PACKAGE)))
+
+    def _is_of_snapshot(self, message: m.Message) -> bool:
+        if isinstance(message, m.StepDecision):
+            return message.change == SNAPSHOT
+        if isinstance(message, WorkerStatePart):
+            return message.number > 0
+        return isinstance(message, SnapshotPart | SnapshotRequest)
+
+
+class Host:
+    """The process of one server, whose writer has threads of its own."""
+
+    def __init__(self, town: Town, me: Address, folder: Path, events: list[Event]) -> None:
+        self._house, self._ready = town.houses[me], threading.Event()
+        writer = SnapshotWriter(town.job, town.topology, SnapshotFiles(folder), 1, str(me), events.append)
+        self._port: SnapshotPort = writer.attach(snapshots_of(town.server(me.group, me.index)), self._ready.set)
+
+    def handle_replies(self) -> None:
+        assert self._ready.wait(PATIENCE_S)
+        self._ready.clear()
+        for message in self._port.messages():
+            self._house.handle(self._house.server.me, message)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The functions that the snapshot behind the second step passes, each with its file."""
+    events: list[Event] = []
+    folder = tmp_path_factory.mktemp("snapshot") / "manifests"
+    town = Town(job(groups=1, workers=1, shards=2, checkpoint_freq=2), 1, VIEWS)
+    hosts = [Host(town, me, folder, events) for me in town.topology.servers(0)]
+    coordinator = town.houses[Address(Role.SERVER, 0, 0)]
+
+    def leave_state(number: int) -> None:
+        for part in cut(WORKER, number, torch.zeros(3, dtype=torch.uint8)):
+            coordinator.handle(WORKER, part)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        leave_state(EPOCH)
+        for _ in range(2):
+            seat.step(seat.numbers())
+
+    tracer = Tracer()
+    before = threading.getprofile()
+    threading.setprofile(tracer.profile)
+    sys.setprofile(tracer.profile)
+    try:
+        town.play(script)
+        for host in reversed(hosts):
+            host.handle_replies()
+        town.sim.run()
+        leave_state(1)
+        hosts[0].handle_replies()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(before)
+    assert [event for event in events if isinstance(event, Saved)]
+    return tracer.seen
+
+
+def test_every_stop_is_a_function_of_the_package() -> None:
+    assert len(stops()) >= 12
+    for stop in stops():
+        check_is_function(stop, PAGE)
+
+
+def test_the_snapshot_passes_the_stops_in_the_order_of_the_page(seen: dict[str, str]) -> None:
+    check_order(stops(), list(seen), PAGE)
+
+
+def test_a_snapshot_enters_few_files(seen: dict[str, str]) -> None:
+    files = {file for file in seen.values() if not file.startswith(APART)}
+    assert len(files) <= MOST_FILES, sorted(files)
