@@ -212,7 +212,10 @@ class MortalTown(ReplicatedTown):
         for index in range(self.topology.shards):
             first, *others = self.copies(index)
             for second in others:
-                if second.state.version != first.state.version or second.steps.batches.counts() != first.steps.batches.counts():
+                if (
+                    second.state.version != first.state.version
+                    or second.steps.batches.counts() != first.steps.batches.counts()
+                ):
                     found.append(f"the copies of server {index} have counted other things")
                 if not all(map(torch.equal, flats(first), flats(second))):
                     found.append(f"the copies of server {index} have other values")

@@ -1,4 +1,4 @@
-"""Snapshots as an extension of a server: behind which step they are taken, and the facts of their manifests.
+"""Snapshots as an extension of a server: when they are taken, and their manifests.
 
 `server_snapshots` is the part of one shard, and `snapshot_coordinator` that of the coordinator. This module connects
 both with the steps and the worker groups of a `Server`.
@@ -104,7 +104,10 @@ class CheckpointExtension(ExchangeExtension):
         return state.complete and (state.common or not self._synced)
 
     def _request_last(self) -> None:
-        """The job is to end, behind one more snapshot. A job whose scripts have ended ends by itself."""
+        """The job is to end, behind one more snapshot.
+
+        Once all scripts have ended, a job ends by itself.
+        """
         if self._coordinator is None:
             return
         if self.snapshots.obstacle:
@@ -166,7 +169,10 @@ class CheckpointExtension(ExchangeExtension):
         self._freeze_without_steps()
 
     def _freeze_without_steps(self) -> None:
-        """Freeze if no worker trains here any more, so that no step follows. Other server groups still train."""
+        """Freeze if no worker trains here any more, so that no step follows.
+
+        Other server groups still train.
+        """
         if self._server.state.model is not None and not self._server.worker_groups.any_runs:
             self.snapshots.end_steps()
             self._freeze()
@@ -182,7 +188,10 @@ class CheckpointExtension(ExchangeExtension):
     # --- the states of the workers -------------------------------------------------------------------------------
 
     def on_sent(self, to: Address, message: m.Message) -> None:
-        """A lease is sent to a worker. The snapshot lists the batches of a lease by their place in the epoch."""
+        """A lease is sent to a worker.
+
+        The snapshot lists the batches of a lease by their place in the epoch.
+        """
         if self._coordinator is None or not isinstance(message, Lease):
             return
         if self._listed and message.last > message.first:
@@ -194,7 +203,7 @@ class CheckpointExtension(ExchangeExtension):
             self._proceed()
 
     def on_finish(self, worker: Address) -> None:
-        """A worker whose script has ended leaves no state any more."""
+        """The worker leaves no state any more."""
         self._proceed()
 
     def group_over(self, group: int) -> Outbox:
@@ -203,7 +212,7 @@ class CheckpointExtension(ExchangeExtension):
         return ()
 
     def _proceed(self) -> None:
-        """Publish the snapshot that is under way, if it waited only for the state of a worker."""
+        """Publish the snapshot if it waited only for the state of a worker."""
         if self._coordinator is None:
             return
         if self._coordinator.number:
@@ -218,7 +227,7 @@ class CheckpointExtension(ExchangeExtension):
             self._schedule.restart(group, self._states())
 
     def requested_states(self) -> int:
-        """As `ServerExtension.requested_states`: the number of the snapshot that is under way."""
+        """As `ServerExtension.requested_states`: the snapshot that is under way."""
         return 0 if self._coordinator is None else self._coordinator.number
 
     def _states(self) -> WorkerStates:
@@ -253,7 +262,10 @@ class CheckpointExtension(ExchangeExtension):
 
 
 def snapshots_of(server: Server) -> ServerSnapshots:
-    """A server's part of snapshots. Raises LookupError if it has no `CheckpointExtension`."""
+    """A server's part of snapshots.
+
+    Raises LookupError if it has no `CheckpointExtension`.
+    """
     return server.extension(CheckpointExtension).snapshots
 
 
@@ -277,7 +289,10 @@ def _facts(server: Server, synced: bool, apart: bool) -> dict[str, Any]:
 
 
 def _epochs(server: Server, apart: bool) -> Mapping[int, int]:
-    """The epoch that each group reads. Where workers read apart, the earliest one of its workers."""
+    """The epoch that each group reads.
+
+    Where workers read apart, the earliest one of its workers.
+    """
     groups, reads = server.worker_groups, server.steps.batches.reads
     return {
         group: min(map(reads, range(len(workers)) if apart else (group,)))

@@ -82,7 +82,9 @@ class SnapshotFiles:
         self._origin: int | None = None  # processes that restart alone read it, however old it is
 
     def begin(self, resumed: Path | None, again: bool, notify: Callable[[str], None] = lambda _: None) -> int:
-        """Prepare the folder for a start of the job. Returns the number of its first snapshot.
+        """Prepare the folder for a start of the job.
+
+        Returns the number of its first snapshot.
 
         Snapshots of an earlier run are moved to another folder, unless this start resumes from one of them
         (`resumed`), or is the same run `again`. Snapshots that are newer than the resumed one are moved, too.
@@ -113,7 +115,9 @@ class SnapshotFiles:
         return max(found, default=0) + 1
 
     def _aside(self, resumed: Path | None, notify: Callable[[str], None]) -> Path:
-        """A name for a folder of older snapshots. Another folder with that name is removed.
+        """A name for a folder of older snapshots.
+
+        Another folder with that name is removed.
 
         A folder with a snapshot that is kept by its step, or that the job resumes from, stays.
         """
@@ -131,7 +135,9 @@ class SnapshotFiles:
     def write(
         self, number: int, parts: Mapping[str, tuple[FlatFile, Sequence[TensorSlice]]], first: bool
     ) -> dict[str, Any]:
-        """Write slices at their places, and wait for the disk. Returns the checksums by file, for the manifest.
+        """Write slices at their places, and wait for the disk.
+
+        Returns the checksums by file, for the manifest.
 
         first: this shard writes the headers, too.
         """
@@ -149,7 +155,9 @@ class SnapshotFiles:
         return sums
 
     def publish(self, number: int, data: Mapping[str, Any], step: int | None = None) -> Path:
-        """Write the manifest of a snapshot whose files are on disk, and remove older snapshots but one.
+        """Write the manifest of a snapshot, and remove older snapshots but one.
+
+        The other files of the snapshot are on disk already.
 
         The snapshot that the job resumed from stays. A snapshot with a `step` stays until the user removes the link
         with this name. Returns the path of the snapshot.
@@ -171,7 +179,10 @@ class SnapshotFiles:
         return link
 
     def _links(self) -> set[int]:
-        """The snapshots that are kept by their steps. Links to removed snapshots are removed."""
+        """The snapshots that are kept by their steps.
+
+        Links to removed snapshots are removed.
+        """
         for link in self.folder.glob(f"{STEPS}*"):
             if link.is_symlink() and not (link / MANIFEST).exists():
                 link.unlink()
@@ -200,13 +211,13 @@ class SnapshotWriter:
         job, topology: the job.
         files: the folder.
         first: number of the first snapshot.
-        who: the server in the events.
+        name: the name of the server in events.
         emit: sends events about snapshots that are written or failed.
     """
 
-    def __init__(self, job: Job, topology: Topology, files: SnapshotFiles, first: int, who: str, emit: Emit) -> None:
+    def __init__(self, job: Job, topology: Topology, files: SnapshotFiles, first: int, name: str, emit: Emit) -> None:
         self._job, self._topology, self._files, self._first = job, topology, files, first
-        self._who, self._emit = who, emit
+        self._name, self._emit = name, emit
         self._orders: SimpleQueue[tuple[SnapshotPort, SnapshotOrder]] = SimpleQueue()
         self._replies: SimpleQueue[tuple[SnapshotPort, list[SnapshotPart]]] = SimpleQueue()
         self._begun = False
@@ -214,7 +225,9 @@ class SnapshotWriter:
         self._refusal = ""
 
     def attach(self, snapshots: ServerSnapshots, poke: Callable[[], None], replaces: bool = False) -> "SnapshotPort":
-        """Write the snapshots of a server. Returns the port by which this host sends messages to its server.
+        """Write the snapshots of a server.
+
+        Returns the port by which this host sends messages to its server.
 
         poke: called on a thread of its own when the port has messages. replaces: another process was the host before.
         """
@@ -231,14 +244,17 @@ class SnapshotWriter:
         return port
 
     def end(self) -> None:
-        """The job is to end: request one more snapshot. Emits Saved or Unsaved. Any thread may call it."""
+        """The job is to end: request one more snapshot. Emits Saved or Unsaved.
+
+        Any thread may call it.
+        """
         if self._leader is None or self._refusal:
-            self._emit(Unsaved(self._who, self._refusal or "its server has not begun"))
+            self._emit(Unsaved(self._name, self._refusal or "its server has not begun"))
         else:
             self._leader.send([SnapshotRequest(last=True)])
 
     def _notify(self, text: str) -> None:
-        self._emit(Notice(self._who, text))
+        self._emit(Notice(self._name, text))
 
     def submit(self, port: "SnapshotPort", order: SnapshotOrder) -> None:
         """Carry out an order on the writer's thread. The port gets the reply."""
@@ -266,7 +282,7 @@ class SnapshotWriter:
 
     def _execute(self, order: SnapshotOrder) -> list[SnapshotPart]:
         if isinstance(order, DropSnapshot) and not order.number:
-            self._emit(Unsaved(self._who, order.why))
+            self._emit(Unsaved(self._name, order.why))
             return []
         if isinstance(order, DropSnapshot):
             self._notify(f"snapshot {order.number} was not written: {order.why}; training goes on")
@@ -322,15 +338,15 @@ class SnapshotWriter:
             },
             step if order.why == STEP else None,
         )
-        self._emit(Saved(self._who, order.number, step, str(path), order.why))
+        self._emit(Saved(self._name, order.number, step, str(path), order.why))
         if order.why == END:
             counts = {str(Address(Role.WORKER, group, index)): count for group, index, count in order.facts["samples"]}
-            self._emit(Counted(self._who, counts))
+            self._emit(Counted(self._name, counts))
         return {}
 
 
 class SnapshotPort:
-    """Connects a server with the writer of its process: orders one way, messages the other way.
+    """Connects a server with the writer of its process, in both directions.
 
     Args:
         writer: carries out the orders.
@@ -363,7 +379,7 @@ class SnapshotPort:
 
 
 def _links(folder: Path) -> dict[int, list[str]]:
-    """The snapshots of a folder that are kept by their steps, with the names of their links."""
+    """The snapshots of a folder that are kept by their steps, with their links."""
     found: dict[int, list[str]] = {}
     for link in folder.glob(f"{STEPS}*"):
         target = link.resolve().name
@@ -390,7 +406,10 @@ def _created(path: Path) -> Iterator[int]:
 
 
 def _slabs(fd: int, layout: FlatFile, slabs: Sequence[TensorSlice]) -> dict[str, Any]:
-    """Write slices. Returns [first, last, checksum] of ranges of bytes, and of scattered tensors with names."""
+    """Write slices.
+
+    Returns [first, last, checksum] of ranges of bytes, and of scattered tensors with names.
+    """
     ranges: list[list[int]] = []
     scattered: list[list[Any]] = []
     for slab in sorted(slabs, key=lambda slab: (layout.entries[slab.name].begin, slab.lo)):
@@ -412,7 +431,7 @@ def _slabs(fd: int, layout: FlatFile, slabs: Sequence[TensorSlice]) -> dict[str,
 
 
 def _scatter(fd: int, layout: FlatFile, slab: TensorSlice) -> None:
-    """Write a slice whose order in memory differs from the file, in runs that are contiguous in both."""
+    """Write a slice that has another order in the file than in memory."""
     import torch
 
     entry = layout.entries[slab.name]
@@ -434,7 +453,10 @@ def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _tables(written: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The tables that each server has written. Raises ValueError if servers have different tables."""
+    """The tables that each server has written.
+
+    Raises ValueError if servers have different tables.
+    """
     tables = [part.get("tables", []) for part in written]
     names = [sorted(StoredTable.from_data(table).name for table in own) for own in tables]
     if any(own != names[0] for own in names):

@@ -1,4 +1,4 @@
-"""A snapshot of a job with several server groups: the updates of all groups, as one model.
+"""A snapshot of several server groups: the updates of all groups in one model.
 
 Each group freezes behind a step of its own. The changes that it sends to a master afterwards are marked
 (`Delta.cut`), and wait until the master's group has frozen, too. Changes that were sent before, and arrive after the
@@ -54,14 +54,20 @@ class CrossGroupCut(ExchangeExtension):
     # --- the moment of the snapshot ------------------------------------------------------------------------------
 
     def send_remainders(self, number: int) -> None:
-        """The shard freezes now. Send the masters the changes that they do not have, which they wait for."""
+        """The shard freezes now.
+
+        Send the masters the changes that they do not have, which they wait for.
+        """
         self.number = number
         for master, bucket, sync, body in self._agreement.remainders():
             to = Address(Role.SERVER, master, self._server.me.index)
             self._server.queue.send(to, Remainder(number, bucket, sync, body=body))
 
     def begin(self, frozen: FrozenShard, report: Sequence[tuple[Address, SnapshotPart]]) -> None:
-        """Add the changes of the other groups to what is frozen. report: sent once all of them are in it."""
+        """Add the changes of the other groups to what is frozen.
+
+        report: sent once all of them are in it.
+        """
         mastered = [b.id for b in self._server.state.known.buckets if b.master == self._server.me.group]
         self._wanted = {(other, bucket) for other in self._others for bucket in mastered}
         self._frozen, self._report, self._sent = frozen, report, {}
@@ -139,7 +145,10 @@ class CrossGroupCut(ExchangeExtension):
     # --- a second copy -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """As `ServerExtension.state_dict`. `ServerSnapshots` has none while something is frozen."""
+        """As `ServerExtension.state_dict`.
+
+        `ServerSnapshots` has none while something is frozen.
+        """
         return {"number": self.number, "early": self._early}
 
     def load_state_dict(self, state: State) -> None:

@@ -1,4 +1,4 @@
-"""The batches that are in the values: ranges of the loader's batches, from the applied units of each data stream.
+"""The batches that are in the values, from the applied units of each data stream.
 
 A stream counts units from 0, as the workers of this start of the job form them. A snapshot lists batches of an epoch's
 full list, because another start may form other units. Batches that an earlier start has applied are left out of the
@@ -55,7 +55,10 @@ class DataPosition:
             self._before = {known: runs for known, runs in self._before.items() if known >= epoch}
 
     def applied(self, counts: Mapping[int, int]) -> dict[int, Runs]:
-        """The applied batches by epoch. counts: the number of applied units of each stream."""
+        """The applied batches by epoch.
+
+        counts: the number of applied units of each stream.
+        """
         units: dict[int, list[tuple[int, int]]] = {epoch: [] for epoch in self._before}
         static: dict[int, dict[int, int]] = {}
         for stream, count in counts.items():
@@ -72,7 +75,10 @@ class DataPosition:
         return {epoch: self._batches(epoch, runs) for epoch, runs in sorted(units.items())}
 
     def _interleaved(self, counts: Mapping[int, int]) -> Iterable[tuple[int, int]]:
-        """The units of groups that take turns. Units that all groups have applied are one range."""
+        """The units of groups that take turns.
+
+        Units that all groups have applied are one range.
+        """
         groups = self._groups
         least = min(counts.get(group, 0) for group in range(groups))
         yield 0, least * groups

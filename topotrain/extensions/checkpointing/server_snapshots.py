@@ -1,4 +1,4 @@
-"""The part of one shard in the snapshots of a job: announced, frozen behind a step, written by its host.
+"""The snapshots of one shard: announced, frozen, and written by its host.
 
 The files, the clock and the thread that writes are the host's.
 """
@@ -99,7 +99,10 @@ class ServerSnapshots:
         self._unsent: dict[int, int] = {}  # worker group -> the snapshot of which its workers are to be told
 
     def attach_host(self, host: SnapshotHost, first: int = 1) -> None:
-        """From here on snapshots may be taken, from number `first` on. The host gets the orders."""
+        """From here on snapshots may be taken, from number `first` on.
+
+        The host gets the orders.
+        """
         self._host = host
         if self.coordinator is not None:
             self.coordinator.attach_host(host, first)
@@ -126,12 +129,17 @@ class ServerSnapshots:
     # --- from the announcement to the frozen shard ---------------------------------------------------------------
 
     def announce(self, number: int) -> None:
-        """The log of decisions has a snapshot behind the next step. An announcement may be repeated."""
+        """The log of decisions has a snapshot behind the next step.
+
+        An announcement may be repeated.
+        """
         if number > max(self._last, self._due):
             self._announced = number
 
     def count_step(self, group: int, epoch: int = 0) -> int:
-        """A step of a group is carried out. Returns the snapshot of which its workers are to be told, or 0.
+        """A step of a group is carried out.
+
+        Returns the snapshot of which its workers are to be told, or 0.
 
         epoch: the epoch of its batches.
         """
@@ -190,7 +198,10 @@ class ServerSnapshots:
             self._queue.send(self._receiver, part)
 
     def receive(self, sender: Address, message: SnapshotPart) -> None:
-        """Handle a text of another server, or of the host, which sends in the name of its server."""
+        """Handle a text of another server or of the host.
+
+        A host sends in the name of its server.
+        """
         if sender == self._me:
             message = replace(message, shard=self._me.index)
         down = message.stage in (LAYOUT, CUT)
@@ -216,7 +227,7 @@ class ServerSnapshots:
         return Address(Role.SERVER, group, shard)
 
     def _write(self, number: int, layout: Mapping[str, Any]) -> None:
-        """The place of each element in the files is known: have the host write the frozen shard."""
+        """Have the host write the frozen shard: the place of each element is known."""
         if number <= self._laid_out:
             return  # repeated by the transport
         self._laid_out = number
@@ -236,7 +247,10 @@ class ServerSnapshots:
     # --- a second copy -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State | None:
-        """Return the state, see `component_state`. None: not possible while a frozen shard waits for its layout."""
+        """Return the state, see `component_state`.
+
+        None: not possible while a frozen shard waits for its layout.
+        """
         if self._frozen:
             return None
         return {

@@ -38,7 +38,10 @@ _PLAIN_TYPES: Mapping[str, type] = {"float": float, "int": int, "bool": bool}
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Elements from `lo` on of the tensor `name` of a file, 1-D. The next snapshot overwrites the memory."""
+    """Elements from `lo` on of the tensor `name` of a file, 1-D.
+
+    The next snapshot overwrites the memory.
+    """
 
     name: str
     lo: int
@@ -75,7 +78,10 @@ class SnapshotParticipant:
         return ""
 
     def freeze(self, frozen: FrozenShard) -> FrozenShard:
-        """Return the frozen shard with this extension's part. Raises StateError if it has none now."""
+        """Return the frozen shard with this extension's part.
+
+        Raises StateError if it has none now.
+        """
         return frozen
 
 
@@ -84,7 +90,7 @@ class WorkerStateKeeper(ABC):
 
     @abstractmethod
     def epoch_states(self) -> Mapping[Address, torch.Tensor]:
-        """The state at the begin of its last epoch, of each worker that leaves its state here."""
+        """The state of each worker at the begin of its last epoch."""
 
     @abstractmethod
     def snapshot_states(self, number: int) -> Mapping[Address, torch.Tensor]:
@@ -92,11 +98,11 @@ class WorkerStateKeeper(ABC):
 
     @abstractmethod
     def forget_snapshots(self, number: int) -> None:
-        """Forget the states at this snapshot and at all before it, which are written or dropped."""
+        """Forget the states at this snapshot and at all before it."""
 
 
 class ShardFreezer:
-    """Copies one shard's values and optimizer state into memory that is allocated once.
+    """Copies a shard's values and optimizer state into memory that is kept.
 
     Args:
         model, shard: the shard.
@@ -110,7 +116,10 @@ class ShardFreezer:
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
 
     def freeze(self) -> FrozenShard:
-        """Copy the shard. Raises StateError for state that does not belong to parameters and elements."""
+        """Copy the shard.
+
+        Raises StateError for state that does not belong to parameters and elements.
+        """
         table: dict[int, dict[str, StateValue]] = {}
         units = () if self._group else self._model.units
         state = tuple(slab for unit in units for slab in self._state(unit, table))
@@ -125,7 +134,10 @@ class ShardFreezer:
         }
 
     def _mastered(self) -> Iterator[TensorSlice]:
-        """The values of the buckets that this group masters. A bucket may have parts of several segments."""
+        """The values of the buckets that this group masters.
+
+        A bucket may have parts of several segments.
+        """
         self._copy()
         by_bucket = self._by_bucket()
         for bucket in self._model.buckets:
@@ -233,7 +245,10 @@ class SnapshotSource(Protocol):
 
     @property
     def first_epoch(self) -> int | None:
-        """The epoch of the first batch that is not in the values. None: no worker had read further."""
+        """The epoch of the first batch that is not in the values.
+
+        None: no worker had read further.
+        """
         ...
 
     @property
@@ -247,7 +262,10 @@ class SnapshotSource(Protocol):
         ...
 
     def values(self, name: str, lo: int, out: torch.Tensor) -> None:
-        """Read elements of a parameter, from `lo` on, into a 1-D tensor. Raises ConfigError."""
+        """Read elements of a parameter, from `lo` on, into a 1-D tensor.
+
+        Raises ConfigError.
+        """
         ...
 
     def state(self, parameter: str, entry: str, lo: int, out: torch.Tensor) -> None:
@@ -270,7 +288,10 @@ def unread(source: SnapshotSource) -> int:
 
 
 def restore(model: ParameterShard, source: SnapshotSource, shard: int) -> None:
-    """Fill a new shard. Raises ConfigError if the snapshot belongs to another model or optimizer."""
+    """Fill a new shard.
+
+    Raises ConfigError if the snapshot belongs to another model or optimizer.
+    """
     check_same(model.map.parameters, model.schema.optimizer, source)
     for segment in model.map.segments_of(shard):
         lo, _ = model.flats.range(segment.space)
@@ -305,7 +326,10 @@ def _loaded(
 
 
 def check_same(parameters: Sequence[Parameter], optimizer: str, source: SnapshotSource) -> None:
-    """Raise ConfigError for a snapshot of another model or kind of optimizer. Settings may differ."""
+    """Raise ConfigError for a snapshot of another model or kind of optimizer.
+
+    Settings may differ.
+    """
     theirs = {p.name: p for p in source.parameters}
     for mine in parameters:
         there = theirs.get(mine.name)

@@ -1,4 +1,4 @@
-"""The coordinator of snapshots: when one is taken, and the exchange of the shards until it is on disk.
+"""The coordinator of snapshots: their schedule, and their exchange with the shards
 
     host          SnapshotRequest      -> coordinator   it is time
     coordinator   StepDecision(change) -> shards        after the next step that is decided, freeze
@@ -83,7 +83,10 @@ class SnapshotHost(Protocol):
     """The process of a server, which has its files."""
 
     def execute(self, order: SnapshotOrder) -> None:
-        """Start to carry out an order. The reply is a message to the server, from the server itself."""
+        """Start to carry out an order.
+
+        The reply is a message to the server, from the server itself.
+        """
         ...
 
 
@@ -113,7 +116,10 @@ class WorkerStates:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A snapshot that has been announced. `counts` are those of the data streams when it was frozen."""
+    """A snapshot that has been announced.
+
+    `counts` are those of the data streams when it was frozen.
+    """
 
     number: int
     reason: str = TIME
@@ -176,7 +182,10 @@ class SnapshotCoordinator:
         return [(other, part) for other in self._others for part in snapshot_parts(number, CUT, {})]
 
     def set_facts(self, number: int, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
-        """The coordinator's own shard is about to freeze. The others freeze at the same decision."""
+        """The coordinator's own shard is about to freeze.
+
+        The others freeze at the same decision.
+        """
         if self._now is not None and self._now.number == number:
             self._now.facts, self._now.counts = dict(facts), counts
 
@@ -235,7 +244,7 @@ class SnapshotCoordinator:
     # --- the states of the workers -------------------------------------------------------------------------------
 
     def ended(self) -> set[tuple[int, int]]:
-        """Workers of other server groups whose scripts had ended, as (group, index)."""
+        """Workers of other server groups that had ended their scripts, as (group, index)."""
         return set() if self._now is None else {tuple(each) for each in self._now.facts.get("ended", ())}
 
     @property
@@ -267,7 +276,7 @@ class SnapshotCoordinator:
             self._drop(now, "the state of " + ", ".join(map(str, sorted(missing))) + " never came")
 
     def abandon(self, group: int, workers: WorkerStates) -> str:
-        """The workers of a group have restarted: drop the snapshot if it waits for the state of one of them.
+        """Drop the snapshot if it waits for a worker that has restarted.
 
         Returns the reason for which the dropped snapshot was taken, or an empty text.
         """
@@ -287,7 +296,10 @@ class SnapshotCoordinator:
     def _publish(
         self, now: _UnderWay, deposits: Mapping[Address, torch.Tensor], counts: Mapping[int, int], exact: bool
     ) -> None:
-        """Order the manifest. counts: of the streams now. exact: no state is older than the snapshot."""
+        """Order the manifest. counts: of the streams now.
+
+        exact: no state is older than the snapshot.
+        """
         now.publishing = True
         since = [stream >> 32 for stream, count in counts.items() if count > now.counts.get(stream, 0)]
         reading = dict(now.facts.get("reading", ())).values()  # the epoch that each group read then, or an earlier one
@@ -328,7 +340,7 @@ def _add_facts(now: _UnderWay, facts: Any) -> None:
 
 
 class SnapshotSchedule:
-    """When a snapshot is taken: after seconds, after steps (`checkpoint_freq`), or before the end of the job.
+    """When a snapshot is taken: after seconds, after steps, or before the end.
 
     Args:
         coordinator: takes the snapshots.
@@ -358,22 +370,31 @@ class SnapshotSchedule:
         self._ends = True
 
     def _count(self, steps: int) -> int:
-        """The number of snapshots that are due by this step of the first worker group. 0: a step of another group."""
+        """The number of snapshots that are due by this step of the first worker group.
+
+        0: a step of another group.
+        """
         return self._rhythm.passed(steps) if steps else self._begun
 
     def is_due(self, steps: int) -> bool:
-        """Whether a snapshot is to be taken behind the step that is decided next; see `_count`."""
+        """Whether a snapshot is due behind the step that is decided next (see `_count`)."""
         return self._coordinator.has_host and (self._ends or self._count(steps) > self._begun)
 
     def is_late(self, steps: int) -> bool:
-        """Whether another snapshot is under way, and two more are due. True once per snapshot."""
+        """Whether another snapshot is under way, and two more are due.
+
+        True once per snapshot.
+        """
         late = self._coordinator.number > 0 and self._count(steps) > self._due + 1
         if late:
             self._due = self._count(steps)
         return late
 
     def begin(self, steps: int) -> int:
-        """Begin the snapshot that is due. Returns its number, or 0 while another is under way."""
+        """Begin the snapshot that is due.
+
+        Returns its number, or 0 while another is under way.
+        """
         if self._coordinator.number:
             return 0
         why, self._ends = END if self._ends else STEP, False
@@ -381,7 +402,10 @@ class SnapshotSchedule:
         return self._coordinator.begin(why)
 
     def restart(self, group: int, workers: WorkerStates) -> None:
-        """The workers of a group have restarted. The last snapshot is taken again, behind their first step."""
+        """The workers of a group have restarted.
+
+        The last snapshot is taken again, behind their first step.
+        """
         self._ends = self._coordinator.abandon(group, workers) == END or self._ends
 
     def state_dict(self) -> State:

@@ -1,4 +1,4 @@
-"""Messages of snapshots, and the JSON texts that they carry in parts (see `snapshot_coordinator`)."""
+"""Messages of snapshots, and the JSON texts that they carry in parts."""
 
 import json
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class SnapshotRequest(Message):
 )
 @dataclass(frozen=True, slots=True)
 class SnapshotPart(Message):
-    """Shard -> coordinator, and back: one part of a text (JSON) of this stage of a snapshot.
+    """Shard -> coordinator, and back: a part of the text (JSON) of a stage.
 
     Attributes:
         shard: the shard that the text is from. A coordinator forwards the texts of its shards to server (0,0).
@@ -69,7 +69,7 @@ class SnapshotPart(Message):
 @message(66, Route(Sender.SAME_SHARD, Receiver.SERVER, Condition.SERVER_GROUPS))
 @dataclass(frozen=True, slots=True)
 class Remainder(Message):
-    """Server -> master server: the changes of a bucket since exchange `sync`, at this snapshot."""
+    """Server -> master server: the changes of a bucket since exchange `sync`."""
 
     number: int
     bucket: int

@@ -1,4 +1,4 @@
-"""Which worker groups can restart alone, and which can leave a running job and join it later.
+"""Which worker groups can restart alone, or leave a running job and join it.
 
 The launcher and the simulator ask here before any process runs, and so do the servers. Reasons that only the servers
 know, such as tables that the script has opened, are added by their extensions.
@@ -12,7 +12,10 @@ TABLES = "the job has tables, and what a group has said of them is not taken bac
 
 
 def refusal(job: Job, topology: Topology, group: int) -> str:
-    """Why the workers of a group cannot restart while all others continue. Empty: they can."""
+    """Why the workers of a group cannot restart while all others continue.
+
+    Empty: they can.
+    """
     if not topology.regroups(group):
         return (
             "its workers add up their gradients among themselves, or share a process with a server, "
@@ -33,7 +36,10 @@ def singly(job: Job) -> bool:
 
 
 def absent_groups(job: Job, topology: Topology) -> frozenset[int]:
-    """The groups that are absent at the start (`start_groups`). Raises ConfigError if they cannot be."""
+    """The groups that are absent at the start (`start_groups`).
+
+    Raises ConfigError if they cannot be.
+    """
     if not job.start_groups:
         return frozenset()
     if job.start_groups > topology.worker_groups:
@@ -48,7 +54,10 @@ def absent_groups(job: Job, topology: Topology) -> frozenset[int]:
 
 
 def leave_refusal(job: Job, topology: Topology, group: int) -> str:
-    """Why a group cannot leave and join a running job. Empty: it can, as far as is known beforehand."""
+    """Why a group cannot leave and join a running job.
+
+    Empty: it can, as far as is known beforehand.
+    """
     if topology.worker_groups == 1:
         return (
             "the job has one worker group; workers leave and join it in numbers, as in "

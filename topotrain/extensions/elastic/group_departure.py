@@ -1,4 +1,4 @@
-"""Worker groups that leave a job while other groups train, and may come back, on one server.
+"""Worker groups that leave a job while others train, and may come back.
 
 The coordinator tells a group with the reply to its next step that it is to leave. Once all processes of the group have
 ended, the coordinator decrees the departure, and no other group waits for this one.
@@ -33,7 +33,9 @@ class GroupDeparture(ServerExtension):
         self._leaving: set[int] = set()  # groups that are to leave after their next step
 
     def may_change(self, group: int, request: str) -> str:
-        """Why a group cannot leave now ("leave"), be given up ("lose"), or join ("join"). Empty: it can.
+        """Why a group cannot leave now ("leave"), be given up ("lose"), or join ("join").
+
+        Empty: it can.
 
         Only the coordinator knows.
         """
@@ -71,7 +73,7 @@ class GroupDeparture(ServerExtension):
         return replace(applied, leaves=True) if group in self._leaving else applied
 
     def leave(self, group: int, incarnation: int) -> None:
-        """Decree the departure, on the coordinator: all processes before this incarnation have ended."""
+        """Decree the departure: all processes before this incarnation have ended."""
         if self._restarts.members.is_empty(group, incarnation):
             # After the restart is decreed, nothing of the ended processes is applied any more.
             self._restarts.request_restart(RestartRequest(group, incarnation))

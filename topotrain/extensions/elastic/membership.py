@@ -37,7 +37,10 @@ Key = int | Address
 
 @dataclass(slots=True)
 class _Group:
-    """One worker group, or one worker. here: workers of incarnation `newest` that have sent it."""
+    """One worker group, or one worker.
+
+    here: workers of incarnation `newest` that have sent it.
+    """
 
     incarnation: int = 0  # its messages count on this server
     newest: int = 0  # the newest that this server knows
@@ -72,7 +75,10 @@ class Members:
         return not group.newest or worker in group.here
 
     def incarnation(self, key: Key) -> int:
-        """The incarnation that counts on this server. 0: a group of workers that restart one by one."""
+        """The incarnation that counts on this server.
+
+        0: a group of workers that restart one by one.
+        """
         return self._groups[key].incarnation if key in self._groups else 0
 
     def newest(self, key: Key) -> int:
@@ -86,7 +92,10 @@ class Members:
             group.here.add(worker)
 
     def expect(self, key: Key, incarnation: int) -> bool:
-        """Drop messages of earlier incarnations from here on. False: they are dropped already."""
+        """Drop messages of earlier incarnations from here on.
+
+        False: they are dropped already.
+        """
         known = self._groups[key]
         new = incarnation > known.newest
         if new:
@@ -95,7 +104,10 @@ class Members:
         return new
 
     def restart(self, key: Key, incarnation: int) -> list[Address]:
-        """Make an incarnation count on this server. Returns the workers that wait for that."""
+        """Make an incarnation count on this server.
+
+        Returns the workers that wait for that.
+        """
         self.expect(key, incarnation)
         known = self._groups[key]
         known.incarnation = max(known.incarnation, incarnation)
@@ -191,7 +203,7 @@ class GroupRestarts(RegroupExtension):
     # --- hooks of the server -------------------------------------------------------------------------------------
 
     def accepts(self, sender: Address, message: Message) -> bool:
-        """As `ServerExtension.accepts`: messages of processes before the last restart are dropped."""
+        """Drop messages of processes before the last restart."""
         if not self.members.changed or sender.role is Role.SERVER or isinstance(message, WorkerRejoined):
             return True
         return self.members.is_current(sender)
@@ -226,7 +238,7 @@ class GroupRestarts(RegroupExtension):
         return ()
 
     def on_lost(self, worker: Address) -> None:
-        """As `ServerExtension.on_lost`: the other groups must not wait until the group comes back."""
+        """Restart the group, so that others do not wait until it comes back."""
         group, server = worker.group, self._server
         if server.decisions.log is None or group not in self._ours:
             return
@@ -278,7 +290,7 @@ class GroupRestarts(RegroupExtension):
             self._ask(key, incarnation)
 
     def _ask(self, key: Key, incarnation: int) -> None:
-        """Request the restart from the coordinator, or the progress of a group of other servers."""
+        """Request a restart, or the progress of a group of other servers."""
         group, index = (key.group, key.index) if isinstance(key, Address) else (key, -1)
         coordinator = Address(Role.SERVER, self._topology.server_group_of(group), 0)
         if group in self._ours:
@@ -289,7 +301,10 @@ class GroupRestarts(RegroupExtension):
                 self._server.queue.send(coordinator, request)
 
     def request_restart(self, message: RestartRequest) -> None:
-        """Decree a restart, on the coordinator. Server (0,0) learns of the restarts of other servers' groups."""
+        """Decree a restart, on the coordinator.
+
+        Server (0,0) learns of the restarts of other servers' groups.
+        """
         group, incarnation = message.group, message.incarnation
         if group not in self._ours:
             self._expect(group, incarnation)
@@ -316,7 +331,10 @@ class GroupRestarts(RegroupExtension):
             self._accept(worker)
 
     def _replace(self, decision: StepDecision) -> None:
-        """Accept the new process of one worker. Raises ProtocolError if the group has no such worker."""
+        """Accept the new process of one worker.
+
+        Raises ProtocolError if the group has no such worker.
+        """
         if len(decision.members) != 1 or not 0 <= decision.members[0] < self._topology.workers_per_group:
             raise ProtocolError(f"another process for workers {decision.members}")
         worker = Address(Role.WORKER, decision.group, decision.members[0])
@@ -325,7 +343,7 @@ class GroupRestarts(RegroupExtension):
             self._accept(each)
 
     def _accept(self, worker: Address) -> None:
-        """Reply to a worker of the incarnation that counts: its messages count from here on."""
+        """Reply to a rejoined worker: its messages count from here on."""
         server, incarnation = self._server, self.members.incarnation(self.members.key(worker))
         server.queue.send(worker, WorkerRejoined(incarnation, server.state.complete))
         if worker.group in self._ours:
@@ -372,7 +390,10 @@ class GroupRestarts(RegroupExtension):
 
 
 def regroup_refusal(server: Server) -> str:
-    """Why the extensions of a server let no worker group restart, leave or join. Empty: they do."""
+    """Why the extensions of a server let no worker group restart, leave or join.
+
+    Empty: they do.
+    """
     return first_text(extension.refuses_regroup() for extension in server.hooks.refuses_regroup)
 
 

@@ -1,4 +1,4 @@
-"""Requests of the launcher to the servers of a process: a worker group is to leave, has left, or may join.
+"""Requests of the launcher to servers: a group is to leave, has left, or may join.
 
 Requests come on the thread of the channel, in their order, some before the servers exist. The coordinator of the
 group's servers replies with an event, since only it knows the state of the job. With replicated servers the
@@ -37,7 +37,10 @@ class ServerProcess(Protocol):
     """The servers of a process."""
 
     def coordinator(self, group: int) -> LocalServer | None:
-        """The server that decides for a worker group. None: it is not in this process (yet)."""
+        """The server that decides for a worker group.
+
+        None: it is not in this process (yet).
+        """
         ...
 
 
