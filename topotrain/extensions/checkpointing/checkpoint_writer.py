@@ -58,7 +58,7 @@ from topotrain.extensions.checkpointing.snapshot_messages import (
     SnapshotRequest,
     snapshot_parts,
 )
-from topotrain.extensions.tables.table_file_layout import StoredTable, file_of, tables_file
+from topotrain.extensions.checkpointing.table_file_layout import StoredTable, file_of, tables_file
 
 KEPT = 2
 STEPS = "step-"
