@@ -1,14 +1,12 @@
 """docs/journey-snapshot.md against a traced run: one snapshot passes the functions that the page names, in order."""
 
-import sys
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
-from journey_pages import PACKAGE, check_is_function, check_order, stops_in
+from journey_pages import PACKAGE, Tracer, check_is_function, check_order, stops_in
 from simulation import VIEWS, Seat, Town, job
 
 from topotrain.config.topology import Address, Role
@@ -26,6 +24,8 @@ WORKER = Address(Role.WORKER, 0, 0)
 MOST_FILES = 12
 """Files of `extensions`, apart from the hooks in EVERY_MESSAGE."""
 EVERY_MESSAGE = ("accepts", "may_send")
+NOT_FOLLOWED = ("config", "comm", "tools")
+"""Packages of settings and addresses, of transports, and of the simulation."""
 PATIENCE_S = 30.0
 
 
@@ -34,38 +34,19 @@ def stops() -> list[str]:
     return stops_in(PAGE.read_text(encoding="utf-8"))
 
 
-class Tracer:
-    """Notes the functions that are called for the snapshot, each once: those of its package, and what they call."""
+class SnapshotTracer(Tracer):
+    """Follows the functions of `checkpointing`, messages about the snapshot, and what both call."""
 
-    def __init__(self) -> None:
-        self.seen: dict[str, str] = {}  # function -> its file
-        self.watching = False
-        self._of_thread = threading.local()
-
-    def profile(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event not in ("call", "return") or not code.co_filename.startswith(str(PACKAGE)):
-            return
-        stack = self._of_thread.__dict__.setdefault("stack", [False])
-        if event == "return":
-            if len(stack) > 1:
-                stack.pop()
-            return
-        path = Path(code.co_filename)
+    def concerns(self, frame: FrameType, caller: bool, first: bool) -> bool:
         message = frame.f_locals.get("message", frame.f_locals.get("decision"))
-        if isinstance(message, m.Message):
-            stack.append(self._is_of_snapshot(message))
-        else:
-            stack.append(stack[-1] or path.parent.name == "checkpointing")
-        if stack[-1] and self.watching:
-            self.seen.setdefault(f"{path.stem}.{code.co_qualname}", str(path.relative_to(PACKAGE)))
-
-    def _is_of_snapshot(self, message: m.Message) -> bool:
         if isinstance(message, m.StepDecision):
             return message.change == SNAPSHOT
         if isinstance(message, WorkerStatePart):
             return message.number > 0
-        return isinstance(message, SnapshotPart | SnapshotRequest)
+        if isinstance(message, m.Message):
+            return isinstance(message, SnapshotPart | SnapshotRequest)
+        package = Path(frame.f_code.co_filename).relative_to(PACKAGE).parts
+        return package[0] not in NOT_FOLLOWED and (caller or package[1] == "checkpointing")
 
 
 class Host:
@@ -104,20 +85,14 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         tracer.watching = True
         seat.step(seat.numbers())
 
-    tracer = Tracer()
-    before = threading.getprofile()
-    threading.setprofile(tracer.profile)
-    sys.setprofile(tracer.profile)
-    try:
+    tracer = SnapshotTracer()
+    with tracer.everywhere():
         town.play(script)
         for host in reversed(hosts):
             host.handle_replies()
         town.sim.run()
         leave_state(1)
         hosts[0].handle_replies()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(before)
     assert [event for event in events if isinstance(event, Saved)]
     return tracer.seen
 

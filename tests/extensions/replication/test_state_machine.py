@@ -149,12 +149,12 @@ def test_a_line_keeps_what_the_other_side_may_not_have() -> None:
     line = ReliableChannel()
     words = [m.Fetch(number) for number in range(4)]
     for word in words:
-        line.say(word)
-    line.taken(3)
-    line.taken(1)  # said late
-    assert list(line.kept) == words[3:]
+        line.send(word)
+    line.confirm(3)
+    line.confirm(1)  # said late
+    assert list(line.unconfirmed) == words[3:]
     with pytest.raises(m.ProtocolError, match="5 messages were confirmed, but 4 sent"):
-        line.taken(5)
+        line.confirm(5)
 
 
 # --- the transfer ------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_no_field_of_any_component_is_forgotten() -> None:
             restore(twin, data)
             copied += 1
             found.update(differences(copy.server, twin.server, "server", set()))
-            found.update(differences(copy.lines, twin.lines, "lines", set()))
+            found.update(differences(copy.channels, twin.channels, "channels", set()))
 
     town.wire.observers.append(look)
 

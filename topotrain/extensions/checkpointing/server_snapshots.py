@@ -124,7 +124,7 @@ class ServerSnapshots:
     @property
     def obstacle(self) -> str:
         """Why a participant cannot be in a snapshot now. Empty: all can."""
-        return next((each.unkept for each in self._participants if each.unkept), "")
+        return next((each.snapshot_obstacle for each in self._participants if each.snapshot_obstacle), "")
 
     # --- from the announcement to the frozen shard ---------------------------------------------------------------
 

@@ -73,7 +73,7 @@ class SnapshotParticipant:
     """An extension of a server that has a part of its own in every snapshot."""
 
     @property
-    def unkept(self) -> str:
+    def snapshot_obstacle(self) -> str:
         """Why no snapshot can be taken now. Empty: one can."""
         return ""
 

@@ -1,7 +1,7 @@
 """Worker groups that leave a job while others train, and may come back.
 
-The coordinator tells a group with the reply to its next step that it is to leave. Once all processes of the group have
-ended, the coordinator decrees the departure, and no other group waits for this one.
+The reply to the next step of a group says that it is to leave. Once all processes of the group have ended, the
+coordinator decrees the departure, and no other group waits for this one.
 """
 
 from dataclasses import replace

@@ -358,7 +358,7 @@ def serve(
             make = partial(hosted_server, place, allocate, options)
             process = (observer.on_failure, options.writer, slot, observer.on_open)
             copied = ReplicatedServers(place, router, make, addresses[0], *process)
-            slot.taken(copied.arrange)
+            slot.subscribe(copied.arrange)
             copied.open(observer.on_serving)
             copied.wait()
         else:
