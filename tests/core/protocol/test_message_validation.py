@@ -190,10 +190,10 @@ def test_too_many_open_backwards_are_refused() -> None:
 )  # fmt: skip
 def test_settings_that_the_optimizer_refuses_are_told_to_the_group_before_anything_changes(text: str) -> None:
     hall = started(nworkers_per_group=1)
-    home, before = hall.servers[server()], hall.servers[server()].version
+    home, before = hall.servers[server()], hall.servers[server()].state.version
     home.handle(worker(), replace(COMMIT, revisions=b"\xff", hyper=text.encode("utf-8", "surrogateescape")))
     out = home.handle(worker(), m.AppliedBatchesRequest(0))
-    assert home.version == before and [type(reply) for _, reply in out] == [m.AppliedBatchesReply]
+    assert home.state.version == before and [type(reply) for _, reply in out] == [m.AppliedBatchesReply]
 
 
 def test_settings_of_one_kind_are_taken() -> None:
