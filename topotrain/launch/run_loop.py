@@ -6,7 +6,8 @@ There is one process per unit.
   it.
 * After that wait the loop asks all processes to end, and kills those that do not.
 * Where other units run on other hosts, all units first agree on what ends the job (`OtherUnits`).
-* Unit 0 decides about restarts. It receives the events of the other units and sends them commands (`Mailbox`).
+* Unit 0 decides about restarts. It receives the events of the other units and sends them commands
+  (`ControlConnection`).
 * `destroy` leaves no process behind. If the launcher itself is killed, the units and the forkserver read the end of
   their stdin, and end.
 * Where a job survives process deaths, `RecoveryPolicy` receives every event first, and the loop executes its actions: a
@@ -47,8 +48,15 @@ from topotrain.launch.agent.unit_process import UnitProcess, begin
 from topotrain.launch.agent.workspace import ProcessList
 from topotrain.launch.control_socket import ControlSocket, PendingAnswer
 from topotrain.launch.grace_period import LEADER, WORDS, grace, hint
+from topotrain.launch.multinode.control_connection import (
+    ControlConnection,
+    ControlServer,
+    News,
+    UnitMessage,
+    UnitReturned,
+    UnitVanished,
+)
 from topotrain.launch.multinode.follower import Follower
-from topotrain.launch.multinode.mailbox import Mailbox, News, UnitMessage, UnitReturned, UnitVanished
 from topotrain.launch.multinode.reliable_messages import Words
 from topotrain.launch.recovery.elastic_groups import AnswerRequest, AskServers, GroupRequest, ReportGone
 from topotrain.launch.recovery.recovery_actions import EndProcess, FailJob, PlaceReplica, RestartGroup, RestartJob, Word
@@ -142,7 +150,7 @@ class RunLoop:
         mark: the run's mark, see RUN_VARIABLE.
         company: the units on other hosts, if there are any.
         recovery: decides about restarts. None where a death ends the job; a `Follower` where another unit decides.
-        post: sends to and receives from the units on other hosts, where one unit decides about restarts for all.
+        control: sends to and receives from the units on other hosts, where one unit decides about restarts for all.
         outlet: where the program's output goes.
     """
 
@@ -157,7 +165,7 @@ class RunLoop:
         mark: str,
         company: OtherUnits | None = None,
         recovery: RecoveryPolicy | Follower | None = None,
-        post: Mailbox | None = None,
+        control: ControlConnection | None = None,
         outlet: Outlet | None = None,
     ) -> None:
         self.job = job
@@ -169,7 +177,7 @@ class RunLoop:
         self._mark = mark
         self._company = company
         self._recovery = recovery
-        self._post = post
+        self._control = control
         self._outlet = outlet or AlwaysTaken()
         self._holds = False
         self._life = 0
@@ -182,7 +190,6 @@ class RunLoop:
         self._exits: dict[str, int] = {}
         self._pids: dict[str, int] = {}
         self._workers = {str(worker) for unit in topology.units for worker in unit.workers}
-        self._residents = self._workers | {str(server) for unit in topology.units for server in unit.servers}
         self._is_whole = len(self._workers) == topology.worker_groups * topology.workers_per_group
         self._standstill = StallDetector(self._workers)
         self._alarm: tuple[float, Callable[[], None]] | None = None
@@ -210,8 +217,8 @@ class RunLoop:
         self._selector.register(self._signals.woken, selectors.EVENT_READ, self._signalled)
         if self._company is not None:
             self._selector.register(self._company.fileno(), selectors.EVENT_READ, self._decided)
-        if self._post is not None:
-            self._selector.register(self._post.fileno(), selectors.EVENT_READ, self._came)
+        if self._control is not None:
+            self._selector.register(self._control.fileno(), selectors.EVENT_READ, self._came)
         self._life = life.number
         served_at = self._kept.up(calls.preload, environ, again=life.number > 0)
         self._processes = ProcessList(self.topology, self._grounds.processes, own_forkserver=self._kept.own)
@@ -260,8 +267,8 @@ class RunLoop:
                 _, do = self._alarm
                 self._alarm = None
                 do()
-            if self._post is not None:
-                self._await_post(self._post)
+            if self._control is not None:
+                self._exchange_state(self._control)
             if self._recovery is not None and not self._stopping:
                 self._obey(self._recovery.turn(time.monotonic()))
             still = self._standstill.turn(time.monotonic(), self._missing)
@@ -366,11 +373,11 @@ class RunLoop:
 
         ranks: the units; None: all.
         """
-        if self._post is None or not isinstance(self._recovery, RecoveryPolicy):
+        if self._control is None or not isinstance(self._recovery, RecoveryPolicy):
             return
-        for rank in self._post.others:
+        for rank in self._control.ranks:
             if ranks is None or rank in ranks:
-                self._post.say(rank, {"life": self._life, "command": command, **values})
+                self._control.send(rank, {"life": self._life, "command": command, **values})
 
     # Other units
 
@@ -379,25 +386,19 @@ class RunLoop:
 
         It may have messages to send or to receive although its own processes have ended.
         """
-        return not (self._post is None or self._recovery is None or self._stopping or self._released)
+        return not (self._control is None or self._recovery is None or self._stopping or self._released)
 
-    def _await_post(self, post: Mailbox) -> None:
-        """Pass the mailbox's state to the policy.
-
-        This unit is released if its processes have ended and the store stays away.
-        """
+    def _exchange_state(self, control: ControlConnection) -> None:
+        """Pass the state of the control connections to the policy, and its suspicion to them."""
         if isinstance(self._recovery, Follower):
-            self._recovery.told(post.all_told, post.alone)
-            return
-        if self._recovery is not None:
-            post.suspicious = self._recovery.suspects
-        if post.alone and self._residents - self._missing <= self._exits.keys() and not self._stopping:
-            self._release()
+            self._recovery.told(control.all_received, control.alone)
+        elif self._recovery is not None:
+            control.suspect(self._recovery.suspects)
 
     def _came(self) -> None:
         """Handle messages and disappearances of other units."""
-        assert self._post is not None
-        for news in self._post.news():
+        assert self._control is not None
+        for news in self._control.news():
             match news:
                 case UnitMessage(rank=rank, words=words) if words.get("life") == self._life and "ready" not in words:
                     if not self._stopping and not self._is_void(rank):
@@ -420,8 +421,8 @@ class RunLoop:
     def _lost_unit(self, rank: int, failed: Failed) -> None:
         if isinstance(self._recovery, RecoveryPolicy) and not self._stopping:
             self._obey(self._recovery.vanished(rank, failed, time.monotonic()))
-            if not self._stopping and self._post is not None:  # if it still runs, it must end
-                self._post.say(rank, {"life": self._life, "outcast": True})
+            if not self._stopping and self._control is not None:  # if it still runs, it must end
+                self._control.send(rank, {"life": self._life, "outcast": True})
 
     def _came_back(self, news: UnitReturned) -> None:
         """Handle a new unit at the rank of a lost one.
@@ -432,15 +433,17 @@ class RunLoop:
         self._lost_unit(news.rank, Failed(f"unit {news.rank}", "died", what, ""))
         if self.again:
             self.unread.append(news)
-        elif self.job.cluster.replicas > 1 and not self._stopping:  # its servers are needed if more are lost
+            return
+        if self._stopping:
+            return
+        assert isinstance(self._control, ControlServer)
+        self._control.open(news.rank, news.unit.word)
+        if self.job.cluster.replicas > 1:  # its servers are needed if more are lost
             self.unread.append(news)
-            if self._post is not None:
-                self._post.open(news.rank, news.unit.word)
             text = f"{news.unit.who} waits until the whole job starts again: other units run its processes"
             self._on_event(Notice("launcher", text))
-        elif not self._stopping and self._post is not None:
-            self._post.open(news.rank, news.unit.word)
-            self._post.say(news.rank, {"life": self._life, "outcast": True})
+        else:
+            self._control.send(news.rank, {"life": self._life, "outcast": True})
 
     def _read(self, words: Words) -> None:
         """Handle an event of another unit, or a command of unit 0."""

@@ -14,9 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from topotrain.comm.transport import ConnectionLost, Endpoint
 from topotrain.comm.transport.frame import (
@@ -37,6 +35,9 @@ from topotrain.comm.transport.multi_socket import Channel
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import MAX_BODY, Message, ProtocolError, decode, encode
 
+if TYPE_CHECKING:
+    import torch
+
 _MAX_REGIONS = 4096
 _MAX_REASON = 1000  # bytes
 
@@ -55,11 +56,11 @@ class SharedRegion(Protocol):
 class SharedRegions(Protocol):
     """The shared memory of this process, and the regions of peers that it has mapped."""
 
-    def find(self, tensor: torch.Tensor) -> tuple[SharedRegion, int] | None:
+    def find(self, tensor: "torch.Tensor") -> tuple[SharedRegion, int] | None:
         """Return the region that contains the tensor, and its byte offset, or None."""
         ...
 
-    def map(self, fd: int, nbytes: int) -> torch.Tensor:
+    def map(self, fd: int, nbytes: int) -> "torch.Tensor":
         """Map a peer's region as 1-D uint8, and close `fd`.
 
         Raises ProtocolError when the region is not what the peer claims.
@@ -259,13 +260,13 @@ class Connection:
         self._resident.handle(self.peer, message)
         return True
 
-    def _placed(self, message: Message, size: int) -> torch.Tensor:
+    def _placed(self, message: Message, size: int) -> "torch.Tensor":
         target = checked(self._resident.place(self.peer, message, False), message, size)
         if size:
             self._intake.fill(_flat(target).numpy().data)
         return target
 
-    def _shown(self, message: Message, number: int, offset: int, size: int) -> torch.Tensor:
+    def _shown(self, message: Message, number: int, offset: int, size: int) -> "torch.Tensor":
         region = self._foreign.get(number)
         if region is None or offset + size > region.numel():
             raise ProtocolError(f"a reference to bytes {offset} to {offset + size} of region {number}, out of bounds")
@@ -364,7 +365,7 @@ class Connection:
             self._done.set()
 
 
-def checked(target: torch.Tensor | None, message: Message, size: int) -> torch.Tensor:
+def checked(target: "torch.Tensor | None", message: Message, size: int) -> "torch.Tensor":
     """Return `target` if it fits a payload of `size` bytes.
 
     Raises ProtocolError otherwise.
@@ -385,8 +386,10 @@ def _broke(error: Exception) -> str:
     return str(error) if isinstance(error, EndOfStream) else f"the connection broke: {error}"
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(tensor: "torch.Tensor") -> "torch.Tensor":
     """Return the tensor's own memory as uint8."""
+    import torch  # here, because a launcher connects without bodies, and does not load torch
+
     if tensor.ndim != 1 or not tensor.is_contiguous():
         raise ValueError(f"a body must be 1-D and contiguous, not {tuple(tensor.shape)} of strides {tensor.stride()}")
     return tensor.detach().view(torch.uint8)

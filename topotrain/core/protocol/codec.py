@@ -13,9 +13,10 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MAX_META = 64 * 1024
 MAX_BODY = 64 * 1024 * 1024
@@ -31,7 +32,7 @@ class Message:
     """Base class of all messages. `body` is 1-D and contiguous, or None."""
 
     KIND: ClassVar[int] = 0
-    body: torch.Tensor | None = field(default=None, compare=False, repr=False, kw_only=True)
+    body: "torch.Tensor | None" = field(default=None, compare=False, repr=False, kw_only=True)
 
 
 KINDS: dict[int, type[Message]] = {}
@@ -118,7 +119,7 @@ def encode(message: Message) -> tuple[int, bytes]:
     return message.KIND, meta
 
 
-def decode(kind: int, meta: bytes, body: torch.Tensor | None = None) -> Message:
+def decode(kind: int, meta: bytes, body: "torch.Tensor | None" = None) -> Message:
     """Return the message of a type number and its meta.
 
     Raises:
