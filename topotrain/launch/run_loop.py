@@ -49,6 +49,7 @@ from topotrain.launch.agent.workspace import ProcessList
 from topotrain.launch.control_socket import ControlSocket, PendingAnswer
 from topotrain.launch.grace_period import LEADER, WORDS, grace, hint
 from topotrain.launch.multinode.control_connection import (
+    ControlClient,
     ControlConnection,
     ControlServer,
     News,
@@ -389,10 +390,10 @@ class RunLoop:
         return not (self._control is None or self._recovery is None or self._stopping or self._released)
 
     def _exchange_state(self, control: ControlConnection) -> None:
-        """Pass the state of the control connections to the policy, and its suspicion to them."""
-        if isinstance(self._recovery, Follower):
+        """Pass the state of the connections to the policy, and its suspicion to them."""
+        if isinstance(self._recovery, Follower) and isinstance(control, ControlClient):
             self._recovery.told(control.all_received, control.alone)
-        elif self._recovery is not None:
+        if self._recovery is not None:
             control.suspect(self._recovery.suspects)
 
     def _came(self) -> None:

@@ -179,7 +179,6 @@ def test_silence_is_counted_until_something_arrives(pair: Pair) -> None:
     assert not pair.second.alone
     pair.first.close()
     wait(lambda: pair.second.alone)
-    assert not pair.first.alone, "unit 0 decides, and is never alone"
 
 
 def test_a_new_process_receives_nothing_that_was_sent_to_its_predecessor(pair: Pair) -> None:
@@ -287,7 +286,7 @@ def test_a_silent_unit_is_news_to_unit_0_and_ends_nothing(store: Store, monkeypa
         assert end is not None
         assert end.failed is not None
         assert end.failed.text.endswith("vanished without a word, and within 3 s no replacement was started; more")
-        assert json.loads(run.get("end") or b"")["unit"] == 2
+        assert json.loads(run.watch("end", DEADLINE_S))["unit"] == 2
 
 
 def test_a_unit_with_a_connection_and_without_the_store_is_not_lost(

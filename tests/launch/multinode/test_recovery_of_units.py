@@ -347,6 +347,7 @@ def test_who_cannot_be_heard_for_long_ends_by_itself() -> None:
     made.heard(Started("worker 0/1", 1), 1.0)
     made.heard(lost("worker 0/1"), 1.0)
     made.told(all=False, alone=False)
+    assert made.suspects
     assert made.turn(5.0) == []
     made.told(all=False, alone=True)
     (give_up,) = made.turn(20.0)
@@ -356,6 +357,7 @@ def test_who_cannot_be_heard_for_long_ends_by_itself() -> None:
     made, _ = following()
     made.heard(lost("worker 0/1"), 1.0)
     made.told(all=True, alone=False)
+    assert not made.suspects
     made.told(all=False, alone=True)
     assert made.turn(20.0) == []
     assert not made.complete

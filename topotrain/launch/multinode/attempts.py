@@ -17,7 +17,7 @@ from topotrain.launch.agent.stop_signals import StopSignals
 from topotrain.launch.grace_period import hint
 from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.multinode.node_info import HostMap
-from topotrain.launch.multinode.node_membership import LeaderMembership, NodeMembership
+from topotrain.launch.multinode.node_membership import LeaderMembership, UnitMembership
 from topotrain.launch.multinode.node_rendezvous import NodeRendezvous
 from topotrain.launch.multinode.reliable_messages import shortened
 from topotrain.launch.multinode.restart_barrier import (
@@ -54,7 +54,7 @@ class Attempts:
 
     hall: NodeRendezvous
     met: AttemptAgreement
-    company: NodeMembership
+    company: UnitMembership
     heard: StopSignals
     on_event: OnEvent
     saved: Saved | None = None

@@ -66,10 +66,10 @@ News = UnitMessage | UnitVanished | UnitReturned
 
 
 class MessageReceiver(Protocol):
-    """The receiver of messages about the membership of the units."""
+    """The membership, which receives each message before the run loop."""
 
     def receive(self, rank: int, words: Words) -> bool:
-        """Process a message; return False for one that is news for the run loop."""
+        """Process a message; return False for a message to the run loop."""
         ...
 
 
@@ -88,13 +88,15 @@ class ControlAccess:
     lease_s: float = LEASE_S
 
     def transport(self, host: str = "127.0.0.1") -> TcpTransport:
-        """Return a transport that listens at `host`, if it listens. Raises TransportError."""
+        """Return a transport; `host` matters only if it listens. Raises TransportError."""
         identity = Identity(self.run_id, job_key(self.secret, "control", self.run_id), 0, 0, "")
         return TcpTransport(identity, self.start_port, host, patience=0.0, lease_s=self.lease_s)
 
 
 class ControlConnection:
-    """One unit's end of the control connections; `ControlServer` is unit 0's, `ControlClient` that of another unit.
+    """One unit's end of the control connections.
+
+    `ControlServer` is the end in unit 0, and `ControlClient` the end in another unit.
 
     Args:
         me: the address of this process.
@@ -104,20 +106,21 @@ class ControlConnection:
     def __init__(self, me: Address, receiver: MessageReceiver) -> None:
         self._me, self._receiver = me, receiver
         self._lock = threading.Lock()
+        self._transports: list[TcpTransport] = []
         self._ends: dict[Address, ReliableEnd] = {}
         self._ranks: dict[Address, int] = {}
         self._peers: dict[int, Address] = {}  # the process that has a rank now
+        self._unconnected: set[Address] = set()  # the next frame of these comes over a new connection
         self._received_at: dict[int, float] = {}
-        self._suspects = False
         self._news: deque[News] = deque()
-        self._told, self._teller = socket.socketpair()
+        self._wake_out, self._wake_in = socket.socketpair()
         self._closed = threading.Event()
-
-    # --- for the run loop and the membership
+        self.suspects = False
+        """Whether a process has lost a peer, so that a silent unit counts as lost sooner."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is news."""
-        return self._told.fileno()
+        return self._wake_out.fileno()
 
     @property
     def ranks(self) -> list[int]:
@@ -131,23 +134,13 @@ class ControlConnection:
         with self._lock:
             return not any(self._ends[peer].waiting for peer in self._peers.values())
 
-    @property
-    def suspects(self) -> bool:
-        """Whether a process has lost a peer, so that a silent unit counts as lost sooner."""
-        return self._suspects
-
     def suspect(self, on: bool) -> None:
         """Set `suspects`."""
-        self._suspects = on
+        self.suspects = on
 
     def silence_s(self, rank: int) -> float:
         """Return the seconds since the last sign of this unit."""
         return time.monotonic() - self._received_at[rank]
-
-    @property
-    def alone(self) -> bool:
-        """Whether unit 0 has been silent for so long that this unit waits no longer."""
-        return False
 
     def send(self, rank: int, words: Words) -> None:
         """Send a message to a unit, now or after the next reconnection.
@@ -157,14 +150,13 @@ class ControlConnection:
         with self._lock:
             peer = self._peers.get(rank)
             if peer is not None:
-                for part in self._ends[peer].send(words):
-                    self._transmit(peer, part)
+                self._transmit(peer, self._ends[peer].send(words))
 
     def news(self) -> list[News]:
         """Return the news since the last call."""
         with self._lock:
             if self._news:
-                self._told.recv(4096)
+                self._wake_out.recv(4096)
             found = list(self._news)
             self._news.clear()
             return found
@@ -172,18 +164,18 @@ class ControlConnection:
     def put(self, news: News) -> None:
         """Add news for the run loop."""
         with self._lock:
-            if self._closed.is_set():
-                return
-            if not self._news:
-                self._teller.send(b"!")
+            if not self._news and not self._closed.is_set():
+                self._wake_in.send(b"!")
             self._news.append(news)
 
     def close(self) -> None:
         """Send what is queued, within a short time, and end all connections."""
         with self._lock:
             self._closed.set()
-            self._told.close()
-            self._teller.close()
+            self._wake_out.close()
+            self._wake_in.close()
+        for transport in self._transports:
+            transport.close()
 
     # --- for the transport
 
@@ -198,44 +190,42 @@ class ControlConnection:
             end = self._ends.get(sender)
             if end is None:
                 raise ProtocolError(f"this process is not unit {sender.index} of the job; another one is")
-            words = end.receive(message)
-            rank = self._ranks[sender]
-            known = self._peers[rank] == sender  # else it was replaced, and nothing that it says counts
-            if known:
+            words, rank = end.receive(message), self._ranks[sender]
+            current = self._peers[rank] == sender  # else it was replaced, and nothing that it says counts
+            if current:
                 self._received_at[rank] = time.monotonic()
-            if message.number:
-                self._transmit(sender, end.acknowledgement())
-            self._resume(sender, end)
-        if words is not None and known and not self._receiver.receive(rank, words):
+            if sender in self._unconnected:
+                self._unconnected.discard(sender)
+                self._transmit(sender, [end.acknowledgement(), *end.unacknowledged()])
+            elif message.number:
+                self._transmit(sender, [end.acknowledgement()])
+        if words is not None and current and not self._receiver.receive(rank, words):
             self.put(UnitMessage(rank, words))
 
     def lost(self, peer: Address, reason: str) -> None:
-        """Note the end of a connection."""
-        raise NotImplementedError
+        """Note the end of a connection. The other unit dials again, or this one does."""
+        with self._lock:
+            self._unconnected.add(peer)
 
     # --- for the subclasses
 
     def _expect(self, rank: int, peer: Address) -> None:
         """Accept messages of this process, and send to it what is for its rank."""
         self._ends[peer], self._ranks[peer], self._peers[rank] = ReliableEnd(), rank, peer
+        self._unconnected.add(peer)
         self._received_at[rank] = time.monotonic()
 
-    def _transmit(self, peer: Address, part: UnitPart) -> None:
-        """Send a part if there is a connection. The lock is held, which keeps the order."""
-        raise NotImplementedError
-
-    def _resume(self, peer: Address, end: ReliableEnd) -> None:
-        """Send the kept parts again, if the connection to the peer is new. The lock is held."""
-
-    def _repeat(self, peer: Address, end: ReliableEnd) -> None:
-        self._transmit(peer, end.acknowledgement())
-        for part in end.unacknowledged():
-            self._transmit(peer, part)
+    def _transmit(self, peer: Address, parts: list[UnitPart]) -> None:
+        """Send parts if there is a connection; the lock is held, so they stay in order."""
+        for transport in self._transports:
+            with suppress(ConnectionLost):
+                for part in parts:
+                    transport.send(self._me, peer, part)
 
     def _beat(self) -> None:
         with self._lock:
             for peer in self._peers.values():
-                self._transmit(peer, self._ends[peer].acknowledgement())
+                self._transmit(peer, [self._ends[peer].acknowledgement()])
 
 
 class ControlServer(ControlConnection):
@@ -249,10 +239,7 @@ class ControlServer(ControlConnection):
 
     def __init__(self, access: ControlAccess, words: Mapping[int, str], receiver: MessageReceiver) -> None:
         super().__init__(_UNIT_0, receiver)
-        self._access = access
-        self._kept = MaintainedValues(access.run)
-        self._transports: list[TcpTransport] = []
-        self._unconnected: set[Address] = set()  # the first frame of these comes over a new connection
+        self._access, self._kept = access, MaintainedValues(access.run)
         for rank, word in words.items():
             self._expect(rank, _address(rank, word))
 
@@ -262,49 +249,31 @@ class ControlServer(ControlConnection):
         threading.Thread(target=self._run, name="control", daemon=True).start()
 
     def listen(self, host: str) -> None:
-        """Listen at this address, too, and publish it instead of the former one. Raises TransportError."""
+        """Listen at this address, too, and publish it instead of the former one.
+
+        Raises TransportError.
+        """
         transport = self._access.transport(host)
-        url = transport.attach(self._me, self)
+        url = transport.attach(self._me, self).encode()
         with self._lock:
             self._transports.append(transport)
         try:
-            self._kept.set(_KEY, url.encode())
+            self._kept.set(_KEY, url)
         except StoreError:
-            self._kept.keep(_KEY, url.encode())  # written when the store is back
+            self._kept.keep(_KEY, url)  # it is written when the store is back
 
     def open(self, rank: int, word: str) -> None:
-        """Accept a new process of that rank. Messages to the former process are not for it."""
+        """Accept a new process of that rank, which gets no messages to the former one."""
         with self._lock:
             if self._peers.get(rank) == _address(rank, word):
                 return
             self._expect(rank, _address(rank, word))
         self._kept.keep(welcome_key(rank, word), b"1")
 
-    def lost(self, peer: Address, reason: str) -> None:
-        """Note the end of a connection. The other unit dials again."""
-        with self._lock:
-            self._unconnected.add(peer)
-
     def close(self) -> None:
         """Stop listening, and end all connections."""
-        super().close()
         self._kept.close()
-        for transport in self._transports:
-            transport.close()
-
-    def _expect(self, rank: int, peer: Address) -> None:
-        super()._expect(rank, peer)
-        self._unconnected.add(peer)
-
-    def _transmit(self, peer: Address, part: UnitPart) -> None:
-        for transport in self._transports:
-            with suppress(ConnectionLost):
-                transport.send(self._me, peer, part)
-
-    def _resume(self, peer: Address, end: ReliableEnd) -> None:
-        if peer in self._unconnected:
-            self._unconnected.discard(peer)
-            self._repeat(peer, end)
+        super().close()
 
     def _run(self) -> None:
         while not self._closed.wait(BEAT_S):
@@ -315,21 +284,19 @@ class ControlClient(ControlConnection):
     """The end of a unit other than unit 0: it dials, and dials again.
 
     Args:
-        access: the settings of the connections.
+        access: the settings of the connection.
         rank, word: the rank of this unit, and the word of its process.
         receiver: as for `ControlConnection`.
-        away_s: seconds without a sign of unit 0 after which this unit is alone.
+        away_s: seconds of unit 0's silence after which this unit is alone.
     """
 
     def __init__(self, access: ControlAccess, rank: int, word: str, receiver: MessageReceiver, away_s: float) -> None:
         super().__init__(_address(rank, word), receiver)
-        self._away_s = away_s
-        self._run_keys = access.run
-        self._transport = access.transport()
-        self._transport.attach_dialer(self._me, self)
+        self._keys, self._url, self._away_s = access.run, "", away_s
+        self._transports.append(access.transport())
+        self._transports[0].attach_dialer(self._me, self)
         self._expect(0, _UNIT_0)
-        self._url = ""
-        self._ended = threading.Event()  # of the present connection
+        self._broken = threading.Event()
 
     def start(self) -> None:
         """Dial unit 0 from now on, and send heartbeats."""
@@ -342,54 +309,44 @@ class ControlClient(ControlConnection):
 
     def lost(self, peer: Address, reason: str) -> None:
         """Note the end of the connection, which is made again."""
-        self._ended.set()
-
-    def close(self) -> None:
-        """End the connection."""
-        super().close()
-        self._ended.set()
-        self._transport.close()
-
-    def _transmit(self, peer: Address, part: UnitPart) -> None:
-        with suppress(ConnectionLost):
-            self._transport.send(self._me, peer, part)
+        super().lost(peer, reason)
+        self._broken.set()
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            self._ended.clear()
-            if not self._dial():
+            self._broken.clear()
+            if self._dial():
+                self._beat()  # at once: unit 0 answers the first frame with what it has kept
+                while not self._broken.wait(BEAT_S):
+                    self._beat()
+            else:
                 self._closed.wait(_RETRY_S)
-                continue
-            while not self._ended.wait(BEAT_S):
-                self._beat()
 
     def _dial(self) -> bool:
         """Connect to unit 0; return whether that was possible.
 
         The last known address comes first, because the store may be away, too.
         """
-        if self._url and self._connect(self._url):
+        if self._url and self._connect():
             return True
-        try:
-            raw = self._run_keys.get(_KEY)
-        except StoreError:
-            return False
-        if raw is None or raw.decode() == self._url:
-            return False
-        self._url = raw.decode()
-        return self._connect(self._url)
+        with suppress(StoreError):
+            found = (self._keys.get(_KEY) or b"").decode("utf-8", "replace")
+            if found not in ("", self._url):
+                self._url = found
+                return self._connect()
+        return False
 
-    def _connect(self, url: str) -> bool:
-        try:
+    def _connect(self) -> bool:
+        with suppress(TransportError, ValueError):  # ValueError: what the store has is no URL
             # anew: the transport may not have removed the connection yet whose end it has just reported
-            self._transport.connect(self._me, _UNIT_0, url, anew=True)
-        except TransportError:
-            return False
-        with self._lock:
-            self._repeat(_UNIT_0, self._ends[_UNIT_0])
-        return True
+            self._transports[0].connect(self._me, _UNIT_0, self._url, anew=True)
+            return True
+        return False
 
 
 def _address(rank: int, word: str) -> Address:
-    """Return the address of one process of a unit. Raises ValueError for a malformed word."""
+    """Return the address of one process of a unit.
+
+    Raises ValueError for a malformed word.
+    """
     return Address(Role.WORKER, int(word, 16), rank)

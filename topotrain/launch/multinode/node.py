@@ -38,8 +38,8 @@ from topotrain.launch.multinode.node_info import EndedBeforeStart, HostMap, JobE
 from topotrain.launch.multinode.node_membership import (
     FollowerMembership,
     LeaderMembership,
-    NodeMembership,
     StoreKeys,
+    UnitMembership,
     UnitReport,
 )
 from topotrain.launch.multinode.node_rendezvous import JobRestarted, NodeRendezvous, forget, forget_lives, outlast
@@ -238,7 +238,7 @@ class Node:
 
     def _join(
         self, hall: NodeRendezvous, stores: StoreKeys, met: AttemptAgreement, topology: Topology, secret: bytes
-    ) -> NodeMembership:
+    ) -> UnitMembership:
         """Return the membership of this unit, with its control connections.
 
         Raises ConfigError where unit 0 cannot listen at its address.
@@ -279,7 +279,7 @@ class Node:
             finally:
                 run.destroy()
 
-    def _leave(self, hall: NodeRendezvous, root: Store, company: NodeMembership, end: JobEnd) -> None:
+    def _leave(self, hall: NodeRendezvous, root: Store, company: UnitMembership, end: JobEnd) -> None:
         """Leave the job. Unit 0 also cleans up when all other units have left the store."""
         if self.start.rank:
             return
@@ -308,7 +308,7 @@ def _where(topology: Topology) -> dict[str, int]:
     return found | {f"unit {unit.rank}": unit.rank for unit in topology.units}
 
 
-def _reported(company: NodeMembership, rank: int, own: UnitReport) -> Iterator[Event]:
+def _reported(company: UnitMembership, rank: int, own: UnitReport) -> Iterator[Event]:
     """Yield the events of the other units, then the servers' counts of samples.
 
     A report drops the counts of a group whose workers start, so the counts of this unit are repeated behind all starts.
@@ -319,7 +319,7 @@ def _reported(company: NodeMembership, rank: int, own: UnitReport) -> Iterator[E
 
 
 def _agree(
-    company: NodeMembership, outcome: JobOutcome, notes: UnitReport, heard: StopSignals, again: bool, on_event: OnEvent
+    company: UnitMembership, outcome: JobOutcome, notes: UnitReport, heard: StopSignals, again: bool, on_event: OnEvent
 ) -> JobEnd:
     """Wait until all units agree how the job has ended. A signal ends the wait.
 

@@ -1,4 +1,4 @@
-"""Data that units exchange, as JSON: descriptions of units, their hosts, and the job's end."""
+"""Data that units exchange as JSON: units, hosts, and the job's end."""
 
 import json
 import os
@@ -47,7 +47,7 @@ class JobEnd:
             data["failed"].update(text=self.failed.text[-20_000:], traceback=self.failed.traceback[-40_000:])
         return json.dumps(data).encode()
 
-    def text_of(self) -> str:
+    def to_text(self) -> str:
         """Serialize for a message between units."""
         return self.dumped().decode()
 

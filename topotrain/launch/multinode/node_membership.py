@@ -9,7 +9,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -37,7 +37,6 @@ from topotrain.core.events import (
 from topotrain.launch.multinode.control_connection import (
     ControlAccess,
     ControlClient,
-    ControlConnection,
     ControlServer,
     UnitReturned,
     UnitVanished,
@@ -54,7 +53,6 @@ AWAY_S = 15.0
 """Seconds for which a unit waits for unit 0, and for the store, before it goes on alone."""
 _PATIENCE_S: Mapping[str, float] = MappingProxyType({"internal": 1.5, "peer": ALIVE_S + 1.0})
 """Seconds for which a failure waits for its cause, by kinds of failure that may have one elsewhere."""
-_WATCH_S = 5.0
 _REGISTER_EVERY_S = 5.0  # between two updates of the registry
 _LOOK_S = 0.1
 _ALONE = "{} was out of reach for {:g} s at the end, so the end of the other units is unknown"
@@ -74,9 +72,9 @@ class StoreKeys:
 
 
 class NodeMembership:
-    """The other units of the job; it implements `run_loop.OtherUnits`.
+    """The other units of the job, as one unit sees them.
 
-    `LeaderMembership` is that of unit 0, and `FollowerMembership` that of the other units.
+    Its subclasses implement `run_loop.OtherUnits`. None of their calls waits for the network, except `close`.
 
     Args:
         stores: the store's keys.
@@ -86,11 +84,9 @@ class NodeMembership:
             is asked to end.
     """
 
-    control: ControlConnection
-
     def __init__(self, stores: StoreKeys, rank: int, hosts: HostMap, leads: bool) -> None:
         self._stores, self._rank, self._hosts, self._leads = stores, rank, hosts, leads
-        self._told, self._teller = socket.socketpair()
+        self._wake_out, self._wake_in = socket.socketpair()
         self._lock = threading.Lock()
         self._closed, self._decided = threading.Event(), threading.Event()
         self._asked: JobEnd | None = None
@@ -98,11 +94,9 @@ class NodeMembership:
         self.end: JobEnd | None = None
         self.reports: dict[int, list[Event]] = {}
 
-    # --- for the run loop
-
     def fileno(self) -> int:
-        """Return a descriptor that is readable when the end of the job is decided, or a last snapshot is asked for."""
-        return self._told.fileno()
+        """Return a descriptor that is readable when `over` or `saves` has become true."""
+        return self._wake_out.fileno()
 
     @property
     def over(self) -> bool:
@@ -116,118 +110,81 @@ class NodeMembership:
 
     def heard(self) -> None:
         """Clear the event for which `fileno` became readable."""
-        self._told.recv(64)
-
-    def tell(self, cause: Failed) -> None:
-        """Report why the job cannot go on here.
-
-        The call does not block.
-        """
-        raise NotImplementedError
-
-    def save(self, number: int) -> None:
-        """Report that a signal asks the job to end after a last snapshot.
-
-        The call does not block.
-        """
-        raise NotImplementedError
+        self._wake_out.recv(64)
 
     def signalled(self, number: int, more: str = "") -> None:
         """Report that a signal asks the job to end.
 
-        The call does not block. more: text to add to the report.
+        more: text to add to the report.
         """
         end = self._asked or self._by_signal(number)
-        self._request_end(replace(end, text=f"{end.text}; {more}") if more else end)
+        self.request_end(replace(end, text=f"{end.text}; {more}") if more else end)
+
+    def request_end(self, end: JobEnd) -> None:
+        """Ask for this end of the job."""
+        raise NotImplementedError
 
     def cast_out(self) -> None:
         """End this unit: the others continue without it after its long silence."""
         text = f"the job goes on without unit {self._rank} on {self._name}, which was silent for too long"
         self._deliver(JobEnd(1, self._rank, self._name, text=text))
 
-    # --- for the unit
-
     def wait(self, seconds: float) -> JobEnd | None:
         """Return the end of the job if it is decided in time, else None."""
         self._decided.wait(seconds)
         return self.end
 
-    def finish(self, events: Sequence[Event]) -> None:
-        """Report that this unit ended well.
-
-        When all have, unit 0 ends the job. The call does not block.
-        """
-        raise NotImplementedError
-
     def close(self) -> None:
-        """Stop watching, and end the connections."""
+        """Stop watching."""
         self._closed.set()
         self._decided.set()
-        self.control.close()
         with self._lock:
-            self._told.close()
-            self._teller.close()
+            self._wake_out.close()
+            self._wake_in.close()
 
-    # --- for both kinds
+    # --- for the subclasses
 
     @property
     def _name(self) -> str:
         return self._hosts.names[self._rank]
 
-    def _start(self, work: Callable[[], None]) -> None:
-        threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
-
-    def _request_end(self, end: JobEnd) -> None:
-        """Ask unit 0 to end the job in this way. The call does not block."""
-        raise NotImplementedError
-
     def _by_signal(self, number: int) -> JobEnd:
         name = "SIGINT" if number == 2 else "SIGTERM" if number == 15 else f"signal {number}"
-        return JobEnd(
-            128 + number, self._rank, self._name, text=f"ended by {name} to unit {self._rank} on {self._name}"
-        )
+        text = f"ended by {name} to unit {self._rank} on {self._name}"
+        return JobEnd(128 + number, self._rank, self._name, text=text)
 
-    def _ask_to_save(self, end: JobEnd) -> bool:
+    def _request_save(self, end: JobEnd) -> bool:
         """Note how the job is to end after a last snapshot; return whether this is new."""
         with self._lock:
             if self._asked is not None or self._closed.is_set():
                 return False
             self._asked = end
             if self._leads:
-                self._teller.send(b"!")
+                self._wake_in.send(b"!")
             return True
 
     def _deliver(self, end: JobEnd) -> None:
         with self._lock:
             if self.end is None and not self._closed.is_set():
                 self.end = end
-                self._teller.send(b"!")
+                self._wake_in.send(b"!")
         self._decided.set()
 
-    def _watch(self) -> None:
-        """Look after the other units until the job ends."""
-        while not self._decided.wait(BEAT_S):
-            self._look()
-
-    def _look(self) -> None:
-        """Find lost units."""
-        raise NotImplementedError
-
-    def _heartbeat(self, rank: int) -> bool | None:
-        """Return whether the store has a heartbeat of this unit; None if the store is away."""
+    def _has_heartbeat(self, rank: int) -> bool | None:
+        """Return whether the store has a heartbeat of a unit; None if it is away."""
         try:
             return self._stores.run.get(f"alive/{rank}") is not None
         except StoreError:
             return None
 
-    def _vanished(self, rank: int) -> Failed:
+    def _vanished(self, rank: int, more: str = "") -> Failed:
         with_store = ", and the store with it" if self._hosts.served and rank == 0 else ""
-        text = f"unit {rank} on {self._hosts.names[rank]} vanished without a word{with_store}"
+        text = f"unit {rank} on {self._hosts.names[rank]} vanished without a word{with_store}{more}"
         return Failed(f"unit {rank}", "died", text, "")
 
-    def _loss(self, rank: int) -> JobEnd:
-        """Return the end that the loss of a unit is."""
-        return JobEnd.of(self._vanished(rank), rank, self._hosts.names[rank])
+    def _end_of(self, cause: Failed, rank: int) -> JobEnd:
+        """Return the end that a failure in this unit causes."""
+        return JobEnd.of(cause, rank, self._hosts.names[rank])
 
 
 class FollowerMembership(NodeMembership):
@@ -243,23 +200,33 @@ class FollowerMembership(NodeMembership):
         self, stores: StoreKeys, rank: int, hosts: HostMap, leads: bool, access: ControlAccess, word: str
     ) -> None:
         super().__init__(stores, rank, hosts, leads)
-        self.control: ControlClient = ControlClient(access, rank, word, self, AWAY_S)
+        self._lost_peer = False
+        self.control = ControlClient(access, rank, word, self, AWAY_S)
         self.control.start()
-        self._start(self._watch)
+        threading.Thread(target=self._watch, name="membership", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop watching, and end the connection."""
+        super().close()
+        self.control.close()
 
     def tell(self, cause: Failed) -> None:
-        """Report why the job cannot go on here. A lost peer may be in unit 0, whose silence then tells more."""
-        self.control.suspect(self.control.suspects or cause.kind == "peer")
+        """Report why the job cannot go on here."""
+        self._lost_peer |= cause.kind == "peer"  # it may have been in unit 0, which then cannot say so
         self.control.send(0, {"cause": to_json(cause)})
 
     def save(self, number: int) -> None:
         """Report that a signal asks the job to end after a last snapshot."""
         end = self._by_signal(number)
-        self._ask_to_save(end)
-        self.control.send(0, {"save": end.text_of()})
+        self._request_save(end)
+        self.control.send(0, {"save": end.to_text()})
+
+    def request_end(self, end: JobEnd) -> None:
+        """Ask unit 0 for this end of the job."""
+        self.control.send(0, {"end": end.to_text()})
 
     def finish(self, events: Sequence[Event]) -> None:
-        """Report that this unit ended well."""
+        """Report that this unit ended well. When all have, unit 0 ends the job."""
         self._finished = True
         self.reports[self._rank] = list(events)
         self.control.send(0, {"report": [to_json(event) for event in events]})
@@ -269,31 +236,31 @@ class FollowerMembership(NodeMembership):
         if "end" in words:
             self._deliver(JobEnd.loaded(words["end"]))
         elif "save" in words:
-            self._ask_to_save(JobEnd.loaded(words["save"]))
+            self._request_save(JobEnd.loaded(words["save"]))
         else:
             return False
         return True
 
-    def _request_end(self, end: JobEnd) -> None:
-        self.control.send(0, {"end": end.text_of()})
+    def _watch(self) -> None:
+        """Find out whether unit 0 is gone, until the job ends."""
+        while not self._decided.wait(BEAT_S):
+            silent_s = self.control.silence_s(0)
+            limit_s = STORE_LOST_S if self._hosts.served else LOST_S
+            suspects = self._lost_peer or self.control.suspects
+            if silent_s > (min(limit_s, ALIVE_S) if suspects else limit_s):
+                self._look_for_unit_0()
+            if self._finished and self.control.alone:
+                self._deliver(JobEnd(0, text=_ALONE.format("unit 0", AWAY_S)))
 
-    def _look(self) -> None:
-        """Find out whether unit 0 is gone."""
-        silent_s = self.control.silence_s(0)
-        limit_s = STORE_LOST_S if self._hosts.served else LOST_S
-        if silent_s > (min(limit_s, ALIVE_S) if self.control.suspects else limit_s):
-            beats = self._heartbeat(0)
-            if beats is False or (beats is None and self._hosts.served):
-                self._deliver(self._published_end() or self._loss(0))
-        if self._finished and silent_s > AWAY_S:
-            self._deliver(JobEnd(0, text=_ALONE.format("unit 0", AWAY_S)))
-
-    def _published_end(self) -> JobEnd | None:
-        """Return the end that unit 0 has left in the store."""
+    def _look_for_unit_0(self) -> None:
+        """Deliver the end that unit 0 has left in the store, or the loss of unit 0."""
+        beats, raw = self._has_heartbeat(0), None
         with suppress(StoreError):
             raw = self._stores.run.get("end")
-            return None if raw is None else JobEnd.loaded(raw)
-        return None
+        if raw is not None:
+            self._deliver(JobEnd.loaded(raw))
+        elif beats is False or (beats is None and self._hosts.served):
+            self._deliver(self._end_of(self._vanished(0), 0))
 
 
 class LeaderMembership(NodeMembership):
@@ -329,26 +296,28 @@ class LeaderMembership(NodeMembership):
         self._gone: set[int] = set()  # units that are not looked after
         self._words: set[str] = set()  # of units that rejoined and were reported
         self._registered = 0.0
-        self.control: ControlServer = ControlServer(access, {unit.rank: unit.word for unit in units[1:]}, self)
-        self.control.start(hosts.addresses[0] or "127.0.0.1")
-        for work in (self._watch, self._watch_end):
-            self._start(work)
+        self._deciding = threading.Lock()
+        self.control = ControlServer(access, {unit.rank: unit.word for unit in units[1:]}, self)
+        if self.control.ranks:
+            self.control.start(hosts.addresses[0] or "127.0.0.1")
+        threading.Thread(target=self._watch, name="membership", daemon=True).start()
 
     def close(self) -> None:
         """Stop watching, and end the connections."""
-        self._kept.close()
         super().close()
+        self._kept.close()
+        self.control.close()
 
     def receive(self, rank: int, words: Words) -> bool:
-        """Process what a unit says about itself or the job; return False for an event of its processes."""
+        """Process a request of a unit; return False for an event of its processes."""
         if "cause" in words:
             cause = from_json(words["cause"])
             if isinstance(cause, Failed):
                 self._judge(cause, rank)
         elif "end" in words:
-            self._request_end(JobEnd.loaded(words["end"]))
+            self.request_end(JobEnd.loaded(words["end"]))
         elif "save" in words:
-            self._pass_on(JobEnd.loaded(words["save"]))
+            self._announce_save(JobEnd.loaded(words["save"]))
         elif "report" in words:
             self.reports[rank] = [from_json(line) for line in words["report"]]
             self._end_if_complete()
@@ -364,12 +333,15 @@ class LeaderMembership(NodeMembership):
 
     def save(self, number: int) -> None:
         """Report that a signal asks the job to end after a last snapshot."""
-        self._pass_on(self._by_signal(number))
+        self._announce_save(self._by_signal(number))
 
-    def _pass_on(self, end: JobEnd) -> None:
-        """Tell the unit that requests the last snapshot."""
-        if self._ask_to_save(end):
-            self._broadcast({"save": end.text_of()})
+    def request_end(self, end: JobEnd) -> None:
+        """End the job in this way, unless its end is decided already."""
+        with self._deciding:
+            if not self.over:
+                self._kept.keep("end", end.dumped())  # for units that are not connected yet
+                self._broadcast({"end": end.to_text()})
+                self._deliver(end)
 
     def finish(self, events: Sequence[Event]) -> None:
         """Report that this unit ended well. When all have, the job ends."""
@@ -378,52 +350,32 @@ class LeaderMembership(NodeMembership):
         self._end_if_complete()
 
     def nobody_came(self, rank: int, seconds: float, more: str) -> None:
-        """End the job because no replacement of a vanished unit joined.
+        """End the job because no replacement of a vanished unit joined."""
+        lost = self._vanished(rank, f", and within {seconds:g} s no replacement was started{more}")
+        self.request_end(self._end_of(lost, rank))
 
-        The call does not block.
-        """
-        lost = self._vanished(rank)
-        text = f"{lost.text}, and within {seconds:g} s no replacement was started{more}"
-        self._request_end(JobEnd.of(replace(lost, text=text), rank, self._hosts.names[rank]))
+    def _announce_save(self, end: JobEnd) -> None:
+        """Tell the unit that requests the last snapshot."""
+        if self._request_save(end):
+            self._broadcast({"save": end.to_text()})
 
     def _judge(self, cause: Failed, rank: int) -> None:
-        self._start(lambda: self._explain(cause, rank))
+        threading.Thread(target=self._explain, args=(cause, rank), name="explain", daemon=True).start()
 
     def _explain(self, cause: Failed, rank: int) -> None:
-        """Wait for a better cause of the failure in this unit, then end the job with it.
+        """Wait for a better cause of a failure in this unit, then end the job.
 
         The time limit depends on the kind of failure.
         """
         until = time.monotonic() + _PATIENCE_S.get(cause.kind, 0.0)
         while not self._decided.is_set():
-            gone = self._silent_one() if cause.kind == "peer" else None
-            if gone is not None:
-                self._decide(self._loss(gone))
+            silent = self._silent(2 * BEAT_S) if cause.kind == "peer" else []
+            gone = [each for each in silent if self._has_heartbeat(each) is False]
+            if gone:
+                self.request_end(self._end_of(self._vanished(gone[0]), gone[0]))
             elif time.monotonic() >= until:
-                there = self._where.get(cause.who, rank)
-                self._decide(JobEnd.of(cause, there, self._hosts.names[there]))
-            else:
-                self._decided.wait(_LOOK_S)
-
-    def _silent_one(self) -> int | None:
-        """Return a unit that gives no sign now; None if there is none."""
-        return next((rank for rank in self._silent(2 * BEAT_S) if self._heartbeat(rank) is False), None)
-
-    def _request_end(self, end: JobEnd) -> None:
-        self._start(lambda: self._decide(end))
-
-    def _decide(self, end: JobEnd) -> None:
-        """Set the end of the job, unless it is decided already."""
-        with suppress(StoreError):  # a unit that could not start has written its own there
-            if not self._stores.run.compare_and_set("end", None, end.dumped()):
-                end = JobEnd.loaded(self._stores.run.get("end") or b"")
-        self._publish(end)
-
-    def _publish(self, end: JobEnd) -> None:
-        """Send the end to all units. The store has it for units that have not connected."""
-        self._kept.keep("end", end.dumped())
-        self._broadcast({"end": end.text_of()})
-        self._deliver(end)
+                self.request_end(self._end_of(cause, self._where.get(cause.who, rank)))
+            self._decided.wait(_LOOK_S)
 
     def _broadcast(self, words: Words) -> None:
         for rank in self.control.ranks:
@@ -431,50 +383,44 @@ class LeaderMembership(NodeMembership):
 
     def _end_if_complete(self) -> None:
         if self._finished and not self._unreported():
-            self._request_end(JobEnd(0))
+            self.request_end(JobEnd(0))
 
     def _unreported(self) -> set[int]:
         return set(range(1, len(self._hosts.names))) - self.reports.keys() - self._gone
 
     def leave(self, state: str) -> None:
         """Record in the registry how the job ended. Raises StoreError."""
-        self._kept.close()  # otherwise removed keys would be written again
-        self.control.close()
+        self.close()  # otherwise removed keys would be written again
+        if self.end is not None and self.end.code:
+            self._stores.run.set("end", self.end.dumped())  # the user may ask why the job failed
         self._stores.registry.keep(self._stores.record)
         self._stores.registry.end(self._stores.record.id, state)
 
     # --- watching
 
-    def _watch_end(self) -> None:
-        """Wait for an end that a unit has written to the store before it was a member."""
-        while not self._decided.is_set():
-            try:
-                self._publish(JobEnd.loaded(self._stores.run.watch("end", _WATCH_S)))
-            except TimeoutError:
-                continue
-            except StoreError:
-                self._decided.wait(BEAT_S)
-
-    def _look(self) -> None:
-        """Look after the units, and after requests to stop the job."""
-        with suppress(StoreError):
-            self._look_into_store()
-        for rank in self._silent(ALIVE_S if self.control.suspects else LOST_S):
-            if self._heartbeat(rank) is False:
-                self._lose(rank)
-        missing = self._unreported() if self._finished else set()
-        if missing and missing.issubset(self._silent(AWAY_S)) and self._heartbeat(0) is None:
-            self._deliver(JobEnd(0, text=_ALONE.format("the store", AWAY_S)))
+    def _watch(self) -> None:
+        """Look after the units, and after requests in the store, until the job ends."""
+        while not self._decided.wait(BEAT_S):
+            with suppress(StoreError):
+                self._look_into_store()
+            for rank in self._silent(ALIVE_S if self.control.suspects else LOST_S):
+                if self._has_heartbeat(rank) is False:
+                    self._lose(rank)
+            missing = self._unreported() if self._finished else set()
+            if missing and missing.issubset(self._silent(AWAY_S)) and self._has_heartbeat(0) is None:
+                self._deliver(JobEnd(0, text=_ALONE.format("the store", AWAY_S)))
 
     def _silent(self, seconds: float) -> list[int]:
         """Return the units of which nothing has arrived for so long."""
-        return [
-            rank for rank in self.control.ranks if rank not in self._gone and self.control.silence_s(rank) > seconds
-        ]
+        ranks = [rank for rank in self.control.ranks if rank not in self._gone]
+        return [rank for rank in ranks if self.control.silence_s(rank) > seconds]
 
     def _look_into_store(self) -> None:
         if self._stores.shared.get("stop") is not None:
-            self._decide(JobEnd(130, text="stopped by `topotrain jobs stop`"))
+            self.request_end(JobEnd(130, text="stopped by `topotrain jobs stop`"))
+        raw = self._stores.run.get("end")
+        if raw is not None:  # of a unit that could not start
+            self.request_end(JobEnd.loaded(raw))
         if time.monotonic() - self._registered > _REGISTER_EVERY_S:
             self._stores.registry.keep(self._stores.record)
             self._registered = time.monotonic()
@@ -482,9 +428,9 @@ class LeaderMembership(NodeMembership):
             self._look_for_returns()
 
     def _lose(self, rank: int) -> None:
-        """Handle the loss of a unit: it ends the job, or is news for the recovery policy."""
+        """Handle the loss of a unit: it ends the job, or the recovery policy decides."""
         if not self._recovers:
-            self._decide(self._loss(rank))
+            self.request_end(self._end_of(self._vanished(rank), rank))
             return
         self._gone.add(rank)
         self.control.put(UnitVanished(rank, self._vanished(rank)))
@@ -493,17 +439,20 @@ class LeaderMembership(NodeMembership):
     def _look_for_returns(self) -> None:
         for key in self._stores.run.keys("back/"):
             raw = self._stores.run.get(key)
-            # Any of these: not a unit of this job, or this unit cannot be reached by it. It gets no reply.
+            # Another secret, or an address that cannot be listened at: the unit gets no reply.
             with suppress(StoreError, ConfigError, TransportError):
                 unit = self._verifier.verify(raw or b"")
                 if unit.word not in self._words and 0 < unit.rank < len(self._hosts.names):
-                    self._reach(unit)
+                    self._listen_for(unit)
                     self._words.add(unit.word)
                     self._gone.add(unit.rank)
                     self.control.put(UnitReturned(unit.rank, unit))
 
-    def _reach(self, unit: NodeInfo) -> None:
-        """Listen at an address that other machines reach, if this unit is on one. Raises TransportError."""
+    def _listen_for(self, unit: NodeInfo) -> None:
+        """Listen where other machines connect, if this unit is the first on one.
+
+        Raises TransportError.
+        """
         if self._local and unit.machine != self._me.machine and not is_local(self._me.address):
             self.control.listen(self._me.address)
             self._local = False
@@ -513,6 +462,8 @@ class LeaderMembership(NodeMembership):
         self._hosts = hosts
         self._gone = set(range(len(hosts.names))) - set(ranks)
 
+
+UnitMembership = LeaderMembership | FollowerMembership
 
 _OF_A_REPORT = (Started, Serving, StepDone, Skipped, Finished, Metrics, Final, Counted, Apart)
 

@@ -38,7 +38,7 @@ class UnitPart(Message):
 
 
 class ReliableEnd:
-    """One end of the message stream between two units. It outlives the connections that carry it."""
+    """One end of the messages between two units; it outlives their connections."""
 
     def __init__(self) -> None:
         self._kept: deque[UnitPart] = deque()
@@ -72,7 +72,7 @@ class ReliableEnd:
     def receive(self, part: UnitPart) -> Words | None:
         """Return the message that this part completes, if it completes one.
 
-        A part that came before is dropped, and so is one whose predecessor is missing: the other end keeps both.
+        A part that came before is dropped, and so is one that came before its predecessor: the other end keeps both.
 
         Raises:
             ProtocolError: the message is too large, or not a JSON object.

@@ -19,7 +19,7 @@ from topotrain.launch.agent.children import AttemptInfo
 from topotrain.launch.agent.stop_signals import StopSignals
 from topotrain.launch.multinode.control_connection import News, UnitMessage, UnitReturned, UnitVanished
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo
-from topotrain.launch.multinode.node_membership import LeaderMembership, NodeMembership
+from topotrain.launch.multinode.node_membership import LeaderMembership, UnitMembership
 from topotrain.launch.recovery.resume_point import SHARED, seal, seen
 
 
@@ -120,9 +120,9 @@ def muster(
 
 def begin_anew(company: LeaderMembership, made: RestartBarrier, hosts: HostMap, life: AttemptInfo) -> None:
     """Send the next attempt from unit 0 to all units that are present."""
-    company.expect(hosts, made.there)
-    for rank, unit in made.back.items():
+    for rank, unit in made.back.items():  # before `expect`: the silence of the former process must not count
         company.control.open(rank, unit.word)
+    company.expect(hosts, made.there)
     words: dict[str, Any] = {"name": Path(life.resume).name, "seal": seal(life.resume)}
     words |= {"absent": sorted(life.absent), "hosts": asdict(hosts)}
     for rank in sorted(made.there):
@@ -130,7 +130,7 @@ def begin_anew(company: LeaderMembership, made: RestartBarrier, hosts: HostMap, 
 
 
 def await_begin(
-    unread: Iterable[News], company: NodeMembership, heard: StopSignals, life: int, workspace: Path
+    unread: Iterable[News], company: UnitMembership, heard: StopSignals, life: int, workspace: Path
 ) -> RestartInfo | None:
     """Wait in another unit for the attempt after number `life`.
 
@@ -161,7 +161,7 @@ def check_found(resume: str, saved: Saved | None, job: Job) -> None:
         raise ConfigError("cluster.workspace", job.workspace, accepted)
 
 
-def _sleep(company: NodeMembership, heard: StopSignals, due: float | None) -> None:
+def _sleep(company: UnitMembership, heard: StopSignals, due: float | None) -> None:
     """Wait until something arrives, or `due` is reached."""
     with DefaultSelector() as selector:
         for number in (company.fileno(), company.control.fileno(), heard.woken.fileno()):
