@@ -18,6 +18,7 @@ from topotrain.core.protocol.message_validation import MessageValidator, check_b
 from topotrain.core.server.parameter_shard import to_power
 from topotrain.core.server.server import _MAX_HELD, Server
 from topotrain.extensions.replication.state_machine import UNCOUNTED
+from topotrain.launch.multinode.reliable_messages import UnitPart
 from topotrain.launch.runtime.process_host import _ServerResident
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.training.data.lease_queue import LeaseQueue
@@ -41,7 +42,8 @@ def test_every_message_has_somebody_who_hears_it() -> None:
         for unit in topology.units:
             for me in (*unit.workers, *unit.servers):
                 heard |= MessageValidator(me, topology)._table.keys()
-    assert heard | set(UNCOUNTED) == set(KINDS.values()), "the rest is between the copies of servers, and their peers"
+    # The rest is between the copies of servers and their peers, or between units.
+    assert heard | {*UNCOUNTED, UnitPart} == set(KINDS.values())
 
 
 TWO_GROUPS = {"nworker_groups": 2, "nserver_groups": 2, "nservers_per_group": 2}

@@ -429,6 +429,29 @@ def test_without_a_store_and_the_others_whoever_is_done_ends_alone_and_says_so(c
         assert f"{what} was out of reach for 0.3 s at the end" in end.text
 
 
+def test_a_unit_that_cannot_reach_unit_0_for_long_ends_with_its_own_cause(company, monkeypatch):
+    monkeypatch.setattr(company_module, "AWAY_S", 0.1)
+    for tell, text in (
+        (lambda one: one.tell(Failed("worker 0/1", "died", "was killed", "")), "was killed"),
+        (lambda one: one.signalled(signal.SIGTERM), "ended by SIGTERM to unit 1 on h1"),
+    ):
+        one, run = company(1)  # there is no unit 0, but a heartbeat of it
+        run.set("alive/0", b"1")
+        wait_for(lambda one=one: one.control.alone)
+        tell(one)
+        end = one.wait(5)
+        assert (end.unit, end.failed.text if end.failed else end.text) == (1, text)
+
+
+def test_a_unit_that_missed_the_end_finds_it_in_the_store(company, monkeypatch):
+    monkeypatch.setattr(company_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(company_module, "LOST_S", 0.2)
+    one, run = company(1)
+    end = JobEnd(1, 2, "h2", Failed("worker 0/2", "program", "boom", ""))
+    run.set("end", end.dumped())
+    assert one.wait(10) == end
+
+
 def test_without_the_store_a_job_ends_over_the_connections(company, tmp_path):
     first, second = company(0, units=2)[0], company(1, units=2)[0]
     second.tell(Failed("worker 0/1", "peer", "lost worker 0/0", ""))

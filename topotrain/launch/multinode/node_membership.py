@@ -214,6 +214,7 @@ class FollowerMembership(NodeMembership):
         """Report why the job cannot go on here."""
         self._lost_peer |= cause.kind == "peer"  # it may have been in unit 0, which then cannot say so
         self.control.send(0, {"cause": to_json(cause)})
+        self._end_if_alone(self._end_of(cause, self._rank))
 
     def save(self, number: int) -> None:
         """Report that a signal asks the job to end after a last snapshot."""
@@ -224,6 +225,11 @@ class FollowerMembership(NodeMembership):
     def request_end(self, end: JobEnd) -> None:
         """Ask unit 0 for this end of the job."""
         self.control.send(0, {"end": end.to_text()})
+        self._end_if_alone(end)
+
+    def _end_if_alone(self, end: JobEnd) -> None:
+        if self.control.alone:  # no decision of unit 0 can be waited for
+            self._deliver(end)
 
     def finish(self, events: Sequence[Event]) -> None:
         """Report that this unit ended well. When all have, unit 0 ends the job."""
