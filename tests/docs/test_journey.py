@@ -34,7 +34,8 @@ WORKERS = (Address(Role.WORKER, 0, 0), Address(Role.WORKER, 0, 1))
 
 def stops() -> list[str]:
     """What the page's list names, such as "reduction.Staging.push", one function per stop."""
-    return re.findall(r"^\d+\. `([\w./]+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    page, _, _ = PAGE.read_text(encoding="utf-8").partition("\n## The death of a worker")
+    return re.findall(r"^\d+\. `([\w./]+)`", page, re.MULTILINE)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from tests.support.launch_targets import CALLS, MARK, launch, marked, parts, pro
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
 from topotrain.core.events import Exited, Failed, Incident, Notice, Output, Saved, Serving, Started, Unsaved, from_json
-from topotrain.launch import run_loop
+from topotrain.launch import job_shutdown, run_loop
 from topotrain.launch.agent.pipes import LineReader
 from topotrain.launch.agent.unit_process import UnitProcess
 from topotrain.launch.local import LocalLauncher
@@ -180,7 +180,7 @@ def test_a_unit_that_ends_before_its_processes_is_a_loss(tmp_path, mark, monkeyp
 
 
 def test_servers_that_stay_end_a_job_that_is_in_a_registry_too(tmp_path, mark, monkeypatch):
-    monkeypatch.setattr(run_loop, "SERVERS_S", 0.5)
+    monkeypatch.setattr(job_shutdown, "SERVERS_S", 0.5)
     job = replace(small_job(tmp_path, parts(server_0_0="until over")), rendezvous=f"file://{tmp_path}/store")
     outcome = LocalLauncher(CALLS).start(job, layout(job.cluster), lambda event: None)
     assert (outcome.code, outcome.cause.who) == (1, "launcher")

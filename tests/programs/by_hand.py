@@ -31,12 +31,12 @@ def beside(addresses: str, number: int, workspace: str) -> None:
     from topotrain.comm.security.secret import load_secret
     from topotrain.config.job import Cluster, Job
     from topotrain.config.topology import Address, Role
-    from topotrain.launch.by_hand.manual_worker import StaticStore, join
+    from topotrain.launch.by_hand.manual_worker import ColocatedServers, StaticStore, join
 
     count = len(addresses.split(","))
     job = Job(cluster=Cluster(nworkers_per_group=count, nservers_per_group=count, workspace=workspace))
     me, server = Address(Role.WORKER, 0, number), Address(Role.SERVER, 0, number)
-    join(job, me, StaticStore(addresses.split(",")), load_secret(os.environ), serves=[server])
+    join(job, me, StaticStore(addresses.split(",")), load_secret(os.environ), beside=ColocatedServers([server]))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from ledger import train, wait_for
 
 import topotrain as tt
 from topotrain.launch.control_socket import ask
-from topotrain.launch.recovery.elastic_groups import GroupRequest
+from topotrain.launch.recovery.recovery_actions import GroupRequest
 
 EPOCHS, SAMPLES = 2, 960
 workspace = Path(sys.argv[1])

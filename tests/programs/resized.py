@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import topotrain as tt
 from topotrain.config.job import ConfigError
 from topotrain.launch.control_socket import ask
-from topotrain.launch.recovery.resize import ResizeRequest
+from topotrain.launch.recovery.recovery_actions import ResizeRequest
 
 EPOCHS, SAMPLES = 3, 120
 workspace, changes = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",") if word]

@@ -36,9 +36,17 @@ from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
 from topotrain.core.server.ordered_sum import canonical_mean
 from topotrain.core.server.server import Server
-from topotrain.launch.runtime.client_composition import client_extensions
-from topotrain.launch.runtime.process_host import ConditionWaiter, WorkerConnections, _ServerResident, peers, serve
+from topotrain.launch.runtime.process_host import (
+    ConditionWaiter,
+    HostObserver,
+    HostOptions,
+    ServerEndpoint,
+    WorkerConnections,
+    peers,
+    serve,
+)
 from topotrain.launch.runtime.server_composition import make_server
+from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.training.adopted_optimizer import _tracked, adopt
 from topotrain.training.data.map_dataset import STATIC
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
@@ -271,6 +279,16 @@ class Result:
         return float((mine - theirs).norm() / theirs.norm())
 
 
+class FailureObserver(HostObserver):
+    """Calls `trouble` where a server fails."""
+
+    def __init__(self, trouble: Callable[[], object]) -> None:
+        self._trouble = trouble
+
+    def on_failure(self) -> None:
+        self._trouble()
+
+
 class _Crew:
     """The threads of a run: the first thing that goes wrong ends it, as the supervisor does."""
 
@@ -331,8 +349,12 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
     addresses = [server for unit in topology.units for server in unit.servers]
     servers = {}
     for me in addresses:
-        make = partial(make_server, me, job, topology, _zeros, shared)
-        house = _ServerResident(make, wire, threading.Condition(), crew.trouble)  # type: ignore[arg-type]
+
+        def make(me: Address, deliver: Any) -> Server:
+            return make_server(me, job, topology, _zeros, shared, deliver)
+
+        options = HostOptions(FailureObserver(crew.trouble))
+        house = ServerEndpoint(me, make, wire, threading.Condition(), options)  # type: ignore[arg-type]
         servers[me] = house.server
         wire.attach(me, house)
     for me in servers:
@@ -382,7 +404,7 @@ def run_hosted(
 
     def servers_of(unit: int) -> None:
         found = topology.units[unit].servers
-        traffic.append(serve(place(), found, lambda me, urls: None, crew.trouble))
+        traffic.append(serve(place(), found, HostOptions(FailureObserver(crew.trouble))))
 
     homes = [
         threading.Thread(target=crew._guarded, args=(None, lambda n=unit.rank: servers_of(n)), daemon=True)

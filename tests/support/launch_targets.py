@@ -25,7 +25,7 @@ from topotrain.launch import JobOutcome
 from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.local import LocalLauncher
 from topotrain.launch.runtime.child_channel import ChildChannel
-from topotrain.launch.runtime.sigterm import SigtermHandler
+from topotrain.launch.runtime.unit_commands import SigtermHandler
 
 PLAY = "tests.support.launch_targets:play"
 CALLS = EntryPoints(PLAY, PLAY, ())
@@ -38,13 +38,14 @@ def play(spec, channel, fds):
     answer = ANSWERS.get(parts.get(spec["who"], ""))
     termination = SigtermHandler()
 
-    def hear(command):
-        termination.hear(command)
-        if answer and command["command"] == "snapshot":
-            Path(spec["job_dir"], "saved").touch()
-            control.emit(answer)
+    class SnapshotAnswer:
+        def on_command(self, command):
+            if answer and command["command"] == "snapshot":
+                Path(spec["job_dir"], "saved").touch()
+                control.emit(answer)
 
-    control = ChildChannel(channel, hear)
+    control = ChildChannel(channel)
+    control.start(termination, SnapshotAnswer())
     if "job" in spec:
         termination.take_over(job_file.loads(spec["job"], "the job"))
     control.emit(Serving(spec["who"], (f"test://{os.getpid()}",), os.getpid()))

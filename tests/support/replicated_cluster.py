@@ -26,9 +26,9 @@ from topotrain.core.server.server import Server
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.state_machine import Primary, ReplicatedServer, Standby
 from topotrain.extensions.replication.state_transfer import portray, restore
-from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.server_composition import make_server
+from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.tools.simulator import sim_cluster
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
 

@@ -21,7 +21,7 @@ from topotrain.core.client.client import Client
 from topotrain.core.model.schema import Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
-from topotrain.launch.runtime.client_composition import client_extensions
+from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
 from topotrain.tools.simulator.trial import CrashableWaiter, Killed, WorkerProcess
 from topotrain.training.data.data_client import DataClient

@@ -10,13 +10,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
+from tests.support.in_process_job import FailureObserver
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
 from topotrain.comm.transport.shared_memory import socket_directory
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, layout
-from topotrain.launch.runtime.process_host import RouterConfig, serve
-from topotrain.launch.runtime.worker_composition import WorkerConnector, prepare_extensions
+from topotrain.launch.runtime.process_host import HostOptions, RouterConfig, WorkerConnector, serve
+from topotrain.launch.runtime.worker_composition import prepare_extensions
 from topotrain.training import context, finish_job
 
 
@@ -75,7 +76,8 @@ class Here:
         context.enter(self.context)
 
     def serve(self, place):
-        serve(place, [Address(Role.SERVER, 0, 0)], lambda me, urls: None, lambda: self.troubles.append("trouble"))
+        observer = FailureObserver(lambda: self.troubles.append("trouble"))
+        serve(place, [Address(Role.SERVER, 0, 0)], HostOptions(observer))
 
     def finish(self):
         finish_job.finish(self.context)

@@ -11,7 +11,7 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, StepEnd
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.optim.adapter import describe
-from topotrain.launch.runtime.client_composition import client_extensions
+from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import plan_of
 

@@ -40,12 +40,12 @@ def test_all_are_killed_once_the_job_has_begun(sleepers):
         assert all(child.poll() is None for child in sleepers)  # before the first step nobody is hurt
         tormentor(FIRST_STEP)
         assert [child.wait(30) for child in sleepers] == [-signal.SIGKILL] * 3
-    assert {blow.pid for blow in tormentor.blows} == {child.pid for child in sleepers}
-    assert all("killed" in str(blow) for blow in tormentor.blows)
+    assert {blow.pid for blow in tormentor.injected} == {child.pid for child in sleepers}
+    assert all("killed" in str(blow) for blow in tormentor.injected)
 
 
 def test_only_workers_and_servers_and_only_whom_it_is_told(sleepers):
-    with FaultInjector(FaultPlan(0.01, 1000.0, 1, whom="server")) as tormentor:
+    with FaultInjector(FaultPlan(0.01, 1000.0, 1, role="server")) as tormentor:
         tormentor(Started("unit 0", sleepers[0].pid))
         tormentor(Started("worker 0/0", sleepers[1].pid))
         tormentor(Serving("server 0/0", (), sleepers[2].pid))
@@ -74,7 +74,7 @@ def test_who_is_frozen_goes_on(sleepers):
         assert os.WIFSTOPPED(status)
         _, status = os.waitpid(child.pid, os.WCONTINUED)
         assert os.WIFCONTINUED(status)
-    assert tormentor.blows[0].frozen_s > 0
+    assert tormentor.injected[0].frozen_s > 0
 
 
 def test_whoever_was_started_again_is_killed_for_it_some_time(sleepers):
@@ -83,8 +83,8 @@ def test_whoever_was_started_again_is_killed_for_it_some_time(sleepers):
             for _ in range(2 + 20 * number):
                 tormentor(Started(f"worker {number}/0", child.pid))
         assert sleepers[2].wait(30) == -signal.SIGKILL
-    assert {blow.moment for blow in tormentor.blows} == {"again"}
-    assert "(again)" in str(tormentor.blows[0])
+    assert {blow.moment for blow in tormentor.injected} == {"again"}
+    assert "(again)" in str(tormentor.injected[0])
 
 
 def test_each_blow_waits_for_the_one_before_and_two_may_fall_at_once_until_there_were_enough(sleepers):
@@ -96,7 +96,7 @@ def test_each_blow_waits_for_the_one_before_and_two_may_fall_at_once_until_there
         while sum(child.poll() is not None for child in sleepers) < 2:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         tormentor(Recovered(0, 0.1, 0.0))  # two were killed: enough
-    assert len({blow.pid for blow in tormentor.blows}) == len(tormentor.blows) == 2
+    assert len({blow.pid for blow in tormentor.injected}) == len(tormentor.injected) == 2
     assert sum(child.poll() is None for child in sleepers) == 1
 
 

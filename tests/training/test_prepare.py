@@ -3,7 +3,6 @@
 import copy
 import sys
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -260,7 +259,9 @@ def test_a_job_whose_steps_never_reached_a_server_fails(job):
         cross_entropy(model, x, y).backward()  # and no step
     with pytest.raises(ConfigError, match=r"program: went backward 5 times and never called step\(\) of the SGD"):
         finish_job.finish(here.context)
-    assert entry_points._guarded(here.context, None, partial(finish_job.finish, here.context)) == 2
+    with entry_points.ProgramGuard(here.context, None) as guard:
+        finish_job.finish(here.context)
+    assert guard.code == 2
 
 
 def test_a_job_that_trained_another_model_fails(job):
@@ -319,7 +320,9 @@ def test_what_a_program_raises_is_told_from_its_own_lines_on(job, tmp_path, monk
     monkeypatch.setattr(sys, "path", [*sys.path])
     program, log = tmp_path / "bad.py", tmp_path / "log"
     program.write_text(script + "\n")
-    assert entry_points._guarded(here.context, log, partial(entry_points._run_program, str(program), [])) == 1
+    with entry_points.ProgramGuard(here.context, log) as guard:
+        entry_points.run_program(str(program), [])
+    assert guard.code == 1
     told = [event for event in here.told if isinstance(event, events.Failed)]
     lines = told[0].traceback.splitlines()
     assert lines[1] == f'  File "{program}", line 1, in <module>'

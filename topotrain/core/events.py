@@ -1,46 +1,69 @@
-"""What a process may tell: frozen events, each one line of JSON.
+"""Events: what the processes of a job report, one line of JSON each.
 
-Rule: an event is data that anybody may drop. Nothing here decides or remembers. Counters are cumulative and times count
-from the teller's own first step, so that a listener that joins late, or misses a line, is still right. `who` is
-"worker 0/1" or "server 0/1" (group/index), or "unit 3".
+Every listener may drop any event. Counters are cumulative, and times count from the first step of the reporting
+process, so a listener that joins late or misses a line is still right. `who` names a process: "worker 0/1" or
+"server 0/1" (group/index), or "unit 3".
 """
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, TypeVar, dataclass_transform
 
-KINDS = ("program", "peer", "config", "died", "internal", "quarantine")
+FAILURE_KINDS = ("program", "peer", "config", "died", "internal", "quarantine")
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """A process listens: its addresses as URLs."""
+class Event:
+    """The base class of all events."""
+
+    __slots__ = ()
+
+
+_CLASSES: dict[str, type[Event]] = {}
+EVENTS: Mapping[str, type[Event]] = MappingProxyType(_CLASSES)
+"""All classes of events, by the name that their JSON has."""
+
+
+_E = TypeVar("_E", bound=Event)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def event(cls: type[_E]) -> type[_E]:
+    """Make a class a frozen dataclass whose fields are the keys of its JSON."""
+    made = dataclass(frozen=True, slots=True)(cls)
+    _CLASSES[made.__name__] = made
+    return made
+
+
+@event
+class Serving(Event):
+    """A server is reachable at these URLs."""
 
     who: str
     urls: tuple[str, ...]
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A process is up and knows its place."""
+@event
+class Started(Event):
+    """A process has started."""
 
     who: str
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """A worker has done `step` steps, `time` seconds after its first step began, and was given `samples` samples.
+@event
+class StepDone(Event):
+    """A worker has completed a step.
 
-    Staleness is counted in versions, over all updates so far; bytes are those of message bodies and headers. All
-    numbers are totals since the start, except `loss`: the last one that the worker has seen, None if it has seen none.
+    All numbers are totals since the start, except `loss`, which is the last one that the worker has seen.
 
-    own_s: median of the seconds that the worker itself takes for a step, from the end of one wait to its next commit;
-    None: too few were measured. late: steps that backup workers have made without it, for it came too late.
-    threads: that PyTorch computes with in the worker's process, at this moment; 0: not told.
+    time: seconds since its first step began. samples: the number of samples that it was given.
+    staleness_mean, staleness_max: in versions, over all updates. bytes_out, bytes_in: message bodies and headers.
+    own_s: median of the seconds from the end of one wait to the next commit. None: too few were measured.
+    late: the number of steps that backup workers have made without this worker.
+    threads: the number of PyTorch's threads in the process at present. 0: unknown.
     """
 
     who: str
@@ -57,12 +80,15 @@ class StepDone:
     threads: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """Step `step` (from 1) of worker `who` has changed no value: some gradient was not finite. Its batch is used up.
+@event
+class Skipped(Event):
+    """A step has changed no value, because a gradient was not finite.
 
-    total: this process's skipped steps so far. by: the worker whose gradient it was, "" where only the sum of its group
-    is known. parameter: one of which it is true, "" for rows of a table.
+    The step's batch is used up.
+
+    step: counted from 1. total: the number of steps that this process has skipped.
+    by: the worker that computed the gradient. "": only the sum of its group is known.
+    parameter: one of the parameters concerned. "": rows of a table.
     """
 
     who: str
@@ -72,30 +98,30 @@ class Skipped:
     parameter: str
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """What server `who` has counted at its end, or at the snapshot with which the job ends.
+@event
+class Counted(Event):
+    """A server's counts of samples at its end, or at the last snapshot.
 
-    samples: of each worker of its group, by name, how many of its samples are in the values, each once; with those of
-    the snapshot that the job went on from.
+    samples: for each worker of its group, the number of its samples that are in the values. Each sample counts once.
+        Those of the snapshot that the job resumed from are included.
     """
 
     who: str
     samples: dict[str, int] = field(hash=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """What the program reported about the final parameters."""
+@event
+class Metrics(Event):
+    """Values that the program reported about the final parameters."""
 
     values: dict[str, float] = field(hash=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Tested:
-    """What the values of step `step` gave on the data of `kind`, "test" or "validate": means over its samples.
+@event
+class Tested(Event):
+    """An evaluation of the values of a step: means over the samples.
 
-    `skipped` evaluations were left out until then, because an earlier one still ran.
+    kind: "test" or "validate". skipped: the number of evaluations that were left out because an earlier one still ran.
     """
 
     who: str
@@ -105,11 +131,12 @@ class Tested:
     skipped: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The teller cannot go on. `kind` is one of KINDS: whose fault it is; `traceback` is empty where there is none.
+@event
+class Failed(Event):
+    """A process cannot continue.
 
-    "quarantine": its worker group's, whose gradients are not finite again and again; others could go on without it.
+    kind: one of FAILURE_KINDS. "quarantine" means that the gradients of its worker group are repeatedly not finite;
+        other groups can continue without it. traceback: "" where there is none.
     """
 
     who: str
@@ -118,13 +145,13 @@ class Failed:
     traceback: str
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"Failed.kind = {self.kind!r}: must be one of {', '.join(KINDS)}")
+        if self.kind not in FAILURE_KINDS:
+            raise ValueError(f"Failed.kind = {self.kind!r}: must be one of {', '.join(FAILURE_KINDS)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A worker's program has ended well; totals as in StepDone."""
+@event
+class Finished(Event):
+    """A worker's program has ended well. The totals are those of StepDone."""
 
     who: str
     steps: int
@@ -138,66 +165,72 @@ class Finished:
     threads: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """Something the user should read; the job goes on."""
+@event
+class Notice(Event):
+    """A text for the user. The job continues."""
 
     who: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A piece of what a process wrote to `stream`, "stdout" or "stderr"."""
+@event
+class Output(Event):
+    """A piece of a process's output. stream: "stdout" or "stderr"."""
 
     who: str
     stream: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """Worker `who` has waited for `seconds` for what servers or other workers have to say, and waits on."""
+@event
+class Waits(Event):
+    """A worker has waited this long for servers or other workers, and still waits."""
 
     who: str
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """A process has done all that it had to do, and is about to end: an end without this word is a loss."""
+@event
+class Ending(Event):
+    """A process has completed its work and is about to end.
+
+    A process that ends without this event is lost.
+    """
 
     who: str
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """A process is gone; a negative code is the signal that ended it."""
+@event
+class Exited(Event):
+    """A process has ended. code: the exit code, or minus the number of the signal."""
 
     who: str
     pid: int
     code: int
 
 
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    """A process was stopped by a signal, SIGSTOP for example; it may be continued."""
+@event
+class Frozen(Event):
+    """A signal such as SIGSTOP has stopped a process, which may be continued."""
 
     who: str
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Thawed:
-    """A process that was stopped has been continued."""
+@event
+class Thawed(Event):
+    """A stopped process has been continued."""
 
     who: str
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The process of `who` is gone without saying why; `log` is the end of what it wrote. Others say what follows."""
+@event
+class Lost(Event):
+    """A process has ended without an announcement.
+
+    log: the end of its log. Other events report what follows from the loss.
+    """
 
     who: str
     pid: int
@@ -205,20 +238,24 @@ class Lost:
     log: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unrepeatable:
-    """A worker's group cannot be started again by itself, nor, if `job`, the job as a whole; the text says why."""
+@event
+class Unrepeatable(Event):
+    """A worker's group cannot restart alone; the text gives the reason.
+
+    job: the whole job cannot restart either.
+    """
 
     who: str
     text: str
     job: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Incident:
-    """Something was lost, `at_s` seconds after the job's start, and the job goes on.
+@event
+class Incident(Event):
+    """A process was lost, and the job continues.
 
-    `what` happened, and what is done about it, `action`, are words. Incidents of a job have numbers from 0.
+    number: counted over the job, from 0. what: the loss, as text. action: its consequence, as text.
+    at_s: seconds since the start of the job.
     """
 
     number: int
@@ -228,13 +265,13 @@ class Incident:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """What incident `number` had stopped trains again.
+@event
+class Recovered(Event):
+    """The workers that an incident had stopped train again.
 
-    waited_s: from the loss to the first step of those that were started again. others_s: meanwhile the longest time
-    that a worker of another group was without a sign of a step; 0 where there is no other group. Workers tell of their
-    steps four times a second, so that anything up to a quarter of a second is no wait at all.
+    waited_s: seconds from the loss to the first step of the restarted workers.
+    others_s: the longest time in between without a reported step of a worker of another group; 0 without another group.
+        Workers report their steps four times a second, so up to a quarter of a second is no delay.
     """
 
     number: int
@@ -242,11 +279,12 @@ class Recovered:
     others_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """Snapshot `number` is on disk in the folder `path`, taken behind step `step` of worker group 0.
+@event
+class Saved(Event):
+    """A snapshot is on disk.
 
-    why: "time" (seconds have passed), "step" (the job's `checkpoint_freq`), "end" (the job was asked to end).
+    path: its folder. step: the last step of worker group 0 in it.
+    why: "time" (seconds have passed), "step" (the job's `checkpoint_freq`) or "end" (the job was asked to end).
     """
 
     who: str
@@ -256,17 +294,20 @@ class Saved:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unsaved:
-    """A job that was asked to end cannot take a last snapshot; the text says why."""
+@event
+class Unsaved(Event):
+    """A last snapshot cannot be taken; the text gives the reason."""
 
     who: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """A server's answer to what is wished of a worker group: "leave", "lose" or "join"; text: why not, "": agreed."""
+@event
+class Agreed(Event):
+    """A server's answer to a request about a worker group.
+
+    wish: "leave", "lose" or "join". text: the reason of a refusal; "": the server agrees.
+    """
 
     who: str
     group: int
@@ -274,38 +315,45 @@ class Agreed:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
-    """A worker group is not there, `at_s` seconds after the job's start, and the job goes on; `how` says why."""
+@event
+class Left(Event):
+    """A worker group is absent from here on, and the job continues.
+
+    how: the reason, as text. at_s: seconds since the start of the job.
+    """
 
     group: int
     how: str
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A worker group that was not there starts, `at_s` seconds after the job's start."""
+@event
+class Joined(Event):
+    """A worker group that was absent starts. at_s: seconds since the job's start."""
 
     group: int
     incarnation: int
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Bounded:
-    """A worker group of this script can have `most` workers; 0: no other number than it has. The text says why."""
+@event
+class Bounded(Event):
+    """A script limits the number of workers in its group; the text gives the reason.
+
+    most: the limit. 0: the number cannot change.
+    """
 
     who: str
     most: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Resized:
-    """The one worker group of a job had `former` workers and has `workers` from here on; it goes on behind step `step`.
+@event
+class Resized(Event):
+    """The only worker group of a job has another number of workers from here on.
 
-    at_s: seconds after the job's start. number: counted with the incidents; its Recovered tells when the job trains.
+    number: counted with the incidents; its Recovered event reports when the job trains. step: the last one before the
+    change. at_s: seconds since the start of the job.
     """
 
     number: int
@@ -315,43 +363,49 @@ class Resized:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Covered:
-    """The so-manieth second copy of server `who` has everything from now on; it was number 0 at the start."""
+@event
+class Covered(Event):
+    """A backup replica of a server is complete. shadows: its index, from 0."""
 
     who: str
     shadows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Missed:
-    """The way from server `who` to its second copy, or to the first server, has ended, and why is not known to it."""
+@event
+class Missed(Event):
+    """A server has lost its connection to its backup replica or to the first server.
+
+    The reason is unknown to the server.
+    """
 
     who: str
 
 
-@dataclass(frozen=True, slots=True)
-class Differs:
-    """The so-manieth second copy of server `who` was found to be another than the first; it is made anew."""
+@event
+class Differs(Event):
+    """A backup replica of a server differs from the primary, and is replaced.
+
+    shadows: its index, from 0.
+    """
 
     who: str
     shadows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Final:
-    """The final parameters are in the file `path`; the job took `seconds`."""
+@event
+class Final(Event):
+    """The final parameters are in a file. seconds: the duration of the job."""
 
     path: str
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """At the job's end: how far server `who` was from the other server groups, over all its exchanges with them.
+@event
+class Apart(Event):
+    """The distance of a server from the other server groups, over all its exchanges.
 
-    updates_mean, updates_max: updates of other groups that an exchange brought. share: the norm of what it added over
-    that of the values.
+    updates_mean, updates_max: updates of other groups that an exchange brought.
+    share: the norm of what the exchanges added, divided by the norm of the values.
     """
 
     who: str
@@ -361,9 +415,12 @@ class Apart:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class Tabled:
-    """At the job's end server `who` held so many rows of a table, in so many bytes: values, optimizer state, index."""
+@event
+class Tabled(Event):
+    """The size of a server's part of a table at the end of the job.
+
+    bytes: of values, optimizer state and index.
+    """
 
     who: str
     table: str
@@ -371,53 +428,20 @@ class Tabled:
     bytes: int
 
 
-Event = (
-    Serving
-    | Started
-    | StepDone
-    | Skipped
-    | Counted
-    | Metrics
-    | Tested
-    | Failed
-    | Finished
-    | Notice
-    | Output
-    | Waits
-    | Ending
-    | Exited
-    | Frozen
-    | Thawed
-    | Lost
-    | Unrepeatable
-    | Incident
-    | Recovered
-    | Saved
-    | Unsaved
-    | Agreed
-    | Left
-    | Joined
-    | Bounded
-    | Resized
-    | Covered
-    | Missed
-    | Differs
-    | Final
-    | Apart
-    | Tabled
-)
-
-_CLASSES: Mapping[str, type[Event]] = MappingProxyType({c.__name__: c for c in get_args(Event)})
-
-
 def to_json(event: Event) -> str:
-    """One line without its end; a loss that is no number stays NaN or Infinity, as Python's json writes them."""
-    values = {f.name: getattr(event, f.name) for f in fields(event)}
+    """Return an event as one line without its end.
+
+    A loss that is not finite is written as NaN or Infinity, as Python's json module does.
+    """
+    values = {f.name: getattr(event, f.name) for f in fields(event)}  # type: ignore[arg-type]
     return json.dumps({"event": type(event).__name__, **values}, separators=(",", ":"))
 
 
 def from_json(line: str) -> Event:
-    """The event of a line. Raises ValueError, naming what is wrong, for anything `to_json` did not write."""
+    """Return the event of a line.
+
+    Raises ValueError for a line that `to_json` did not write. The error names the field.
+    """
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -426,13 +450,14 @@ def from_json(line: str) -> Event:
     cls = _CLASSES.get(name) if isinstance(name, str) else None
     if cls is None:
         raise ValueError(f"no event: {line[:80]!r}")
-    kinds = {f.name: f.type for f in fields(cls)}
+    kinds = {f.name: f.type for f in fields(cls)}  # type: ignore[arg-type]
     if data.keys() != kinds.keys():
         raise ValueError(f"{name}: has the fields {sorted(data)}, must have {sorted(kinds)}")
     return cls(**{key: _checked(name, key, kinds[key], value) for key, value in data.items()})
 
 
 def _is_int(value: Any) -> bool:
+    # JSON's true is an int in Python, and no number of an event.
     return isinstance(value, int) and not isinstance(value, bool)
 
 

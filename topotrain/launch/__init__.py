@@ -6,7 +6,7 @@ of variable names (`launchers/env_tables.py`).
 """
 
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Protocol
 
@@ -14,7 +14,11 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Failed
 
-OnEvent = Callable[[Event], None]
+
+class EventListener(Protocol):
+    """Receives the events of a job, on the thread of the job's launcher."""
+
+    def __call__(self, event: Event) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,7 @@ class AlwaysTaken:
 class Launcher(Protocol):
     """Starts the units of a job, watches them and ends them."""
 
-    def start(self, job: Job, topology: Topology, on_event: OnEvent) -> JobOutcome:
+    def start(self, job: Job, topology: Topology, on_event: EventListener) -> JobOutcome:
         """Run the whole job, and return when no process of it is left.
 
         Raises ConfigError before anything is started.

@@ -14,7 +14,7 @@ import os
 import selectors
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,7 @@ from typing import Any
 
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import FILE_MODE
-from topotrain.launch.recovery.elastic_groups import JOIN, LEAVE, AnswerRequest, GroupRequest
-from topotrain.launch.recovery.resize import ResizeRequest
+from topotrain.launch.recovery.recovery_actions import JOIN, LEAVE, AnswerRequest, GroupRequest, ResizeRequest
 
 NAME = "door"
 CALLERS = 16
@@ -35,9 +34,27 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(slots=True)
 class _Caller:
+    """A client of the control socket, and the request that it has sent."""
+
     channel: socket.socket
-    said: bytes = b""
     wish: GroupRequest | ResizeRequest | None = None
+    _received: bytes = b""
+
+    def receive(self) -> bool:
+        """Read what has arrived; return False if the connection has ended.
+
+        Raises ValueError for a line that is no request.
+        """
+        try:
+            data = self.channel.recv(LINE)
+        except BlockingIOError:
+            return True
+        except OSError:
+            data = b""
+        self._received += data
+        if b"\n" in self._received and data and len(self._received) <= LINE and self.wish is None:
+            self.wish = _wish(self._received)
+        return bool(data) and len(self._received) <= LINE
 
 
 @dataclass(slots=True)
@@ -51,10 +68,10 @@ class PendingAnswer:
     data: dict[str, Any]
     _channel: socket.socket | None = None
 
-    def keep(self, error: str = "") -> None:
+    def send(self, error: str = "") -> None:
         """Send the answer, or the error. A second call does nothing."""
         if self._channel is not None:
-            _say(self._channel, {"error": error} if error else self.data)
+            _send(self._channel, {"error": error} if error else self.data)
             self._channel.close()
             self._channel = None
 
@@ -65,13 +82,11 @@ class ControlSocket:
     Args:
         folder: the job's run folder.
         selector: the selector of the launcher's loop. The loop calls what is registered there when data arrives.
-        hear: is called with each request; the answer may come at any time.
     """
 
-    def __init__(
-        self, folder: Path, selector: selectors.BaseSelector, hear: Callable[[GroupRequest | ResizeRequest], None]
-    ) -> None:
-        self._selector, self._hear = selector, hear
+    def __init__(self, folder: Path, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._requests: list[GroupRequest | ResizeRequest] = []
         self._callers: dict[int, _Caller] = {}
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
@@ -79,9 +94,9 @@ class ControlSocket:
         with _short(folder) as path:
             self._listener.bind(path)
         self._listener.listen(CALLERS)
-        selector.register(self._listener, selectors.EVENT_READ, self._came)
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def _came(self) -> None:
+    def _accept(self) -> None:
         with suppress(OSError):
             channel, _ = self._listener.accept()
             credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -90,25 +105,27 @@ class ControlSocket:
                 return
             channel.setblocking(False)
             caller = self._callers[channel.fileno()] = _Caller(channel)
-            self._selector.register(channel, selectors.EVENT_READ, lambda: self._said(caller))
+            self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_readable(caller))
 
-    def _said(self, caller: _Caller) -> None:
+    def _on_readable(self, caller: _Caller) -> None:
+        before = caller.wish
         try:
-            data = caller.channel.recv(LINE)
-        except BlockingIOError:
+            connected = caller.receive()
+        except ValueError as error:
+            self._reply(caller, {"error": f"the request cannot be read: {error}"})
             return
-        except OSError:
-            data = b""
-        caller.said += data
-        if not data or len(caller.said) > LINE:  # a request stays valid when its client disconnects
+        if not connected:  # a request stays valid when its client disconnects
             self._end(caller)
-        elif b"\n" in caller.said and caller.wish is None:
-            try:
-                caller.wish = _wish(caller.said)
-            except ValueError as error:
-                self._tell(caller, {"error": f"the request cannot be read: {error}"})
-                return
-            self._hear(caller.wish)
+        elif before is None and caller.wish is not None:
+            self._requests.append(caller.wish)
+
+    def receive(self) -> list[GroupRequest | ResizeRequest]:
+        """Return the requests that have arrived since the last call.
+
+        The answer to a request may come at any time.
+        """
+        found, self._requests = self._requests, []
+        return found
 
     def answer(self, answer: AnswerRequest) -> None:
         """Answer all clients that made this request."""
@@ -116,13 +133,13 @@ class ControlSocket:
         for caller in list(self._callers.values()):
             wish = caller.wish
             if isinstance(wish, GroupRequest) and (wish.verb, wish.group) == (answer.verb, answer.group):
-                self._tell(caller, said)
+                self._reply(caller, said)
 
     def refuse(self, wish: ResizeRequest, error: str) -> None:
         """Send the error to the client of this one request only."""
         for caller in list(self._callers.values()):
             if caller.wish is wish:
-                self._tell(caller, {"error": error})
+                self._reply(caller, {"error": error})
 
     def promise(self, wish: ResizeRequest, number: int, data: dict[str, Any]) -> PendingAnswer:
         """Keep the client's connection open when this control socket closes.
@@ -136,8 +153,8 @@ class ControlSocket:
                 promise = PendingAnswer(number, data, caller.channel)
         return promise
 
-    def _tell(self, caller: _Caller, said: dict[str, Any]) -> None:
-        _say(caller.channel, said)
+    def _reply(self, caller: _Caller, said: dict[str, Any]) -> None:
+        _send(caller.channel, said)
         self._end(caller)
 
     def _end(self, caller: _Caller) -> None:
@@ -151,12 +168,12 @@ class ControlSocket:
     def close(self) -> None:
         """Answer all waiting clients with an error, and close the socket."""
         for caller in list(self._callers.values()):
-            self._tell(caller, {"error": "the job has ended, or the whole job restarts"})
+            self._reply(caller, {"error": "the job has ended, or the whole job restarts"})
         self._selector.unregister(self._listener)
         self._listener.close()
 
 
-def _say(channel: socket.socket, said: dict[str, Any]) -> None:
+def _send(channel: socket.socket, said: dict[str, Any]) -> None:
     with suppress(OSError):
         channel.send(json.dumps(said).encode() + b"\n")
 

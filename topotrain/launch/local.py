@@ -14,43 +14,18 @@ from pathlib import Path
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Topology, layout
-from topotrain.core.events import Event, Notice, Recovered
+from topotrain.core.events import Notice
 from topotrain.extensions.elastic.eligibility import absent_groups
-from topotrain.launch import AlwaysTaken, JobOutcome, Launcher, OnEvent, Outlet, UnitPlace
+from topotrain.launch import AlwaysTaken, EventListener, JobOutcome, Launcher, Outlet, UnitPlace
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import signals
 from topotrain.launch.agent.workspace import LOGS, PROCESSES_FILE, claimed, prepare
-from topotrain.launch.control_socket import PendingAnswer
+from topotrain.launch.job_shutdown import LauncherContext, RunFiles
 from topotrain.launch.recovery.recovery_policy import recovery
 from topotrain.launch.recovery.resume_point import ResumeSource
 from topotrain.launch.registered_job import RegisteredJob, listed
-from topotrain.launch.run_loop import RunFiles, RunLoop
-
-
-@dataclass(slots=True)
-class _Told:
-    """Forwards events to the listener, and answers pending resize requests.
-
-    A request is answered when the resized job trains.
-    """
-
-    on_event: OnEvent
-    _promises: list[PendingAnswer] = field(default_factory=list)
-
-    def __call__(self, event: Event) -> None:
-        self.on_event(event)
-        if isinstance(event, Recovered):
-            for promise in self._promises:
-                if promise.number == event.number:
-                    promise.keep()
-
-    def promised(self, promise: PendingAnswer | None) -> None:
-        self._promises += [] if promise is None else [promise]
-
-    def close(self) -> None:
-        for promise in self._promises:
-            promise.keep("the job ended before it trained again")
+from topotrain.launch.run_loop import RunLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +45,7 @@ class LocalLauncher(Launcher):
     resume: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
 
-    def start(self, job: Job, topology: Topology, on_event: OnEvent) -> JobOutcome:
+    def start(self, job: Job, topology: Topology, on_event: EventListener) -> JobOutcome:
         """Run the whole job, and leave no process of it behind.
 
         `on_event` is called on this thread. An exception in it ends the job. On the main thread SIGINT, SIGTERM and
@@ -80,37 +55,39 @@ class LocalLauncher(Launcher):
         began, mark = time.monotonic(), secrets.token_hex(16)
         with claimed(job) as workspace, listed(job) as place, signals() as heard:
             goes_on = recovery(job, topology, began)
-            tell = _Told(on_event)
-            with (
-                closing(tell),
-                closing(ForkserverHandle(self.forkserver, workspace / "run" / "forkserver.log", mark)) as kept,
-            ):
-                grounds = RunFiles(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
-                life, origin = (
-                    AttemptInfo(0, self.resume, absent_groups(job, topology)),
-                    ResumeSource(workspace, self.resume),
-                )
-                while True:
-                    run = RunLoop(job, topology, tell, grounds, heard, kept, mark, place, goes_on, outlet=self.outlet)
-                    outcome = self._live(run, life, job, workspace, place)
-                    tell.promised(run.promised)
-                    if goes_on is None or not run.again or heard.came or (place is not None and place.over):
-                        break
-                    why = ""
-                    if run.relaid is None:
-                        goes_on.renewed()
-                    else:
-                        job, topology = run.relaid, layout(run.relaid.cluster)
-                        goes_on.relaid(job, topology)
-                        why = f"the job goes on with nworkers_per_group: {job.cluster.nworkers_per_group}"
-                    resume = origin.newest(lambda text: on_event(Notice("launcher", text)))
-                    life = AttemptInfo(life.number + 1, resume, goes_on.attendance.away, why)
-                    if place is not None:
-                        place.again()
+            log = workspace / "run" / "forkserver.log"
+            with closing(ForkserverHandle(self.forkserver, log, mark)) as forkserver:
+                files = RunFiles(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
+                host = LauncherContext(on_event, files, heard, forkserver, mark, place, outlet=self.outlet)
+                attempt = AttemptInfo(0, self.resume, absent_groups(job, topology))
+                origin = ResumeSource(workspace, self.resume)
+                try:
+                    while True:
+                        run = RunLoop(job, topology, host, goes_on)
+                        outcome = self._run(run, attempt, job, workspace, place)
+                        again = run.shutdown.again and not heard.came
+                        if goes_on is None or not again or (place is not None and place.over):
+                            break
+                        why, resized = "", run.executor.resized
+                        if resized is None:
+                            goes_on.begin_attempt()
+                        else:
+                            job, topology = resized, layout(resized.cluster)
+                            goes_on.begin_resized(job, topology)
+                            why = f"the job goes on with nworkers_per_group: {job.cluster.nworkers_per_group}"
+                        resume = origin.newest(lambda text: on_event(Notice("launcher", text)))
+                        attempt = AttemptInfo(attempt.number + 1, resume, goes_on.absent_groups, why)
+                        if place is not None:
+                            place.again()
+                finally:
+                    for promise in host.promises:
+                        promise.send("the job ended before it trained again")
             if heard.came:
                 self.outlet.hurry()
             outcome = replace(outcome, seconds=time.monotonic() - began)
-            if heard.came and (outcome.code or run.again):  # else the job was complete before its last snapshot
+            if heard.came and (
+                outcome.code or run.shutdown.again
+            ):  # else the job was complete before its last snapshot
                 outcome = replace(outcome, code=128 + heard.came[0], cause=None)
             if place is not None:
                 place.ended(outcome)
@@ -119,14 +96,14 @@ class LocalLauncher(Launcher):
                     return replace(outcome, code=128 + signal.SIGINT, cause=None)
             return outcome
 
-    def _live(
-        self, run: RunLoop, life: AttemptInfo, job: Job, workspace: Path, place: RegisteredJob | None
+    def _run(
+        self, run: RunLoop, attempt: AttemptInfo, job: Job, workspace: Path, place: RegisteredJob | None
     ) -> JobOutcome:
         """Run one attempt from its first process to its last."""
         try:
             url = prepare(job, workspace, self.profile)
             url, units = url if place is None else place.url, run.topology.units
-            run.begin(self.calls, [UnitPlace(u.rank, len(units), url, str(workspace / "run")) for u in units], life)
-            return run.watch()
+            run.start(self.calls, [UnitPlace(u.rank, len(units), url, str(workspace / "run")) for u in units], attempt)
+            return run.run()
         finally:
             run.destroy()

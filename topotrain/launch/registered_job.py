@@ -29,7 +29,7 @@ _LEAVE_S = 1.0  # for the thread to end; it may be waiting for an unavailable st
 
 
 class RegisteredJob:
-    """The store entry of a local job; it implements `run_loop.OtherUnits`.
+    """The store entry of a local job; it implements `job_shutdown.OtherUnits`.
 
     There are no other units, so the store only adds the request to stop.
 
@@ -68,13 +68,13 @@ class RegisteredJob:
         return False
 
     def heard(self) -> None:
-        """Do nothing; see `run_loop.OtherUnits`."""
+        """Do nothing; see `job_shutdown.OtherUnits`."""
 
     def save(self, number: int) -> None:
-        """Do nothing; see `run_loop.OtherUnits`."""
+        """Do nothing; see `job_shutdown.OtherUnits`."""
 
     def signalled(self, number: int, more: str = "") -> None:
-        """Do nothing; see `run_loop.OtherUnits`."""
+        """Do nothing; see `job_shutdown.OtherUnits`."""
 
     def cast_out(self) -> None:
         """Do nothing: all units of the job run here."""

@@ -1,1 +1,1 @@
-"""Programs around a job: command line, monitor, planner, simulator, fault injection."""
+"""Programs around a job: command line, monitor, planner, simulator, faults."""

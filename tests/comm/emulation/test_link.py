@@ -32,7 +32,7 @@ from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.job import Cluster, ConfigError, Job, Link
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.protocol import Values
-from topotrain.tools.cli import app
+from topotrain.tools.cli import app, job_arguments
 
 RATE = 1000.0  # bytes per second, where a number is looked at
 FAST = Link(bandwidth=2000.0)
@@ -416,7 +416,7 @@ def test_a_link_changes_no_bit_of_larger_values(tmp_path: Path) -> None:
     ],
 )
 def test_a_link_in_short(text: str, link: Link) -> None:
-    assert app.parse_link(text) == link
+    assert job_arguments.parse_link(text) == link
 
 
 @pytest.mark.parametrize(
@@ -436,13 +436,13 @@ def test_a_link_in_short(text: str, link: Link) -> None:
 )
 def test_what_is_no_link(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        app.parse_link(text)
+        job_arguments.parse_link(text)
 
 
 def test_the_option_replaces_the_link_of_the_file() -> None:
     job = Job(cluster=Cluster(nworkers_per_group=2, link=Link(loss=0.1)))
-    assert app._linked(job, "1gbit").cluster == Cluster(nworkers_per_group=2, link=Link(bandwidth=1000.0))
-    assert app._linked(job, "") is job
+    assert job_arguments.with_link(job, "1gbit").cluster == Cluster(nworkers_per_group=2, link=Link(bandwidth=1000.0))
+    assert job_arguments.with_link(job, "") is job
     shared = Job(cluster=Cluster(nworkers_per_group=2, road="kShm"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="road = kShm: must be kAuto or kTcp with a link"):
-        app._linked(shared, "1gbit")
+        job_arguments.with_link(shared, "1gbit")

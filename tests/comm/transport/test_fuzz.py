@@ -48,7 +48,7 @@ from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.extensions.tables.table_spec import TableSpec, pack_ids
-from topotrain.launch.runtime.client_composition import client_extensions
+from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.training.data.data_client import DataClient
 

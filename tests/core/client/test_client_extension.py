@@ -11,7 +11,7 @@ from topotrain.core.client.body_codec import BodyCodec
 from topotrain.core.client.client import Client, PeerLost
 from topotrain.core.client.client_extension import ClientExtension, LateSteps, overrides
 from topotrain.extensions.compression.compression_client import CompressionClient
-from topotrain.launch.runtime.client_composition import client_extensions
+from topotrain.launch.runtime.worker_composition import client_extensions
 
 PEER = Address(Role.WORKER, 0, 0)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.in_process_job import FailureObserver
 from topotrain.comm.router import RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
@@ -19,7 +20,7 @@ from topotrain.config.job import Cluster, Job, OnFailure, Reduce, Road
 from topotrain.config.topology import Address, layout
 from topotrain.core.client.client import PeerLost
 from topotrain.core.model.schema import FlatBuffers
-from topotrain.launch.runtime.process_host import WorkerConnections, serve
+from topotrain.launch.runtime.process_host import HostOptions, WorkerConnections, serve
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import STATIC
@@ -114,7 +115,8 @@ def test_others_take_the_place_of_a_group(tmp_path: Path, road: Road, closed: bo
     homes = []
     for unit in topology.units:
         if unit.servers:
-            live = partial(serve, place(), unit.servers, lambda *_: None, lambda: troubles.append("a server failed"))
+            options = HostOptions(FailureObserver(lambda: troubles.append("a server failed")))
+            live = partial(serve, place(), unit.servers, options)
             homes.append(threading.Thread(target=live, daemon=True))
             homes[-1].start()
     groups = start(0, 1)

@@ -16,12 +16,13 @@ from topotrain.config.job import (
     OnFailure,
     Road,
 )
-from topotrain.config.topology import Address, Role, layout
+from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.events import (
     Agreed,
     Covered,
     Differs,
     Exited,
+    Failed,
     Finished,
     Incident,
     Lost,
@@ -29,11 +30,28 @@ from topotrain.core.events import (
     Started,
     StepDone,
 )
-from topotrain.extensions.replication.replica_placement import ReplicaPlacement, ReplicaSet, check, domains, standings
-from topotrain.launch.recovery.elastic_groups import LEAVE, AskServers, GroupRequest, ReportGone
-from topotrain.launch.recovery.recovery_actions import EndProcess, FailJob, PlaceReplica, RestartJob
+from topotrain.extensions.replication.replica_placement import (
+    ReplicaPlacement,
+    ReplicaSet,
+    check,
+    domain_in,
+    domains,
+    standings,
+)
+from topotrain.launch.recovery.attempt_state import AttemptState
+from topotrain.launch.recovery.recovery_actions import (
+    LEAVE,
+    AskServers,
+    EndProcess,
+    FailJob,
+    GroupRequest,
+    PlaceReplica,
+    ReportGone,
+    RestartJob,
+)
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, RestartTerms
-from topotrain.launch.recovery.unit_map import UnitMap
+from topotrain.launch.recovery.restarts import Restarts
+from topotrain.launch.recovery.server_replacement import ServerReplacement
 
 CLUSTER = Cluster(nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True, road=Road.kTcp, replicas=2)
 JOB = Job(cluster=CLUSTER, on_failure=OnFailure.kContinue)
@@ -128,6 +146,22 @@ def test_a_seat_that_is_filled_on_another_host_follows_whoever_speaks_elsewhere(
     assert not seats.lost(0), "so with host 0 all of server 0 is lost"
 
 
+def replacement(topology: Topology) -> tuple[AttemptState, ServerReplacement]:
+    """An attempt whose replicas are all complete."""
+    attempt = AttemptState(topology)
+    made = ServerReplacement(topology, attempt, Restarts(attempt, 3, 0.0, None))
+    for server in topology.servers(0):
+        made.on_covered(str(server), 0)
+    return attempt, made
+
+
+def placed(replicas: ServerReplacement) -> PlaceReplica:
+    """Where the process of server 0/1 is replaced after its death."""
+    _, found = replicas.replace({"server 0/1"}, Failed("unit 3", "died", "unit 3 is gone", ""), 1.0)
+    assert isinstance(found, PlaceReplica)
+    return found
+
+
 def test_in_which_unit_an_empty_seat_is_filled() -> None:
     cluster = replace(CLUSTER, nservers_per_group=3)
     for hosts, wanted, first in (
@@ -137,32 +171,33 @@ def test_in_which_unit_an_empty_seat_is_filled() -> None:
         ((0, 0, 0, 0, 0), FailureDomain.kAuto, 0),
     ):
         topology = layout(replace(cluster, failure_domain=wanted), hosts)
-        seats, homes = whole(ReplicaPlacement(domains(topology))), UnitMap(topology)
-        assert seats.lost(1)
-        assert homes.refuge("server 0/1", 1, seats, set()) == 3, "at home, while that lives"
-        rank = homes.refuge("server 0/1", 1, seats, {3})
-        assert rank == first
-        homes.move("server 0/1", rank)
-        assert "server 0/1" in homes.who(rank) and homes.who(3) == set()
-        seats.filled(1, homes.domain(1, rank))
-        for where in seats.standing.values():
-            assert where.shadow < 0 or seats._apart(where.lead, where.shadow)
+        attempt, replicas = replacement(topology)
+        assert placed(replicas).unit == 3, "in its own unit, while that runs"
+        attempt, replicas = replacement(topology)
+        attempt.lose_unit(3)
+        found = placed(replicas)
+        assert found.unit == first
+        assert "server 0/1" in attempt.residents_of(first) and attempt.residents_of(3) == set()
+        where = [*domains(topology)]
+        where[1] = domain_in(topology, 1, first)
+        for lead, shadow, _, _ in found.seats:
+            assert shadow < 0 or where[lead] != where[shadow]
     two = layout(replace(CLUSTER, failure_domain=FailureDomain.kHost), (0, 0, 0, 1))
-    seats = whole(ReplicaPlacement(domains(two)))
-    assert seats.lost(1)
-    assert UnitMap(two).refuge("server 0/1", 1, seats, {3}) == -1, "nobody lives on another host"
+    attempt, replicas = replacement(two)
+    attempt.lose_unit(3)
+    assert placed(replicas).unit == -1, "no process runs on another host"
 
 
 def machine() -> RecoveryPolicy:
-    made = RecoveryPolicy(TOPOLOGY, RestartTerms(frozenset({0}), limit=3), 100.0, twice=True)
+    made = RecoveryPolicy(TOPOLOGY, RestartTerms(frozenset({0}), limit=3), 100.0, replicated=True)
     for number, who in enumerate((*WORKERS, *SERVERS)):
-        made.heard(Started(who, number), 100.0)
+        made.on_event(Started(who, number), 100.0)
     return made
 
 
 def covered(made: RecoveryPolicy, shadows: int) -> RecoveryPolicy:
     for server in SERVERS:
-        made.heard(Covered(server, shadows), 101.0)
+        made.on_event(Covered(server, shadows), 101.0)
     return made
 
 
@@ -172,24 +207,24 @@ def lost(who: str) -> Lost:
 
 def test_a_dead_server_is_replaced_again_and_again_and_nobody_starts_again() -> None:
     made = covered(machine(), 0)
-    incident, reseat = made.heard(lost("server 0/1"), 105.0)
+    incident, reseat = made.on_event(lost("server 0/1"), 105.0)
     assert isinstance(incident, Incident)
     assert reseat == PlaceReplica("server 0/1", 1, "server 0/1 was killed", [[0, 1, 0, 1], [0, 1, 1, 1]], 3)
     step = StepDone("worker 0/0", 1.0, 1, 8, None, 0.0, 0, 0, 0)
-    assert made.heard(step, 105.5) == [step, Recovered(0, 0.5, 0.0)]
-    made.heard(Started("server 0/1", 9), 106.0)
+    assert made.on_event(step, 105.5) == [step, Recovered(0, 0.5, 0.0)]
+    made.on_event(Started("server 0/1", 9), 106.0)
     covered(made, 1)
-    _, reseat = made.heard(lost("server 0/0"), 107.0)
+    _, reseat = made.on_event(lost("server 0/0"), 107.0)
     assert reseat == PlaceReplica("server 0/0", 2, "server 0/0 was killed", [[1, 0, 1, 2], [1, 0, 2, 2]], 2)
 
 
 def test_both_copies_lost_is_a_new_start() -> None:
     made = covered(machine(), 0)
-    made.heard(lost("server 0/1"), 105.0)
-    words = made.heard(lost("server 0/0"), 105.1)
+    made.on_event(lost("server 0/1"), 105.0)
+    words = made.on_event(lost("server 0/0"), 105.1)
     assert any(isinstance(word, RestartJob) for word in words)
-    made.renewed()
-    words = made.heard(lost("server 0/1"), 110.0)
+    made.begin_attempt()
+    words = made.on_event(lost("server 0/1"), 110.0)
     assert any(isinstance(word, RestartJob) for word in words), (
         "what was complete in the former life is not in this one"
     )
@@ -197,41 +232,43 @@ def test_both_copies_lost_is_a_new_start() -> None:
 
 def test_copies_that_differ_are_an_incident_and_then_the_end() -> None:
     made = covered(machine(), 0)
-    (incident,) = made.heard(Differs("server 0/1", 0), 103.0)
+    (incident,) = made.on_event(Differs("server 0/1", 0), 103.0)
     assert isinstance(incident, Incident) and "made anew" in incident.action
-    assert any(isinstance(word, RestartJob) for word in made.heard(lost("server 0/1"), 103.5)), "its copy is of no use"
+    assert any(isinstance(word, RestartJob) for word in made.on_event(lost("server 0/1"), 103.5)), (
+        "its copy is of no use"
+    )
     made = covered(machine(), 0)
-    made.heard(Differs("server 0/1", 0), 103.0)
-    made.heard(Covered("server 0/1", 0), 103.2)
-    assert isinstance(made.heard(Differs("server 0/0", 0), 103.3)[0], Incident)
-    (end,) = made.heard(Differs("server 0/1", 0), 104.0)
+    made.on_event(Differs("server 0/1", 0), 103.0)
+    made.on_event(Covered("server 0/1", 0), 103.2)
+    assert isinstance(made.on_event(Differs("server 0/0", 0), 103.3)[0], Incident)
+    (end,) = made.on_event(Differs("server 0/1", 0), 104.0)
     assert isinstance(end, FailJob) and "differ once more" in end.failures[0].text
 
 
 def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_who_is_gone() -> None:
     refusals = dict.fromkeys(range(3), "")
-    made = RecoveryPolicy(SEVERAL, RestartTerms(frozenset(range(3)), 3, refusals), 100.0, twice=True)
+    made = RecoveryPolicy(SEVERAL, RestartTerms(frozenset(range(3)), 3, refusals), 100.0, replicated=True)
     covered(made, 0)
-    assert made.wish(GroupRequest(LEAVE, 1), 101.0) == [AskServers(LEAVE, 1)]
-    _, reseat, *words = made.heard(lost("server 0/1"), 102.0)
+    assert made.on_group_request(GroupRequest(LEAVE, 1)) == [AskServers(LEAVE, 1)]
+    _, reseat, *words = made.on_event(lost("server 0/1"), 102.0)
     assert isinstance(reseat, PlaceReplica) and words == [], "it has not moved"
     covered(made, 1)
-    _, reseat, *words = made.heard(lost("server 0/0"), 103.0)
+    _, reseat, *words = made.on_event(lost("server 0/0"), 103.0)
     assert isinstance(reseat, PlaceReplica) and words == [AskServers(LEAVE, 1)]
-    assert made.speaks(Address(Role.SERVER, 0, 0)) == ("server 0/1", SEVERAL.unit_of(Address(Role.SERVER, 0, 1)))
-    made.heard(Agreed("server 0/0", 1, LEAVE, ""), 103.5)
-    left = made.heard(Exited("worker 1/0", 5, 0), 104.0)
+    assert made.location_of(Address(Role.SERVER, 0, 0)) == ("server 0/1", SEVERAL.unit_of(Address(Role.SERVER, 0, 1)))
+    made.on_event(Agreed("server 0/0", 1, LEAVE, ""), 103.5)
+    left = made.on_event(Exited("worker 1/0", 5, 0), 104.0)
     assert ReportGone(1, 1) in left
-    made.heard(Started("server 0/1", 9), 104.5)
+    made.on_event(Started("server 0/1", 9), 104.5)
     covered(made, 2)
-    _, _, *words = made.heard(lost("server 0/1"), 105.0)
+    _, _, *words = made.on_event(lost("server 0/1"), 105.0)
     assert words == [ReportGone(1, 1)]
 
 
 def test_who_only_listens_ends_with_those_who_speak() -> None:
     made = covered(machine(), 0)
-    made.heard(lost("server 0/1"), 105.0)
+    made.on_event(lost("server 0/1"), 105.0)
     for who in WORKERS:
-        made.heard(Finished(who, 1, 8, 0.0, 0, 0, 0), 106.0)
+        made.on_event(Finished(who, 1, 8, 0.0, 0, 0, 0), 106.0)
     end = Finished("server 0/0", 0, 0, 0.0, 0, 0, 0)
-    assert made.heard(end, 106.0) == [end, EndProcess("server 0/1")]
+    assert made.on_event(end, 106.0) == [end, EndProcess("server 0/1")]

@@ -33,7 +33,7 @@ from topotrain.extensions.tables.row_storage import RowIndex, RowStorage
 from topotrain.extensions.tables.table_client import TableClient, dense_spec
 from topotrain.extensions.tables.table_server import TableServer
 from topotrain.extensions.tables.table_spec import TableSpec, initial_rows, pack_ids
-from topotrain.launch.runtime.process_host import WorkerConnections, serve
+from topotrain.launch.runtime.process_host import HostOptions, WorkerConnections, serve
 
 QUIET = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -499,7 +499,7 @@ def without_model(job: Job, script: Callable[[TableClient, Address], None], dire
     for unit in topology.units if not topology.inline else ():
         if unit.servers:
             threads.append(
-                guarded(partial(serve, place(), unit.servers, lambda *_: None, lambda: None))  # type: ignore[arg-type]
+                guarded(partial(serve, place(), unit.servers, HostOptions()))  # type: ignore[arg-type]
             )
     for thread in threads:
         thread.join(30)

@@ -22,7 +22,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError
 from topotrain.launch.by_hand import manual_worker
 from topotrain.launch.by_hand.manual_server import by_hand, place_of, serve, understandable
-from topotrain.launch.by_hand.manual_worker import SharedSettings, StaticStore, join
+from topotrain.launch.by_hand.manual_worker import ColocatedServers, SharedSettings, StaticStore, join
 from topotrain.launch.runtime.process_host import WorkerConnections
 from topotrain.tools.plan.layout_plan import PlannedSchema, plan
 from topotrain.training import context as process
@@ -157,7 +157,7 @@ def test_places_that_do_not_exist_are_refused():
     with pytest.raises(ConfigError, match="server = \\(0, 1\\)"):
         serve(JOB, [Address(Role.SERVER, 0, 1)], store, SECRET)
     with pytest.raises(ConfigError, match="store's URL"):
-        join(JOB, FIRST, _NoStore(), SECRET, serves=[SERVER])
+        join(JOB, FIRST, _NoStore(), SECRET, beside=ColocatedServers([SERVER]))
     assert process.current() is None
 
 

@@ -40,8 +40,16 @@ from topotrain.launch.multinode.reliable_messages import (
     shortened,
 )
 from topotrain.launch.multinode.restart_barrier import RestartBarrier
-from topotrain.launch.recovery.elastic_groups import LOSE, AskServers, ReportGone
-from topotrain.launch.recovery.recovery_actions import EndProcess, FailJob, PlaceReplica, RestartGroup, RestartJob
+from topotrain.launch.recovery.recovery_actions import (
+    LOSE,
+    AskServers,
+    EndProcess,
+    FailJob,
+    PlaceReplica,
+    ReportGone,
+    RestartGroup,
+    RestartJob,
+)
 from topotrain.launch.recovery.recovery_policy import FAR_CAUSE_S, RecoveryPolicy, recovery
 
 BEGAN = 100.0
@@ -75,7 +83,7 @@ def machine(cluster: Cluster, restarts: int = 3) -> RecoveryPolicy:
 
 
 def tell(made: RecoveryPolicy, now: float, *events: Event) -> list[object]:
-    return [word for event in events for word in made.heard(event, now)]
+    return [word for event in events for word in made.on_event(event, now)]
 
 
 def unit_of(cluster: Cluster, who: str) -> int:
@@ -94,9 +102,9 @@ def test_a_group_of_several_units_starts_again() -> None:
 
 def test_an_error_waits_until_a_silent_unit_would_have_been_noticed() -> None:
     made = machine(DOWNPOUR)
-    assert not made.suspects
+    assert not made.suspicious
     tell(made, 105.0, Failed("worker 1/0", "peer", "lost server 0/0", ""))
-    assert made.suspects
+    assert made.suspicious
     assert made.due == 105.0 + FAR_CAUSE_S
 
 
@@ -104,12 +112,12 @@ def test_steps_of_other_units_are_listened_to_while_somebody_waits() -> None:
     made = machine(SANDBLASTER)
     far = next(who for who in ("worker 0/0", "worker 0/1") if unit_of(SANDBLASTER, who))
     tell(made, 101.0, step(far))  # its first; then it says no more for a while
-    assert not made.listens
+    assert not made.wants_steps
     tell(made, 190.0, lost("server 0/0"))
-    assert made.listens
-    made.renewed()
+    assert made.wants_steps
+    made.begin_attempt()
     assert tell(made, 191.0, step(far))[1:] == [Recovered(0, 1.0, 0.0)]
-    assert not made.listens
+    assert not made.wants_steps
 
 
 def test_what_was_heard_of_others_long_ago_is_no_gap() -> None:
@@ -129,7 +137,7 @@ def test_a_unit_of_groups_that_can_be_given_up() -> None:
     cluster = Cluster(nworker_groups=3, nworkers_per_group=1, server_worker_separate=True)
     made = machine(cluster)
     rank = unit_of(cluster, "worker 2/0")
-    incident, ask = made.vanished(rank, silent(rank), 105.0)
+    incident, ask = made.on_unit_lost(rank, silent(rank), 105.0)
     assert isinstance(incident, Incident)
     assert (incident.who, incident.action) == (f"unit {rank}", "the job goes on without group 2")
     assert ask == AskServers(LOSE, 2)
@@ -139,14 +147,14 @@ def test_a_unit_of_groups_that_can_be_given_up() -> None:
         *made_answers(made),
     ]
     assert made.missing == {"worker 2/0"}
-    assert made.vanished(rank, silent(rank), 106.0) == []  # that is known
+    assert made.on_unit_lost(rank, silent(rank), 106.0) == []  # that is known
     tell(made, 107.0, *(Exited(who, 1, 0) for unit in residents(cluster) for who in unit if who != "worker 2/0"))
     assert made.complete
 
 
 def made_answers(made: RecoveryPolicy) -> list[object]:
     """Nobody has wished it, but an answer would be the same."""
-    from topotrain.launch.recovery.elastic_groups import LEAVE, AnswerRequest
+    from topotrain.launch.recovery.recovery_actions import LEAVE, AnswerRequest
 
     return [AnswerRequest(LEAVE, 2, "group 2 is given up")]
 
@@ -154,7 +162,7 @@ def made_answers(made: RecoveryPolicy) -> list[object]:
 def test_the_rest_of_a_group_goes_with_the_unit_that_vanished() -> None:
     made = machine(DOWNPOUR)
     rank = unit_of(DOWNPOUR, "worker 2/1")
-    words = made.vanished(rank, silent(rank), 105.0)
+    words = made.on_unit_lost(rank, silent(rank), 105.0)
     assert [word.who for word in words if isinstance(word, EndProcess)] == ["worker 2/0"]
     assert AskServers(LOSE, 2) in words
 
@@ -162,7 +170,7 @@ def test_the_rest_of_a_group_goes_with_the_unit_that_vanished() -> None:
 def test_servers_that_cannot_do_without_it_let_the_whole_job_start_again() -> None:
     made = machine(DOWNPOUR)
     rank = unit_of(DOWNPOUR, "worker 2/1")
-    made.vanished(rank, silent(rank), 105.0)
+    made.on_unit_lost(rank, silent(rank), 105.0)
     *_, last = tell(made, 105.1, Agreed("server 0/0", 2, LOSE, "nobody else reads"))
     assert isinstance(last, RestartJob)
 
@@ -172,29 +180,29 @@ def test_a_unit_that_the_job_needs_takes_the_whole_along(who: str) -> None:
     for cluster in (DOWNPOUR, SANDBLASTER):
         made, rank = machine(cluster), unit_of(cluster, who)
         assert rank
-        incident, again = made.vanished(rank, silent(rank), 105.0)
+        incident, again = made.on_unit_lost(rank, silent(rank), 105.0)
         assert isinstance(incident, Incident)
         assert incident.who == f"unit {rank}"
         assert isinstance(again, RestartJob)
-        assert made.vanished(rank, silent(rank), 105.1) == []
-        made.renewed()
-        assert isinstance(made.vanished(rank, silent(rank), 106.0)[1], RestartJob)  # another one
+        assert made.on_unit_lost(rank, silent(rank), 105.1) == []
+        made.begin_attempt()
+        assert isinstance(made.on_unit_lost(rank, silent(rank), 106.0)[1], RestartJob)  # another one
 
 
 def test_a_unit_whose_part_is_done_is_not_missed() -> None:
     made, rank = machine(DOWNPOUR), unit_of(DOWNPOUR, "worker 2/1")
     tell(made, 104.0, *(Finished(who, 1, 8, 0.0, 0, 0, 0) for who in residents(DOWNPOUR)[rank]))
-    (incident,) = made.vanished(rank, silent(rank), 105.0)
+    (incident,) = made.on_unit_lost(rank, silent(rank), 105.0)
     assert isinstance(incident, Incident)
     assert incident.action == "nothing is missing: its work was done"
 
 
 def test_without_restarts_or_with_a_loop_of_another_library_a_vanished_unit_ends_the_job() -> None:
     made = machine(SANDBLASTER, restarts=0)
-    assert made.vanished(1, silent(1), 105.0) == [FailJob((silent(1),))]
+    assert made.on_unit_lost(1, silent(1), 105.0) == [FailJob((silent(1),))]
     made = machine(SANDBLASTER)
     tell(made, 101.0, Unrepeatable("worker 0/0", "a loop", True))
-    (give_up,) = made.vanished(1, silent(1), 105.0)
+    (give_up,) = made.on_unit_lost(1, silent(1), 105.0)
     assert isinstance(give_up, FailJob)
     assert give_up.failures[0].text == silent(1).text + "; it does not start again: a loop"
 
@@ -220,10 +228,10 @@ def covered(made: RecoveryPolicy, shadows: int, *of: int) -> RecoveryPolicy:
 
 def test_the_seat_of_a_unit_that_is_gone_is_filled_in_another_and_the_second_copies_speak() -> None:
     made = covered(machine(TWICE), 0)
-    incident, reseat = made.vanished(2, silent(2), 105.0)
+    incident, reseat = made.on_unit_lost(2, silent(2), 105.0)
     assert isinstance(incident, Incident) and "fresh processes in unit 0" in incident.action
     assert reseat == PlaceReplica("server 0/1", 1, silent(2).text, [[0, 1, 0, 1], [0, 1, 1, 1]], 0)
-    assert made.gone == {2}
+    assert made.lost_units == {2}
     tell(made, 105.5, Started("server 0/1", 9))
     # There it may die as anywhere, and what unit 0 hears of unit 2 would be of somebody else.
     covered(made, 1)
@@ -231,30 +239,30 @@ def test_the_seat_of_a_unit_that_is_gone_is_filled_in_another_and_the_second_cop
     assert isinstance(reseat, PlaceReplica) and reseat.unit == 0
     tell(made, 106.5, Started("server 0/1", 10))
     covered(made, 2)
-    assert made.speaks(Address(Role.SERVER, 0, 1)) == ("server 0/0", 1)
-    incident, reseat, *_ = made.vanished(1, silent(1), 107.0)
+    assert made.location_of(Address(Role.SERVER, 0, 1)) == ("server 0/0", 1)
+    incident, reseat, *_ = made.on_unit_lost(1, silent(1), 107.0)
     assert isinstance(reseat, PlaceReplica) and (reseat.who, reseat.unit) == ("server 0/0", 0)
-    assert made.speaks(Address(Role.SERVER, 0, 0)) == ("server 0/1", 0)
-    made.renewed()
-    assert made.speaks(Address(Role.SERVER, 0, 0)) == ("server 0/0", 1)
+    assert made.location_of(Address(Role.SERVER, 0, 0)) == ("server 0/1", 0)
+    made.begin_attempt()
+    assert made.location_of(Address(Role.SERVER, 0, 0)) == ("server 0/0", 1)
 
 
 def test_a_unit_with_a_seat_and_a_group_that_others_can_do_without() -> None:
     cluster = replace(TWICE, nworker_groups=2, nworkers_per_group=1, nworkers_per_procs=1, server_worker_separate=False)
     made = covered(machine(cluster), 0)
-    words = made.vanished(1, silent(1), 105.0)
+    words = made.on_unit_lost(1, silent(1), 105.0)
     assert [word.unit for word in words if isinstance(word, PlaceReplica)] == [0]
     assert words.index(AskServers(LOSE, 1)) > next(n for n, word in enumerate(words) if isinstance(word, PlaceReplica))
 
 
 def test_both_copies_in_units_that_are_gone_are_a_new_start() -> None:
     made = covered(machine(TWICE), 0)
-    made.vanished(2, silent(2), 105.0)
-    assert isinstance(made.vanished(1, silent(1), 105.1)[-1], RestartJob), "nobody has everything but who is gone"
+    made.on_unit_lost(2, silent(2), 105.0)
+    assert isinstance(made.on_unit_lost(1, silent(1), 105.1)[-1], RestartJob), "nobody has everything but who is gone"
     made = covered(machine(TWICE), 0, 0)  # server 1 has one copy
-    assert isinstance(made.vanished(2, silent(2), 105.0)[-1], RestartJob)
+    assert isinstance(made.on_unit_lost(2, silent(2), 105.0)[-1], RestartJob)
     made = covered(machine(TWICE), 0)
-    made.vanished(2, silent(2), 105.0)  # a fresh process is about to stand in unit 0
+    made.on_unit_lost(2, silent(2), 105.0)  # a fresh process is about to stand in unit 0
     assert isinstance(tell(made, 105.1, lost("server 0/0"))[-1], RestartJob)
 
 
@@ -264,11 +272,11 @@ def test_with_copies_on_several_hosts_one_of_two_stays_alone() -> None:
     assert made is not None
     tell(made, BEGAN, *(Started(who, 1) for unit in residents(TWICE) for who in unit))
     covered(made, 0)
-    incident, reseat = made.vanished(2, silent(2), 105.0)
+    incident, reseat = made.on_unit_lost(2, silent(2), 105.0)
     assert isinstance(incident, Incident) and "alone" in incident.action
     assert reseat == PlaceReplica("server 0/1", 0, silent(2).text, [[0, -1, 0, 0], [0, -1, 1, 0]], -1)
-    made.renewed()
-    made.stands(layout(topology.cluster, (0, 1, 0)))  # the units have come back elsewhere
+    made.begin_attempt()
+    made.begin_attempt(layout(topology.cluster, (0, 1, 0)))  # the units have come back elsewhere
     covered(made, 0)
     assert isinstance(tell(made, 106.0, lost("server 0/0"))[-1], PlaceReplica)
 
@@ -276,16 +284,16 @@ def test_with_copies_on_several_hosts_one_of_two_stays_alone() -> None:
 def test_servers_that_miss_each_other_let_silent_units_be_suspected() -> None:
     made = covered(machine(TWICE), 0)
     tell(made, 104.0, Missed("server 0/0"))
-    assert made.suspects and made.due is None
-    made.vanished(2, silent(2), 105.0)
-    assert not made.suspects
+    assert made.suspicious and made.due is None
+    made.on_unit_lost(2, silent(2), 105.0)
+    assert not made.suspicious
 
 
 def test_all_groups_that_have_lost_somebody_start_again() -> None:
     made = machine(DOWNPOUR)
     for who in ("worker 1/0", "worker 2/1", "worker 1/1"):
         tell(made, 105.0, Failed(who, "peer", "lost server 0/0", ""))
-    words = made.turn(105.0 + FAR_CAUSE_S)
+    words = made.poll(105.0 + FAR_CAUSE_S)
     assert sorted(word.group for word in words if isinstance(word, RestartGroup)) == [1, 2]
 
 
@@ -303,17 +311,19 @@ def test_what_unit_0_has_to_know_is_told_and_deaths_are_held() -> None:
     held: list[Event] = [lost("worker 0/1"), peer, Unrepeatable("worker 0/1", "a loop", True)]
     passed: list[Event] = [Started("worker 0/1", 1), Frozen("worker 0/1", 1), program, Exited("worker 0/1", 1, 1)]
     passed += [Covered("server 0/1", 1), Differs("server 0/1", 1), Missed("server 0/1"), Unsaved("server 0/1", "why")]
-    assert [word for event in held for word in made.heard(event, 1.0)] == []
-    assert [word for event in passed for word in made.heard(event, 1.0)] == passed
+    assert [word for event in held for word in made.on_event(event, 1.0)] == []
+    assert [word for event in passed for word in made.on_event(event, 1.0)] == passed
     assert said == [*held, *passed]
     notice = Notice("worker 0/1", "hello")
-    assert made.heard(notice, 1.0) == [notice]
+    assert made.on_event(notice, 1.0) == [notice]
     assert said[-1] is not notice
     assert not made.complete
     made.end()
     assert made.complete
     # Nothing starts again from here on: what dies now ends the job.
-    assert made.heard(lost("worker 0/1"), 2.0) == [Failed("worker 0/1", "died", lost("worker 0/1").text, "last words")]
+    assert made.on_event(lost("worker 0/1"), 2.0) == [
+        Failed("worker 0/1", "died", lost("worker 0/1").text, "last words")
+    ]
 
 
 def test_a_server_from_a_unit_that_is_gone_keeps_a_unit_that_is_alone() -> None:
@@ -327,41 +337,41 @@ def test_a_server_from_a_unit_that_is_gone_keeps_a_unit_that_is_alone() -> None:
 
 def tell_following(made: Follower, *events: Event) -> None:
     for event in events:
-        made.heard(event, 1.0)
+        made.on_event(event, 1.0)
 
 
 def test_of_steps_the_first_is_told_and_the_others_when_they_are_wanted() -> None:
     made, said = following()
     for event in (Started("worker 0/1", 1), step("worker 0/1"), step("worker 0/1")):
-        assert made.heard(event, 1.0) == [event]
+        assert made.on_event(event, 1.0) == [event]
     assert said == [Started("worker 0/1", 1), step("worker 0/1")]
     made.listen(True)
-    made.heard(step("worker 0/1"), 1.0)
+    made.on_event(step("worker 0/1"), 1.0)
     made.listen(False)
-    made.heard(step("worker 0/1"), 1.0)
+    made.on_event(step("worker 0/1"), 1.0)
     assert len(said) == 3
 
 
 def test_who_cannot_be_heard_for_long_ends_by_itself() -> None:
     made, _ = following()
-    made.heard(Started("worker 0/1", 1), 1.0)
-    made.heard(lost("worker 0/1"), 1.0)
+    made.on_event(Started("worker 0/1", 1), 1.0)
+    made.on_event(lost("worker 0/1"), 1.0)
     made.told(all=False, alone=False)
-    assert made.suspects
-    assert made.turn(5.0) == []
+    assert made.suspicious
+    assert made.poll(5.0) == []
     made.told(all=False, alone=True)
-    (give_up,) = made.turn(20.0)
+    (give_up,) = made.poll(20.0)
     assert isinstance(give_up, FailJob)
     assert give_up.failures[0].who == "worker 0/1"
     # What unit 0 has heard it decides about, and who has ended well does not wait.
     made, _ = following()
-    made.heard(lost("worker 0/1"), 1.0)
+    made.on_event(lost("worker 0/1"), 1.0)
     made.told(all=True, alone=False)
-    assert not made.suspects
+    assert not made.suspicious
     made.told(all=False, alone=True)
-    assert made.turn(20.0) == []
+    assert made.poll(20.0) == []
     assert not made.complete
-    made.heard(Exited("worker 0/1", 1, 0), 21.0)
+    made.on_event(Exited("worker 0/1", 1, 0), 21.0)
     assert made.complete
 
 

@@ -14,8 +14,16 @@ from topotrain.config.topology import layout
 from topotrain.core.events import Agreed, Exited, Failed, Finished, Incident, Joined, Left, Lost, Started, StepDone
 from topotrain.extensions.elastic.eligibility import absent_groups, leave_refusal
 from topotrain.launch.control_socket import NAME, ControlSocket, ask
-from topotrain.launch.recovery.elastic_groups import AnswerRequest, AskServers, GroupRequest, ReportGone
-from topotrain.launch.recovery.recovery_actions import EndProcess, FailJob, RestartGroup, RestartJob
+from topotrain.launch.recovery.recovery_actions import (
+    AnswerRequest,
+    AskServers,
+    EndProcess,
+    FailJob,
+    GroupRequest,
+    ReportGone,
+    RestartGroup,
+    RestartJob,
+)
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, recovery
 
 CLUSTER = Cluster(nworker_groups=3, server_worker_separate=True)
@@ -29,12 +37,12 @@ def machine(job: Job = JOB) -> RecoveryPolicy:
     assert made is not None
     for number, who in enumerate(EVERYBODY):
         if who not in made.missing:
-            made.heard(Started(who, number), BEGAN)
+            made.on_event(Started(who, number), BEGAN)
     return made
 
 
 def wish(made: RecoveryPolicy, verb: str, group: int, at: float = 105.0) -> list[object]:
-    return list(made.wish(GroupRequest(verb, group, 3.0), at))
+    return list(made.on_group_request(GroupRequest(verb, group, 3.0)))
 
 
 def refused(found: list[object]) -> str:
@@ -45,7 +53,7 @@ def refused(found: list[object]) -> str:
 
 
 def agree(made: RecoveryPolicy, verb: str, group: int, text: str = "", at: float = 105.0) -> list[object]:
-    return list(made.heard(Agreed("server 0/0", group, verb, text), at))
+    return list(made.on_event(Agreed("server 0/0", group, verb, text), at))
 
 
 def lost(who: str) -> Lost:
@@ -56,7 +64,7 @@ def gone(made: RecoveryPolicy, group: int, incarnation: int = 0) -> None:
     """The group leaves in order."""
     assert wish(made, "leave", group) == [AskServers("leave", group, incarnation)]
     assert agree(made, "leave", group) == []
-    made.heard(Exited(f"worker {group}/0", group, 0), 106.0)
+    made.on_event(Exited(f"worker {group}/0", group, 0), 106.0)
 
 
 def test_a_group_leaves_once_the_servers_agree_and_its_processes_have_ended() -> None:
@@ -64,7 +72,7 @@ def test_a_group_leaves_once_the_servers_agree_and_its_processes_have_ended() ->
     assert wish(made, "leave", 2) == [AskServers("leave", 2)]
     assert agree(made, "leave", 2) == []
     ended = Exited("worker 2/0", 2, 0)
-    assert made.heard(ended, 106.0) == [
+    assert made.on_event(ended, 106.0) == [
         ended,
         Left(2, "has left", 6.0),
         ReportGone(2, 1),
@@ -72,8 +80,8 @@ def test_a_group_leaves_once_the_servers_agree_and_its_processes_have_ended() ->
     ]
     assert made.missing == {"worker 2/0"}
     for who in ("worker 0/0", "worker 1/0", "server 0/0"):
-        made.heard(Finished(who, 1, 1, 0.0, 0, 0, 0), 107.0)
-        made.heard(Exited(who, 1, 0), 107.0)
+        made.on_event(Finished(who, 1, 1, 0.0, 0, 0, 0), 107.0)
+        made.on_event(Exited(who, 1, 0), 107.0)
     assert made.complete
 
 
@@ -89,10 +97,10 @@ def test_who_does_not_leave_in_time_is_ended() -> None:
     wish(made, "leave", 2)
     agree(made, "leave", 2)
     assert made.due == 108.0
-    assert made.turn(107.9) == []
-    assert made.turn(108.0) == [EndProcess("worker 2/0")]
+    assert made.poll(107.9) == []
+    assert made.poll(108.0) == [EndProcess("worker 2/0")]
     assert made.due is None
-    _, left, *_ = made.heard(Exited("worker 2/0", 2, -9), 108.1)
+    _, left, *_ = made.on_event(Exited("worker 2/0", 2, -9), 108.1)
     assert isinstance(left, Left)
     assert left.how == "did not leave within 3 s and was ended"
 
@@ -101,8 +109,8 @@ def test_who_dies_while_leaving_is_not_started_again() -> None:
     made = machine()
     wish(made, "leave", 2)
     agree(made, "leave", 2)
-    assert made.heard(lost("worker 2/0"), 106.0) == [EndProcess("worker 2/0")]
-    _, left, *_ = made.heard(Exited("worker 2/0", 2, -9), 106.0)
+    assert made.on_event(lost("worker 2/0"), 106.0) == [EndProcess("worker 2/0")]
+    _, left, *_ = made.on_event(Exited("worker 2/0", 2, -9), 106.0)
     assert isinstance(left, Left)
     assert left.how == "was lost while it left"
 
@@ -110,7 +118,7 @@ def test_who_dies_while_leaving_is_not_started_again() -> None:
 def test_who_dies_before_the_servers_agree_starts_again_and_says_so() -> None:
     made = machine()
     wish(made, "leave", 2)
-    incident, again, answer = made.heard(lost("worker 2/0"), 105.5)
+    incident, again, answer = made.on_event(lost("worker 2/0"), 105.5)
     assert isinstance(incident, Incident)
     assert again == RestartGroup(2, 1, incident.what)
     assert "try again" in refused([answer])
@@ -120,7 +128,7 @@ def test_who_dies_before_the_servers_agree_starts_again_and_says_so() -> None:
 def test_the_servers_are_told_which_of_its_lives_is_to_leave() -> None:
     """One that has died meanwhile, as they may know before we do, starts again and stays."""
     made = machine()
-    made.heard(lost("worker 2/0"), 105.0)
+    made.on_event(lost("worker 2/0"), 105.0)
     assert wish(made, "leave", 2) == [AskServers("leave", 2, 1)]
 
 
@@ -128,8 +136,8 @@ def test_who_ends_its_script_meanwhile_has_not_left() -> None:
     made = machine()
     wish(made, "leave", 2)
     agree(made, "leave", 2)
-    made.heard(Finished("worker 2/0", 1, 1, 0.0, 0, 0, 0), 105.5)
-    _, answer = made.heard(Exited("worker 2/0", 2, 0), 106.0)
+    made.on_event(Finished("worker 2/0", 1, 1, 0.0, 0, 0, 0), 105.5)
+    _, answer = made.on_event(Exited("worker 2/0", 2, 0), 106.0)
     assert "finished its scripts" in refused([answer])
     assert not made.missing
 
@@ -145,8 +153,8 @@ def test_a_group_that_has_left_joins_as_a_new_incarnation() -> None:
         AnswerRequest("join", 2, text),
     ]
     assert not made.missing
-    made.heard(Started("worker 2/0", 17), 111.0)
-    made.heard(StepDone("worker 2/0", 1.0, 1, 8, None, 0.0, 0, 0, 0), 112.0)
+    made.on_event(Started("worker 2/0", 17), 111.0)
+    made.on_event(StepDone("worker 2/0", 1.0, 1, 8, None, 0.0, 0, 0, 0), 112.0)
     gone(made, 2, incarnation=1)
     wish(made, "join", 2)
     assert agree(made, "join", 2)[1] == RestartGroup(2, 2, "it joins the job")
@@ -157,12 +165,12 @@ def test_who_joins_too_late_and_ends_with_an_error_is_missed_by_nobody() -> None
     gone(made, 2)
     wish(made, "join", 2)
     agree(made, "join", 2)
-    made.heard(Started("worker 2/0", 17), 111.0)
+    made.on_event(Started("worker 2/0", 17), 111.0)
     for who in ("worker 0/0", "worker 1/0", "server 0/0"):
-        made.heard(Finished(who, 1, 1, 0.0, 0, 0, 0), 112.0)
-        made.heard(Exited(who, 1, 0), 112.0)
-    assert made.heard(Failed("worker 2/0", "peer", "nobody is there", ""), 113.0) == []
-    incident, dismissed = made.turn(115.0)
+        made.on_event(Finished(who, 1, 1, 0.0, 0, 0, 0), 112.0)
+        made.on_event(Exited(who, 1, 0), 112.0)
+    assert made.on_event(Failed("worker 2/0", "peer", "nobody is there", ""), 113.0) == []
+    incident, dismissed = made.poll(115.0)
     assert isinstance(incident, Incident)
     assert incident.action.startswith("nothing is missing")
     assert dismissed == EndProcess("worker 2/0")
@@ -170,15 +178,15 @@ def test_who_joins_too_late_and_ends_with_an_error_is_missed_by_nobody() -> None
 
 def test_the_job_goes_on_without_a_group_that_has_used_up_its_restarts() -> None:
     made = machine()
-    assert isinstance(made.heard(lost("worker 2/0"), 105.0)[1], RestartGroup)
-    made.heard(Exited("worker 2/0", 2, -9), 105.0)
-    made.heard(Started("worker 2/0", 12), 106.0)
-    incident, dismissed, asked = made.heard(lost("worker 2/0"), 107.0)
+    assert isinstance(made.on_event(lost("worker 2/0"), 105.0)[1], RestartGroup)
+    made.on_event(Exited("worker 2/0", 2, -9), 105.0)
+    made.on_event(Started("worker 2/0", 12), 106.0)
+    incident, dismissed, asked = made.on_event(lost("worker 2/0"), 107.0)
     assert isinstance(incident, Incident)
     assert "once within 10 minutes, as `restarts` allows" in incident.what
     assert "the job goes on without group 2" in incident.action
     assert (dismissed, asked) == (EndProcess("worker 2/0"), AskServers("lose", 2, 1))
-    assert [type(word) for word in made.heard(Exited("worker 2/0", 12, -9), 107.0)] == [Exited]
+    assert [type(word) for word in made.on_event(Exited("worker 2/0", 12, -9), 107.0)] == [Exited]
     left, told, _ = agree(made, "lose", 2, at=107.5)
     assert (left, told) == (Left(2, "is given up", 7.5), ReportGone(2, 2))
     assert wish(made, "join", 2) == [AskServers("join", 2, 1)]
@@ -190,32 +198,32 @@ def sick(who: str) -> Failed:
 
 def test_a_group_whose_gradients_are_not_finite_is_put_into_quarantine() -> None:
     made = machine()
-    incident, dismissed, asked = made.heard(sick("worker 2/0"), 107.0)
+    incident, dismissed, asked = made.on_event(sick("worker 2/0"), 107.0)
     assert isinstance(incident, Incident)
     assert "of w that worker 2/0 pushed" in incident.what
     assert "the job goes on without group 2" in incident.action
     assert (dismissed, asked) == (EndProcess("worker 2/0"), AskServers("lose", 2))
-    assert made.heard(sick("worker 2/0"), 107.1) == [EndProcess("worker 2/0")]  # another shard has told it, too
-    made.heard(Exited("worker 2/0", 2, 1), 107.2)
+    assert made.on_event(sick("worker 2/0"), 107.1) == [EndProcess("worker 2/0")]  # another shard has told it, too
+    made.on_event(Exited("worker 2/0", 2, 1), 107.2)
     left, told, _ = agree(made, "lose", 2, at=107.5)
     assert (left, told) == (Left(2, "is in quarantine", 7.5), ReportGone(2, 1))
     assert wish(made, "join", 2) == [AskServers("join", 2)]
 
 
 def test_without_anybody_who_could_go_on_the_job_ends_with_the_words_of_the_sick() -> None:
-    assert machine().heard(sick("worker 0/0"), 107.0) == [FailJob((sick("worker 0/0"),))]
+    assert machine().on_event(sick("worker 0/0"), 107.0) == [FailJob((sick("worker 0/0"),))]
     made = machine()
-    made.heard(sick("worker 2/0"), 107.0)
+    made.on_event(sick("worker 2/0"), 107.0)
     assert agree(made, "lose", 2, "no other group trains") == [FailJob((sick("worker 2/0"),))]
 
 
 def test_where_nobody_could_read_what_it_leaves_the_job_ends_with_it() -> None:
     made = machine(replace(JOB, restarts=0))
-    made.heard(lost("worker 2/0"), 107.0)
+    made.on_event(lost("worker 2/0"), 107.0)
     (give_up,) = agree(made, "lose", 2, "no other group trains")
     assert isinstance(give_up, FailJob)
     assert give_up.failures[0].who == "worker 2/0"
-    (give_up,) = machine(replace(JOB, restarts=0)).heard(lost("worker 0/0"), 107.0)
+    (give_up,) = machine(replace(JOB, restarts=0)).on_event(lost("worker 0/0"), 107.0)
     assert isinstance(give_up, FailJob)
 
 
@@ -223,10 +231,10 @@ def test_the_whole_job_starts_again_without_those_who_have_left() -> None:
     made = machine()
     gone(made, 2)
     wish(made, "leave", 1)
-    assert isinstance(made.heard(lost("server 0/0"), 108.0)[1], RestartJob)
+    assert isinstance(made.on_event(lost("server 0/0"), 108.0)[1], RestartJob)
     assert "whole job is restarting" in refused(wish(made, "join", 2))
-    made.renewed()
-    assert made.attendance.away == {1, 2}
+    made.begin_attempt()
+    assert made.absent_groups == {1, 2}
 
 
 def test_what_cannot_be_is_refused_with_the_state_of_all_groups() -> None:
@@ -275,7 +283,7 @@ class Porter:
         self.heard: list[GroupRequest] = []
         self.selector = selectors.DefaultSelector()
         folder.mkdir(parents=True)
-        self.door = ControlSocket(folder, self.selector, self.hear)
+        self.door = ControlSocket(folder, self.selector)
         self.say, self.over = say, False
         self.thread = threading.Thread(target=self.loop)
         self.thread.start()
@@ -289,6 +297,8 @@ class Porter:
         while not self.over:
             for key, _ in self.selector.select(0.02):
                 key.data()
+            for wish in self.door.receive():
+                self.hear(wish)
         self.door.close()
 
     def close(self) -> None:

@@ -20,10 +20,10 @@ from topotrain.core.events import (
     Thawed,
     Unrepeatable,
 )
+from topotrain.launch.recovery.attempt_state import LEASE_S
 from topotrain.launch.recovery.recovery_actions import EndProcess, FailJob, RestartGroup, RestartJob
 from topotrain.launch.recovery.recovery_policy import CAUSE_S, RecoveryPolicy, RestartTerms, recovery
-from topotrain.launch.recovery.restart_budget import WINDOW_S
-from topotrain.launch.recovery.stopped_processes import LEASE_S
+from topotrain.launch.recovery.restarts import WINDOW_S
 
 DOWNPOUR = Cluster(nworker_groups=2, nworkers_per_group=2, server_worker_separate=True)
 TOPOLOGY = layout(DOWNPOUR)
@@ -53,19 +53,19 @@ def machine(terms: RestartTerms = ALL) -> RecoveryPolicy:
 
 
 def tell(made: RecoveryPolicy, now: float, *events: Event) -> list[object]:
-    return [word for event in events for word in made.heard(event, now)]
+    return [word for event in events for word in made.on_event(event, now)]
 
 
 def test_what_nobody_dies_of_goes_through() -> None:
     made = machine()
     for event in (step(WORKERS[0]), Exited("unit 3", 5, 0), finished("server 0/0")):
-        assert made.heard(event, 101.0) == [event]
+        assert made.on_event(event, 101.0) == [event]
     assert made.due is None
 
 
 def test_a_dead_worker_takes_its_group_along_and_nobody_else() -> None:
     made = machine()
-    found = made.heard(lost("worker 1/0"), 105.0)
+    found = made.on_event(lost("worker 1/0"), 105.0)
     what = "worker 1/0 (pid 7) was killed by SIGKILL"
     assert found == [
         Incident(0, "worker 1/0", what, "group 1 starts again (incarnation 1)", 5.0),
@@ -75,14 +75,14 @@ def test_a_dead_worker_takes_its_group_along_and_nobody_else() -> None:
 
 def test_with_backup_workers_the_dead_one_starts_again_alone() -> None:
     made = machine(replace(ALL, singly=True))
-    found = made.heard(lost("worker 0/1"), 105.0)
+    found = made.on_event(lost("worker 0/1"), 105.0)
     what = "worker 0/1 (pid 7) was killed by SIGKILL"
     action = "it starts again, and its group continues meanwhile (incarnation 1)"
     assert found == [Incident(0, "worker 0/1", what, action, 5.0), RestartGroup(0, 1, what, "worker 0/1")]
     assert tell(made, 105.2, step("worker 0/0"))[1:] == [Recovered(0, pytest.approx(0.2), 0.0)], "its group steps"
     tell(made, 105.3, Exited("worker 0/1", 7, -9))
     assert not made.complete
-    (incident, regroup) = made.heard(lost("worker 0/0"), 105.4)
+    (incident, regroup) = made.on_event(lost("worker 0/0"), 105.4)
     assert isinstance(incident, Incident)
     assert regroup == RestartGroup(0, 2, "worker 0/0 (pid 7) was killed by SIGKILL", "worker 0/0")
     tell(made, 105.5, Started("worker 0/1", 8), Started("worker 0/0", 9))
@@ -102,7 +102,7 @@ def test_what_the_group_says_while_it_goes_is_no_cause() -> None:
     ]
     assert tell(made, 105.1, *follows) == []
     assert made.due is None
-    assert made.turn(200.0) == []
+    assert made.poll(200.0) == []
 
 
 def test_the_second_death_after_a_new_start_is_another_incarnation() -> None:
@@ -134,14 +134,14 @@ def test_the_error_of_a_member_is_explained_by_the_death_in_its_group_only() -> 
     tell(made, 105.0, Failed("worker 1/1", "internal", "JobError", ""), Failed("worker 0/1", "internal", "x", "trace"))
     tell(made, 105.2, lost("worker 1/0"))
     assert made.due == 105.0 + CAUSE_S
-    assert made.turn(105.9) == []
-    assert made.turn(106.0) == [FailJob((Failed("worker 0/1", "internal", "x", "trace"),))]
+    assert made.poll(105.9) == []
+    assert made.poll(106.0) == [FailJob((Failed("worker 0/1", "internal", "x", "trace"),))]
 
 
 def test_a_lost_connection_that_no_death_explains_is_a_lost_worker() -> None:
     made = machine()
     tell(made, 105.0, Failed("worker 1/0", "peer", "lost server 0/0: reset", ""))
-    incident, again = made.turn(106.0)
+    incident, again = made.poll(106.0)
     assert isinstance(incident, Incident)
     assert incident.what == "worker 1/0 cannot go on: lost server 0/0: reset"
     assert again == RestartGroup(1, 1, incident.what)
@@ -151,7 +151,7 @@ def test_a_group_that_is_not_taken_in_again_takes_the_whole_job_along() -> None:
     made = machine()
     tell(made, 105.0, lost("worker 1/0"), Started("worker 1/0", 17), Started("worker 1/1", 18))
     tell(made, 105.5, Failed("worker 1/0", "internal", "JobError: too late", ""))
-    assert [type(word) for word in made.turn(106.5)] == [Incident, RestartJob]
+    assert [type(word) for word in made.poll(106.5)] == [Incident, RestartJob]
 
 
 @pytest.mark.parametrize("kind", ["program", "config"])
@@ -175,7 +175,7 @@ def test_whoever_serves_all_takes_the_whole_job_along(who: str) -> None:
     assert isinstance(incident, Incident)
     assert incident.action == "the whole job starts again"
     assert isinstance(again, RestartJob)
-    made.renewed()
+    made.begin_attempt()
     assert not made.complete
     tell(made, 106.0, *(Started(name, 50) for name in EVERYBODY))
     regroup = tell(made, 107.0, lost("worker 0/0"))[1]
@@ -192,8 +192,8 @@ def test_a_script_that_says_that_no_group_starts_again_by_itself_takes_the_job_a
     assert tell(made, 101.0, Unrepeatable("worker 0/0", "there are tables", False)) == []
     *_, last = tell(made, 105.0, lost("worker 0/1"))
     assert isinstance(last, RestartJob)
-    made.renewed()
-    made.heard(Started("worker 0/1", 9), 106.0)
+    made.begin_attempt()
+    made.on_event(Started("worker 0/1", 9), 106.0)
     assert isinstance(tell(made, 107.0, lost("worker 0/1"))[-1], RestartGroup)  # another life of the script may differ
 
 
@@ -248,7 +248,7 @@ def test_old_deaths_are_forgotten() -> None:
 def test_restarts_of_the_whole_job_are_counted_over_its_lives() -> None:
     made = machine(replace(ALL, limit=1))
     assert isinstance(tell(made, 105.0, lost("server 0/0"))[1], RestartJob)
-    made.renewed()
+    made.begin_attempt()
     (give_up,) = tell(made, 106.0, lost("server 0/0"))
     assert isinstance(give_up, FailJob)
     assert "the job has started again once within 10 minutes" in give_up.failures[0].text
@@ -300,15 +300,15 @@ def test_all_is_complete_when_everybody_has_ended() -> None:
     tell(made, 105.0, Failed("server 0/0", "peer", "?", ""), Exited("server 0/0", 1, 1))
     assert not made.complete  # what it said still waits for its cause
     tell(made, 105.0)
-    assert [type(word) for word in made.turn(107.0)] == [Incident, RestartJob]
+    assert [type(word) for word in made.poll(107.0)] == [Incident, RestartJob]
 
 
 def frozen(made: RecoveryPolicy, who: str, at: float = 105.0) -> list[object]:
     """The answer when somebody is stopped, and is left so for the lease."""
     assert tell(made, at, Frozen(who, 7)) == [Frozen(who, 7)]
     assert made.due == at + LEASE_S
-    assert made.turn(at + LEASE_S - 0.01) == []
-    return list(made.turn(at + LEASE_S))
+    assert made.poll(at + LEASE_S - 0.01) == []
+    return list(made.poll(at + LEASE_S))
 
 
 def test_a_worker_that_stays_frozen_is_ended_and_takes_its_group_along() -> None:
@@ -321,7 +321,7 @@ def test_a_worker_that_stays_frozen_is_ended_and_takes_its_group_along() -> None
     ]
     assert made.due is None
     tell(made, 107.1, Exited("worker 1/0", 7, -9), Started("worker 1/0", 17), Started("worker 1/1", 18))
-    assert made.turn(200.0) == []
+    assert made.poll(200.0) == []
     assert tell(made, 107.5, step("worker 1/0"))[1:] == [Recovered(0, 2.5, 0.0)]  # since it was frozen
 
 
@@ -330,12 +330,12 @@ def test_who_goes_on_in_time_is_left_alone() -> None:
     tell(made, 105.0, Frozen("worker 1/0", 7))
     assert tell(made, 106.9, Thawed("worker 1/0", 7)) == [Thawed("worker 1/0", 7)]
     assert made.due is None
-    assert made.turn(107.0) == []
+    assert made.poll(107.0) == []
     # Somebody may be stopped again and again, of which the end of a stop is not always told.
     tell(made, 107.0, Frozen("worker 1/0", 7))
     tell(made, 108.0, Frozen("worker 1/0", 7))
-    assert made.turn(109.9) == []
-    assert [type(word) for word in made.turn(110.0)] == [EndProcess, Incident, RestartGroup]
+    assert made.poll(109.9) == []
+    assert [type(word) for word in made.poll(110.0)] == [EndProcess, Incident, RestartGroup]
 
 
 def test_each_that_is_frozen_has_a_time_of_its_own() -> None:
@@ -343,7 +343,7 @@ def test_each_that_is_frozen_has_a_time_of_its_own() -> None:
     tell(made, 105.0, Frozen("worker 1/0", 7), Frozen("worker 0/0", 8))
     tell(made, 106.0, Thawed("worker 1/0", 7), Frozen("worker 1/1", 9))
     assert made.due == 107.0
-    assert [word.group for word in made.turn(107.0) if isinstance(word, RestartGroup)] == [0]
+    assert [word.group for word in made.poll(107.0) if isinstance(word, RestartGroup)] == [0]
     assert made.due == 108.0
     tell(made, 107.5, lost("worker 1/0"))  # whose group starts again without waiting for the frozen one
     assert made.due is None
@@ -387,7 +387,7 @@ def test_once_the_job_ends_nobody_is_timed_any_more() -> None:
     made = machine()
     tell(made, 105.0, Frozen("worker 1/0", 7), Failed("worker 0/0", "program", "ValueError", "trace"))
     assert made.due is None
-    assert made.turn(110.0) == []
+    assert made.poll(110.0) == []
 
 
 def test_how_long_training_waited() -> None:
@@ -409,7 +409,7 @@ def test_after_a_restart_of_the_whole_the_first_step_of_anybody_counts() -> None
     tell(made, 105.0, lost("worker 1/0"))
     tell(made, 106.0, lost("server 0/0"))
     assert tell(made, 106.2, step("worker 0/0")) == [step("worker 0/0")]  # of a process that is being ended
-    made.renewed()
+    made.begin_attempt()
     assert tell(made, 109.0, step("worker 0/1"))[1:] == [Recovered(0, 4.0, 0.0), Recovered(1, 3.0, 0.0)]
 
 

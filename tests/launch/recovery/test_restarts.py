@@ -12,7 +12,7 @@ import pytest
 from tests.support.launch_targets import CALLS, MARK, launch, marked, parts, processes, wait_for
 from topotrain.core.events import Exited, Failed, Frozen, Incident, Lost, Notice, Output, Started, Thawed
 from topotrain.launch.local import LocalLauncher
-from topotrain.launch.recovery import resume_point, stopped_processes
+from topotrain.launch.recovery import attempt_state, resume_point
 
 GONE_S = 5.0
 
@@ -124,7 +124,7 @@ def test_who_dies_when_its_part_is_done_is_not_missed(tmp_path, mark):
     ],
 )
 def test_a_process_that_stays_frozen_is_ended(tmp_path, mark, monkeypatch, victim, part, action):
-    monkeypatch.setattr(stopped_processes, "LEASE_S", 0.3)
+    monkeypatch.setattr(attempt_state, "LEASE_S", 0.3)
     others = {"worker_0_0": "until over", "worker_0_1": "until over", "server_0_0": "until over"}
     roles = plays(**others | {victim.replace(" ", "_").replace("/", "_"): part})
     outcome, events = launch(tmp_path, roles, restarts=1)

@@ -17,14 +17,14 @@ def step(who: str) -> StepDone:
 
 
 def text(still: StallDetector, now: float = NOW + GATHER_S, missing: tuple[str, ...] = ()) -> str:
-    notice = still.turn(now, missing)
+    notice = still.poll(now, missing)
     return "" if notice is None else notice.text
 
 
 def test_who_does_not_wait_is_waited_for() -> None:
     still = StallDetector(WORKERS)
-    still.heard(Waits(A, 10.0), NOW)
-    still.heard(Waits(C, 10.4), NOW + GATHER_S / 2)
+    still.on_event(Waits(A, 10.0), NOW)
+    still.on_event(Waits(C, 10.4), NOW + GATHER_S / 2)
     assert text(still, NOW + GATHER_S / 2) == ""
     said = text(still)
     assert said.startswith("worker 0/0, worker 1/0 have waited 10 s so far; not worker 0/1: is its program")
@@ -33,31 +33,31 @@ def test_who_does_not_wait_is_waited_for() -> None:
 
 def test_where_all_wait_nobody_is_to_blame() -> None:
     still = StallDetector((A,))
-    still.heard(Waits(A, 20.0), NOW)
+    still.on_event(Waits(A, 20.0), NOW)
     assert text(still) == "worker 0/0 has waited 20 s so far: for the servers, or for workers elsewhere"
 
 
 def test_who_makes_steps_is_not_waited_for() -> None:
     still = StallDetector((A, B))
-    still.heard(step(B), NOW - QUIET_S / 2)
-    still.heard(Waits(A, 10.0), NOW)
+    still.on_event(step(B), NOW - QUIET_S / 2)
+    still.on_event(Waits(A, 10.0), NOW)
     assert text(still) == ""
-    still.heard(Waits(A, 20.0), NOW + QUIET_S)
+    still.on_event(Waits(A, 20.0), NOW + QUIET_S)
     assert "not worker 0/1" in text(still, NOW + QUIET_S + GATHER_S)
 
 
 def test_a_step_ends_the_wait() -> None:
     still = StallDetector((A, B))
-    still.heard(Waits(A, 10.0), NOW)
-    still.heard(step(A), NOW)
+    still.on_event(Waits(A, 10.0), NOW)
+    still.on_event(step(A), NOW)
     assert text(still) == ""
 
 
 def test_who_has_ended_or_is_away_is_not_waited_for() -> None:
     still = StallDetector(WORKERS)
-    still.heard(Finished(B, 1, 8, 0.0, 0, 0, 0), NOW)
-    still.heard(Exited(B, 7, 0), NOW)
-    still.heard(Waits(A, 10.0), NOW)
+    still.on_event(Finished(B, 1, 8, 0.0, 0, 0, 0), NOW)
+    still.on_event(Exited(B, 7, 0), NOW)
+    still.on_event(Waits(A, 10.0), NOW)
     assert text(still, missing=(C,)).endswith("for the servers, or for workers elsewhere")
 
 

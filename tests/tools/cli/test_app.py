@@ -18,7 +18,7 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Failed, Finished, Incident, Metrics, Output, Started, StepDone
-from topotrain.launch import JobOutcome, OnEvent
+from topotrain.launch import JobOutcome, EventListener
 from topotrain.tools.cli import app
 from topotrain.tools.monitor import job_report
 
@@ -69,7 +69,7 @@ class Launcher:
         self.profiles.append(profile)
         return self
 
-    def start(self, job: Job, topology: Topology, on_event: OnEvent) -> JobOutcome:
+    def start(self, job: Job, topology: Topology, on_event: EventListener) -> JobOutcome:
         self.jobs.append(job)
         for event in self.events():
             on_event(event)

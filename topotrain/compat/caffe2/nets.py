@@ -19,7 +19,7 @@ from topotrain.compat.caffe2.shard_rendezvous import ShardRendezvous, ShardStart
 from topotrain.config.job import Cluster, ConfigError, Job, Reduce, Road
 from topotrain.config.topology import Address, Role
 from topotrain.launch.by_hand.manual_server import SharedSettings
-from topotrain.launch.by_hand.manual_worker import join, leave
+from topotrain.launch.by_hand.manual_worker import ColocatedServers, join, leave
 from topotrain.training import context as process
 from topotrain.training.api import prepare
 
@@ -48,6 +48,15 @@ class Model:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def set_batch(self, batch: Any) -> None:
+        """Set the batch of this iteration, on the device of this shard."""
+        self.batch = _moved(batch, self.device)
+
+    def set_device(self, device: torch.device) -> None:
+        """Compute on a device."""
+        self.device = device
+        self.module.to(device)
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # not set yet, as while the object is being copied
@@ -148,8 +157,7 @@ class Net:
             self._meeting.store,
             secret,
             meets.host,
-            serves=[Address(Role.SERVER, 0, number)],
-            url=self._meeting.url,
+            beside=ColocatedServers([Address(Role.SERVER, 0, number)], self._meeting.url),
             terms=SharedSettings(f"{count} shards", COMPARE, self._patience_s, shard_name),
             gpus=self.model.device.type == "cuda",
         )
@@ -169,7 +177,7 @@ class Net:
         self.start()
         total = torch.zeros(())
         for _ in range(iterations):
-            self.model.batch = _moved(next(self._batches), self.model.device)
+            self.model.set_batch(next(self._batches))
             total = self._evaluate() if self.optimizer is None else self._train(self.optimizer)
         return float(total)
 

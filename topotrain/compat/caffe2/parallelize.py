@@ -96,8 +96,7 @@ def Parallelize(
     if not isinstance(workspace, str | Path):
         raise ConfigError("workspace", workspace, "must be the path of a directory")
     helper = model if isinstance(model, Model) else Model(model)
-    helper.device = _device(devices, cpu_device)
-    helper.module.to(helper.device)
+    helper.set_device(_device(devices, cpu_device))
     net = Net(helper, forward_pass_builder_fun, meets, float(patience), str(workspace))
     net.build(input_builder_fun, optimizer_builder_fun)
     return net

@@ -178,7 +178,7 @@ class _Lobby(PollingStore):
                 raise ConfigError("num_shards", self._size, why)
         self.missing = [number for number in self.missing if number not in others]
         if self.missing:
-            self._waiting.say(", ".join(map(shard_name, self.missing)))
+            self._waiting.show(", ".join(map(shard_name, self.missing)))
 
 
 def address_of(interface: str) -> str:

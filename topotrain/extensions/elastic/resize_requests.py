@@ -41,15 +41,15 @@ class ServerProcess(Protocol):
 
 
 class ResizeRequests:
-    """See above. `emit` tells the unit; `hear` takes a command, `open` the servers."""
+    """See above. `emit` tells the unit; `on_command` takes a command, `open` the servers."""
 
-    def __init__(self) -> None:
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        self._emit = emit
         self._lock = threading.Lock()
         self._kept: list[Mapping[str, Any]] = []
         self._servers: ServerProcess | None = None
-        self.emit: Callable[[Event], None] = lambda event: None
 
-    def hear(self, command: Mapping[str, Any]) -> None:
+    def on_command(self, command: Mapping[str, Any]) -> None:
         """Do it, or keep it; commands of others are none of ours."""
         if command.get("command") not in (*WISHES, AWAY):
             return
@@ -78,5 +78,5 @@ class ResizeRequests:
         why = home.may_change(group, wish)
         if wish == "leave" and not why:
             home.told(GroupLeaveRequest(group, command["incarnation"]))
-        self.emit(Agreed(str(home.server.me), group, wish, why))
+        self._emit(Agreed(str(home.server.me), group, wish, why))
         return True

@@ -1,12 +1,15 @@
-"""The child processes of a unit: their description, start and descriptors.
+"""The child processes of a unit: how they start, restart and are signaled.
 
-This module only starts and describes children. `supervisor.py` reads their events and ends them.
+A worker group restarts when the last process of its former attempt has ended, because old and new processes would share
+memory. `supervisor.py` reads the events of the children.
 """
 
 import contextlib
+import json
 import os
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from topotrain.config import job_file
 from topotrain.config.job import Job
 from topotrain.config.private_files import close_folder, open_file
 from topotrain.config.topology import Address, Role, Topology
+from topotrain.core.events import Ending, Event, Failed
+from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.pipes import LineReader, OutputReader
 
@@ -64,7 +69,7 @@ class UnitConfig:
     sockets: str
     hosts: tuple[int, ...] = ()
     host: str = "127.0.0.1"
-    life: AttemptInfo = AttemptInfo()
+    attempt: AttemptInfo = AttemptInfo()
 
     @property
     def logs(self) -> Path:
@@ -81,7 +86,7 @@ class Child:
     fds: the shared memfds, which belong to the unit.
     announced: the child has announced its end.
     doomed: the child must end, because another process replaces it.
-    deaf_from: the time at which its channel ended while the process still ran.
+    unreachable_since: the time at which its channel ended while the process still ran.
     """
 
     residents: tuple[Address, ...]
@@ -97,17 +102,47 @@ class Child:
     log_failed: bool = False
     announced: bool = False
     doomed: bool = False
-    deaf_from: float | None = None
+    unreachable_since: float | None = None
 
     @property
     def who(self) -> str:
         """The name of the first resident, which stands for all of them."""
         return str(self.residents[0])
 
+    @property
+    def is_server(self) -> bool:
+        return self.residents[0].role is Role.SERVER
+
+    def belongs_to(self, group: int) -> bool:
+        """Whether this is a worker of the group."""
+        return not self.is_server and self.residents[0].group == group
+
+    def on_event(self, event: Event) -> None:
+        """Record what the child has reported about its end."""
+        self.announced |= isinstance(event, Ending)
+        self.failed |= isinstance(event, Failed)
+
+    def on_fork(self, pid: int) -> None:
+        """Record that the process exists."""
+        self.pid = pid
+
+    def on_channel_end(self, now: float) -> None:
+        """Record that the child has closed its channel."""
+        self.unreachable_since = now
+
+    def doom(self) -> None:
+        """Record that the unit ends this process, so its end is no loss."""
+        self.doomed = True
+
+    def command(self, words: Mapping[str, Any]) -> None:
+        """Send a command to the process. A process that is not ready yet reads it later."""
+        with contextlib.suppress(OSError):
+            self.control.send(json.dumps(words).encode() + b"\n")
+
     def write_log(self, output: bytes) -> OSError | None:
         """Append to the log.
 
-        Returns the first error, and None after that.
+        A full disk does not end the job. Returns the first error, and None after that.
         """
         try:
             while output:
@@ -117,7 +152,9 @@ class Child:
             return error if first else None
         return None
 
-    def close(self) -> None:
+    def close(self, code: int) -> None:
+        """Record the exit code, and close the descriptors."""
+        self.code = code
         self.control.close()
         for fd in [lines.fd for lines in self.outputs.values()] + [self.log_fd] * bool(self.outputs):
             os.close(fd)
@@ -162,34 +199,33 @@ class ChildSpec:
     guest: bool = False
 
 
-def start(client: forkserver.ForkserverClient, home: UnitConfig, calls: EntryPoints, birth: ChildSpec) -> Child:
+def start(client: forkserver.ForkserverClient, unit: UnitConfig, calls: EntryPoints, spec: ChildSpec) -> Child:
     """Request one child from the forkserver.
 
     Raises OSError when the log cannot be written or the forkserver is gone.
     """
-    close_folder(home.logs)
+    close_folder(unit.logs)
     control, theirs = socket.socketpair()
     control.setblocking(False)
-    first = birth.residents[0]
+    first = spec.residents[0]
     serving = first.role is Role.SERVER
-    log = home.logs / _log_name(home.unit, first, birth)
-    log_fd = _open_log(log, home, birth)
-    child = Child(birth.residents, birth.fds, log, control, LineReader(control.fileno()))
-    if MAIN in birth.residents:
-        child.log_fd = log_fd
-        given = [_pipe(child, stream) for stream in ("stdout", "stderr")]
-    else:
-        given = [log_fd]
+    log = unit.logs / _log_name(unit.unit, first, spec)
+    log_fd = _open_log(log, unit, spec)
+    # Only the main worker's output passes through the unit, which also writes it to the log.
+    shown = MAIN in spec.residents
+    fd = log_fd if shown else -1
+    child = Child(spec.residents, spec.fds, log, control, LineReader(control.fileno()), log_fd=fd)
+    given = [_pipe(child, stream) for stream in ("stdout", "stderr")] if shown else [log_fd]
     try:
         client.spawn(
             forkserver.ForkRequest(
                 who=child.who,
                 call=calls.server if serving else calls.worker,
-                spec=_spec(home, child, birth.incarnation, birth.seats),
+                spec=_spec(unit, child, spec.incarnation, spec.seats),
                 control=theirs.fileno(),
                 stdout=given[0],
                 stderr=given[-1],
-                fds=birth.fds,
+                fds=spec.fds,
                 ignore_sigint=serving,
             )
         )
@@ -200,21 +236,21 @@ def start(client: forkserver.ForkserverClient, home: UnitConfig, calls: EntryPoi
     return child
 
 
-def _open_log(log: Path, home: UnitConfig, birth: ChildSpec) -> int:
+def _open_log(log: Path, unit: UnitConfig, spec: ChildSpec) -> int:
     """Open the log of a child.
 
     All attempts of a resident write to one file. A line separates two attempts.
     """
-    again = birth.again or home.life.why or ("the whole job starts again" if home.life.number else "")
+    again = spec.again or unit.attempt.why or ("the whole job starts again" if unit.attempt.number else "")
     fd = open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if again else os.O_TRUNC))
     if again:
         with contextlib.suppress(OSError):
-            os.write(fd, f"--- {birth.residents[0]} starts again: {again} ---\n".encode())
+            os.write(fd, f"--- {spec.residents[0]} starts again: {again} ---\n".encode())
     return fd
 
 
-def _log_name(unit: int, first: Address, birth: ChildSpec) -> str:
-    if birth.guest:
+def _log_name(unit: int, first: Address, spec: ChildSpec) -> str:
+    if spec.guest:
         return f"server-{first.group}-{first.index}-in-unit-{unit}.log"
     return f"servers-unit-{unit}.log" if first.role is Role.SERVER else f"worker-{first.group}-{first.index}.log"
 
@@ -227,26 +263,186 @@ def _pipe(child: Child, stream: str) -> int:
     return theirs
 
 
-def _spec(home: UnitConfig, child: Child, incarnation: int, seats: list[list[int]]) -> dict[str, Any]:
+def _spec(unit: UnitConfig, child: Child, incarnation: int, seats: list[list[int]]) -> dict[str, Any]:
     def pairs(role: Role) -> list[list[int]]:
         return [[a.group, a.index] for a in child.residents if a.role is role]
 
     return {
         "who": child.who,
-        "job": job_file.dumps(home.job),
-        "unit": home.unit,
+        "job": job_file.dumps(unit.job),
+        "unit": unit.unit,
         "workers": pairs(Role.WORKER),
         "servers": pairs(Role.SERVER),
-        "rendezvous": home.rendezvous,
-        "run_dir": str(home.run_dir),
-        "sockets": home.sockets,
-        "hosts": list(home.hosts),
-        "host": home.host,
-        "program": home.job.program,
-        "args": list(home.job.args),
+        "rendezvous": unit.rendezvous,
+        "run_dir": str(unit.run_dir),
+        "sockets": unit.sockets,
+        "hosts": list(unit.hosts),
+        "host": unit.host,
+        "program": unit.job.program,
+        "args": list(unit.job.args),
         "incarnation": incarnation,
         "seats": seats,
-        "resume": home.life.resume,
+        "resume": unit.attempt.resume,
         "shared_memfd": bool(child.fds),
         "log": str(child.log),
     }
+
+
+class Children:
+    """The children of a unit, and those that wait for their start.
+
+    Args:
+        client: the connection to the forkserver.
+        unit: the settings of the unit.
+        topology: the layout of the job.
+        calls: the functions that children run.
+    """
+
+    def __init__(
+        self, client: forkserver.ForkserverClient, unit: UnitConfig, topology: Topology, calls: EntryPoints
+    ) -> None:
+        self._client, self._unit, self._topology, self._calls = client, unit, topology, calls
+        replicated = unit.job.cluster.replicas > 1
+        self._seats = ReplicaPlacement(domains(topology)).to_data() if replicated else []
+        self._all: list[Child] = []
+        self._absent: list[ChildSpec] = []  # of groups that are absent at the start
+        self._restarts: dict[tuple[int, str], tuple[int, str]] = {}  # (group, worker or "") -> incarnation, reason
+        self._vacant: dict[str, tuple[int, str]] = {}  # server -> number and reason of a process to be replaced
+
+    def start(self) -> Iterator[Child]:
+        """Start the processes of the unit, besides those of absent groups."""
+        for residents, fds in members(self._topology, self._unit.unit):
+            spec, first = ChildSpec(residents, fds, seats=self._seats), residents[0]
+            if first.role is Role.WORKER and first.group in self._unit.attempt.absent:
+                self._absent.append(spec)
+            else:
+                yield self._start(spec)
+
+    def _start(self, spec: ChildSpec) -> Child:
+        child = start(self._client, self._unit, self._calls, spec)
+        self._all.append(child)
+        return child
+
+    # --- all of them
+
+    @property
+    def living(self) -> list[Child]:
+        """The children that have not ended."""
+        return [child for child in self._all if child.code is None]
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether all have ended with exit code 0."""
+        return all(child.code == 0 for child in self._all)
+
+    def with_pid(self, pid: int) -> Child:
+        """Return the child with this process ID."""
+        return next(child for child in self._all if child.pid == pid)
+
+    def named(self, who: str) -> Child:
+        """Return the child of this name."""
+        return next(child for child in self._all if child.who == who)
+
+    def command(self, who: str, words: Mapping[str, Any]) -> None:
+        """Send a command to the process of a resident."""
+        for child in self.living:
+            if who in map(str, child.residents):
+                child.command(words)
+
+    def signal(self, child: Child, number: int, group: bool = False) -> None:
+        """Signal a child, or its process group."""
+        if child.pid:
+            with contextlib.suppress(OSError):  # a forkserver that is gone is noticed by its end of file
+                self._client.signal(child.pid, number, group)
+
+    def end(self, children: Iterable[Child]) -> None:
+        """Kill these children.
+
+        The launcher knows the reason, so their ends are not reported as losses.
+        """
+        for child in children:
+            child.doom()
+            self.signal(child, signal.SIGKILL, group=True)
+
+    def kill_groups(self) -> None:
+        """Kill the children's process groups without the forkserver.
+
+        Call it only right after the death of the forkserver or the launcher, before the kernel can reuse a pid.
+        """
+        for child in self.living:
+            if child.pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)
+
+    # --- restarts
+
+    def restart(self, group: int, incarnation: int, why: str, who: str = "") -> list[Child]:
+        """End the workers of a group, or one of them, and start new ones.
+
+        They start when the last of the former processes has ended. A group that is asked to restart again while it
+        waits restarts once, with the newest incarnation. Returns the children that were started at once.
+        """
+        self._restarts[group, who] = incarnation, why
+        self.end(child for child in self._former(group, who) if child.code is None and not child.doomed)
+        return self._restart_due(group)
+
+    def _former(self, group: int, who: str) -> list[Child]:
+        return [child for child in self._all if child.belongs_to(group) and who in ("", child.who)]
+
+    def _restart_due(self, group: int) -> list[Child]:
+        """Start the workers of a group after the end of its former processes."""
+        started = []
+        for key in [key for key in self._restarts if key[0] == group]:
+            former = self._former(*key)
+            if any(child.code is None for child in former):
+                continue
+            incarnation, why = self._restarts.pop(key)
+            first = [spec for spec in self._absent if spec.residents[0].group == group]
+            self._absent = [spec for spec in self._absent if spec not in first]
+            self._all = [child for child in self._all if child not in former]
+            places = [(child.residents, child.fds) for child in former] + [(spec.residents, spec.fds) for spec in first]
+            for residents, fds in places:
+                started.append(self._start(ChildSpec(residents, fds, incarnation, why)))
+        return started
+
+    def place_replica(self, who: str, unit: int, number: int, why: str, seats: list[list[int]]) -> list[Child]:
+        """Update the replica placement after the death of a server process.
+
+        Returns the replacement if this unit is to host it and it was started at once.
+        """
+        self._seats = seats
+        for child in self.living:
+            if child.is_server and child.who != who:
+                child.command({"command": "seats", "seats": seats})
+        former = [child for child in self._all if child.who == who]
+        self.end(child for child in former if child.code is None)
+        if unit != self._unit.unit:
+            return []
+        if former:
+            self._vacant[who] = number, why
+            return self._replace_due(running=True)
+        # The unit of this server is gone.
+        residents = tuple(r for each in self._topology.units for r in each.servers if str(r) == who)
+        return [self._replace(residents, number, why)]
+
+    def _replace_due(self, running: bool) -> list[Child]:
+        """Start the replacement of each lost server after its former process's end."""
+        started = []
+        for child in [c for c in self._all if c.who in self._vacant and c.code is not None]:
+            number, why = self._vacant.pop(child.who)
+            self._all.remove(child)
+            if running:
+                started.append(self._replace(child.residents, number, why))
+        return started
+
+    def _replace(self, residents: tuple[Address, ...], number: int, why: str) -> Child:
+        guest = self._topology.unit_of(residents[0]) != self._unit.unit
+        return self._start(ChildSpec(residents, (), number, why, self._seats, guest))
+
+    def on_exit(self, child: Child, running: bool) -> list[Child]:
+        """Start the processes that have waited for the end of this one.
+
+        running: the unit does not end. Returns the new children.
+        """
+        restarted = self._restart_due(child.residents[0].group) if running else []
+        return restarted + self._replace_due(running)

@@ -190,9 +190,9 @@ class ForkserverLoop:
     `serve` returns None at the end of stdin. In each forked child it returns a ForkedChild.
     """
 
-    def __init__(self, listener: socket.socket, life: int) -> None:
+    def __init__(self, listener: socket.socket, stdin: int) -> None:
         self._listener = listener
-        self._life = life
+        self._stdin = stdin
         self._selector = selectors.DefaultSelector()
         self._owners: dict[int, socket.socket] = {}
         self._woken, self._waker = socket.socketpair()
@@ -205,7 +205,7 @@ class ForkserverLoop:
         for number in (signal.SIGTERM, signal.SIGINT):  # only the end of stdin ends the forkserver
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(self._waker.fileno())
-        for source in (self._listener, self._life, self._woken):
+        for source in (self._listener, self._stdin, self._woken):
             self._selector.register(source, selectors.EVENT_READ)
         while not self._ended:
             for key, _ in self._selector.select():
@@ -214,11 +214,11 @@ class ForkserverLoop:
                 elif key.fileobj is self._woken:
                     self._reap()
                 elif isinstance(key.fileobj, socket.socket):
-                    birth = self._answer(key.fileobj)
-                    if birth is not None:
-                        return birth
+                    child = self._answer(key.fileobj)
+                    if child is not None:
+                        return child
                 else:
-                    self._ended = not os.read(self._life, 64)
+                    self._ended = not os.read(self._stdin, 64)
         for pid in self._owners:
             _kill_group(pid)
         return None
@@ -345,9 +345,9 @@ def main(arguments: Sequence[str]) -> None:
     child_channel.die_with_parent(False)
     gc.collect()
     gc.freeze()  # what is loaded now stays shared between the children
-    birth = ForkserverLoop(socket.socket(fileno=int(listening)), life=0).serve()
-    if birth is not None:
-        child_channel.live(birth)
+    child = ForkserverLoop(socket.socket(fileno=int(listening)), stdin=0).serve()
+    if child is not None:
+        child_channel.run_forked(child)
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 

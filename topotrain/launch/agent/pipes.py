@@ -6,9 +6,11 @@ Descriptors are non-blocking and belong to their creators. This module reads and
 import codecs
 import fcntl
 import os
+import select
 import signal
 import sys
 import termios
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,6 +129,14 @@ class LineWriter:
             pass
         except OSError:
             self.waiting.clear()
+
+    def flush(self, seconds: float) -> None:
+        """Write all waiting lines, for at most so many seconds."""
+        writable, until = select.poll(), time.monotonic() + seconds
+        writable.register(self.fd, select.POLLOUT)
+        while self.waiting and (left_s := until - time.monotonic()) > 0:
+            writable.poll(1000 * left_s)
+            self.write()
 
 
 def log_tail(path: Path) -> str:

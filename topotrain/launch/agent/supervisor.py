@@ -22,19 +22,19 @@ The unit reads the main worker's output only as fast as the launcher takes it, s
 dropped.
 """
 
-import contextlib
 import json
 import os
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from topotrain.config.job import OnFailure
-from topotrain.config.topology import Address, Role, Topology
+from topotrain.config.topology import Topology
 from topotrain.core.events import (
     Ending,
     Event,
@@ -49,10 +49,8 @@ from topotrain.core.events import (
     from_json,
     to_json,
 )
-from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
-from topotrain.launch.agent import children, forkserver
-from topotrain.launch.agent.children import Child, ChildSpec, EntryPoints, UnitConfig
-from topotrain.launch.agent.group_restart import GroupRestart
+from topotrain.launch.agent import forkserver
+from topotrain.launch.agent.children import Child, Children, EntryPoints, UnitConfig
 from topotrain.launch.agent.pipes import LineReader, LineWriter, OutputReader, ending, log_tail
 from topotrain.launch.agent.stop_signals import stop_signals
 from topotrain.launch.grace_period import waits
@@ -61,13 +59,15 @@ GRACE_S = 1.5
 """Seconds from SIGTERM to SIGKILL."""
 GIVE_UP_S = 1.0
 """Seconds from SIGKILL until the unit ends without waiting for its children. The closed connection kills them again."""
-DEAF_S = 2.0
+UNREACHABLE_S = 2.0
 """Seconds from the end of a child's channel until the child is killed: an ending process closes its files first."""
 _BACKLOG_BYTES = 1 << 20
 """Bytes that the launcher has not read yet. With more, the unit stops reading the main worker's output."""
 _STDIN, _STDOUT = 0, 1
 _UNANNOUNCED = " before its work was done: did the program call os._exit, os.exec… or exit() of a C library?"
-_DEAF = "has closed the channel to its unit and still runs: did the program call os.exec… or close all descriptors?"
+_UNREACHABLE = (
+    "has closed the channel to its unit and still runs: did the program call os.exec… or close all descriptors?"
+)
 
 
 class ShutdownStage(Enum):
@@ -79,423 +79,309 @@ class ShutdownStage(Enum):
     LEFT = 3
 
 
+class ShutdownTimer:
+    """The stage of a unit's shutdown, and the time at which the next one begins."""
+
+    def __init__(self) -> None:
+        self.stage = ShutdownStage.RUNNING
+        self.deadline: float | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the shutdown has not begun."""
+        return self.stage is ShutdownStage.RUNNING
+
+    @property
+    def expired(self) -> bool:
+        """Whether the time of the stage is over."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def limit(self, seconds: float) -> float:
+        """Return the seconds until the stage is over, but at most so many."""
+        return seconds if self.deadline is None else max(0.0, min(seconds, self.deadline - time.monotonic()))
+
+    def enter(self, stage: ShutdownStage, patience_s: float) -> None:
+        """Begin a stage that is over in so many seconds."""
+        self.stage, self.deadline = stage, time.monotonic() + patience_s
+
+
 class Supervisor:
-    """The supervisor of the unit that `home` describes.
+    """The supervisor of a unit.
 
     `run` returns 0 when every child ended with code 0, else 1.
+
+    Args:
+        unit: the settings of the unit.
+        topology: the layout of the job.
+        calls: the functions that children run.
+        client: the connection to the forkserver.
+        owns_forkserver: the forkserver belongs to this unit alone.
     """
 
     def __init__(
         self,
-        home: UnitConfig,
+        unit: UnitConfig,
         topology: Topology,
         calls: EntryPoints,
         client: forkserver.ForkserverClient,
         owns_forkserver: bool,
     ) -> None:
-        self._home = home
-        self._topology = topology
-        self._calls = calls
-        self._client = client
-        self._owns_forkserver = owns_forkserver
-        self._poll_s = home.job.cluster.poll_time / 1000
+        self._unit, self._client, self._owns_forkserver = unit, client, owns_forkserver
+        self._children = Children(client, unit, topology, calls)
+        self._poll_s = unit.job.cluster.poll_time / 1000
         self._selector = selectors.DefaultSelector()
-        self._children: list[Child] = []
-        self._commands = LineReader(_STDIN)
-        self._outbox = LineWriter(_STDOUT)
-        self._held = self._pauses = False
-        self._stage = ShutdownStage.RUNNING
-        self._deadline: float | None = None
-        self._continues = home.job.on_failure is OnFailure.kContinue
-        self._needed = self._continues
-        self._renewal = GroupRestart()
-        twice = home.job.cluster.replicas > 1
-        self._seats = ReplicaPlacement(domains(topology)).to_data() if twice else []
-        self._empty: dict[str, tuple[int, str]] = {}  # server -> (number, reason) of a process to be replaced
+        self._commands, self._events = LineReader(_STDIN), LineWriter(_STDOUT)
+        self._held = False  # the launcher's own reader is behind
+        self._paused = False  # the main worker's output is not read at present
+        self._shutdown = ShutdownTimer()
+        self._continues = unit.job.on_failure is OnFailure.kContinue
+        self._needed = self._continues  # the launcher may still send commands
 
     def run(self) -> int:
         os.set_blocking(_STDIN, False)
         os.set_blocking(_STDOUT, False)
-        self._on_readable(_STDIN, self._commanded)
-        self._on_readable(self._client.fileno(), self._answered)
+        self._register(_STDIN, self._on_commands)
+        self._register(self._client.fileno(), self._on_answers)
         with stop_signals() as woken:
-            self._on_readable(woken.fileno(), lambda: self._woken(woken))
-            for residents, fds in children.members(self._topology, self._home.unit):
-                self._begin(ChildSpec(residents, fds, seats=self._seats))
-            while (self._living() or self._awaited()) and self._stage is not ShutdownStage.LEFT:
-                self._turn()
+            self._register(woken.fileno(), lambda: self._on_signal(woken))
+            self._listen(self._children.start())
             while (
-                self._outbox.waiting and self._stage is ShutdownStage.RUNNING
-            ):  # a stopped launcher may continue to read
-                self._turn()
-            self._flush(time.monotonic() + GIVE_UP_S)
-        if self._continues and self._stage is ShutdownStage.RUNNING:  # the launcher knows how the job ended
+                self._children.living or (self._needed and self._shutdown.running)
+            ) and self._shutdown.stage is not ShutdownStage.LEFT:
+                self._poll()
+            while self._events.waiting and self._shutdown.running:  # a stopped launcher may continue to read
+                self._poll()
+            self._events.flush(GIVE_UP_S)
+        if self._continues and self._shutdown.running:  # the launcher knows how the job ended
             return 0
-        return int(any(child.code != 0 for child in self._children))
+        return int(not self._children.ended_well)
 
-    def _awaited(self) -> bool:
-        """Whether the launcher may still send commands to this unit."""
-        return self._needed and self._stage is ShutdownStage.RUNNING
+    # --- the loop
 
-    def _begin(self, birth: ChildSpec) -> None:
-        first = birth.residents[0]
-        if first.role is Role.WORKER and first.group in self._home.life.absent:
-            self._renewal.later(birth)
-        else:
-            self._bear(birth)
-
-    def _bear(self, birth: ChildSpec) -> None:
-        child = children.start(self._client, self._home, self._calls, birth)
-        self._children.append(child)
-        self._listen(child)
-
-    # The loop
-
-    def _turn(self) -> None:
-        wait_s = self._poll_s
-        if self._deadline is not None:
-            wait_s = max(0.0, min(wait_s, self._deadline - time.monotonic()))
-        for key, _ in self._selector.select(wait_s):
+    def _poll(self) -> None:
+        for key, _ in self._selector.select(self._shutdown.limit(self._poll_s)):
             if key.fd in self._selector.get_map():  # an earlier callback may have unregistered it
                 key.data()
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            self._insist()
-        self._end_the_deaf(time.monotonic())
+        if self._shutdown.expired:
+            self._advance()
+        self._end_unreachable(time.monotonic())
 
-    def _on_readable(self, fd: int, do: Callable[[], object]) -> None:
-        self._selector.register(fd, selectors.EVENT_READ, do)
+    def _register(self, fd: int, act: Callable[[], object]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, act)
 
-    def _ignore(self, fd: int) -> None:
+    def _unregister(self, fd: int) -> None:
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
-    def _woken(self, woken: socket.socket) -> None:
-        wait_s = waits(self._home.job) if signal.SIGINT not in woken.recv(64) else 0.0
-        if self._stage is not ShutdownStage.RUNNING or not wait_s:
+    def _on_signal(self, woken: socket.socket) -> None:
+        wait_s = waits(self._unit.job) if signal.SIGINT not in woken.recv(64) else 0.0
+        if not self._shutdown.running or not wait_s:
             self._stop()
-        elif self._deadline is None:  # all processes may have been signaled: the launcher decides
-            self._deadline = time.monotonic() + wait_s
+        elif self._shutdown.deadline is None:  # all processes may have been signaled: the launcher decides
+            self._shutdown.enter(ShutdownStage.RUNNING, wait_s)
 
-    def _commanded(self) -> None:
+    def _on_commands(self) -> None:
         for line in self._commands.read() or []:
-            command = json.loads(line)
-            match command["command"]:
-                case "stop":
-                    self._stop()
-                case "kill":
-                    self._kill()
-                case "end":
-                    self._needed = False
-                case "hold":
-                    self._held = command["on"]
-                    self._regulate()
-                case "restart":
-                    self._restart(command)
-                case "seats":
-                    self._reseat(command)
-                case "dismiss":
-                    self._dismiss([c for c in self._living() if c.who == command["who"] and not c.doomed])
-                case "tell":
-                    self._pass_on(command["who"], command["words"])
-        if not self._commands.open:
-            self._vanish()
+            self._on_command(json.loads(line))
+        if not self._commands.open:  # the launcher died
+            self._shutdown.enter(ShutdownStage.LEFT, 0)
+            self._children.kill_groups()
 
-    def _answered(self) -> None:
+    def _on_command(self, command: dict[str, Any]) -> None:
+        match command.pop("command"):
+            case "stop":
+                self._stop()
+            case "kill":
+                self._kill()
+            case "end":
+                self._needed = False
+            case "hold":
+                self._held = command["on"]
+                self._regulate()
+            case "restart" if self._shutdown.running:
+                self._listen(self._children.restart(**command))
+            case "seats" if self._shutdown.running:
+                self._listen(self._children.place_replica(**command))
+            case "dismiss":
+                self._children.end(c for c in self._children.living if c.who == command["who"] and not c.doomed)
+            case "tell":
+                self._children.command(command["who"], command["words"])
+
+    def _on_answers(self) -> None:
         answers = self._client.receive()
         if answers is None:
-            self._orphaned()
+            self._on_forkserver_lost()
             return
         for answer in answers:
-            self._answer(answer)
+            self._on_answer(answer)
 
-    def _answer(self, answer: Mapping[str, Any]) -> None:
+    def _on_answer(self, answer: Mapping[str, Any]) -> None:
         if "exit" in answer:
-            self._ended(self._child(answer["pid"]), answer["exit"])
+            self._on_exit(self._children.with_pid(answer["pid"]), answer["exit"])
             return
         if "frozen" in answer:
-            child = self._child(answer["pid"])
-            self._tell((Frozen if answer["frozen"] else Thawed)(child.who, child.pid))
+            child = self._children.with_pid(answer["pid"])
+            self._send((Frozen if answer["frozen"] else Thawed)(child.who, child.pid))
             return
-        child = next(c for c in self._children if c.who == answer["who"])
+        child = self._children.named(answer["who"])
         if "error" in answer:
             self._fail(child, f"{child.who} could not be started: {answer['error']}")
-            self._end(child, 1)
+            self._close(child, 1)
             return
-        child.pid = answer["pid"]
+        child.on_fork(answer["pid"])
         if child.doomed:  # dismissed before it was forked
-            self._signal(child, signal.SIGKILL, group=True)
+            self._children.signal(child, signal.SIGKILL, group=True)
             return
         for resident in child.residents:
-            self._tell(Started(str(resident), child.pid))
-        if self._stage is not ShutdownStage.RUNNING:  # asked to stop before it was forked
-            self._signal(child, signal.SIGTERM if self._stage is ShutdownStage.ASKED else signal.SIGKILL)
+            self._send(Started(str(resident), child.pid))
+        if not self._shutdown.running:  # asked to stop before it was forked
+            asked = self._shutdown.stage is ShutdownStage.ASKED
+            self._children.signal(child, signal.SIGTERM if asked else signal.SIGKILL)
 
-    def _child(self, pid: int) -> Child:
-        return next(child for child in self._children if child.pid == pid)
+    # --- events and output of the children
 
-    # Listening to a child
-
-    def _listen(self, child: Child) -> None:
-        self._on_readable(child.events.fd, lambda: self._heard(child, "", child.events))
-        if not self._pauses:
-            self._listen_to_output(child)
+    def _listen(self, children: Iterable[Child]) -> None:
+        for child in children:
+            self._register(child.events.fd, partial(self._on_readable, child, "", child.events))
+            if not self._paused:
+                self._listen_to_output(child)
 
     def _listen_to_output(self, child: Child) -> None:
         for stream, output in child.outputs.items():
             if output.open:
-                self._on_readable(output.fd, lambda s=stream, o=output: self._heard(child, s, o))  # type: ignore[misc]
+                self._register(output.fd, partial(self._on_readable, child, stream, output))
 
     def _regulate(self) -> None:
         """Read the main worker's output, or pause until the launcher has caught up."""
-        most = _BACKLOG_BYTES // 2 if self._pauses else _BACKLOG_BYTES
-        pauses = self._held or len(self._outbox.waiting) > most
-        if pauses is self._pauses:
+        most = _BACKLOG_BYTES // 2 if self._paused else _BACKLOG_BYTES
+        pauses = self._held or len(self._events.waiting) > most
+        if pauses is self._paused:
             return
-        self._pauses = pauses
-        for child in self._living():
+        self._paused = pauses
+        for child in self._children.living:
             if pauses:
                 for output in child.outputs.values():
-                    self._ignore(output.fd)
+                    self._unregister(output.fd)
             else:
                 self._listen_to_output(child)
 
-    def _heard(self, child: Child, stream: str, source: LineReader | OutputReader) -> None:
+    def _on_readable(self, child: Child, stream: str, source: LineReader | OutputReader) -> None:
         for line in source.read() or []:
-            self._take(child, stream, line)
+            self._on_line(child, stream, line)
         if not source.open:
-            self._ignore(source.fd)
+            self._unregister(source.fd)
             if source is child.events:
-                child.deaf_from = time.monotonic()
+                child.on_channel_end(time.monotonic())
 
-    def _end_the_deaf(self, now: float) -> None:
+    def _end_unreachable(self, now: float) -> None:
         """Kill processes that lost their channel without announcing their end."""
-        for child in self._living() if self._stage is ShutdownStage.RUNNING else []:
-            deaf = child.deaf_from is not None and now >= child.deaf_from + DEAF_S
-            if deaf and not (child.announced or child.failed or child.doomed):
-                self._fail(child, f"{child.who} (pid {child.pid}) {_DEAF}")
-                self._dismiss([child])
+        for child in self._children.living if self._shutdown.running else []:
+            since = child.unreachable_since
+            explained = child.announced or child.failed or child.doomed
+            if since is not None and now >= since + UNREACHABLE_S and not explained:
+                self._fail(child, f"{child.who} (pid {child.pid}) {_UNREACHABLE}")
+                self._children.end([child])
 
-    def _take(self, child: Child, stream: str, line: bytes) -> None:
+    def _on_line(self, child: Child, stream: str, line: bytes) -> None:
         if stream:
-            self._keep_log(child, line)
+            error = child.write_log(line)
+            if error is not None:
+                self._send(Notice(child.who, f"{child.log} lacks some of its output: {error.strerror}"))
             text = child.outputs[stream].text(line)
             if text:
-                self._tell(Output(child.who, stream, text))
+                self._send(Output(child.who, stream, text))
             return
         try:
             event = from_json(line.decode())
         except ValueError as error:
-            self._tell(Notice(child.who, f"sent an event that cannot be read: {error}"))
+            self._send(Notice(child.who, f"sent an event that cannot be read: {error}"))
             return
-        if isinstance(event, Ending):
-            child.announced = True
-            return
-        child.failed |= isinstance(event, Failed)
-        self._tell(event)
+        child.on_event(event)
+        if not isinstance(event, Ending):  # it is for the unit alone
+            self._send(event)
 
-    def _keep_log(self, child: Child, output: bytes) -> None:
-        """Append to the log.
-
-        A full disk does not end the job, and causes one notice.
-        """
-        error = child.write_log(output)
-        if error is not None:
-            self._tell(Notice(child.who, f"{child.log} lacks some of its output: {error.strerror}"))
-
-    def _ended(self, child: Child, code: int) -> None:
+    def _on_exit(self, child: Child, code: int) -> None:
         """Read the remaining data of an ended process, then report its end."""
-        heard: list[tuple[str, LineReader | OutputReader]] = [*child.outputs.items(), ("", child.events)]
-        for stream, source in heard:
+        sources: list[tuple[str, LineReader | OutputReader]] = [*child.outputs.items(), ("", child.events)]
+        for stream, source in sources:
             for line in source.drain():
-                self._take(child, stream, line)
+                self._on_line(child, stream, line)
         known = child.failed or child.doomed or (code == 0 and child.announced)
-        if not known and self._stage is ShutdownStage.RUNNING:
+        if not known and self._shutdown.running:
             self._fail(child, f"{child.who} (pid {child.pid}) {ending(code)}{'' if code else _UNANNOUNCED}")
-        self._end(child, code)
+        self._close(child, code)
 
     def _fail(self, child: Child, text: str) -> None:
         tail = log_tail(child.log)
-        self._tell(Lost(child.who, child.pid, text, tail) if self._continues else Failed(child.who, "died", text, tail))
+        self._send(Lost(child.who, child.pid, text, tail) if self._continues else Failed(child.who, "died", text, tail))
 
-    def _end(self, child: Child, code: int) -> None:
-        child.code = code
+    def _close(self, child: Child, code: int) -> None:
         for fd in (child.events.fd, *(output.fd for output in child.outputs.values())):
-            self._ignore(fd)
-        child.close()
+            self._unregister(fd)
+        child.close(code)
         for resident in child.residents:
-            self._tell(Exited(str(resident), child.pid, code))
-        self._renew(child.residents[0].group)
-        self._refill()
+            self._send(Exited(str(resident), child.pid, code))
+        self._listen(self._children.on_exit(child, self._shutdown.running))
 
-    # Replica placement
-
-    def _reseat(self, command: Mapping[str, Any]) -> None:
-        """Update the replica placement after the death of a server process.
-
-        Starts a replacement if this unit is to host it.
-        """
-        if self._stage is not ShutdownStage.RUNNING:
-            return
-        self._seats = command["seats"]
-        line = json.dumps({"command": "seats", "seats": self._seats}).encode() + b"\n"
-        for child in self._living():
-            if child.residents[0].role is Role.SERVER and child.who != command["who"]:
-                with contextlib.suppress(OSError):
-                    child.control.send(line)
-        who, here = command["who"], command["unit"] == self._home.unit
-        former = [child for child in self._children if child.who == who]
-        self._dismiss([child for child in former if child.code is None])
-        if here and former:
-            self._empty[who] = command["number"], command["why"]
-            self._refill()
-        elif here:  # the unit of this server is gone
-            residents = tuple(r for unit in self._topology.units for r in unit.servers if str(r) == who)
-            self._seat(residents, command["number"], command["why"])
-
-    def _refill(self) -> None:
-        """Start a replacement for each lost server after the end of its former process."""
-        for child in [c for c in self._children if c.who in self._empty and c.code is not None]:
-            number, why = self._empty.pop(child.who)
-            self._children.remove(child)
-            if self._stage is ShutdownStage.RUNNING:
-                self._seat(child.residents, number, why)
-
-    def _seat(self, residents: tuple[Address, ...], number: int, why: str) -> None:
-        guest = self._topology.unit_of(residents[0]) != self._home.unit
-        self._bear(ChildSpec(residents, (), number, why, self._seats, guest))
-
-    # Starting a group again
-
-    def _restart(self, command: Mapping[str, Any]) -> None:
-        """End the workers of a group, or one of them, and restart them.
-
-        They restart when the last of their processes has ended.
-        """
-        if self._stage is not ShutdownStage.RUNNING:
-            return
-        group, who = command["group"], command["who"]
-        self._dismiss(self._renewal.ask(group, command["incarnation"], command["why"], self._children, who))
-        self._renew(group)
-
-    def _dismiss(self, gone: Sequence[Child]) -> None:
-        """Kill these children.
-
-        The launcher knows the reason, so their ends are not reported as losses.
-        """
-        for child in gone:
-            child.doomed = True
-            self._signal(child, signal.SIGKILL, group=True)
-
-    def _renew(self, group: int) -> None:
-        if self._stage is not ShutdownStage.RUNNING:
-            return
-        former, births = self._renewal.due(group, self._children)
-        for child in former:
-            self._children.remove(child)
-        for birth in births:
-            self._bear(birth)
-
-    def _pass_on(self, who: str, words: Mapping[str, Any]) -> None:
-        """Pass a command on to the process of a resident.
-
-        A process that is not ready yet reads the command later.
-        """
-        for child in self._living():
-            if who in map(str, child.residents):
-                with contextlib.suppress(OSError):
-                    child.control.send(json.dumps(words).encode() + b"\n")
-
-    # Ending
-
-    def _living(self) -> list[Child]:
-        return [child for child in self._children if child.code is None]
+    # --- the end
 
     def _stop(self) -> None:
         """Ask the children to end.
 
         A second call does nothing.
         """
-        if self._stage is not ShutdownStage.RUNNING:
+        if not self._shutdown.running:
             return
-        self._enter(ShutdownStage.ASKED, GRACE_S)
-        for child in self._living():
-            with contextlib.suppress(OSError):
-                child.control.send(b'{"command": "stop"}\n')
-            self._signal(child, signal.SIGTERM)
-        if not any(child.pid for child in self._living()):  # none is forked yet: closing the connection prevents it
-            self._enter(ShutdownStage.LEFT, 0)
+        self._shutdown.enter(ShutdownStage.ASKED, GRACE_S)
+        for child in self._children.living:
+            child.command({"command": "stop"})
+            self._children.signal(child, signal.SIGTERM)
+        if not any(child.pid for child in self._children.living):
+            # None is forked yet: closing the connection to the forkserver prevents it.
+            self._shutdown.enter(ShutdownStage.LEFT, 0)
 
-    def _insist(self) -> None:
+    def _advance(self) -> None:
         """Proceed to the next stage when the time of a stage is over."""
-        if self._stage is ShutdownStage.RUNNING:
+        if self._shutdown.running:
             self._stop()
-        elif self._stage is ShutdownStage.ASKED:
+        elif self._shutdown.stage is ShutdownStage.ASKED:
             self._kill()
         else:
-            self._enter(ShutdownStage.LEFT, 0)
+            self._shutdown.enter(ShutdownStage.LEFT, 0)
 
     def _kill(self) -> None:
         """Kill the children without asking them first."""
-        self._enter(ShutdownStage.KILLED, GIVE_UP_S)
-        for child in self._living():
-            self._signal(child, signal.SIGKILL, group=True)
+        self._shutdown.enter(ShutdownStage.KILLED, GIVE_UP_S)
+        for child in self._children.living:
+            self._children.signal(child, signal.SIGKILL, group=True)
 
-    def _enter(self, stage: ShutdownStage, patience_s: float) -> None:
-        self._stage = stage
-        self._deadline = time.monotonic() + patience_s
-
-    def _signal(self, child: Child, number: int, group: bool = False) -> None:
-        if child.pid:
-            with contextlib.suppress(OSError):  # a forkserver that is gone is noticed by its end of file
-                self._client.signal(child.pid, number, group)
-
-    def _vanish(self) -> None:
-        """End at once, because the launcher died."""
-        self._enter(ShutdownStage.LEFT, 0)
-        self._kill_groups()
-
-    def _orphaned(self) -> None:
+    def _on_forkserver_lost(self) -> None:
         """Report the death of the forkserver, with which its children died.
 
         Processes that the children had started may still run, so their groups are killed.
         """
-        self._ignore(self._client.fileno())
-        self._kill_groups()
-        if self._stage is ShutdownStage.RUNNING:
-            who = f"unit {self._home.unit}"
+        self._unregister(self._client.fileno())
+        self._children.kill_groups()
+        if self._shutdown.running:
+            who = f"unit {self._unit.unit}"
             # The launcher reports the death of a forkserver of the whole host itself: it knows the exit code.
             kind = "died" if self._owns_forkserver else "peer"
-            self._tell(Failed(who, kind, f"{who} lost its forkserver, and with it its processes", ""))
-        self._enter(ShutdownStage.KILLED, GIVE_UP_S)
-        for child in self._living():
-            self._ended(child, -signal.SIGKILL)
+            self._send(Failed(who, kind, f"{who} lost its forkserver, and with it its processes", ""))
+        self._shutdown.enter(ShutdownStage.KILLED, GIVE_UP_S)
+        for child in self._children.living:
+            self._on_exit(child, -signal.SIGKILL)
 
-    def _kill_groups(self) -> None:
-        """Kill the children's process groups without the forkserver.
+    # --- events to the launcher
 
-        Call it only right after the death of the forkserver or the launcher, before the kernel can reuse a pid.
-        """
-        for child in self._living():
-            if child.pid:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGKILL)
-
-    # Telling the launcher
-
-    def _tell(self, event: Event) -> None:
+    def _send(self, event: Event) -> None:
         """Queue an event for the launcher."""
-        self._outbox.put(to_json(event).encode())
-        if self._outbox.waiting and _STDOUT not in self._selector.get_map():
+        self._events.put(to_json(event).encode())
+        if self._events.waiting and _STDOUT not in self._selector.get_map():
             self._selector.register(_STDOUT, selectors.EVENT_WRITE, self._write)
         self._regulate()
 
     def _write(self) -> None:
-        self._outbox.write()
-        if not self._outbox.waiting:
-            self._ignore(_STDOUT)
+        self._events.write()
+        if not self._events.waiting:
+            self._unregister(_STDOUT)
         self._regulate()
-
-    def _flush(self, until: float) -> None:
-        while self._outbox.waiting and time.monotonic() < until:
-            self._selector.select(self._poll_s)
-            self._outbox.write()

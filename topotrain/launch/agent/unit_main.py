@@ -74,10 +74,10 @@ def supervise(place: UnitPlace, calls: EntryPoints, life: AttemptInfo) -> int:
             stack.callback(own.close)
             path = own.path
         sockets = place.sockets or os.path.dirname(path)
-        home = UnitConfig(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, life)
+        unit = UnitConfig(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, life)
         client = forkserver.ForkserverClient(path)
         stack.callback(client.close)
-        return Supervisor(home, topology, calls, client, owns_forkserver=not place.forkserver).run()
+        return Supervisor(unit, topology, calls, client, owns_forkserver=not place.forkserver).run()
 
 
 if __name__ == "__main__":

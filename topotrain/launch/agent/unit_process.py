@@ -1,16 +1,19 @@
-"""The launcher's handle of a unit's process."""
+"""The launcher's handles of its units' processes, and the table of all processes."""
 
 import contextlib
 import json
 import os
+import selectors
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from topotrain.config.private_files import open_file
+from topotrain.config.topology import Topology
+from topotrain.core.events import Event, Exited, Started
 from topotrain.launch import TABLE, UnitPlace, arguments
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
 from topotrain.launch.agent.pipes import LineReader
@@ -66,3 +69,95 @@ def begin(
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     return UnitProcess(place.rank, process, LineReader(process.stdout.fileno()), log)
+
+
+class UnitProcesses:
+    """The units that run on this host.
+
+    Args:
+        selector: of the launcher's loop. The loop calls the data of a descriptor when it becomes readable.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._units: list[UnitProcess] = []
+        self._pidfds: list[int] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether a unit has not ended yet."""
+        return any(unit.process.returncode is None for unit in self._units)
+
+    def add(self, unit: UnitProcess) -> None:
+        """Add a unit that was started."""
+        self._units.append(unit)
+
+    def watch(self, process: "subprocess.Popen[bytes]", ended: Callable[[], None]) -> None:
+        """Let the loop call `ended` once, after the end of a process."""
+        pidfd = os.pidfd_open(process.pid)
+        self._pidfds.append(pidfd)
+
+        def once() -> None:
+            self._selector.unregister(pidfd)
+            process.wait()
+            ended()
+
+        self._selector.register(pidfd, selectors.EVENT_READ, once)
+
+    def command(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
+        """Send a command to the units of these ranks; None: to all."""
+        for unit in self._units:
+            if ranks is None or unit.rank in ranks:
+                unit.command(command, **values)
+
+    def kill(self) -> None:
+        """Kill all units. Their processes end with them."""
+        for unit in self._units:
+            unit.process.kill()
+
+    def close(self) -> None:
+        """Kill all units, and close their pipes. A second call does nothing."""
+        self.kill()
+        for unit in self._units:
+            unit.close()
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        self._pidfds.clear()
+
+
+class ProcessTable:
+    """The pids and exit codes of the processes in the units of a layout."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._residents = {unit.rank: {str(who) for who in (*unit.workers, *unit.servers)} for unit in topology.units}
+        self.workers = {str(worker) for unit in topology.units for worker in unit.workers}
+        self.has_all_workers = len(self.workers) == topology.worker_groups * topology.workers_per_group
+        self.pids: dict[str, int] = {}
+        self.exits: dict[str, int] = {}
+
+    def on_event(self, event: Event) -> None:
+        """Record the start or the end of a process."""
+        match event:
+            case Started(who=who, pid=pid):
+                self.pids[who] = pid
+                self.exits.pop(who, None)
+            case Exited(who=who, code=code):
+                self.exits[who] = code
+            case _:
+                pass
+
+    def have_workers_ended(self, missing: Collection[str]) -> bool:
+        """Whether all workers have ended, besides those that are missing."""
+        return self.workers - set(missing) <= self.exits.keys()
+
+    def have_all_ended(self, missing: Collection[str]) -> bool:
+        """Whether all processes have ended, besides those that are missing."""
+        return set().union(*self._residents.values()) - set(missing) <= self.exits.keys()
+
+    def unended(self, rank: int, missing: Collection[str], started: bool) -> list[str]:
+        """Return the processes of a unit that were not seen to end.
+
+        started: only those that were seen to start.
+        """
+        found = self._residents.get(rank, set()) - set(missing) - self.exits.keys()
+        return sorted(found & self.pids.keys() if started else found)

@@ -143,10 +143,26 @@ class ProcessEntry:
     exit: int | None = None
     second: int | None = None
 
-    def born(self, pid: int) -> None:
+    def start(self, pid: int) -> None:
         """Record the pid of a new process, and clear the data of a former one."""
         if self.pid != pid:
             self.pid, self.address, self.exit = pid, [], None
+
+    def on_event(self, event: Event) -> bool:
+        """Record an event of this process; return whether it changes the entry."""
+        match event:
+            case Started(pid=pid):
+                self.start(pid)
+            case Serving(pid=pid, urls=urls):
+                self.start(pid)
+                self.address += [url for url in urls if url not in self.address]
+            case Exited(code=code):
+                self.exit = code
+            case Covered(shadows=shadows):
+                self.second = shadows
+            case _:
+                return False
+        return True
 
 
 class ProcessList:
@@ -175,20 +191,7 @@ class ProcessList:
 
     def __call__(self, event: Event) -> None:
         entry = self._by_role.get(getattr(event, "who", "")) or self._guest(event)
-        if entry is None:
-            return
-        if isinstance(event, Started):
-            entry.born(event.pid)
-        elif isinstance(event, Serving):
-            entry.born(event.pid)
-            entry.address += [url for url in event.urls if url not in entry.address]
-        elif isinstance(event, Exited):
-            entry.exit = event.code
-        elif isinstance(event, Covered):
-            entry.second = event.shadows
-        else:
-            return
-        self._changed = True
+        self._changed |= entry is not None and entry.on_event(event)
 
     def _guest(self, event: Event) -> ProcessEntry | None:
         """Add a server of a lost unit that restarts in the one unit listed here."""

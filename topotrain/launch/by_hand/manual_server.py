@@ -30,7 +30,7 @@ from topotrain.core.client.client import JobError
 from topotrain.core.protocol import Fail
 from topotrain.core.server.server import Server
 from topotrain.launch.runtime.child_channel import threads
-from topotrain.launch.runtime.process_host import HostedServers, flushing
+from topotrain.launch.runtime.process_host import HostedServers, HostObserver, HostOptions, flushing
 
 QUIET_S, REPEAT_S = 5.0, 30.0
 """Seconds of waiting before the first notice, and between later ones."""
@@ -77,7 +77,6 @@ def place_of(
     terms: SharedSettings,
     host: str,
     port: int = 0,
-    sockets: Path | None = None,
 ) -> RouterConfig:
     """Return the router's settings for a process of a job, see `by_hand`.
 
@@ -88,7 +87,7 @@ def place_of(
     digest = f"{words} {job.digest()[:_DIGEST_DIGITS]}".strip()
     identity = Identity(job.name, job_key(secret, "by hand", job.name), 0, 0, digest)
     meeting = ConnectTimeouts(terms.patience_s, True, WaitNotice(terms.name))
-    return RouterConfig(job, layout(job.cluster), identity, store, sockets or Path(), host, port, meeting)
+    return RouterConfig(job, layout(job.cluster), identity, store, Path(), host, port, meeting)
 
 
 class WaitNotice:
@@ -99,13 +98,13 @@ class WaitNotice:
         self._due = time.monotonic() + QUIET_S
 
     def __call__(self, peer: Address, why: str) -> None:
-        self.say(f"{self._name(peer)} ({why})")
+        self.show(f"{self._name(peer)} ({why})")
 
-    def say(self, whom: str) -> None:
-        """Print that this process waits for `whom`, unless a notice came recently."""
+    def show(self, name: str) -> None:
+        """Print that this process waits for another, unless a notice came recently."""
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + REPEAT_S
-            tell(f"waiting for {whom}")
+            tell(f"waiting for {name}")
 
 
 def tell(text: str) -> None:
@@ -129,26 +128,30 @@ def understandable(error: TransportError, terms: SharedSettings) -> TransportErr
 # --- the servers -------------------------------------------------------------------------------------------------
 
 
-class WorkerPresence:
-    """The workers that have joined the servers of this process, and the first failure."""
+class WorkerPresence(HostObserver):
+    """The workers that have joined the servers of this process, and the first failure.
+
+    It implements `process_host.ConnectionObserver`.
+    """
 
     def __init__(self, topology: Topology, terms: SharedSettings, servers: Iterable[Address]) -> None:
+        self.connections = self
         self.missing = {worker: None for server in sorted(servers) for worker in workers_of(topology, server)}
         self.failure: Fail | None = None  # why the job cannot go on
         self._name = terms.name
         self.change = threading.Condition()
 
     def came(self, server: Server, worker: Address) -> None:
-        """Record a worker that has joined; see `process_host.ConnectionObserver`."""
+        """Record a worker that has joined."""
         with self.change:
             self.missing.pop(worker, None)
 
     def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
-        """Record a failed worker; see `process_host.ConnectionObserver`."""
+        """Record a failed worker."""
         self.fail(f"{self._name(worker)} failed: {why.text[:_TEXT]}", cause=why.cause)
 
     def lost(self, server: Server, peer: Address, reason: str) -> None:
-        """Record a lost connection; see `process_host.ConnectionObserver`."""
+        """Record a lost connection."""
         if peer.role is Role.SERVER:
             over = not server.running
         elif peer.group not in server.groups:
@@ -170,7 +173,7 @@ class WorkerPresence:
                 self.failure = Fail(text, cause=cause)
             self.change.notify_all()
 
-    def trouble(self) -> None:
+    def on_failure(self) -> None:
         """Record the failure of a server of this process. Call it inside `except`."""
         traceback.print_exc()
         self.fail(f"a server failed: {traceback.format_exc().strip().splitlines()[-1]}")
@@ -182,21 +185,19 @@ class ManualServers:
     Args:
         place: the address, and how to find the others.
         addresses: the servers.
-        attendance: records workers that join and leave.
+        presence: records workers that join and leave.
     """
 
-    def __init__(self, place: RouterConfig, addresses: Sequence[Address], attendance: WorkerPresence) -> None:
-        self._place, self._attendance = place, attendance
+    def __init__(self, place: RouterConfig, addresses: Sequence[Address], presence: WorkerPresence) -> None:
+        self._place, self._presence = place, presence
         self._open = False
-        self.roads = Router(place, ProcessMemory())
-        self.roads.admit(self._admit)
-        self.servers = HostedServers(place, self.roads, _zeros, addresses, attendance.trouble)
-        for resident in self.servers.residents.values():
-            resident.attendant = attendance
+        self.router = Router(place, ProcessMemory())
+        self.router.admit(self._admit)
+        self.servers = HostedServers(place, self.router, _zeros, addresses, HostOptions(presence))
 
     def open(self) -> None:
         """Connect to the other servers, then admit workers. Raises TransportError."""
-        self.servers.open(lambda me, urls: None)
+        self.servers.open()
         self._open = True
 
     def _admit(self, peer: Peer, there_already: bool) -> None:
@@ -211,17 +212,17 @@ class ManualServers:
     @property
     def done(self) -> bool:
         """Whether the job needs these servers no more."""
-        return all(resident.done for resident in self.servers.residents.values())
+        return all(endpoint.done for endpoint in self.servers.endpoints.values())
 
-    def tell(self, why: Fail) -> None:
+    def fail(self, why: Fail) -> None:
         """Send all workers the reason why the job cannot go on.
 
         It includes workers that have sent nothing yet.
         """
-        for me in self.servers.residents:
+        for me in self.servers.endpoints:
             for worker in workers_of(self._place.topology, me):
                 with suppress(TransportError):
-                    self.roads.send(me, worker, why)
+                    self.router.send(me, worker, why)
 
 
 def workers_of(topology: Topology, server: Address) -> list[Address]:
@@ -267,24 +268,24 @@ def serve(
         check_there(topology, me)
     before = torch.get_num_threads()  # the process belongs to the user: restore its setting at the end
     torch.set_num_threads(threads(os.environ))  # as under a launcher
-    attendance = WorkerPresence(topology, terms, servers)
-    houses: list[ManualServers] = []
+    presence = WorkerPresence(topology, terms, servers)
+    hosts: list[ManualServers] = []
     try:
-        for (at_host, at_port), members in _houses(servers, store, host, port).items():
+        for (at_host, at_port), members in _hosts(servers, store, host, port).items():
             place = place_of(job, store, secret, terms, at_host, at_port)
-            houses.append(ManualServers(place, members, attendance))
-            houses[-1].open()  # in the servers' order: each connects to those before it
+            hosts.append(ManualServers(place, members, presence))
+            hosts[-1].open()  # in the servers' order: each connects to those before it
         tell(f"{', '.join(map(terms.name, servers))}: ready")
-        _stay(houses, attendance, terms)
+        _wait(hosts, presence, terms)
     except BaseException as error:
-        for house in houses:
-            house.tell(_farewell(error, attendance))
+        for each in hosts:
+            each.fail(_failure(error, presence))
         if isinstance(error, TransportError):
             raise understandable(error, terms) from error
         raise
     finally:
-        for house in houses:
-            house.roads.close()
+        for each in hosts:
+            each.router.close()
         torch.set_num_threads(before)
 
 
@@ -296,7 +297,7 @@ def check_there(topology: Topology, address: Address) -> None:
         raise ConfigError(f"the process's place, {address.role.name.lower()}", address[1:], str(error)) from None
 
 
-def _houses(servers: Sequence[Address], store: Store, host: str, port: int) -> dict[tuple[str, int], list[Address]]:
+def _hosts(servers: Sequence[Address], store: Store, host: str, port: int) -> dict[tuple[str, int], list[Address]]:
     """Return the servers of this process by their listening address."""
     found: dict[tuple[str, int], list[Address]] = {}
     for me in sorted(servers):
@@ -305,14 +306,14 @@ def _houses(servers: Sequence[Address], store: Store, host: str, port: int) -> d
     return found
 
 
-def _stay(houses: Sequence[ManualServers], attendance: WorkerPresence, terms: SharedSettings) -> None:
+def _wait(hosts: Sequence[ManualServers], presence: WorkerPresence, terms: SharedSettings) -> None:
     """Return when the job needs these servers no more. Raises JobError."""
     waiting = WaitNotice(terms.name)
     until, end = time.monotonic() + terms.patience_s, 0.0
-    while not all(house.done for house in houses):
-        with attendance.change:
-            attendance.change.wait(0.1)
-            failure, missing = attendance.failure, ", ".join(map(terms.name, attendance.missing))
+    while not all(each.done for each in hosts):
+        with presence.change:
+            presence.change.wait(0.1)
+            failure, missing = presence.failure, ", ".join(map(terms.name, presence.missing))
         if failure is not None:
             now = time.monotonic()
             end = end or now + CAUSE_S
@@ -321,12 +322,12 @@ def _stay(houses: Sequence[ManualServers], attendance: WorkerPresence, terms: Sh
         if missing and time.monotonic() > until:
             raise JobError(f"{missing} did not come within {terms.patience_s:g} s", True)
         if missing:
-            waiting.say(missing)
+            waiting.show(missing)
 
 
-def _farewell(error: BaseException, attendance: WorkerPresence) -> Fail:
+def _failure(error: BaseException, presence: WorkerPresence) -> Fail:
     if isinstance(error, JobError):
-        return attendance.failure or Fail(str(error), error.config, cause=True)
+        return presence.failure or Fail(str(error), error.config, cause=True)
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return Fail("the servers were stopped", cause=True)
     return Fail(f"the servers cannot go on: {error}", cause=True)

@@ -33,7 +33,7 @@ from topotrain.launch.agent.remaining_threads import RemainingThreads
 from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, check_there, place_of, tell, understandable
 from topotrain.launch.runtime.child_channel import end_process
 from topotrain.launch.runtime.process_exit import ProcessExitHook
-from topotrain.launch.runtime.process_host import WorkerConnections
+from topotrain.launch.runtime.process_host import HostObserver, HostOptions, WorkerConnections
 from topotrain.launch.runtime.worker_composition import prepare_extensions
 from topotrain.training import context as process
 from topotrain.training.context import Context
@@ -47,6 +47,17 @@ CAUSE_S = 1.5
 """Seconds for which a failing worker waits for a better reason: the first one may be a consequence."""
 
 
+@dataclass(frozen=True, slots=True)
+class ColocatedServers:
+    """Servers in a process beside a worker.
+
+    url: the URL of the store, for that process. A `StaticStore` needs none.
+    """
+
+    servers: Sequence[Address]
+    url: str = ""
+
+
 def join(
     job: Job,
     me: Address,
@@ -54,10 +65,8 @@ def join(
     secret: bytes,
     host: str = "127.0.0.1",
     *,
-    serves: Sequence[Address] = (),
-    url: str = "",
+    beside: ColocatedServers | None = None,
     terms: SharedSettings | None = None,
-    sockets: Path | None = None,
     gpus: bool = True,
 ) -> Context:
     """Make this process worker `me` of a job; `tt.prepare` then connects the script.
@@ -68,11 +77,9 @@ def join(
         store: where processes find each other.
         secret: 32 bytes, see `comm.security.secret.load_secret`.
         host: the address of this host that others can reach.
-        serves: servers next to this worker. They get a process of their own, which ends with this one, and which
+        beside: servers next to this worker. They get a process of their own, which ends with this one, and which
             imports the function `terms.name`.
-        url: the URL of the store, for that process. A `StaticStore` needs none.
         terms: see `SharedSettings`.
-        sockets: a folder that all processes of the job share, for engines that need one.
         gpus: whether `tt.device` may name a GPU.
     Raises:
         ConfigError: the job's counts do not fit together, there is no such worker, this process has a job already, or
@@ -84,14 +91,14 @@ def join(
         accepted = "was called before this process joined a job: tt.init, or tt.train.Server, must come first"
         raise ConfigError("tt.prepare", None, accepted)
     job, terms = by_hand(job), terms or SharedSettings()
-    place = place_of(job, store, secret, terms, host, sockets=sockets)
-    for address in (me, *serves):
+    place = place_of(job, store, secret, terms, host)
+    for address in (me, *(() if beside is None else beside.servers)):
         check_there(place.topology, address)
     workspace = Path(job.workspace).absolute()
     if (me.group, me.index) == (0, 0):
         make_folder(workspace)
     here = Context(place, me, workspace, _emit, _Connector(terms), prepare_extensions(), gpus=gpus)
-    joined = _Joined(here, _start_servers(job, serves, store, secret, host, url, terms) if serves else None)
+    joined = _Joined(here, _start_servers(job, beside, store, secret, host, terms) if beside is not None else None)
     here.leave = joined.leave
     process.enter(here)
     joined.watch()
@@ -115,20 +122,29 @@ def leave() -> None:
         here.leave()
 
 
+@dataclass(frozen=True)
+class _WaitObserver(HostObserver):
+    """Prints long waits of a worker for the user."""
+
+    name: str
+
+    def on_long_wait(self, seconds: float) -> None:
+        tell(f"{self.name}: has waited {seconds:.0f} s for the others, and waits on")
+
+
 @dataclass(frozen=True, slots=True)
 class _Connector:
-    """Opens a worker's connections; errors are told in the words of the interface that started the processes."""
+    """Opens a worker's connections.
+
+    Its errors use the terms of the interface that started the processes.
+    """
 
     terms: SharedSettings
 
     def connect(self, place: RouterConfig, me: Address) -> WorkerConnections:
-        """As `context.Connector` has it."""
-
-        def long_wait(seconds: float) -> None:
-            tell(f"{self.terms.name(me)}: has waited {seconds:.0f} s for the others, and waits on")
-
+        """Open the connections; see `context.Connector`."""
         try:
-            return WorkerConnections(place, me, long_wait=long_wait)
+            return WorkerConnections(place, me, HostOptions(_WaitObserver(self.terms.name(me))))
         except TransportError as error:
             raise understandable(error, self.terms) from error
 
@@ -159,8 +175,7 @@ class _Joined:
 
     def watch(self) -> None:
         """Install hooks for the end of the script."""
-        sys.excepthook = self._uncaught
-        sys.exit = self._leaving  # type: ignore[assignment]  # functions at exit do not get the exit code
+        _install(self._uncaught, self._leaving)  # functions at exit do not get the exit code
         atexit.register(self._at_exit)
         self._own_end.watch()
         RemainingThreads(self._remains).watch_after_main()
@@ -208,7 +223,7 @@ class _Joined:
     def _close(self, finished: bool) -> None:
         self._over = True
         atexit.unregister(self._at_exit)
-        sys.excepthook, sys.exit = self._hook, self._exit
+        _install(self._hook, self._exit)
         self._usual_interrupts()
         self._own_end.forget()
         process.enter(None)
@@ -262,6 +277,11 @@ class _Joined:
             end_process(code)
 
 
+def _install(hook: Any, leave: Any) -> None:
+    """Replace the functions that see how a script ends."""
+    sys.excepthook, sys.exit = hook, leave
+
+
 def _words(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "it was stopped (Ctrl-C)"
@@ -276,18 +296,18 @@ def _words(error: BaseException) -> str:
 
 
 def _start_servers(
-    job: Job, serves: Sequence[Address], store: Store, secret: bytes, host: str, url: str, terms: SharedSettings
+    job: Job, beside: ColocatedServers, store: Store, secret: bytes, host: str, terms: SharedSettings
 ) -> "subprocess.Popen[bytes]":
     """Start the servers in a process of their own.
 
     The script's process must not share its interpreter with threads that other processes wait for.
     """
-    if not isinstance(store, StaticStore) and not url:
-        raise ConfigError("url", url, "servers beside a worker need the store's URL")
+    if not isinstance(store, StaticStore) and not beside.url:
+        raise ConfigError("url", beside.url, "servers beside a worker need the store's URL")
     spec = {
         "job": dumps(job),
-        "servers": [[server.group, server.index] for server in serves],
-        "store": as_data(store) if isinstance(store, StaticStore) else url,
+        "servers": [[server.group, server.index] for server in beside.servers],
+        "store": as_data(store) if isinstance(store, StaticStore) else beside.url,
         "secret": secret.hex(),  # through the pipe: other users can read command lines and, at times, environments
         "host": host,
         "terms": [terms.words, terms.compare, terms.patience_s],

@@ -124,7 +124,7 @@ def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = Tr
     """
     where = None if keep_stdout else sys.stderr.fileno()
     with interruptible() as gate:
-        gate.closed = True  # a signal inside Popen would leave an unknown process behind
+        gate.close()  # a signal inside Popen would leave an unknown process behind
         process = subprocess.Popen(
             words, env={**os.environ, **environ}, stdin=subprocess.DEVNULL, stdout=where, start_new_session=True
         )
@@ -161,6 +161,16 @@ class SignalGate:
     closed: bool = False
     came: int = 0
 
+    def close(self) -> None:
+        """Hold signals back from here on."""
+        self.closed = True
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Raise StopRequested, or hold the signal back."""
+        self.came = number
+        if not self.closed:
+            raise StopRequested(number)
+
     def open(self) -> None:
         """Stop holding signals back, and raise StopRequested for one that arrived."""
         self.closed = False
@@ -176,15 +186,10 @@ def interruptible() -> Iterator[SignalGate]:
     """
     gate = SignalGate()
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        gate.came = number
-        if not gate.closed:
-            raise StopRequested(number)
-
     former = {number: signal.getsignal(number) for number in _SIGNALS}
     taken = [number for number, handler in former.items() if handler is not signal.SIG_IGN]
     for number in taken:
-        signal.signal(number, interrupt)
+        signal.signal(number, gate.on_signal)
     try:
         yield gate
     finally:

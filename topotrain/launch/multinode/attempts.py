@@ -11,7 +11,7 @@ from topotrain.config.job import Job, OnFailure
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Event, Notice, Saved, to_json
 from topotrain.extensions.replication.replica_placement import check
-from topotrain.launch import OnEvent
+from topotrain.launch import EventListener
 from topotrain.launch.agent.children import AttemptInfo
 from topotrain.launch.agent.stop_signals import StopSignals
 from topotrain.launch.grace_period import hint
@@ -56,7 +56,7 @@ class Attempts:
     met: AttemptAgreement
     company: UnitMembership
     heard: StopSignals
-    on_event: OnEvent
+    on_event: EventListener
     saved: Saved | None = None
 
     def first(self) -> RestartInfo | None:
@@ -95,12 +95,12 @@ class Attempts:
 
         None means that the job ends instead. Raises ConfigError.
         """
-        number, self.saved = begun.life.number, run.saved or self.saved
+        number, self.saved = begun.life.number, run.shutdown.saved or self.saved
         if goes_on is None:
             self.company.control.send(0, {"life": number, "ready": True})
             return await_begin(run.unread, self.company, self.heard, number, self.met.workspace)
         assert isinstance(self.company, LeaderMembership)
-        goes_on.renewed()
+        goes_on.begin_attempt()
         topology, missing = layout(self.met.job.cluster, begun.hosts.numbers), goes_on.missing
         vacant = [u.rank for u in topology.units if missing.issuperset(map(str, (*u.workers, *u.servers)))]
         made = RestartBarrier(number, range(1, len(topology.units)), vacant, self.hall.patience)
@@ -110,10 +110,10 @@ class Attempts:
         hosts = self.hall.regather(made.back, begun.hosts)
         topology = layout(self.met.job.cluster, hosts.numbers)
         check(self.met.job, topology)
-        goes_on.stands(topology)
+        goes_on.begin_attempt(topology)
         resume = self.met.origin.newest(self._tell)
         check_found(resume, self.saved, self.met.job)
-        life = AttemptInfo(number + 1, resume, goes_on.attendance.away)
+        life = AttemptInfo(number + 1, resume, goes_on.absent_groups)
         begin_anew(self.company, made, hosts, life)
         return RestartInfo(life, hosts)
 

@@ -25,7 +25,7 @@ from topotrain.core.events import (
     Unrepeatable,
     Unsaved,
 )
-from topotrain.launch.recovery.recovery_actions import FailJob, Word
+from topotrain.launch.recovery.recovery_actions import Action, FailJob
 
 
 class Follower:
@@ -63,7 +63,7 @@ class Follower:
         return self._ended or (self._alone and not self._held and self._residents <= self._exited)
 
     @property
-    def suspects(self) -> bool:
+    def suspicious(self) -> bool:
         """Whether failures here wait for unit 0, which may be their cause."""
         return bool(self._held)
 
@@ -91,7 +91,7 @@ class Follower:
         if all:  # unit 0 decides what follows
             self._held.clear()
 
-    def heard(self, event: Event, now: float) -> Sequence[Word]:
+    def on_event(self, event: Event, now: float) -> Sequence[Action]:
         """Return the actions that follow from a local event."""
         match event:
             case Failed() if self._ended:
@@ -133,7 +133,7 @@ class Follower:
                 pass
         return [event]
 
-    def turn(self, now: float) -> Sequence[Word]:
+    def poll(self, now: float) -> Sequence[Action]:
         """Return the actions that are due by time.
 
         A unit that was cut off for so long fails by its own events.

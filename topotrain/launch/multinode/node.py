@@ -23,13 +23,14 @@ from topotrain.comm.transport import TransportError
 from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Counted, Event, Notice
-from topotrain.launch import AlwaysTaken, JobOutcome, OnEvent, Outlet, UnitPlace
+from topotrain.launch import AlwaysTaken, EventListener, JobOutcome, Outlet, UnitPlace
 from topotrain.launch.agent import temporary_folders
 from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import StopSignals, signals
 from topotrain.launch.agent.workspace import LOGS, claimed_by_unit, furnish
 from topotrain.launch.grace_period import LEADER
+from topotrain.launch.job_shutdown import DECIDE_S, LauncherContext, RunFiles
 from topotrain.launch.launchers.env_tables import DEFAULT_ID, LaunchInfo
 from topotrain.launch.launchers.foreground_tool import StopRequested, interruptible
 from topotrain.launch.multinode.attempts import AttemptAgreement, Attempts
@@ -45,7 +46,7 @@ from topotrain.launch.multinode.node_membership import (
 from topotrain.launch.multinode.node_rendezvous import JobRestarted, NodeRendezvous, forget, forget_lives, outlast
 from topotrain.launch.multinode.restart_barrier import RestartInfo
 from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal, seen
-from topotrain.launch.run_loop import DECIDE_S, RunFiles, RunLoop
+from topotrain.launch.run_loop import RunLoop
 
 QUIET_S = 5.0
 """Seconds for which a finished unit waits for the others before it shows a notice."""
@@ -53,7 +54,7 @@ STORE_S = 3.0
 """Seconds for which an operation tries to reach an unavailable store, before it is retried later."""
 _OPEN = "{} has neither encryption nor authentication: between hosts use it on a network of your own only"
 
-Watching = Callable[[Job, Topology, Topology], AbstractContextManager[OnEvent]]
+Watching = Callable[[Job, Topology, Topology], AbstractContextManager[EventListener]]
 """Opens the displays of a unit, given its job, the whole layout, and the part of it that runs here."""
 
 
@@ -217,8 +218,9 @@ class Node:
                     decides = course.follows(here, begun) if rank else goes_on
                     grounds = RunFiles(met.workspace / f"processes-{rank}.json", met.workspace / LOGS)
                     control = company.control if job.on_failure is OnFailure.kContinue else None
-                    run = RunLoop(job, here, hear, grounds, heard, kept, mark, company, decides, control, self.outlet)
-                    outcome, again = self._live(run, hall, begun, secret), run.again
+                    host = LauncherContext(hear, grounds, heard, kept, mark, company, control, self.outlet)
+                    run = RunLoop(job, here, host, decides)
+                    outcome, again = self._live(run, hall, begun, secret), run.shutdown.again
                     if not again or company.over or heard.came:
                         break
                     begun = course.next(goes_on, run, begun)
@@ -274,8 +276,8 @@ class Node:
                 rank, self.start.nprocs, url, str(run_dir), "", numbers, hosts.addresses[rank], str(sockets)
             )
             try:
-                run.begin(self.calls, [place], begun.life)
-                return run.watch()
+                run.start(self.calls, [place], begun.life)
+                return run.run()
             finally:
                 run.destroy()
 
@@ -319,7 +321,12 @@ def _reported(company: UnitMembership, rank: int, own: UnitReport) -> Iterator[E
 
 
 def _agree(
-    company: UnitMembership, outcome: JobOutcome, notes: UnitReport, heard: StopSignals, again: bool, on_event: OnEvent
+    company: UnitMembership,
+    outcome: JobOutcome,
+    notes: UnitReport,
+    heard: StopSignals,
+    again: bool,
+    on_event: EventListener,
 ) -> JobEnd:
     """Wait until all units agree how the job has ended. A signal ends the wait.
 

@@ -74,7 +74,7 @@ class StoreKeys:
 class NodeMembership:
     """The other units of the job, as one unit sees them.
 
-    Its subclasses implement `run_loop.OtherUnits`. None of their calls waits for the network, except `close`.
+    Its subclasses implement `job_shutdown.OtherUnits`. None of their calls waits for the network, except `close`.
 
     Args:
         stores: the store's keys.

@@ -5,61 +5,26 @@ because they know the job's progress. Other groups do not wait for a change. A l
 groups do not wait for a group that was given up.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from topotrain.core.events import Failed
-
-JOIN, LEAVE, LOSE = "join", "leave", "lose"
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRequest:
-    """A request that a group joins or leaves.
-
-    within_s: seconds for leaving, after which the group's processes are ended.
-    """
-
-    verb: str
-    group: int
-    within_s: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class AskServers:
-    """An action: ask the group's servers whether a change is possible.
-
-    incarnation: the present one of the group's workers.
-    """
-
-    wish: str
-    group: int
-    incarnation: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ReportGone:
-    """An action: tell the group's servers that earlier processes are gone.
-
-    incarnation: no process before this incarnation is left.
-    """
-
-    group: int
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerRequest:
-    """An action: answer the clients that made this request.
-
-    error: the reason of a refusal.
-    """
-
-    verb: str
-    group: int
-    text: str
-    error: str = ""
+from topotrain.core.events import Agreed, Failed, Joined, Left
+from topotrain.launch.recovery.attempt_state import AttemptState
+from topotrain.launch.recovery.recovery_actions import (
+    JOIN,
+    LEAVE,
+    LOSE,
+    Action,
+    AnswerRequest,
+    AskServers,
+    EndProcess,
+    GroupRequest,
+    ReportGone,
+    RestartGroup,
+    refused,
+)
+from topotrain.launch.recovery.restarts import Restarts
 
 
 class GroupState(Enum):
@@ -73,7 +38,7 @@ class GroupState(Enum):
     COMING = "is asked to join"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class GroupEntry:
     """A worker group and its state.
 
@@ -89,91 +54,252 @@ class GroupEntry:
     arriving: bool = False  # it has joined, but has not completed a step
 
 
-@dataclass(slots=True)
+_QUESTIONS = {GroupState.ASKED: LEAVE, GroupState.COMING: JOIN, GroupState.LOST: LOSE}
+"""What the servers are asked about a group in this state."""
+
+
 class GroupStates:
-    """All groups of a job, over all its attempts.
+    """The states of all groups of a job, over all its attempts.
 
     Args:
         refusals: for each group, the reason why it cannot leave and join; "": it can.
         absent: groups that are absent at the start.
     """
 
-    refusals: Mapping[int, str]
-    absent: Iterable[int] = ()
-    _parts: dict[int, GroupEntry] = field(default_factory=dict)
+    def __init__(self, refusals: Mapping[int, str], absent: Collection[int] = ()) -> None:
+        self._refusals = refusals
+        self._groups = {g: GroupEntry(GroupState.AWAY if g in absent else GroupState.HERE) for g in refusals}
 
-    def __post_init__(self) -> None:
-        self._parts = {group: GroupEntry() for group in self.refusals}
-        for group in self.absent:
-            self._parts[group] = GroupEntry(GroupState.AWAY)
+    def __contains__(self, group: int) -> bool:
+        return group in self._groups
 
     def __getitem__(self, group: int) -> GroupEntry:
-        return self._parts[group]
+        return self._groups[group]
 
-    def put(self, group: int, part: GroupEntry) -> None:
-        """Set the state of a group."""
-        self._parts[group] = part
+    def __setitem__(self, group: int, entry: GroupEntry) -> None:
+        self._groups[group] = entry
+
+    def change(self, group: int, state: GroupState) -> None:
+        """Set the state of a group, and keep the rest."""
+        self._groups[group] = replace(self._groups[group], state=state)
+
+    def has_state(self, group: int | None, *states: GroupState) -> bool:
+        """Return whether a group is in one of these states."""
+        return group in self._groups and self._groups[group].state in states
 
     @property
     def away(self) -> frozenset[int]:
         """The absent groups."""
-        return frozenset(g for g, part in self._parts.items() if part.state in (GroupState.AWAY, GroupState.COMING))
+        return frozenset(g for g in self._groups if self.has_state(g, GroupState.AWAY, GroupState.COMING))
 
-    def going(self, group: int | None) -> bool:
+    def _others(self, group: int) -> bool:
+        """Whether another group trains."""
+        return any(g != group and self.has_state(g, GroupState.HERE) for g in self._groups)
+
+    def is_going(self, group: int | None) -> bool:
         """Whether the loss of this group's processes is expected."""
-        return group in self._parts and self._parts[group].state in (GroupState.LEAVING, GroupState.LOST)
+        return self.has_state(group, GroupState.LEAVING, GroupState.LOST)
 
-    def elastic(self, group: int) -> bool:
+    def is_arriving(self, group: int) -> bool:
+        """Whether a group has joined, but has not completed a step."""
+        return group in self._groups and self._groups[group].arriving
+
+    def stepped(self, group: int) -> None:
+        """Record a step of a group, which has arrived with it."""
+        if self.is_arriving(group):
+            self._groups[group] = replace(self._groups[group], arriving=False)
+
+    def is_elastic(self, group: int) -> bool:
         """Return whether the job can continue without the group."""
-        return not self.refusals.get(group, "it is not here") and any(g != group for g in self._here())
+        return not self._refusals.get(group, "it is not here") and self._others(group)
 
-    def asked(self) -> list[tuple[int, str]]:
-        """Return the groups with an open question to the servers, and the question."""
-        wishes = {GroupState.ASKED: LEAVE, GroupState.COMING: JOIN, GroupState.LOST: LOSE}
-        return [(g, wishes[p.state]) for g, p in sorted(self._parts.items()) if p.state in wishes and not p.agreed]
-
-    @property
-    def due(self) -> float | None:
-        """The time at which the first leaving group has to be gone."""
-        return min((part.until for part in self._parts.values() if part.until is not None), default=None)
-
-    def late(self, now: float) -> list[int]:
-        """Return the groups that have used up their time for leaving.
-
-        Each is returned once.
-        """
-        found = [g for g, part in self._parts.items() if part.until is not None and part.until <= now]
-        for group in found:
-            self._parts[group].until = None
-        return found
-
-    def refusal(self, wish: GroupRequest) -> str:
-        """Return why the request must be refused; "": the servers have to decide."""
-        part = self._parts.get(wish.group)
-        if part is None:
-            return f"there is no worker group {wish.group}; {self}"
-        why = self.refusals[wish.group]
-        if why:
-            return f"group {wish.group} cannot {wish.verb}: {why}"
-        wanted = GroupState.AWAY if wish.verb == JOIN else GroupState.HERE
-        if part.state is not wanted:
-            return f"group {wish.group} {part.state.value}; {self}"
-        if wish.verb == LEAVE and not any(g != wish.group for g in self._here()):
-            return f"group {wish.group} is the last one that trains"
-        return ""
-
-    def renewed(self) -> None:
+    def reset(self) -> None:
         """Update the groups for a restart of the whole job.
 
         Leaving groups are absent after it, and joining groups are present.
         """
-        for group, part in self._parts.items():
-            gone = part.state in (GroupState.LEAVING, GroupState.ASKED, GroupState.LOST, GroupState.AWAY)
-            self._parts[group] = GroupEntry(GroupState.AWAY if gone else GroupState.HERE)
-
-    def _here(self) -> list[int]:
-        return [g for g, part in self._parts.items() if part.state is GroupState.HERE]
+        gone = (GroupState.LEAVING, GroupState.ASKED, GroupState.LOST, GroupState.AWAY)
+        for group in self._groups:
+            self._groups[group] = GroupEntry(GroupState.AWAY if self.has_state(group, *gone) else GroupState.HERE)
 
     def __str__(self) -> str:
         """Return the groups and their states as text."""
-        return "groups: " + ", ".join(f"{g} {part.state.value}" for g, part in sorted(self._parts.items()))
+        return "groups: " + ", ".join(f"{g} {part.state.value}" for g, part in sorted(self._groups.items()))
+
+    def open_questions(self) -> list[tuple[int, str]]:
+        """Return the groups with an open question to the servers, and the question."""
+        found = [(g, part) for g, part in sorted(self._groups.items()) if not part.agreed]
+        return [(g, _QUESTIONS[part.state]) for g, part in found if part.state in _QUESTIONS]
+
+    def refusal(self, request: GroupRequest) -> str:
+        """Return why the request must be refused; "": the servers have to decide."""
+        part = self._groups.get(request.group)
+        if part is None:
+            return f"there is no worker group {request.group}; {self}"
+        why = self._refusals[request.group]
+        if why:
+            return f"group {request.group} cannot {request.verb}: {why}"
+        wanted = GroupState.AWAY if request.verb == JOIN else GroupState.HERE
+        if part.state is not wanted:
+            return f"group {request.group} {part.state.value}; {self}"
+        if request.verb == LEAVE and not self._others(request.group):
+            return f"group {request.group} is the last one that trains"
+        return ""
+
+    @property
+    def due(self) -> float | None:
+        """The time at which the first leaving group has to be gone."""
+        return min((part.until for part in self._groups.values() if part.until is not None), default=None)
+
+    def expire(self, now: float) -> list[int]:
+        """Return the groups that have used up their time for leaving, each once."""
+        late = [(g, part) for g, part in self._groups.items() if part.until is not None and part.until <= now]
+        for group, part in late:
+            how = f"did not leave within {part.within_s:g} s and was ended"
+            self._groups[group] = replace(part, until=None, how=how)
+        return [group for group, _ in late]
+
+
+class GroupChanges:
+    """Decides what follows from requests, answers of the servers, and losses.
+
+    Args:
+        states: of the job's groups.
+        attempt, restarts: of the job.
+        returnable: a group that was given up can be asked to join again.
+    """
+
+    def __init__(self, states: GroupStates, attempt: AttemptState, restarts: Restarts, returnable: bool = True) -> None:
+        self._states, self._attempt, self._restarts = states, attempt, restarts
+        self._returnable = returnable
+
+    def _incarnation(self, group: int) -> int:
+        return self._attempt.incarnations.get(group, 0)
+
+    def questions(self) -> list[Action]:
+        """Return open questions to the coordinator again, for its successor.
+
+        The coordinator may not have received them. Repeating them does no harm.
+        """
+        asked = [AskServers(question, group) for group, question in self._states.open_questions()]
+        return [*asked, *(ReportGone(group, self._incarnation(group) + 1) for group in sorted(self._states.away))]
+
+    def on_request(self, request: GroupRequest) -> list[Action]:
+        """Return the actions after a request. The servers are asked, or it is refused."""
+        why = self._states.refusal(request)
+        if why:
+            return [refused(request, why)]
+        state = GroupState.COMING if request.verb == JOIN else GroupState.ASKED
+        self._states[request.group] = replace(self._states[request.group], state=state, within_s=request.within_s)
+        return [AskServers(request.verb, request.group, self._incarnation(request.group))]
+
+    def on_agreed(self, event: Agreed, now: float) -> list[Action]:
+        """Return the actions after an answer of the servers."""
+        if event.group not in self._states:
+            return []
+        match event.wish, self._states[event.group].state:
+            case ("join", GroupState.COMING):
+                return self._join(event, now)
+            case ("leave", GroupState.ASKED):
+                return self._leave(event, now)
+            case ("lose", GroupState.LOST):
+                return self._part(event, now)
+        return []  # an answer to a question that is no longer open
+
+    def _join(self, event: Agreed, now: float) -> list[Action]:
+        group = event.group
+        if event.text:
+            self._states.change(group, GroupState.AWAY)
+            return [refused(GroupRequest(JOIN, group), f"group {group} cannot join: {event.text}")]
+        self._states[group] = GroupEntry(arriving=True)
+        incarnation = self._restarts.prepare(group, self._attempt.members(group))
+        joined = Joined(group, incarnation, self._restarts.at(now))
+        text = f"group {group} starts (incarnation {incarnation})"
+        return [joined, RestartGroup(group, incarnation, "it joins the job"), AnswerRequest(JOIN, group, text)]
+
+    def _leave(self, event: Agreed, now: float) -> list[Action]:
+        group, part = event.group, self._states[event.group]
+        if event.text:
+            self._states.change(group, GroupState.HERE)
+            return [refused(GroupRequest(LEAVE, group), f"group {group} cannot leave: {event.text}")]
+        self._states[group] = replace(part, state=GroupState.LEAVING, until=now + part.within_s, agreed=True)
+        return self.on_exit(group, now)
+
+    def _part(self, event: Agreed, now: float) -> list[Action]:
+        """Continue without a group that was given up, if the servers agree."""
+        part = self._states[event.group]
+        if event.text and part.lost is not None:
+            if part.lost.who in self._attempt.group_of:
+                return self._restarts.give_up(part.lost)
+            return self._restarts.restart_job(part.lost, now)  # its unit is gone, but may be replaced
+        self._states[event.group] = replace(part, agreed=True)
+        return self.on_exit(event.group, now)
+
+    def restart(self, group: int, lost: Failed, now: float, singly: bool) -> list[Action]:
+        """Restart a group that can restart alone, or only the lost worker.
+
+        A group that has exhausted its restarts is given up.
+        """
+        if not self._restarts.budget.allows(group, now):
+            return self.give_up(group, self._restarts.exhausted(lost, group), "is given up", now)
+        answers = self.refuse_pending(group)
+        return [*self._restarts.restart_group(group, lost, now, lost.who if singly else ""), *answers]
+
+    def give_up(self, group: int, lost: Failed, how: str, now: float) -> list[Action]:
+        """Give up a group that cannot restart.
+
+        The other groups continue if the group's servers agree.
+        """
+        if not self._states.is_elastic(group):
+            return self._restarts.give_up(lost)
+        answers = self.refuse_pending(group)
+        self._states[group] = GroupEntry(GroupState.LOST, how=how, lost=lost)
+        self._forget(group)
+        self._restarts.times.drop(group)
+        back = ", which `topotrain join` can bring back" if self._returnable else ""
+        incident = self._restarts.incident(lost, f"the job goes on without group {group}{back}", now)
+        ask = AskServers(LOSE, group, self._incarnation(group))
+        return [incident, *self.dismiss(group), ask, *answers]
+
+    def on_exit(self, group: int | None, now: float) -> list[Action]:
+        """Return the actions once a leaving group has no process left."""
+        if group is None or self._attempt.over or not self._states.is_going(group):
+            return []
+        part, members = self._states[group], self._attempt.members(group)
+        if not part.agreed or members & self._attempt.up:
+            return []
+        if members <= self._attempt.finished:
+            self._states[group] = GroupEntry()
+            return [refused(GroupRequest(LEAVE, group), f"group {group} has finished its scripts meanwhile")]
+        self._forget(group)
+        how, gone = part.how or "has left", self._incarnation(group) + 1
+        self._states[group] = GroupEntry(GroupState.AWAY)
+        left = Left(group, how, self._restarts.at(now))
+        return [left, ReportGone(group, gone), AnswerRequest(LEAVE, group, f"group {group} {how}")]
+
+    def _forget(self, group: int) -> None:
+        members = self._attempt.members(group)
+        self._restarts.times.forget(members)
+        self._attempt.forget(members)
+
+    def on_loss(self, group: int) -> list[Action]:
+        """Return the actions after the loss of a process of a leaving group."""
+        part = self._states[group]
+        self._states[group] = replace(part, how=part.how or "was lost while it left")
+        return self.dismiss(group)
+
+    def refuse_pending(self, group: int) -> list[Action]:
+        """Refuse a pending request to leave, because the group has lost a process."""
+        if not self._states.has_state(group, GroupState.ASKED):
+            return []
+        self._states.change(group, GroupState.HERE)
+        text = f"group {group} has just lost a process, and starts again: try again"
+        return [refused(GroupRequest(LEAVE, group), text)]
+
+    def dismiss(self, group: int) -> list[Action]:
+        """End the rest of a group."""
+        return [EndProcess(who) for who in sorted(self._attempt.members(group) & self._attempt.up)]
+
+    def poll(self, now: float) -> list[Action]:
+        """End the groups that have used up their time for leaving."""
+        return [action for group in self._states.expire(now) for action in self.dismiss(group)]

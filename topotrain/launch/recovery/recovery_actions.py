@@ -1,23 +1,49 @@
-"""Actions after a process death, from the recovery policy to the run loop."""
+"""Requests to the recovery policy, and its actions, which the run loop executes."""
 
 from dataclasses import dataclass
 
+from topotrain.config.job import Job
 from topotrain.core.events import Event, Failed
-from topotrain.launch.recovery.elastic_groups import AnswerRequest, AskServers, ReportGone
-from topotrain.launch.recovery.resize import RequestSnapshot, ResizeRefused, RestartResized
+
+JOIN, LEAVE, LOSE = "join", "leave", "lose"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """A request that a group joins or leaves.
+
+    within_s: seconds for leaving, after which the group's processes are ended.
+    """
+
+    verb: str
+    group: int
+    within_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeRequest:
+    """A request that `workers` workers leave or join.
+
+    within_s: seconds in which the snapshot has to be complete.
+    """
+
+    verb: str
+    workers: int
+    within_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class RestartGroup:
     """An action: end the rest of this group, then restart its workers.
 
-    incarnation: of the new workers. why: the reason, for their logs. who: the only worker to restart; "": all of them.
+    incarnation: of the new workers. why: the reason, for their logs.
+    worker: the only worker to restart; "": all of them.
     """
 
     group: int
     incarnation: int
     why: str
-    who: str = ""
+    worker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +58,14 @@ class EndProcess:
 
 @dataclass(frozen=True, slots=True)
 class PlaceReplica:
-    """An action: send all server processes the new placement, and replace `who`.
+    """An action: send all server processes the new placement, and replace one.
 
-    number: of the new process, counted over the job. seats: as from `ReplicaPlacement.to_data`.
+    process: to be replaced. number: of the new process, counted over the job.
+    seats: as from `ReplicaPlacement.to_data`.
     unit: the unit for the new process; -1: none, the placement keeps an empty slot.
     """
 
-    who: str
+    process: str
     number: int
     why: str
     seats: list[list[int]]
@@ -59,7 +86,70 @@ class FailJob:
     failures: tuple[Failed, ...]
 
 
-Word = (
+@dataclass(frozen=True, slots=True)
+class AskServers:
+    """An action: ask the group's servers whether a change is possible.
+
+    incarnation: the present one of the group's workers.
+    """
+
+    wish: str
+    group: int
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReportGone:
+    """An action: tell the group's servers that earlier processes are gone.
+
+    incarnation: no process before this incarnation is left.
+    """
+
+    group: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """An action: answer the clients that made this request.
+
+    error: the reason of a refusal.
+    """
+
+    verb: str
+    group: int
+    text: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSnapshot:
+    """An action: ask the first server for a snapshot after the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeRefused:
+    """An action: answer the client that nothing has changed, and why."""
+
+    wish: ResizeRequest
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartResized:
+    """An action: end every process, then resume as this job from the new snapshot.
+
+    number: of the Recovered event that reports when it trains. text: the answer to the client at that time.
+    """
+
+    wish: ResizeRequest
+    job: Job
+    number: int
+    step: int
+    text: str
+
+
+Action = (
     Event
     | RestartGroup
     | EndProcess
@@ -73,3 +163,8 @@ Word = (
     | ResizeRefused
     | RestartResized
 )
+
+
+def refused(request: GroupRequest, error: str) -> AnswerRequest:
+    """Return the answer that refuses a request about a group."""
+    return AnswerRequest(request.verb, request.group, "", error)

@@ -5,6 +5,7 @@ takes a snapshot after the next step, as before an end, and its next attempt res
 that snapshot is on disk nothing has changed, and any failure leaves the job as it was.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from topotrain.config.intervals import wants_snapshots
@@ -12,46 +13,15 @@ from topotrain.config.job import Cluster, ConfigError, Job, all_reduces
 from topotrain.config.topology import layout
 from topotrain.core.events import Bounded, Saved, Unsaved
 from topotrain.extensions.replication import replica_placement
-from topotrain.launch.recovery.elastic_groups import LEAVE
-
-
-@dataclass(frozen=True, slots=True)
-class ResizeRequest:
-    """A request that `workers` workers leave or join.
-
-    within_s: seconds in which the snapshot has to be complete.
-    """
-
-    verb: str
-    workers: int
-    within_s: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSnapshot:
-    """An action: ask the first server for a snapshot after the next step."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResizeRefused:
-    """An action: answer the client that nothing has changed, and why."""
-
-    wish: ResizeRequest
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class RestartResized:
-    """An action: end every process, then resume as this job from the new snapshot.
-
-    number: of the Recovered event that reports when it trains. text: the answer to the client at that time.
-    """
-
-    wish: ResizeRequest
-    job: Job
-    number: int
-    step: int
-    text: str
+from topotrain.launch.recovery.recovery_actions import (
+    LEAVE,
+    Action,
+    RequestSnapshot,
+    ResizeRefused,
+    ResizeRequest,
+    RestartResized,
+)
+from topotrain.launch.recovery.restarts import Restarts
 
 
 def resized(cluster: Cluster, workers: int) -> Cluster:
@@ -85,12 +55,15 @@ class ResizeState:
     _next: Job | None = None
     _bound: Bounded | None = None
 
-    def begin(self, wish: ResizeRequest, now: float) -> RequestSnapshot:
+    def on_request(self, wish: ResizeRequest, now: float) -> RequestSnapshot | ResizeRefused:
         """Begin a resize.
 
-        Raises ConfigError for a request that the job file, or a limit that a script has reported, rules out.
+        A request that the job file, or a limit that a script has reported, rules out is refused.
         """
-        self._next = self._wanted(wish)
+        try:
+            self._next = self._wanted(wish)
+        except ConfigError as error:
+            return ResizeRefused(wish, str(error))
         self.under_way, self.due = wish, now + wish.within_s
         return RequestSnapshot()
 
@@ -124,42 +97,48 @@ class ResizeState:
         if why:
             raise ConfigError("", None, why)
 
-    def bound(self, event: Bounded) -> None:
+    def on_bounded(self, event: Bounded) -> None:
         """Record a limit that the script's batches or model impose."""
         self._bound = event
 
-    def answered(self, event: Saved | Unsaved, number: int) -> ResizeRefused | RestartResized | None:
-        """Return the action after the first server's reply about the snapshot.
+    def on_snapshot(self, event: Saved | Unsaved, restarts: Restarts, finished: bool, now: float) -> Sequence[Action]:
+        """Return the actions after the first server's reply about a snapshot.
 
-        None means that no resize asked for it.
+        finished: all scripts have finished.
         """
         wish, job = self.under_way, self._next
-        if wish is None or job is None:
-            return None
+        if wish is None or job is None:  # no resize has asked for it
+            return []
+        if finished:
+            return self.give_up("the job has ended meanwhile")
         if isinstance(event, Unsaved):
             return self.give_up(f"it would resume from a snapshot, and none can be taken: {event.text}")
-        self.forget()
-        return RestartResized(wish, job, number, event.step, _told(wish, job.cluster.nworkers_per_group, event.step))
+        self._forget()
+        workers, former = job.cluster.nworkers_per_group, self.job.cluster.nworkers_per_group
+        text = _answer(wish, workers, event.step)
+        return restarts.restart_resized(
+            RestartResized(wish, job, restarts.next_incident, event.step, text), former, now
+        )
 
-    def give_up(self, why: str) -> ResizeRefused | None:
+    def give_up(self, why: str) -> Sequence[ResizeRefused]:
         """Refuse the pending request, if there is one."""
         wish = self.under_way
-        self.forget()
-        return None if wish is None else ResizeRefused(wish, why)
+        self._forget()
+        return [] if wish is None else [ResizeRefused(wish, why)]
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Clear the pending request."""
         self.under_way = self.due = self._next = None
 
-    def late(self, now: float) -> ResizeRefused | None:
+    def poll(self, now: float) -> Sequence[ResizeRefused]:
         """Refuse the pending request if its snapshot is late."""
         if self.under_way is None or self.due is None or now < self.due:
-            return None
+            return []
         seconds = f"{self.under_way.within_s:g} s (--within)"
         return self.give_up(f"no snapshot was complete within {seconds}, so the job continues as it was")
 
 
-def _told(wish: ResizeRequest, now: int, step: int) -> str:
+def _answer(wish: ResizeRequest, now: int, step: int) -> str:
     who = "a worker has" if wish.workers == 1 else f"{wish.workers} workers have"
     what = "left" if wish.verb == LEAVE else "joined"
     return f"{who} {what}: the job goes on after step {step} with {_workers(now)}"

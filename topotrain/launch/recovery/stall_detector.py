@@ -28,7 +28,7 @@ class StallDetector:
         self._gone: set[str] = set()
         self._due: float | None = None
 
-    def heard(self, event: Event, now: float) -> None:
+    def on_event(self, event: Event, now: float) -> None:
         """Record an event."""
         match event:
             case Waits(who=who, seconds=seconds):
@@ -46,7 +46,7 @@ class StallDetector:
             case _:
                 pass
 
-    def turn(self, now: float, missing: Collection[str] = ()) -> Notice | None:
+    def poll(self, now: float, missing: Collection[str] = ()) -> Notice | None:
         """Return the notice that is due, if any.
 
         missing: workers that are absent from the job at present.

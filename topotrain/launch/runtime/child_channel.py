@@ -21,20 +21,19 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Ending, Event, Failed, Notice, to_json
 from topotrain.launch.agent.remaining_threads import RemainingThreads
 
-OnCommand = Callable[[dict[str, Any]], None]
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """One thread per process by default: the number changes the bits of results, and many processes share the cores."""
 _OMP = "OMP_NUM_THREADS"
 _MOST_THREADS = 4096
-LOOK_S = 1.0
+CHECK_S = 1.0
 """Seconds between two checks whether the channel's descriptor still refers to the channel."""
 CLOSED = (
     "topotrain: the program has closed descriptors that it did not open (os.closerange, os.close?), so this "
@@ -44,21 +43,32 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+class CommandHandler(Protocol):
+    """Handles commands of the unit, on the channel's thread.
+
+    A command is a mapping such as {"command": "stop"}.
+    """
+
+    def on_command(self, command: Mapping[str, Any]) -> None:
+        """Handle a command, or ignore it if it is for another handler."""
+        ...
+
+
 class ChildChannel:
     """The control channel of one child to its unit.
 
     `emit` may be called from any thread.
     """
 
-    def __init__(self, channel: socket.socket, on_command: OnCommand | None = None) -> None:
-        """Start the thread that receives commands.
-
-        on_command: is called with each command, such as {"command": "stop"}, on the channel's own thread.
-        """
+    def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._lock = threading.Lock()
-        self._on_command = on_command
-        threading.Thread(target=self._listen, name="control", daemon=True).start()
+        self._handlers: Sequence[CommandHandler] = ()
+
+    def start(self, *handlers: CommandHandler) -> None:
+        """Start the thread that receives commands, and passes each to all handlers."""
+        self._handlers = handlers
+        threading.Thread(target=self._receive, name="control", daemon=True).start()
 
     def emit(self, event: Event) -> None:
         """Send an event to the unit.
@@ -69,13 +79,14 @@ class ChildChannel:
         with self._lock, contextlib.suppress(OSError):
             self._channel.sendall(line)
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         try:
             for line in _lines(self._channel):
-                if self._on_command is not None:
-                    self._on_command(json.loads(line))
+                command = json.loads(line)
+                for handler in self._handlers:
+                    handler.on_command(command)
         except _Closed:
-            _say_closed()
+            _report_closed()
             os._exit(1)
         leave_with_group()
 
@@ -91,7 +102,7 @@ def _lines(channel: socket.socket) -> Iterator[bytes]:
     readable.register(channel, select.POLLIN)
     while True:
         # Not recv alone: it would block forever on a socket whose descriptor the program has closed meanwhile.
-        ready = readable.poll(LOOK_S * 1000)
+        ready = readable.poll(CHECK_S * 1000)
         if _file(channel.fileno()) != file:
             raise _Closed
         if not ready:
@@ -115,7 +126,7 @@ def _file(fd: int) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _say_closed() -> None:
+def _report_closed() -> None:
     with contextlib.suppress(OSError):
         os.write(2, f"{CLOSED}\n".encode())
 
@@ -192,20 +203,20 @@ class ForkedChild:
     parent: int
 
 
-def live(birth: ForkedChild) -> NoReturn:
+def run_forked(child: ForkedChild) -> NoReturn:
     """Turn a forked process into the requested one, run it, and end it."""
     code = 1
     try:
-        for fd in birth.fds:  # a program that replaces this one (os.exec…) must not hold them open
+        for fd in child.fds:  # a program that replaces this one (os.exec…) must not hold them open
             os.set_inheritable(fd, False)
-        _become(birth)
-        control, fds = birth.fds[0], birth.fds[3:]
+        _become(child)
+        control, fds = child.fds[0], child.fds[3:]
         channel, file = socket.socket(fileno=control), _file(control)
-        code = call(birth.request["call"], birth.request["spec"], channel, fds)
+        code = call(child.request["call"], child.request["spec"], channel, fds)
         if _file(control) == file:
-            _announce(birth.request["who"], channel)
+            _announce(child.request["who"], channel)
         else:
-            _say_closed()
+            _report_closed()
     finally:
         end_process(code)
 
@@ -216,12 +227,9 @@ def _announce(who: str, channel: socket.socket) -> None:
     If the end takes long, the unit is also sent the threads and processes that this one waits for.
     """
 
-    def tell(event: Event) -> None:
-        with contextlib.suppress(OSError):
-            channel.sendall(to_json(event).encode() + b"\n")
-
-    tell(Ending(who))
-    RemainingThreads(lambda text: tell(Notice(who, text))).watch()
+    control = ChildChannel(channel)
+    control.emit(Ending(who))
+    RemainingThreads(lambda text: control.emit(Notice(who, text))).watch()
 
 
 def die_with_parent(yes: bool) -> None:
@@ -232,10 +240,10 @@ def die_with_parent(yes: bool) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if yes else 0)
 
 
-def _become(birth: ForkedChild) -> None:
-    request = birth.request
+def _become(child: ForkedChild) -> None:
+    request = child.request
     die_with_parent(True)
-    if os.getppid() != birth.parent:
+    if os.getppid() != child.parent:
         os._exit(1)
     os.setsid()  # a group of its own: the terminal's Ctrl-C comes once, through the launcher
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -243,7 +251,7 @@ def _become(birth: ForkedChild) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignore_sigint"] else signal.default_int_handler)
     _libc.prctl(_PR_SET_NAME, request["who"].encode()[:15])
-    _open_streams(*birth.fds[1:3])
+    _open_streams(*child.fds[1:3])
     os.environ.clear()
     asked = request["environ"]
     os.environ.update(asked if _OMP in asked else {**THREADS, **asked})

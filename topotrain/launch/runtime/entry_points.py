@@ -5,13 +5,10 @@ import os
 import runpy
 import socket
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +24,6 @@ from topotrain.core.events import (
     Covered,
     Differs,
     Ending,
-    Event,
     Failed,
     Finished,
     Missed,
@@ -42,14 +38,13 @@ from topotrain.extensions.elastic.eligibility import refusal
 from topotrain.extensions.elastic.leave import GroupLeaving, leave
 from topotrain.extensions.elastic.resize_requests import ResizeRequests, ServerProcess
 from topotrain.extensions.replication.replica_host import ReplicaSlot
-from topotrain.extensions.replication.replica_placement import ReplicaSet, standings
+from topotrain.extensions.replication.replica_placement import standings
 from topotrain.launch.agent.workspace import SPANS, TOKEN_FILE, profiled_step
 from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
-from topotrain.launch.runtime.final_snapshot import FinalSnapshot
 from topotrain.launch.runtime.process_exit import ProcessExitHook
-from topotrain.launch.runtime.process_host import WorkerConnections, serve
-from topotrain.launch.runtime.sigterm import SigtermHandler
-from topotrain.launch.runtime.worker_composition import WorkerConnector, prepare_extensions
+from topotrain.launch.runtime.process_host import HostObserver, HostOptions, WorkerConnections, WorkerConnector, serve
+from topotrain.launch.runtime.unit_commands import FinalSnapshot, ReplicaCommands, SigtermHandler
+from topotrain.launch.runtime.worker_composition import prepare_extensions
 from topotrain.training import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.training.context import Context, enter
 from topotrain.training.final_parameters import NotSaved
@@ -62,76 +57,110 @@ _LEFT = -1
 
 def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Run the servers of one unit; return the exit code."""
-    seating = ReplicaCommands()
     addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
-    orders, farewell, termination = ResizeRequests(), FinalSnapshot(str(addresses[0])), SigtermHandler()
-
-    def hear(command: dict[str, Any]) -> None:
-        termination.hear(command)
-        orders.hear(command)
-        farewell.hear(command)
-        seating.hear(command)
-
-    control = ChildChannel(channel, hear)
-    orders.emit = farewell.emit = control.emit
+    control = ChildChannel(channel)
+    placements, sigterm = ReplicaCommands(), SigtermHandler()
+    requests, snapshot = ResizeRequests(control.emit), FinalSnapshot(str(addresses[0]), control)
+    control.start(sigterm, requests, snapshot, placements)
     profile = _recorders(spec, addresses[0])
-    serving, trouble = _voices(control, addresses[0])
-    # A launcher that started all processes sees who ends; of units elsewhere nothing is seen but lost connections.
     place = _place(spec)
-    termination.take_over(place.job)
-    watchful = PeerLossReporter(control, partial(_comes_back, place)) if spec["hosts"] else None
-    farewell.writer = writer = _writer(place, addresses, control)
-    seat = _seat(spec, control, seating)
-    homes: list[ServerProcess] = []
-
-    def opened(servers: ServerProcess) -> None:
-        homes.append(servers)
-        orders.open(servers)
-
-    ears = (watchful, writer, opened, seat)
-    tell = partial(_tell_distance, control)
-    sent, received = serve(place, addresses, serving, trouble, profile.server, *ears, ended=tell)
+    sigterm.take_over(place.job)
+    # A launcher that started all processes sees who ends; of units elsewhere nothing is seen but lost connections.
+    observer = ServerObserver(control, addresses[0], requests, place if spec["hosts"] else None)
+    writer = _writer(place, addresses, control)
+    snapshot.open(writer)
+    slot = _slot(spec, control, placements)
+    sent, received = serve(place, addresses, HostOptions(observer, profile, writer), slot)
     profile.leave()
-    for servers in homes[-1:]:  # none, where this process was made for copies that the job no longer needed
-        _tell_counts(control.emit, place, servers)
+    if observer.servers is not None:  # this process may have been made for replicas that the job no longer needed
+        _report_counts(control, place, observer.servers)
     for number, me in enumerate(addresses):
-        # The process counts as a whole; its first server speaks for it.
+        # The process counts as a whole, with its first server.
         own = (sent, received) if number == 0 else (0, 0)
         control.emit(Finished(str(me), 0, 0, 0.0, 0, *own))
     return 0
 
 
-def _tell_distance(control: ChildChannel, server: Server) -> None:
-    found = server.distance
-    if found.exchanges:
-        control.emit(Apart(str(server.me), found.exchanges, found.mean, found.most, found.share))
+class UnitObserver(HostObserver):
+    """Reports to the unit what happens in this process.
 
-
-class ReplicaCommands:
-    """Receives the unit's commands about replica placement.
-
-    It queues them until a consumer is set.
+    Args:
+        control: the channel to the unit.
+        server: the first server of the process.
+        worker: the worker of the process, if it is a worker's.
     """
 
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Mapping[int, ReplicaSet]] = SimpleQueue()
+    def __init__(self, control: ChildChannel, server: Address, worker: Address | None = None) -> None:
+        self._control, self._server, self._worker = control, server, worker
 
-    def hear(self, command: dict[str, Any]) -> None:
-        """Queue a command about placement. Called on the control channel's thread."""
-        if command.get("command") == "seats":
-            self._queue.put(standings(command["seats"]))
+    def on_serving(self, server: Address, urls: tuple[str, ...]) -> None:
+        self._control.emit(Serving(str(server), urls, os.getpid()))
 
-    def to(self, take: Callable[[Mapping[int, ReplicaSet]], None]) -> None:
-        """Pass all commands to `take`, in order, on a separate thread."""
+    def on_failure(self) -> None:
+        text = traceback.format_exc()
+        self._control.emit(Failed(str(self._server), "internal", text.strip().splitlines()[-1], text))
+        os._exit(1)
 
-        def live() -> None:
-            while True:
-                take(self._queue.get())
-
-        threading.Thread(target=live, name="orders", daemon=True).start()
+    def on_long_wait(self, seconds: float) -> None:
+        self._control.emit(Waits(str(self._worker), seconds))
 
 
-def _seat(spec: dict[str, Any], control: ChildChannel, seating: ReplicaCommands) -> ReplicaSlot | None:
+class ServerObserver(UnitObserver):
+    """Reports to the unit what happens in a process of servers.
+
+    It implements `process_host.ConnectionObserver`.
+
+    Args:
+        control, first: as for `UnitObserver`.
+        requests: the requests about worker groups, which the servers answer.
+        apart: the settings of the process where a lost peer is to be reported, because its unit may be elsewhere.
+    """
+
+    def __init__(
+        self, control: ChildChannel, first: Address, requests: ResizeRequests, apart: RouterConfig | None
+    ) -> None:
+        super().__init__(control, first)
+        self._requests, self._apart = requests, apart
+        self.connections = self if apart is not None else None
+        self.servers: ServerProcess | None = None
+
+    def on_open(self, servers: ServerProcess) -> None:
+        self.servers = servers
+        self._requests.open(servers)
+
+    def on_done(self, server: Server) -> None:
+        """Report the distance between server groups."""
+        found = server.distance
+        if found.exchanges:
+            self._control.emit(Apart(str(server.me), found.exchanges, found.mean, found.most, found.share))
+
+    def came(self, server: Server, worker: Address) -> None:
+        """Do nothing."""
+
+    def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
+        """Do nothing: the worker's own unit receives the failure, too."""
+
+    def lost(self, server: Server, peer: Address, reason: str) -> None:
+        """Report a lost peer, unless it had no work left here."""
+        if peer.role is Role.SERVER:
+            over = not server.running
+        else:
+            over = peer.group not in server.groups or server.has_finished(peer) or self._restarts(peer)
+        if not over:
+            self._control.emit(Failed(str(server.me), "peer", f"lost {peer}: {reason}", ""))
+
+    def _restarts(self, worker: Address) -> bool:
+        """Return whether a lost worker's group restarts.
+
+        If it cannot restart, unit 0 decides what follows.
+        """
+        place = self._apart
+        if place is None or place.job.on_failure is not OnFailure.kContinue:
+            return False
+        return not refusal(place.job, place.topology, worker.group)
+
+
+def _slot(spec: dict[str, Any], control: ChildChannel, placements: ReplicaCommands) -> ReplicaSlot | None:
     """Return the replica settings of a server process; None without replication."""
     if not spec.get("seats"):
         return None
@@ -145,71 +174,19 @@ def _seat(spec: dict[str, Any], control: ChildChannel, seating: ReplicaCommands)
     def missed(server: Address) -> None:
         control.emit(Missed(str(server)))
 
-    def despair(why: str) -> None:
+    def end(why: str) -> None:
         print(why, file=sys.stderr, flush=True)
         os._exit(1)
 
-    return ReplicaSlot(standings(spec["seats"]), seating.to, covered, differs, despair, missed)
+    return ReplicaSlot(standings(spec["seats"]), placements.pass_to, covered, differs, end, missed)
 
 
-class PeerLossReporter:
-    """Reports to the unit that a server lost a peer too early.
-
-    It implements `process_host.ConnectionObserver`.
-
-    Args:
-        control: the channel to the unit.
-        comes_back: returns whether a lost worker will rejoin, so that its loss is not reported.
-    """
-
-    def __init__(self, control: ChildChannel, comes_back: Callable[[Address], bool]) -> None:
-        self._control, self._comes_back = control, comes_back
-
-    def came(self, server: Server, worker: Address) -> None:
-        """Do nothing."""
-
-    def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
-        """Do nothing: the worker's own unit receives the failure, too."""
-
-    def lost(self, server: Server, peer: Address, reason: str) -> None:
-        """Report a lost peer, unless it had no work left here."""
-        if peer.role is Role.SERVER:
-            over = not server.running
-        else:
-            over = peer.group not in server.groups or server.has_finished(peer) or self._comes_back(peer)
-        if not over:
-            self._control.emit(Failed(str(server.me), "peer", f"lost {peer}: {reason}", ""))
-
-
-def _tell_counts(emit: Callable[[Event], None], place: RouterConfig, homes: ServerProcess) -> None:
+def _report_counts(control: ChildChannel, place: RouterConfig, servers: ServerProcess) -> None:
     """Report the sample counts of the coordinators in this process."""
-    found = {home.server.me: home.server for g in range(place.topology.worker_groups) if (home := homes.coordinator(g))}
+    groups = range(place.topology.worker_groups)
+    found = {each.server.me: each.server for g in groups if (each := servers.coordinator(g))}
     for me, server in found.items():
-        emit(Counted(str(me), {str(who): count for who, count in server.samples.items()}))
-
-
-def _comes_back(place: RouterConfig, worker: Address) -> bool:
-    """Return whether a lost worker's group restarts.
-
-    If it cannot restart, unit 0 decides what follows.
-    """
-    return place.job.on_failure is OnFailure.kContinue and not refusal(place.job, place.topology, worker.group)
-
-
-def _voices(
-    control: ChildChannel, first: Address
-) -> tuple[Callable[[Address, tuple[str, ...]], None], Callable[[], None]]:
-    """Return the callbacks of a process's servers: reachable, and failed."""
-
-    def serving(me: Address, urls: tuple[str, ...]) -> None:
-        control.emit(Serving(str(me), urls, os.getpid()))
-
-    def trouble() -> None:
-        text = traceback.format_exc()
-        control.emit(Failed(str(first), "internal", text.strip().splitlines()[-1], text))
-        os._exit(1)
-
-    return serving, trouble
+        control.emit(Counted(str(me), {str(worker): count for worker, count in server.samples.items()}))
 
 
 def _place(spec: dict[str, Any]) -> RouterConfig:
@@ -238,50 +215,49 @@ def _writer(place: RouterConfig, servers: Sequence[Address], control: ChildChann
 def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Run one worker: the user's program in its job; return the exit code."""
     ((group, index),) = spec["workers"]
-    farewell, termination = FinalSnapshot(str(Address(Role.WORKER, group, index))), SigtermHandler()
-
-    def hear(command: dict[str, Any]) -> None:
-        termination.hear(command)
-        farewell.hear(command)
-
-    control = ChildChannel(channel, hear)
-    farewell.emit = control.emit
+    me, server = Address(Role.WORKER, group, index), Address(Role.SERVER, 0, index)
+    control, sigterm = ChildChannel(channel), SigtermHandler()
+    snapshot = FinalSnapshot(str(me), control)
+    control.start(sigterm, snapshot)
     place = _place(spec)
-    termination.take_over(place.job)
-    me = Address(Role.WORKER, group, index)
-    shared = fds[0] if spec["shared_memfd"] else None
+    sigterm.take_over(place.job)
     profile = _recorders(spec, me)
-    serving, trouble = _voices(control, Address(Role.SERVER, 0, me.index))
-    beside = [Address(Role.SERVER, 0, me.index)] if place.topology.inline else []
-    farewell.writer = writer = _writer(place, beside, control) if beside else None
-
-    def long_wait(seconds: float) -> None:
-        control.emit(Waits(str(me), seconds))
-
-    connector = WorkerConnector(serving, trouble, profile.server, writer, long_wait)
-    workspace, extensions = Path(place.job.workspace).absolute(), prepare_extensions()
-    here = Context(place, me, workspace, control.emit, connector, extensions, shared, spans=profile.worker())
-    here.resumed = place.resumed
+    writer = _writer(place, [server], control) if place.topology.inline else None
+    snapshot.open(writer)
+    here = Context(
+        place,
+        me,
+        Path(place.job.workspace).absolute(),
+        control.emit,
+        WorkerConnector(HostOptions(UnitObserver(control, server, me), profile, writer)),
+        prepare_extensions(),
+        fds[0] if spec["shared_memfd"] else None,
+        resumed=place.resumed,
+        spans=profile.worker(),
+    )
     enter(here)
     # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
     log = Path(spec["log"]) if here.is_main else None
-    part = _Part(here, log, profile, [Address(Role.SERVER, group, index) for group, index in spec["servers"]])
-    own_end = ProcessExitHook(part)
-    own_end.watch()
-    here.loop_ended = own_end.watch_c
-    code = _guarded(here, log, lambda: _run_program(spec["program"], spec["args"]))
-    own_end.forget()
-    return part.leave(code)
+    servers = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
+    work = WorkerPart(here, control, log, profile, servers)
+    hook = ProcessExitHook(work)
+    hook.watch()
+    here.loop_ended = hook.watch_c
+    with ProgramGuard(here, log) as guard:
+        run_program(spec["program"], spec["args"])
+    hook.forget()
+    return work.leave(guard.code)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class WorkerPart:
     """The work of a worker in its job, to be completed before the process ends.
 
     servers: the servers in the same process.
     """
 
     here: Context
+    control: ChildChannel
     log: Path | None
     profile: ProfileRecorders
     servers: Sequence[Address]
@@ -293,25 +269,27 @@ class _Part:
     def end(self) -> int:
         """Complete the work, and return the exit code."""
         code = self.leave(0)
-        self.here.emit(Ending(str(self.here.me)))
+        self.control.emit(Ending(str(self.here.me)))
         return code
 
     def leave(self, code: int) -> int:
         """Complete the work after the program's exit code; return the process's."""
         if code == 0:
-            code = _guarded(self.here, self.log, lambda: finish(self.here))
+            with ProgramGuard(self.here, self.log) as guard:
+                finish(self.here)
+            code = guard.code
         self.profile.leave()
         close(self.here, finished=code == 0)
         roads = self.here.roads
-        homes = roads.beside if code == 0 and isinstance(roads, WorkerConnections) else None
-        if homes is not None:
-            _tell_counts(self.here.emit, self.here.place, homes)
+        servers = roads.beside if code == 0 and isinstance(roads, WorkerConnections) else None
+        if servers is not None:
+            _report_counts(self.control, self.here.place, servers)
         for server in self.servers if code == 0 else ():
-            self.here.emit(Finished(str(server), 0, 0, 0.0, 0, 0, 0))
+            self.control.emit(Finished(str(server), 0, 0, 0.0, 0, 0, 0))
         return 0 if code == _LEFT else code
 
 
-def _run_program(program: str, args: Sequence[str]) -> None:
+def run_program(program: str, args: Sequence[str]) -> None:
     sys.argv = [program, *args]
     sys.path[0:1] = [str(Path(program).resolve().parent)]
     try:
@@ -323,32 +301,43 @@ def _run_program(program: str, args: Sequence[str]) -> None:
             raise RuntimeError(f"the program left with exit code {code}").with_traceback(trace) from None
 
 
-def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
-    """Run `do`, and return an exit code.
+class ProgramGuard:
+    """Turns an exception inside the block into an exit code.
 
-    An exception is reported to the unit and written to `log` (None: to stderr). _LEFT is not an exit code: it means
-    that the script was stopped because its group leaves the job.
+    The exception is reported to the unit and written to `log` (None: to stderr).
     """
-    try:
-        do()
-        return 0
-    except GroupLeaving:
-        leave(here)
-        return _LEFT
-    except BaseException as error:  # also KeyboardInterrupt: Ctrl-C of a user comes to the launcher, and not here
-        kind = kind_of(error)
+
+    def __init__(self, here: Context, log: Path | None) -> None:
+        self._here, self._log = here, log
+        self.code = 0
+        """The exit code. _LEFT is not one: the script was stopped because its group leaves the job."""
+
+    def __enter__(self) -> "ProgramGuard":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, GroupLeaving):
+            leave(self._here)
+            self.code = _LEFT
+        elif error is not None:  # also KeyboardInterrupt: Ctrl-C of a user comes to the launcher, and not here
+            self.code = self._report(error)
+        return True
+
+    def _report(self, error: BaseException) -> int:
+        here, kind = self._here, kind_of(error)
         if here.worker is not None or here.tables is not None:
-            here.connect().exchange.leave()  # what the others hear from here on is no cause
+            here.connect().exchange.leave()  # errors that the others report from here on are consequences
         trace = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
-        explained = isinstance(
-            error, Unfinished | NotSaved | SpoiledResult
-        )  # the lines of topotrain that met it explain nothing
+        # The traceback of these errors has only lines of topotrain, which explain nothing.
+        explained = isinstance(error, Unfinished | NotSaved | SpoiledResult)
         text = f"{error}\n" if explained else trace
-        _write(text, log)
+        _write(text, self._log)
         if kind == "quarantine" and here.parting is not None:
             here.parting()  # the report of a job that goes on has all of it
-        told = explained or kind in ("config", "quarantine")
-        words = str(error) if told else traceback.format_exception_only(error)[-1].strip()
+        plain = explained or kind in ("config", "quarantine")
+        words = str(error) if plain else traceback.format_exception_only(error)[-1].strip()
         shown = _users_line(error.__traceback__) if explained or kind == "config" else text
         here.emit(Failed(str(here.me), kind, words, shown))
         return 2 if kind == "config" else 1

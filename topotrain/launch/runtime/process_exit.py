@@ -48,9 +48,8 @@ class ProcessExitHook:
     def watch(self) -> None:
         """Start watching."""
         self._watches = True
-        os._exit = self._leave
-        os.execv = self._replaced(self._execv)  # the other forms call one of these two
-        os.execve = self._replaced(self._execve)
+        # The other forms of exec call one of these two.
+        _install(self._leave, self._replaced(self._execv), self._replaced(self._execve))
 
     def watch_c(self) -> None:
         """Watch also for `exit` of a C library. Call it again after each loop.
@@ -66,9 +65,9 @@ class ProcessExitHook:
         """Stop watching, because the script is over. A second call does nothing."""
         if self._watches:
             self._watches = False
-            os._exit, os.execv, os.execve = self._exit, self._execv, self._execve
+            _install(self._exit, self._execv, self._execve)
 
-    def _goodbye(self) -> int:
+    def _complete(self) -> int:
         """Complete the process's work, and return the exit code.
 
         It is 0 also where there was no work to complete.
@@ -80,11 +79,11 @@ class ProcessExitHook:
         return self._part.end()
 
     def _leave(self, status: int) -> NoReturn:
-        self._exit(status or self._goodbye())
+        self._exit(status or self._complete())
 
     def _replaced(self, usual: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
         def replace(*args: Any) -> NoReturn:
-            code = self._goodbye()
+            code = self._complete()
             if code:
                 self._exit(code)
             usual(*args)
@@ -92,6 +91,11 @@ class ProcessExitHook:
         return replace
 
     def _c_exit(self, status: int, _: object) -> None:
-        code = 0 if status else self._goodbye()
+        code = 0 if status else self._complete()
         if code:
             self._exit(code)
+
+
+def _install(exit: Any, execv: Any, execve: Any) -> None:
+    """Replace the functions by which a script ends its process."""
+    os._exit, os.execv, os.execve = exit, execv, execve

@@ -1,4 +1,4 @@
-"""One process of a job: it opens transports, admits residents, passes messages.
+"""One process of a job: it attaches servers or a worker to transports.
 
 It handles addresses, transports and locks, and no algorithm. A server process holds all servers of its unit, and a
 worker process holds one worker. Server processes connect to each other before they admit workers, so no server has to
@@ -7,8 +7,9 @@ send a message without a connection.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from typing import Protocol
@@ -35,10 +36,11 @@ from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, S
 from topotrain.extensions.collectives.torch_client import TorchCollectiveClient, TorchCollectiveConfig
 from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
-from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
-from topotrain.launch.runtime.client_composition import client_extensions
+from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers, ServerFactory
 from topotrain.launch.runtime.server_composition import make_server
+from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.parallel.runtime.network_channel import NetworkChannel
+from topotrain.training.worker_profile import ProfileRecorders
 
 # --- servers -----------------------------------------------------------------------------------------------------
 
@@ -75,78 +77,142 @@ class ConnectionObserver(Protocol):
         ...
 
 
-class _ServerResident:
+class HostObserver:
+    """Receives the reports of a process. This class ignores them.
+
+    connections: observes the connections of the servers. None: a worker's failure is a message like any other.
+    """
+
+    connections: ConnectionObserver | None = None
+
+    def on_serving(self, server: Address, urls: tuple[str, ...]) -> None:
+        """A server can be reached at these URLs."""
+
+    def on_open(self, servers: ServerProcess) -> None:
+        """All workers can connect. It is reported again for each additional server here."""
+
+    def on_done(self, server: Server) -> None:
+        """A server without replicas has no work left."""
+
+    def on_failure(self) -> None:
+        """A server cannot go on.
+
+        It is called inside `except`, on the thread that handled a message.
+        """
+
+    def on_long_wait(self, seconds: float) -> None:
+        """The worker has waited so long, and still waits.
+
+        It is called on the waiting thread.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """The receivers of a process's reports, spans and snapshots.
+
+    observer: receives reports. profile: makes the recorders of spans; None: no profile is wanted.
+    writer: writes the servers' snapshots, if the job takes any.
+    """
+
+    observer: HostObserver = field(default_factory=HostObserver)
+    profile: ProfileRecorders | None = None
+    writer: SnapshotWriter | None = None
+
+    def recorder(self, server: Address, groups: Iterable[int]) -> Recorder:
+        """Return the recorder of spans of a server, which serves these worker groups."""
+        return SILENT if self.profile is None else self.profile.server(server, groups)
+
+
+class ServerEndpoint:
     """A server at its address.
 
     It handles one message at a time, and sends replies in the order of decisions.
+
+    Args:
+        me: the address.
+        make: makes the server.
+        router: sends the replies.
+        change: is notified when the server may be done.
+        options: of the process.
+        goes_on: lost workers are expected to restart.
+        inline: the server runs on a script's thread, which keeps its denormals.
     """
 
     def __init__(
         self,
-        make: Callable[[Callable[[Address, Message], None]], Server],
-        roads: Router,
+        me: Address,
+        make: ServerFactory,
+        router: Router,
         change: threading.Condition,
-        trouble: Callable[[], None],
+        options: HostOptions,
         goes_on: bool = False,
+        inline: bool = False,
     ) -> None:
-        self._goes_on = goes_on  # without workers that are lost, until they are started again
-        self.server = make(self._answer)
-        self.flushes = False  # the thread is a script's, which keeps its denormals
+        self.server = make(me, self._answer)
+        self.server.spans = options.recorder(me, self.server.groups)
         self.workers: set[Address] = set()
-        self.attendant: ConnectionObserver | None = None
-        self.aside: SnapshotPort | None = None
-        self._roads = roads
+        self._goes_on, self._inline = goes_on, inline
+        self._observer = options.observer
+        self._router = router
         self._lock = threading.Lock()
         self._change = change
-        self._trouble = trouble
+        self._snapshots: SnapshotPort | None = None
+        if options.writer is not None:
+            # Where a script's thread does the server's work, it reads what is new with the next message.
+            poke = (lambda: None) if inline else self.poke
+            self._snapshots = options.writer.follow(me, self.server.snapshots, poke)
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         with self._lock:
             return self.server.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
+        observer = self._observer.connections
         if sender.role is Role.WORKER and sender not in self.workers:
-            self.server.manners.check(sender, message)  # or it is nobody who could come
+            self.server.manners.check(sender, message)  # an address that no worker can have is refused
             self.workers.add(sender)
-            if self.attendant is not None:
-                self.attendant.came(self.server, sender)
-        if isinstance(message, Fail) and sender.role is Role.WORKER and self.attendant is not None:
-            self.attendant.gives_up(self.server, sender, message)
+            if observer is not None:
+                observer.came(self.server, sender)
+        if isinstance(message, Fail) and sender.role is Role.WORKER and observer is not None:
+            observer.gives_up(self.server, sender, message)
             return
         try:
             with self._lock:
                 self._handle(sender, message)
-                self._hear()
+                self._read_snapshots()
         except ProtocolError:  # the peer's fault: it ends this connection, and nothing else
             raise
         except Exception:
-            self._trouble()
+            self._observer.on_failure()
             raise
-        self._look_whether_done()
+        self._notify_if_done()
 
     def poke(self) -> None:
         """Handle messages of the snapshot writer of this host.
 
         Call it on any thread but a script's.
         """
-        try:
-            with self._lock:
-                self._hear()
-        except Exception:
-            self._trouble()
-            raise
-        self._look_whether_done()
+        with self._guarded():
+            self._read_snapshots()
+        self._notify_if_done()
 
     def told(self, message: Message) -> None:
         """Handle a message of the launcher, with the server itself as its sender."""
+        with self._guarded():
+            self._handle(self.server.me, message)
+            self._read_snapshots()
+        self._notify_if_done()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Lock the server, and report an exception as its failure."""
         try:
             with self._lock:
-                self._handle(self.server.me, message)
-                self._hear()
+                yield
         except Exception:
-            self._trouble()
+            self._observer.on_failure()
             raise
-        self._look_whether_done()
 
     def may_change(self, group: int, wish: str) -> str:
         """Return why a group cannot leave or join; see `Server.may_change`."""
@@ -163,18 +229,18 @@ class _ServerResident:
                 for to, message in self.server.ask():
                     self._answer(to, message)
 
-    def _hear(self) -> None:
-        if self.aside is not None:
-            for message in self.aside.heard():
+    def _read_snapshots(self) -> None:
+        if self._snapshots is not None:
+            for message in self._snapshots.heard():
                 self._handle(self.server.me, message)
 
-    def _look_whether_done(self) -> None:
+    def _notify_if_done(self) -> None:
         if self.server.done:
             with self._change:
                 self._change.notify_all()
 
     def _handle(self, sender: Address, message: Message) -> None:
-        if not self.flushes:
+        if not self._inline:
             self.server.handle(sender, message)
             return
         torch.set_flush_denormal(True)  # not `flushing`: this runs for every message
@@ -184,23 +250,22 @@ class _ServerResident:
             torch.set_flush_denormal(False)
 
     def _answer(self, to: Address, answer: Message) -> None:
+        # A worker that has sent nothing yet has taken the place of one that is gone, to which the answer belongs.
         if to.role is Role.WORKER and to not in self.workers and not isinstance(answer, Fail):
-            return  # it was meant for one that is gone, and whose place another has taken who has said nothing yet
-        # A peer that is gone is the supervisor's business: the answer has nobody to go to.
+            return
+        # The supervisor handles a peer that is gone: nothing can receive the answer.
         with suppress(TransportError), sending(self.server.spans, to, answer):
-            self._roads.send(self.server.me, to, answer)
+            self._router.send(self.server.me, to, answer)
 
     def lost(self, peer: Address, reason: str) -> None:
-        if self.attendant is not None and (peer in self.workers or peer.role is Role.SERVER):
-            self.attendant.lost(self.server, peer, reason)
-        try:
-            with self._lock:  # nobody is in the middle of an answer: what comes after is not for this one
-                self.workers.discard(peer)
-                if self._goes_on and peer.role is Role.WORKER:
-                    self.server.lost(peer)
-        except Exception:
-            self._trouble()
-            raise
+        observer = self._observer.connections
+        if observer is not None and (peer in self.workers or peer.role is Role.SERVER):
+            observer.lost(self.server, peer, reason)
+        # Under the lock no answer is half sent: what comes after is not for this worker.
+        with self._guarded():
+            self.workers.discard(peer)
+            if self._goes_on and peer.role is Role.WORKER:
+                self.server.lost(peer)
         with self._change:
             self._change.notify_all()
 
@@ -209,126 +274,98 @@ class _ServerResident:
         return self.server.done and not self.workers
 
 
-Recorders = Callable[[Address, Sequence[int]], Recorder]
-
-
 class HostedServers:
     """The servers of one process, reachable and connected to their peers.
 
     Args:
         place: the settings of the process.
-        roads: the router of the process.
+        router: of the process.
         allocate: memory for the servers, as for `server.Server`.
         addresses: the servers.
-        trouble: called inside `except`, on the thread that handled a message, when a server cannot go on.
-        recorder: makes a server's recorder of spans, from its address and the worker groups that it serves.
-        writer: writes the servers' snapshots, if the job takes any.
+        options: of the process.
     """
 
     def __init__(
         self,
         place: RouterConfig,
-        roads: Router,
+        router: Router,
         allocate: Allocate,
         addresses: Sequence[Address],
-        trouble: Callable[[], None],
-        recorder: Recorders = lambda *_: SILENT,
-        writer: SnapshotWriter | None = None,
+        options: HostOptions,
     ) -> None:
-        self._place, self._roads = place, roads
+        self._place, self._router, self._observer = place, router, options.observer
         self._change = threading.Condition()
-        self.residents: dict[Address, _ServerResident] = {}
-        for me in addresses:
-            make = partial(hosted_server, place, allocate, me)
-            goes_on = place.job.on_failure is OnFailure.kContinue
-            self.residents[me] = resident = _ServerResident(make, roads, self._change, trouble, goes_on)
-            resident.server.spans = recorder(me, resident.server.groups)
-            if writer is not None:
-                # Where a script's thread does the server's work, it hears what is new with the next message.
-                poke = (lambda: None) if place.topology.inline else resident.poke
-                resident.aside = writer.follow(me, resident.server.snapshots, poke)
+        make = partial(hosted_server, place, allocate)
+        goes_on, inline = place.job.on_failure is OnFailure.kContinue, place.topology.inline
+        self.endpoints = {
+            me: ServerEndpoint(me, make, router, self._change, options, goes_on, inline) for me in addresses
+        }
 
-    def open(self, serving: Callable[[Address, tuple[str, ...]], None]) -> None:
-        """Connect the servers, then admit workers.
-
-        serving: is called with each server's URLs when it is reachable.
-        """
-        urls = {me: self._roads.attach(me, resident) for me, resident in self.residents.items()}
+    def open(self) -> None:
+        """Connect the servers, then admit workers."""
+        urls = {me: self._router.attach(me, endpoint) for me, endpoint in self.endpoints.items()}
         for me in urls:
-            self._roads.publish("door", me, urls[me])
+            self._router.publish("door", me, urls[me])
         for me in urls:
             for peer in peers(me, self._place.topology):
                 if peer in urls:
-                    self._roads.connect_inside(me, peer)
+                    self._router.connect_inside(me, peer)
                 else:
-                    self._roads.connect(me, peer, "door")
-        for resident in self.residents.values():
-            resident.catch_up()
+                    self._router.connect(me, peer, "door")
+        for endpoint in self.endpoints.values():
+            endpoint.catch_up()
         for me in urls:
-            self._roads.publish("server", me, urls[me])
-            serving(me, urls[me])
+            self._router.publish("server", me, urls[me])
+            self._observer.on_serving(me, urls[me])
 
     def coordinator(self, group: int) -> LocalServer | None:
         """Return the coordinator of a worker group; see `ServerProcess`."""
-        found = (r for me, r in self.residents.items() if me.index == 0 and group in r.server.groups)
+        found = (each for me, each in self.endpoints.items() if me.index == 0 and group in each.server.groups)
         return next(found, None)
 
     def wait(self) -> None:
         """Return when the job needs these servers no more."""
         with self._change:
-            while not all(resident.done for resident in self.residents.values()):
+            while not all(endpoint.done for endpoint in self.endpoints.values()):
                 self._change.wait(self._place.job.cluster.poll_time / 1000)
 
 
 def serve(
     place: RouterConfig,
     addresses: Sequence[Address],
-    serving: Callable[[Address, tuple[str, ...]], None],
-    trouble: Callable[[], None],
-    recorder: Recorders = lambda *_: SILENT,
-    attendant: ConnectionObserver | None = None,
-    writer: SnapshotWriter | None = None,
-    opened: Callable[[ServerProcess], None] = lambda servers: None,
-    seat: ReplicaSlot | None = None,
-    ended: Callable[[Server], None] = lambda server: None,
+    options: HostOptions,
+    slot: ReplicaSlot | None = None,
 ) -> tuple[int, int]:
     """Run the servers of one process, see `HostedServers`.
 
     Returns the bytes of messages sent and received.
 
-    opened: is called when all workers can connect, and again for each additional server here.
-    seat: the replica settings, where every server has two replicas.
-    ended: is called with each server that has no work left, without replication.
+    slot: the replica settings, where every server has two replicas.
     """
     memory = ProcessMemory()
-    roads = Router(place, memory)
+    router = Router(place, memory)
     allocate = memory.allocate if place.shared else _zeros
-    if place.job.cluster.replicas > 1:
-        if seat is None:
-            raise ConfigError(
-                "cluster.replicas",
-                2,
-                "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes",
-            )
-        with flushing():
-            make = partial(hosted_server, place, allocate)
-            copied = ReplicatedServers(place, roads, make, addresses[0], trouble, recorder, writer, seat, opened)
-            seat.taken(copied.arrange)
-            copied.open(serving)
-            copied.wait()
-            roads.close()
-        return roads.traffic()
+    observer = options.observer
     with flushing():
-        servers = HostedServers(place, roads, allocate, addresses, trouble, recorder, writer)
-        for resident in servers.residents.values():
-            resident.attendant = attendant
-        servers.open(serving)
-        opened(servers)
-        servers.wait()
-        for resident in servers.residents.values():
-            ended(resident.server)
-        roads.close()
-    return roads.traffic()
+        if place.job.cluster.replicas > 1:
+            if slot is None:
+                accepted = "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes"
+                raise ConfigError("cluster.replicas", 2, accepted)
+            make = partial(hosted_server, place, allocate)
+            process = (observer.on_failure, options.recorder, options.writer, slot, observer.on_open)
+            copied = ReplicatedServers(place, router, make, addresses[0], *process)
+            slot.taken(copied.arrange)
+            copied.open(observer.on_serving)
+            copied.wait()
+        else:
+            servers = HostedServers(place, router, allocate, addresses, options)
+            servers.open()
+            observer.on_open(servers)
+            servers.wait()
+            for endpoint in servers.endpoints.values():
+                observer.on_done(endpoint.server)
+        router.close()
+    return router.traffic()
 
 
 def hosted_server(
@@ -362,27 +399,17 @@ LONG_S = 10.0
 # --- workers -----------------------------------------------------------------------------------------------------
 
 
-class LongWait(Protocol):
-    """Called on the waiting thread after so many seconds of a wait, which continues."""
-
-    def __call__(self, seconds: float) -> None: ...
-
-
-def untold(seconds: float) -> None:
-    """Ignore a long wait."""
-
-
-class _Patience:
+class _LongWaits:
     """Reports a wait after LONG_S, and again each time that it has doubled."""
 
-    def __init__(self, tell: LongWait) -> None:
-        self._tell, self._began, self._next_s = tell, time.monotonic(), LONG_S
+    def __init__(self, observer: HostObserver) -> None:
+        self._observer, self._began, self._next_s = observer, time.monotonic(), LONG_S
 
-    def look(self) -> None:
+    def check(self) -> None:
         seconds = time.monotonic() - self._began
         if seconds >= self._next_s:
             self._next_s = 2 * seconds
-            self._tell(seconds)
+            self._observer.on_long_wait(seconds)
 
 
 class ConditionWaiter:
@@ -391,10 +418,10 @@ class ConditionWaiter:
     The transports' readers notify it.
     """
 
-    def __init__(self, poll_s: float, long_wait: LongWait = untold) -> None:
+    def __init__(self, poll_s: float, observer: HostObserver | None = None) -> None:
         self._condition = threading.Condition()
         self._poll_s = poll_s
-        self._long_wait = long_wait
+        self._observer = observer or HostObserver()
         self._ready: Callable[[], bool] | None = None
 
     @contextmanager
@@ -409,11 +436,11 @@ class ConditionWaiter:
         """Return when `ready()` is true."""
         with self._condition:
             self._ready = ready
-            patience = _Patience(self._long_wait)
+            waits = _LongWaits(self._observer)
             try:
                 while not ready():
                     self._condition.wait(self._poll_s)
-                    patience.look()
+                    waits.check()
             finally:
                 self._ready = None
 
@@ -427,26 +454,26 @@ class InlineWaiter(ConditionWaiter):
     The waiting thread does the server's work, and reads for both.
     """
 
-    def __init__(self, poll_s: float, roads: Router, pump: InlineReader, long_wait: LongWait = untold) -> None:
-        super().__init__(poll_s, long_wait)
-        self._roads, self._pump = roads, pump
+    def __init__(self, poll_s: float, router: Router, reader: InlineReader, observer: HostObserver) -> None:
+        super().__init__(poll_s, observer)
+        self._router, self._reader = router, reader
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Return when `ready()` is true."""
-        patience = _Patience(self._long_wait)
-        while not self._pump.released:
-            self._roads.deliver()
+        waits = _LongWaits(self._observer)
+        while not self._reader.released:
+            self._router.deliver()
             if ready():
                 return
-            self._roads.turn(self._poll_s)
-            patience.look()
+            self._router.turn(self._poll_s)
+            waits.check()
         super().wait(ready)
 
     def look(self) -> None:
         """Handle arrived messages, and do the resulting work of the server."""
-        if not self._pump.released:
-            self._roads.deliver()
-            self._roads.turn(0.0)
+        if not self._reader.released:
+            self._router.deliver()
+            self._router.turn(0.0)
 
 
 class WorkerConnections:
@@ -457,96 +484,87 @@ class WorkerConnections:
     Args:
         place: the settings of the process.
         me: the worker.
-        serving, trouble, recorder, writer: for the server in this process, as for `HostedServers`.
-        long_wait: is called when the worker waits for long.
+        options: of the process.
     """
 
-    def __init__(
-        self,
-        place: RouterConfig,
-        me: Address,
-        serving: Callable[[Address, tuple[str, ...]], None] = lambda *_: None,
-        trouble: Callable[[], None] = lambda: None,
-        recorder: Recorders = lambda *_: SILENT,
-        writer: SnapshotWriter | None = None,
-        long_wait: LongWait = untold,
-    ) -> None:
+    def __init__(self, place: RouterConfig, me: Address, options: HostOptions = HostOptions()) -> None:
         self.me = me
         self.memory = ProcessMemory()
         self._shared = place.shared
         self._place = place
-        pump = InlineReader() if place.topology.inline else None
-        self._roads = Router(place, self.memory, pump)
-        poll_s = place.job.cluster.poll_time / 1000
-        monitor = (
-            ConditionWaiter(poll_s, long_wait) if pump is None else InlineWaiter(poll_s, self._roads, pump, long_wait)
+        reader = InlineReader() if place.topology.inline else None
+        self._router = Router(place, self.memory, reader)
+        poll_s, observer = place.job.cluster.poll_time / 1000, options.observer
+        self._waiter = (
+            ConditionWaiter(poll_s, observer)
+            if reader is None
+            else InlineWaiter(poll_s, self._router, reader, observer)
         )
-        self._monitor = monitor
-        # The script's thread is one that may wait for room; with a pump it reads, too, and so may not.
-        twice = place.job.cluster.replicas > 1
-        send = self._say if twice else partial(self._roads.send, me, wait=pump is None)
-        self._lines: ReplicaConnections | None = None
-        self.exchange = self._door(place, send, monitor)
-        if twice:
+        # The script's thread may wait for room in a connection, unless it also reads.
+        self._send = partial(self._router.send, me, wait=reader is None)
+        replicated = place.job.cluster.replicas > 1
+        self._replicas: ReplicaConnections | None = None
+        self.exchange = self._client(place, replicated)
+        if replicated:
             servers = dict.fromkeys((*self.exchange.servers, self.exchange.desk))
-            life = place.identity.incarnation
-            way = (partial(self._roads.send, me), self._redial, self._noted, life)
-            self._lines = ReplicaConnections(servers, self.exchange, *way)
+            send = partial(self._router.send, me)
+            ways = (send, self._redial, self._notify, place.identity.incarnation)
+            self._replicas = ReplicaConnections(servers, self.exchange, *ways)
         self._beside: HostedServers | None = None
-        if pump is not None:
+        if reader is not None:
             beside = Address(Role.SERVER, 0, me.index)
-            self._beside = HostedServers(place, self._roads, self.allocate, [beside], trouble, recorder, writer)
-            self._beside.residents[beside].flushes = True
+            self._beside = HostedServers(place, self._router, self.allocate, [beside], options)
         try:
-            self._connect(serving)
-        except BaseException:  # nobody could leave what was never made
+            self._connect()
+        except BaseException:  # the caller has no object yet that it could close
             self.close(finished=False)
             raise
 
-    def _connect(self, serving: Callable[[Address, tuple[str, ...]], None]) -> None:
+    def _connect(self) -> None:
         if self._beside is not None:
-            self._beside.open(serving)
-        resident = self._lines or self.exchange
-        self._urls = self._roads.attach(self.me, resident, dial_only=True, inside=self._beside is not None)
+            self._beside.open()
+        endpoint = self._replicas or self.exchange
+        self._urls = self._router.attach(self.me, endpoint, dial_only=True, inside=self._beside is not None)
         for server in dict.fromkeys((*self.exchange.servers, self.exchange.desk)):
-            if self._beside is not None and server in self._beside.residents:
-                self._roads.connect_inside(self.me, server)
-            elif self._lines is not None:
-                self._lines.begin(server)
-                self._roads.follow(self.me, server, 0)
+            if self._beside is not None and server in self._beside.endpoints:
+                self._router.connect_inside(self.me, server)
+            elif self._replicas is not None:
+                self._replicas.begin(server)
+                self._router.follow(self.me, server, 0)
             else:
-                self._roads.connect(self.me, server, "server")
+                self._router.connect(self.me, server, "server")
         self.exchange.come_back()
 
     # --- servers with two copies
 
-    def _say(self, to: Address, message: Message) -> None:
-        assert self._lines is not None
-        self._lines.send(to, message, wait=True)
+    def _send_replicated(self, to: Address, message: Message) -> None:
+        assert self._replicas is not None
+        self._replicas.send(to, message, wait=True)
 
-    def _noted(self) -> None:
-        with self._monitor.update():
+    def _notify(self) -> None:
+        with self._waiter.update():
             pass
 
     def _redial(self, server: Address, moves: int) -> None:
         """Connect to a server's replica after the loss of its process or connection."""
-        lines = self._lines
-        assert lines is not None
+        replicas = self._replicas
+        assert replicas is not None
 
-        def look() -> None:
+        def dial() -> None:
             try:
-                lines.connected(server, self._roads.follow(self.me, server, moves))
+                replicas.connected(server, self._router.follow(self.me, server, moves))
             except ConnectionLost as error:
-                lines.failed(server, str(error))
+                replicas.failed(server, str(error))
             except (TransportError, TimeoutError) as error:
-                lines.failed(server, f"its process has died, and no other one took its place: {error}")
+                replicas.failed(server, f"its process has died, and no other one took its place: {error}")
 
-        threading.Thread(target=look, name=f"to {server}", daemon=True).start()
+        threading.Thread(target=dial, name=f"to {server}", daemon=True).start()
 
-    def _door(self, place: RouterConfig, send: Callable[[Address, Message], None], monitor: ConditionWaiter) -> Client:
-        incarnation, extensions = place.identity.incarnation, client_extensions(place.topology)
+    def _client(self, place: RouterConfig, replicated: bool) -> Client:
+        send = self._send_replicated if replicated else self._send
+        waiter, incarnation, extensions = self._waiter, place.identity.incarnation, client_extensions(place.topology)
         if not place.topology.foreign:
-            return Client(self.me, place.topology, send, monitor, place.shared, incarnation, extensions)
+            return Client(self.me, place.topology, send, waiter, place.shared, incarnation, extensions)
         if not place.sockets.parts or len(set(place.topology.hosts)) > 1:  # no folder that all workers share
             store: object = TorchStore(within(place.store, f"engine/{self.me.group}"))
             address = place.host
@@ -556,7 +574,7 @@ class WorkerConnections:
             address = ""
         topology, job, shared = place.topology, place.job, place.shared
         config = TorchCollectiveConfig(job, store, address)
-        return TorchCollectiveClient(self.me, topology, send, monitor, shared, incarnation, extensions, config)
+        return TorchCollectiveClient(self.me, topology, send, waiter, shared, incarnation, extensions, config)
 
     @property
     def beside(self) -> ServerProcess | None:
@@ -580,17 +598,17 @@ class WorkerConnections:
                 "needs a store in which the workers find each other, such as a folder (file://) or tcp://: "
                 "a list of addresses names servers only",
             )
-        send = partial(self._roads.send, self.me)
-        crossing = NetworkChannel(self.exchange, send, self._monitor.look, self.allocate)
+        send = partial(self._router.send, self.me)
+        channel = NetworkChannel(self.exchange, send, self._waiter.look, self.allocate)
         incarnation = self._place.identity.incarnation
-        kind = f"worker-{incarnation}" if incarnation else "worker"  # where others of the group were is of no use
-        self._roads.publish(kind, self.me, self._urls)
+        kind = f"worker-{incarnation}" if incarnation else "worker"  # addresses of former processes are of no use
+        self._router.publish(kind, self.me, self._urls)
         workers = self._place.topology.workers(self.me.group)
         for peer in workers[: self.me.index]:
-            self._roads.connect(self.me, peer, kind)
-            crossing.greet(peer.index)
-        crossing.await_greetings(range(self.me.index + 1, len(workers)))
-        return crossing
+            self._router.connect(self.me, peer, kind)
+            channel.greet(peer.index)
+        channel.await_greetings(range(self.me.index + 1, len(workers)))
+        return channel
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros, in memory that the transport can share."""
@@ -598,7 +616,7 @@ class WorkerConnections:
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes of messages sent and received."""
-        return self._roads.traffic()
+        return self._router.traffic()
 
     def close(self, finished: bool = True) -> None:
         """Leave after all queued messages are sent.
@@ -607,16 +625,29 @@ class WorkerConnections:
         process waits for another.
         """
         self.exchange.leave()
-        if self._lines is not None and finished:
-            self._lines.leave()
+        if self._replicas is not None and finished:
+            self._replicas.leave()
             until = time.monotonic() + _LEAVE_S
-            self._monitor.wait(lambda: self._lines is None or self._lines.left or time.monotonic() > until)
+            self._waiter.wait(lambda: self._replicas is None or self._replicas.left or time.monotonic() > until)
         if self._beside is not None:
             if finished:
-                self._roads.deliver()
-            self._roads.release(self.me)  # also without an end to wait for: only who is read can be closed
-            for resident in self._beside.residents.values():
-                resident.lost(self.me, "its script has ended")
+                self._router.deliver()
+            self._router.release(
+                self.me
+            )  # also without an end to wait for: only a connection that is read can be closed
+            for endpoint in self._beside.endpoints.values():
+                endpoint.lost(self.me, "its script has ended")
             if finished:
                 self._beside.wait()
-        self._roads.close()
+        self._router.close()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConnector:
+    """Opens a worker's connections when the script first needs them."""
+
+    options: HostOptions = field(default_factory=HostOptions)
+
+    def connect(self, place: RouterConfig, me: Address) -> WorkerConnections:
+        """Open the connections; see `context.Connector`."""
+        return WorkerConnections(place, me, self.options)

@@ -1,36 +1,37 @@
-"""What a worker's process is made of: the only place that names the features which take part in `tt.prepare`."""
+"""The composition of a worker's process: the only place that names its extensions.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+Tables and split models attach their client extensions (`TableClient`, `NetworkChannel`) when the script makes the first
+table, or splits the model.
+"""
 
-from topotrain.comm.router import RouterConfig
-from topotrain.config.topology import Address
-from topotrain.core.profiling.spans import SILENT
+from topotrain.config.job import Compression
+from topotrain.config.topology import Topology
+from topotrain.core.client.client_extension import ClientExtension
+from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.backup_workers.replay_batches import BackupExtension
-from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotWriter
+from topotrain.extensions.compression.compression_client import CompressionClient
 from topotrain.extensions.resume.resume_extension import ResumeExtension
+from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.tables.frontend.table_extension import TableExtension
-from topotrain.launch.runtime.process_host import LongWait, Recorders, WorkerConnections, untold
 from topotrain.parallel.api.prepare_split import SplitExtension
 from topotrain.training.context import PrepareExtension
+from topotrain.training.data.data_client import DataClient
 
 
 def prepare_extensions() -> tuple[PrepareExtension, ...]:
-    """The features of a worker's process, in the order in which they are called; fresh ones for each `Context`."""
+    """Return the extensions of `tt.prepare`, in the order in which they are called.
+
+    Every `Context` gets new ones.
+    """
     return SplitExtension(), TableExtension(), BackupExtension(), ResumeExtension()
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConnector:
-    """Opens a worker's connections; the fields are those of `WorkerConnections`."""
-
-    serving: Callable[[Address, tuple[str, ...]], None] = lambda *_: None
-    trouble: Callable[[], None] = lambda: None
-    recorder: Recorders = lambda *_: SILENT
-    writer: SnapshotWriter | None = None
-    long_wait: LongWait = untold
-
-    def connect(self, place: RouterConfig, me: Address) -> WorkerConnections:
-        """As `context.Connector` has it."""
-        server = (self.serving, self.trouble, self.recorder, self.writer)
-        return WorkerConnections(place, me, *server, self.long_wait)
+def client_extensions(topology: Topology) -> tuple[ClientExtension, ...]:
+    """Return the extensions of one worker's client in a job of this layout."""
+    cluster = topology.cluster
+    found: list[ClientExtension] = [DataClient(cluster.max_staleness is not None), WorkerStateClient()]
+    if cluster.backup:
+        found.append(BackupWorkersClient())
+    if cluster.compression is not Compression.kNone:
+        found.append(CompressionClient(cluster))
+    return tuple(found)

@@ -8,20 +8,18 @@
 
 import json
 import os
-import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from topotrain.config.job import ConfigError, Job, Link
-from topotrain.config.private_files import make_folder, open_file, open_for_reading
-from topotrain.launch import FORKSERVER_VARIABLE
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.private_files import make_folder
 from topotrain.tools.cli import (
     chaos,
     elastic_commands,
@@ -37,8 +35,25 @@ from topotrain.tools.cli import (
 from topotrain.tools.cli import (
     unit as commands_unit,
 )
+from topotrain.tools.cli.job_arguments import (
+    Args,
+    AsJson,
+    BadInput,
+    Conf,
+    Emulate,
+    Forkserver,
+    Program,
+    Quiet,
+    Sets,
+    check_kind,
+    check_program,
+    check_writable,
+    load_job,
+    refusing,
+    with_link,
+)
 from topotrain.tools.cli.misplaced_options import hint, misplaced
-from topotrain.tools.monitor.monitored_run import complain, show, show_trace, train
+from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, show_trace, train
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
@@ -86,28 +101,6 @@ COMPARE_EXAMPLE = """\b
 Example:
   topotrain compare sandblaster.conf downpour.conf train.py -- --epochs 20
 """
-
-Sets = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; may be given several times."),
-]
-Emulate = Annotated[
-    str,
-    typer.Option("--emulate", metavar="LINK", help="A slow network between the units, such as 100mbit,20ms."),
-]
-Conf = Annotated[Path, typer.Argument(metavar="JOB.conf", help="Protobuf text format, or .yaml.", show_default=False)]
-Program = Annotated[
-    str | None,
-    typer.Argument(metavar="PROGRAM", help="The training script, instead of the file's `program`."),
-]
-Args = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="ARGS", help="Passed to the script unchanged, also those that begin with --."),
-]
-
-
-class BadInput(Exception):
-    """Input that cannot be used; the text says what is wrong and why."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -208,8 +201,8 @@ def run(
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the result as JSON to this file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -223,28 +216,25 @@ def run(
         int | None,
         typer.Option("--profile-step", metavar="N", min=1, help="The step that --profile shows, instead of 10."),
     ] = None,
-    forkserver: Annotated[
-        str,
-        typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="A fork server that runs already."),
-    ] = "",
+    forkserver: Forkserver = "",
 ) -> None:
     """Train a job on this machine.
 
     Starts every process, shows progress, ends them all together, and writes the result.
     """
-    with _refusing():
+    with refusing():
         from topotrain.config.topology import layout
         from topotrain.tools.monitor.result_tables import console
 
         job, snapshot = _job_and_snapshot(conf, sets, program, args, resume)
-        job = _linked(job, emulate)
+        job = with_link(job, emulate)
         job = replace(job, rendezvous=rendezvous) if rendezvous else job
         topology = layout(job.cluster)
         if report is not None:
-            _writable("--report", report)
+            check_writable("--report", report)
         terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
-        result = train(job, topology, terminal, quiet, not as_json, forkserver, step, snapshot)
+        result = train(job, topology, terminal, RunOptions(quiet, as_json, forkserver, step, snapshot))
         show(result, terminal, quiet, as_json, report)
         if step and result.outcome.code == 0:
             show_trace(job, terminal, quiet)
@@ -274,10 +264,10 @@ def plan(
     With PROGRAM also slices and memory, for which the script runs up to `tt.prepare`. Where one model is split over the
     workers of a group, the cut graph is shown, too.
     """
-    with _refusing():
+    with refusing():
         from topotrain.tools.plan.layout_plan import plan as rehearse
 
-        job = _load(conf, sets, program, args, needs_program=False)
+        job = load_job(conf, sets, program, args, needs_program=False)
         found = rehearse(job)
         if program is None:
             if plot or measure or inputs:
@@ -332,13 +322,13 @@ def launch(
     output: Annotated[str, typer.Option("--output", metavar="FILE", help="kubernetes: instead of stdout.")] = "",
     with_secret: Annotated[bool, typer.Option("--with-secret", help="kubernetes: include the job's secret.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; write nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a job under another tool that starts processes.
 
     A batch job is queued, and its number printed; all others run in front.
     """
-    with _refusing():
+    with refusing():
         from topotrain.comm.store import StoreError
         from topotrain.config.topology import layout
         from topotrain.launch import launchers
@@ -346,7 +336,7 @@ def launch(
         from topotrain.tools.cli.resume import refuse_elsewhere
 
         launchers.check_name(name)
-        job = _linked(_load(conf, sets, program, args, elsewhere=name == launchers.KUBERNETES), emulate)
+        job = with_link(load_job(conf, sets, program, args, elsewhere=name == launchers.KUBERNETES), emulate)
         topology = layout(job.cluster)
         if name != launchers.LOCAL:
             refuse_elsewhere(job)
@@ -369,7 +359,7 @@ def _launch_here(job: Job, topology: "Topology", as_json: bool) -> int:
     from topotrain.tools.monitor.result_tables import console
 
     terminal = console(stderr=True)
-    result = train(job, topology, terminal, False, not as_json, "", resume=commands_resume.asked_for(job))
+    result = train(job, topology, terminal, RunOptions(as_json=as_json, resume=commands_resume.asked_for(job)))
     show(result, terminal, False, as_json, None)
     return result.outcome.code
 
@@ -392,16 +382,13 @@ def compare(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON on stdout, not as a table.")
     ] = False,
-    running: Annotated[
-        str,
-        typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="A fork server that runs already."),
-    ] = "",
+    running: Forkserver = "",
 ) -> None:
     """Train one program under several job files, in turn.
 
     Ends with one table, and with one picture: loss over time, a line per job.
     """
-    with _refusing():
+    with refusing():
         from topotrain.launch.agent import forkserver
         from topotrain.tools.monitor import compare_jobs as side_by_side
         from topotrain.tools.monitor import loss_plot
@@ -410,23 +397,16 @@ def compare(
         confs, program, args = _sort_out(files)
         if not loss_plot.available():
             raise BadInput(loss_plot.MISSING)
-        _writable("--out", out / side_by_side.DATA, private=True)
+        check_writable("--out", out / side_by_side.DATA, private=True)
         jobs = side_by_side.entries(
-            [(conf, _linked(_load(Path(conf), sets, program, args), emulate)) for conf in confs], out
+            [(conf, with_link(load_job(Path(conf), sets, program, args), emulate)) for conf in confs], out
         )
         terminal = console(stderr=True)
 
         def train_one(entry: side_by_side.ComparedJob) -> "ComparedResult":
             terminal.print(f"{entry.label}: {entry.conf}", style="bold")
-            return train(
-                entry.job,
-                entry.topology,
-                terminal,
-                False,
-                not as_json,
-                served_at,
-                resume=commands_resume.asked_for(entry.job),
-            )
+            options = RunOptions(False, as_json, served_at, resume=commands_resume.asked_for(entry.job))
+            return train(entry.job, entry.topology, terminal, options)
 
         make_folder(out)
         with ExitStack() as stack:  # torch is loaded once for all of them
@@ -452,75 +432,13 @@ def _job_and_snapshot(
     if resume is None:
         if conf is None:
             raise BadInput("no job file: give one, or --resume WORKSPACE to continue the job of a workspace")
-        job = _load(conf, sets, program, args)
+        job = load_job(conf, sets, program, args)
         return job, commands_resume.asked_for(job)
     found = commands_resume.earlier(resume, sets or () if conf is None else ())
     if conf is not None:
-        return _load(conf, sets, program, args), found.path
-    _program(Path(found.job.program))
+        return load_job(conf, sets, program, args), found.path
+    check_program(Path(found.job.program))
     return found.job, found.path
-
-
-def _load(
-    conf: Path,
-    sets: list[str] | None,
-    program: str | None,
-    args: list[str] | None,
-    needs_program: bool = True,
-    elsewhere: bool = False,
-) -> Job:
-    """Read a job and check that its files can be read.
-
-    elsewhere: the program is not on this machine.
-
-    Raises:
-        ConfigError, BadInput: the job is invalid, or a file cannot be read.
-        OSError: the job file cannot be read.
-    """
-    from topotrain.config.job_file import load_with_warnings
-
-    job, warnings = load_with_warnings(str(conf), sets or (), program, args or ())
-    for warning in warnings:
-        print(f"topotrain: warning: {warning}", file=sys.stderr)
-    _check_kind(Path(job.program))
-    if needs_program and not job.program:
-        raise BadInput(f'no program: give one after {conf}, or `program: "train.py"` in it')
-    if (needs_program or program) and not elsewhere:
-        _program(Path(job.program))
-    return job
-
-
-_LINK_FIELDS = {
-    "bandwidth": {"kbit": 0.001, "mbit": 1.0, "gbit": 1000.0},
-    "delay": {"us": 0.001, "ms": 1.0, "s": 1000.0},
-    "jitter": {"us": 0.001, "ms": 1.0, "s": 1000.0},
-    "loss": {"": 1.0, "%": 0.01},
-}
-_LINK_PART = re.compile(r"(?:([a-z]+)=)?(\d+\.?\d*|\.\d+)([a-z%]*)")
-
-
-def parse_link(text: str) -> Link:
-    """Parse the link of `--emulate`.
-
-    Such as "100mbit,20ms" or "1gbit,jitter=5ms,loss=0.01". Raises ConfigError.
-    """
-    values: dict[str, float] = {}
-    for part in text.lower().replace(" ", "").split(","):
-        found = _LINK_PART.fullmatch(part)
-        name, amount, unit = found.groups() if found else ("", "", "")
-        name = name or next((field for field in ("bandwidth", "delay") if unit in _LINK_FIELDS[field]), "")
-        if unit not in _LINK_FIELDS.get(name, {}):
-            accepted = "must be such as 100mbit, 1gbit, 20ms, jitter=5ms or loss=0.01, separated by commas"
-            raise ConfigError("--emulate", text, f"{part!r} is not a part of a link: {accepted}")
-        if name in values:
-            raise ConfigError("--emulate", text, f"{name} is given twice")
-        values[name] = float(amount) * _LINK_FIELDS[name][unit]
-    return Link(**values)
-
-
-def _linked(job: Job, emulate: str) -> Job:
-    """Return the job with the link of `--emulate`, if given. Raises ConfigError."""
-    return replace(job, cluster=replace(job.cluster, link=parse_link(emulate))) if emulate else job
 
 
 def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchema, CutPlan | None]":
@@ -555,7 +473,7 @@ def _drawable(file: Path | None) -> None:
     if file is not None:
         if not loss_plot.available():
             raise BadInput(loss_plot.MISSING)
-        _writable("--plot", file)
+        check_writable("--plot", file)
 
 
 def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -563,7 +481,7 @@ def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     at = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
     confs = list(words[:at])
     for word in confs:
-        _check_kind(Path(word))
+        check_kind(Path(word))
         if not word.endswith(CONFS):
             raise BadInput(f"{word}: a job file ends with {', '.join(CONFS)}, a program with .py")
     if not confs:
@@ -573,59 +491,9 @@ def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     return confs, words[at], list(words[at + 1 :])
 
 
-def _check_kind(path: Path) -> None:
-    if path.suffix == ".ipynb":
-        made = f"`jupyter nbconvert --to script {path}` makes one of it"
-        raise BadInput(f"program {path}: is a notebook, must be a Python script; {made}")
-
-
-def _program(path: Path) -> None:
-    _check_kind(path)
-    if path.is_dir():
-        raise BadInput(f"program {path}: is a folder, must be a file")
-    try:
-        os.close(open_for_reading(path))
-    except OSError as error:
-        raise BadInput(f"program {path}: cannot be read ({error.strerror})") from None
-
-
-def _writable(what: str, file: Path, private: bool = False) -> None:
-    """Check before hours of training that `file` can be written; its content stays.
-
-    private: it is for this user alone. Else the user has named it, and its mode is what the umask gives.
-    """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    try:
-        if private:
-            make_folder(file.parent)
-            os.close(open_file(file, flags))
-        else:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(file, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))  # a pipe that nothing reads is refused
-    except OSError as error:
-        raise BadInput(f"{what} {file}: cannot be written ({error.strerror})") from None
-
-
-@contextmanager
-def _refusing() -> Iterator[None]:
-    """Turn bad input into one block and code 2, and an early signal into its code."""
-    try:
-        yield
-    except (ConfigError, BadInput) as error:
-        complain(str(error))
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python flushes stdout once more when it ends
-        raise typer.Exit(1) from None
-
-
-_DESK = commands_unit.CommandContext(_load, _writable, _refusing, complain)
-
 pserver.register(app)
 commands_jobs.register(app)
-commands_unit.register(app, _DESK)
-chaos.register(app, _DESK)
-elastic_commands.register(app, _DESK)
-simulate.register(app, _DESK)
+commands_unit.register(app)
+chaos.register(app)
+elastic_commands.register(app)
+simulate.register(app)

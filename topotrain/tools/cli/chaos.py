@@ -4,16 +4,14 @@ import json
 import re
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from topotrain.config.job import ConfigError, OnFailure
-from topotrain.launch import FORKSERVER_VARIABLE
+from topotrain.tools.cli.job_arguments import Args, Conf, Forkserver, Program, Quiet, Sets, load_job, refusing
 from topotrain.tools.cli.resume import asked_for
-from topotrain.tools.cli.unit import CommandContext
-from topotrain.tools.monitor.monitored_run import train
+from topotrain.tools.monitor.monitored_run import RunOptions, train
 
 if TYPE_CHECKING:
     from topotrain.tools.fault_injector import FaultInjector
@@ -41,21 +39,15 @@ def seconds(option: str, text: str) -> float:
     return length
 
 
-def register(app: typer.Typer, desk: CommandContext) -> None:
+def register(app: typer.Typer) -> None:
     """Add the command."""
 
     @app.command("chaos", epilog=EXAMPLE)
     def chaos(
-        conf: Annotated[Path, typer.Argument(metavar="JOB.conf", help="The job.", show_default=False)],
-        program: Annotated[
-            str | None, typer.Argument(metavar="PROGRAM", help="The training script, instead of the file's `program`.")
-        ] = None,
-        args: Annotated[
-            list[str] | None, typer.Argument(metavar="ARGS", help="After a --: passed to the script.")
-        ] = None,
-        sets: Annotated[
-            list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
-        ] = None,
+        conf: Conf,
+        program: Program = None,
+        args: Args = None,
+        sets: Sets = None,
         kill_every: Annotated[
             str, typer.Option("--kill-every", metavar="TIME", help="Mean time between two kills, such as 2s.")
         ] = "2s",
@@ -86,19 +78,14 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
             typer.Option("--kills", metavar="N", min=0, help="End after so many faults; 0: only --for ends them."),
         ] = 0,
         as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
-        quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
-        forkserver: Annotated[
-            str,
-            typer.Option(
-                "--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="A fork server that runs already."
-            ),
-        ] = "",
+        quiet: Quiet = False,
+        forkserver: Forkserver = "",
     ) -> None:
         """Train a job on this machine while its processes are killed.
 
         Ends with a verdict, and with the job's exit code: 0 if the job finished all the same.
         """
-        with desk.refusing():
+        with refusing():
             from topotrain.config.topology import layout
             from topotrain.tools.fault_injector import MOMENTS, FaultInjector, FaultPlan
             from topotrain.tools.monitor.result_tables import console
@@ -109,29 +96,30 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
             if not at <= set(MOMENTS):
                 raise ConfigError("--at", ", ".join(at - set(MOMENTS)), f"must be one of {', '.join(MOMENTS)}")
             every_s, for_s = seconds("--kill-every", kill_every), seconds("--for", lasting)
-            torment = FaultPlan(every_s, for_s, seed, freeze, whom, pairs, at, kills)
-            job = replace(desk.load(conf, sets, program, args), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
+            faults = FaultPlan(every_s, for_s, seed, freeze, whom, pairs, at, kills)
+            job = replace(load_job(conf, sets, program, args), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
             topology = layout(job.cluster)
-            with FaultInjector(torment) as tormentor:
+            with FaultInjector(faults) as injector:
                 terminal = console(stderr=True)
-                result = train(job, topology, terminal, quiet, not as_json, forkserver, 0, asked_for(job), tormentor)
-            found = verdict(result, tormentor)
+                options = RunOptions(quiet, as_json, forkserver, resume=asked_for(job))
+                result = train(job, topology, terminal, options, injector)
+            found = verdict(result, injector)
             print(json.dumps(found, indent=2) if as_json else _words(found), file=sys.stdout if as_json else sys.stderr)
             raise typer.Exit(result.outcome.code)
 
 
-def verdict(result: "ComparedResult", tormentor: "FaultInjector") -> dict[str, Any]:
+def verdict(result: "ComparedResult", injector: "FaultInjector") -> dict[str, Any]:
     """Return the faults, the job's reaction to them, and its own counts."""
     report = result.report.as_data(result.outcome)
     waits = sorted(found["waited_s"] for found in report["incidents"] if found["waited_s"] is not None)
     return {
         "code": result.outcome.code,
-        "seed": tormentor.seed,
-        "killed": sum(not blow.frozen_s for blow in tormentor.blows),
-        "frozen": sum(bool(blow.frozen_s) for blow in tormentor.blows),
-        "blows": [asdict(blow) for blow in tormentor.blows],
+        "seed": injector.seed,
+        "killed": sum(not fault.frozen_s for fault in injector.injected),
+        "frozen": sum(bool(fault.frozen_s) for fault in injector.injected),
+        "blows": [asdict(fault) for fault in injector.injected],
         "incidents": report["incidents"],
-        "grown": [grown.grown for grown in tormentor.held.values()],
+        "grown": [grown.grown for grown in injector.held.values()],
         "recovery_s": {"p50": _quantile(waits, 0.5), "p99": _quantile(waits, 0.99), "max": _quantile(waits, 1.0)},
     }
 

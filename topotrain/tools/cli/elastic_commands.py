@@ -11,11 +11,10 @@ import typer
 
 from topotrain.config.job import ConfigError
 from topotrain.tools.cli.chaos import seconds
-from topotrain.tools.cli.unit import CommandContext
+from topotrain.tools.cli.job_arguments import refusing
 
 if TYPE_CHECKING:
-    from topotrain.launch.recovery.elastic_groups import GroupRequest
-    from topotrain.launch.recovery.resize import ResizeRequest
+    from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest
 
 LEAVE_EXAMPLE = """\b
 Example:
@@ -46,7 +45,7 @@ Within = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on stdout.")]
 
 
-def register(app: typer.Typer, desk: CommandContext) -> None:
+def register(app: typer.Typer) -> None:
     """Add the commands."""
 
     @app.command("leave", epilog=LEAVE_EXAMPLE)
@@ -63,7 +62,7 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
         worker: the job takes a snapshot and continues from it with one worker less. The command returns when it trains
         again.
         """
-        _wish(desk, workspace, "leave", group, workers, within, as_json)
+        _request(workspace, "leave", group, workers, within, as_json)
 
     @app.command("join", epilog=JOIN_EXAMPLE)
     def join(
@@ -78,13 +77,11 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
         A group: returns when it starts. A worker: the job takes a snapshot and continues from it with one worker more.
         The command returns when it trains again.
         """
-        _wish(desk, workspace, "join", group, workers, within, as_json)
+        _request(workspace, "join", group, workers, within, as_json)
 
 
-def _wish(
-    desk: CommandContext, workspace: Path, verb: str, group: int | None, workers: int | None, within: str, as_json: bool
-) -> None:
-    with desk.refusing():
+def _request(workspace: Path, verb: str, group: int | None, workers: int | None, within: str, as_json: bool) -> None:
+    with refusing():
         from topotrain.launch.control_socket import ask
 
         answer = ask(workspace, _meant(verb, group, workers, seconds("--within", within)))
@@ -96,8 +93,7 @@ def _meant(verb: str, group: int | None, workers: int | None, within_s: float) -
 
     Raises ConfigError.
     """
-    from topotrain.launch.recovery.elastic_groups import GroupRequest
-    from topotrain.launch.recovery.resize import ResizeRequest
+    from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest
 
     if group is None:
         return ResizeRequest(verb, 1 if workers is None else workers, within_s)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.config.job import ConfigError
-from topotrain.tools.cli.unit import CommandContext
+from topotrain.tools.cli.job_arguments import refusing
 
 if TYPE_CHECKING:
     from topotrain.config.job import Job
@@ -26,7 +26,7 @@ _SHOWN = 20
 """Wrong seeds that are listed at most."""
 
 
-def register(app: typer.Typer, desk: CommandContext) -> None:
+def register(app: typer.Typer) -> None:
     """Add the command."""
 
     @app.command("simulate", epilog=EXAMPLE)
@@ -50,7 +50,7 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
         It has the same servers as a real job; only the script's pushes are made up. Ends with code 1 if a batch was
         lost or counted twice, or if a process would wait for ever.
         """
-        with desk.refusing():
+        with refusing():
             job = _job(where)
             _stay()
             if seeds > 1:

@@ -7,8 +7,8 @@ started, and how the job ended.
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,11 +16,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.config.job import ConfigError, Job
-from topotrain.launch import FORKSERVER_VARIABLE
+from topotrain.tools.cli.job_arguments import (
+    Args,
+    Forkserver,
+    Program,
+    Quiet,
+    Sets,
+    check_writable,
+    load_job,
+    refusing,
+)
+from topotrain.tools.monitor.monitored_run import complain
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
-    from topotrain.launch import OnEvent
+    from topotrain.launch import EventListener
     from topotrain.launch.console_output import ConsoleOutput
     from topotrain.launch.launchers.env_tables import LaunchInfo
     from topotrain.launch.multinode.node import NodeResult
@@ -32,17 +42,7 @@ Example:
 """
 
 
-@dataclass(frozen=True, slots=True)
-class CommandContext:
-    """The functions of all commands: load a job, check a file, refuse, complain."""
-
-    load: Callable[[Path, list[str] | None, str | None, list[str] | None], Job]
-    writable: Callable[[str, Path], None]
-    refusing: Callable[[], AbstractContextManager[None]]
-    complain: Callable[[str], None]
-
-
-def register(app: typer.Typer, desk: CommandContext) -> None:
+def register(app: typer.Typer) -> None:
     """Add the command."""
 
     @app.command("unit", epilog=EXAMPLE)
@@ -53,15 +53,9 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
                 metavar="JOB.conf", help="For unit 0 at least, unless the job was submitted.", show_default=False
             ),
         ] = None,
-        program: Annotated[
-            str | None, typer.Argument(metavar="PROGRAM", help="The training script, instead of the file's `program`.")
-        ] = None,
-        args: Annotated[
-            list[str] | None, typer.Argument(metavar="ARGS", help="Passed to the script unchanged.")
-        ] = None,
-        sets: Annotated[
-            list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
-        ] = None,
+        program: Program = None,
+        args: Args = None,
+        sets: Sets = None,
         rendezvous: Annotated[
             str, typer.Option("--rendezvous", metavar="URL", help="Store of the units, or TOPOTRAIN_RENDEZVOUS.")
         ] = "",
@@ -79,45 +73,38 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
             Path | None, typer.Option("--report", metavar="FILE", help="Unit 0 writes the result as JSON to this file.")
         ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Unit 0 prints the result as JSON on stdout.")] = False,
-        quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
-        forkserver: Annotated[
-            str,
-            typer.Option(
-                "--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="A fork server that runs already."
-            ),
-        ] = "",
+        quiet: Quiet = False,
+        forkserver: Forkserver = "",
     ) -> None:
         """Run one unit of a job on this machine.
 
         Start it once per unit, by hand or by a launcher, in any order and on any hosts. The units find each other,
         train, and end together.
         """
-        with desk.refusing():
+        with refusing():
             from topotrain.comm.store import StoreError
             from topotrain.launch.launchers.env_tables import RENDEZVOUS
             from topotrain.launch.multinode.node import Node
             from topotrain.tools.cli.resume import refuse_elsewhere
 
-            job = None if conf is None else desk.load(conf, sets, program, args)
+            job = None if conf is None else load_job(conf, sets, program, args)
             if job is not None:
                 refuse_elsewhere(job)
             named = "" if job is None or os.environ.get(RENDEZVOUS) else job.rendezvous
-            start = _start(desk, args or (), rank, nprocs, rendezvous or named, host)
+            start = _start(args or (), rank, nprocs, rendezvous or named, host)
             if report is not None and start.rank == 0:
-                desk.writable("--report", report)
+                check_writable("--report", report)
             window = _Window(start.rank, quiet, as_json)
             try:
                 ended = Node(start, job, window.watching, forkserver=forkserver, outlet=window).live()
             except StoreError as error:
-                desk.complain(str(error))
+                complain(str(error))
                 raise typer.Exit(1) from None
-            _tell(ended, window, desk, report, as_json, quiet)
+            _print_end(ended, window, report, as_json, quiet)
             raise typer.Exit(ended.outcome.code)
 
 
-def _start(
-    desk: CommandContext, args: Sequence[str], rank: int | None, nprocs: int | None, rendezvous: str, host: str
-) -> "LaunchInfo":
+def _start(args: Sequence[str], rank: int | None, nprocs: int | None, rendezvous: str, host: str) -> "LaunchInfo":
     """Return the start of this unit from options and environment.
 
     Raises ConfigError, and ends with code 2 for an invalid URL or secret.
@@ -132,7 +119,7 @@ def _start(
         parse(start.rendezvous)
         load_secret(os.environ)
     except StoreError as error:
-        desk.complain(str(error))
+        complain(str(error))
         raise typer.Exit(2) from None
     except ConfigError:
         ours = [word for word in args if word.partition("=")[0] in ("--rank", "--nprocs", "--rendezvous")]
@@ -164,7 +151,7 @@ class _Window:
             self.outlet.hurry()
 
     @contextmanager
-    def watching(self, job: Job, topology: "Topology", here: "Topology") -> "Iterator[OnEvent]":
+    def watching(self, job: Job, topology: "Topology", here: "Topology") -> "Iterator[EventListener]":
         """See `node.Watching`."""
         from topotrain.launch.console_output import out_of, outlet
         from topotrain.tools.monitor.job_report import Report
@@ -188,13 +175,11 @@ class _Window:
             yield on_event
 
 
-def _tell(
-    ended: "NodeResult", window: _Window, desk: CommandContext, report: Path | None, as_json: bool, quiet: bool
-) -> None:
+def _print_end(ended: "NodeResult", window: _Window, report: Path | None, as_json: bool, quiet: bool) -> None:
     """Print how the job ended; unit 0 also writes it as data."""
     outcome = ended.outcome
     if outcome.code:
-        desk.complain(_story(ended))
+        complain(_story(ended))
     elif ended.end.text:
         print(f"topotrain: {ended.end.text}", file=sys.stderr, flush=True)
     if ended.rank:

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import textwrap
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,24 +18,36 @@ if TYPE_CHECKING:
 
     from topotrain.config.topology import Topology
     from topotrain.core.events import Event
+    from topotrain.launch import EventListener
     from topotrain.tools.monitor.compare_jobs import ComparedResult
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a local run starts, and what it shows.
+
+    quiet: no progress is shown. as_json: stdout is for JSON and not for the program.
+    forkserver: the socket of a running forkserver. "": the job starts its own.
+    profile: the step to profile. 0: none. resume: the folder of a snapshot.
+    """
+
+    quiet: bool = False
+    as_json: bool = False
+    forkserver: str = ""
+    profile: int = 0
+    resume: str = ""
 
 
 def train(
     job: Job,
     topology: "Topology",
     terminal: "Console",
-    quiet: bool,
-    chatty: bool,
-    forkserver: str,
-    profile: int = 0,
-    resume: str = "",
-    listener: "Callable[[Event], None]" = lambda _: None,
+    options: RunOptions,
+    listener: "EventListener | None" = None,
 ) -> "ComparedResult":
     """Run one job with its displays.
 
-    chatty: stdout is for the program and not for JSON. resume: the folder of a snapshot.
-    listener: is also called with every event.
+    listener: also receives every event.
     """
     from topotrain.core.events import Saved
     from topotrain.launch.console_output import out_of, outlet
@@ -48,7 +60,8 @@ def train(
     report = Report(job, topology)
     saved: Saved | None = None
     # On a terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
-    ours = chatty and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)
+    quiet = options.quiet
+    ours = not options.as_json and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)
     taken = outlet(terminal, f"{job.workspace}/logs")
     with taken as made, progress(topology, terminal, quiet, out_of(made, ours)) as window:
 
@@ -58,9 +71,12 @@ def train(
                 saved = event
             report(event)
             window(event)
-            listener(event)
+            if listener is not None:
+                listener(event)
 
-        launcher = LocalLauncher(forkserver=forkserver, profile=profile, resume=resume, outlet=made)
+        launcher = LocalLauncher(
+            forkserver=options.forkserver, profile=options.profile, resume=options.resume, outlet=made
+        )
         outcome = launcher.start(job, topology, on_event)
     if outcome.cause is not None:
         complain(story(outcome.cause, job, report.topology))

@@ -110,7 +110,7 @@ class ElasticTrial(Trial):
 
     def _end_one(self, life: WorkerProcess) -> None:
         """End one process of a leaving group. Servers notice the end of its connections."""
-        life.over = life.dead = True
+        life.kill()
         self.wire.resume(life.me)
         door = self.doors[life.me]
         for server in sorted({*door.servers, door.desk}):
@@ -130,7 +130,8 @@ class ElasticTrial(Trial):
             self.left_at = self.sim.now
             self._later(partial(self._tell, GroupLeft(group, lives[0].incarnation + 1)))
 
-    def _go(self, life: WorkerProcess) -> None:
+    def leave(self, life: WorkerProcess) -> None:
+        """End a worker of a group that was asked to leave."""
         if not life.over:
             self._end_one(life)
             self._emptied(life.me.group)
@@ -151,7 +152,7 @@ class ElasticTrial(Trial):
         """Run the trial as `Trial.run` does."""
         for group in sorted(self.absent):
             for life in self._lives(group):
-                life.over = life.dead = True
+                life.kill()
             self.sim.at(self._opens[_COORDINATOR], partial(self._tell, GroupLeft(group, 0)))
         super().run()
         return self

@@ -99,7 +99,7 @@ def prepared(job: Job, name: str) -> Job:
     """
     topology = layout(job.cluster)
     if topology.collective or topology.relayed or job.splits:
-        raise ConfigError("--layout", name, "only jobs whose gradients go directly to servers can be simulated")
+        raise ConfigError("--layout", name, "only jobs in which gradients go directly to servers can be simulated")
     exact = job.cluster.compression in (Compression.kNone, Compression.kFp16)
     cluster = job.cluster if exact else replace(job.cluster, compression=Compression.kNone)
     grads = Grads.kHidden if singly(job) else Grads.kVisible

@@ -25,9 +25,9 @@ from topotrain.core.optim.adapter import describe
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
-from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.server_composition import make_server
+from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
 
 
@@ -146,13 +146,14 @@ class SimWorker:
 
     town: SimCluster
     me: Address
+    singly: bool = False  # it makes its steps without the others of its group
     steps: int = 0
     outcomes: list[StepOutcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.door = self.town.doors[self.me]
         self.flats = FlatBuffers(self.town.map, None, zeros)
-        self.visible = self.door.group_size > 1
+        self.visible = self.door.group_size > 1 and not self.singly
 
     def open(self, start: float = 0.0) -> "SimWorker":
         """Join the job. Worker (0,0) sends the initial values."""
@@ -220,6 +221,10 @@ class SimWorker:
             self.door.buffers.put([])
         self.door.finish(self.steps)
         return self
+
+    def go_on_at(self, step: int) -> None:
+        """Set the number of the next step."""
+        self.steps = step
 
     def sleep(self, low: float, high: float) -> None:
         """Compute for a random time between these virtual seconds."""

@@ -45,6 +45,26 @@ class _Actor:
         self.ended = False
         self.error: BaseException | None = None
 
+    def start(self, back: threading.Lock) -> None:
+        """Start the thread. It releases `back` at its end."""
+        self.thread = threading.Thread(target=self._run, args=(back,), name=self.name, daemon=True)
+        self.thread.start()
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Set the condition under which the actor runs on."""
+        self.ready = ready
+
+    def _run(self, back: threading.Lock) -> None:
+        self.turn.acquire()
+        try:
+            self.function()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.ended = True
+        back.release()
+
 
 class Simulation:
     """Virtual time, and the actors in it.
@@ -64,6 +84,11 @@ class Simulation:
         self._back = threading.Lock()  # held by the loop while an actor runs
         self._back.acquire()
         self._stopping = False
+
+    def go_on_from(self, before: "Simulation") -> None:
+        """Take over the time and the random state of an earlier simulation."""
+        self.now = before.now
+        self.random.setstate(before.random.getstate())
 
     def actor(self, name: str, function: Callable[[], None]) -> None:
         """Add an actor. Its function may call `sleep`, and `wait` of a `waiter()`."""
@@ -97,7 +122,7 @@ class Simulation:
         while not ready():
             if actor is None or threading.current_thread() is not actor.thread:
                 raise RuntimeError("only an actor of the simulation can wait in it")
-            actor.ready = ready
+            actor.wait_for(ready)
             self._back.release()
             actor.turn.acquire()
             if self._stopping:
@@ -141,23 +166,11 @@ class Simulation:
 
     def _resume(self, actor: _Actor) -> None:
         if actor.thread is None:
-            actor.thread = threading.Thread(target=self._live, args=(actor,), name=actor.name, daemon=True)
-            actor.thread.start()
+            actor.start(self._back)
         self._current = actor
         actor.turn.release()
         self._back.acquire()
         self._current = None
-
-    def _live(self, actor: _Actor) -> None:
-        actor.turn.acquire()
-        try:
-            actor.function()
-        except _Stopped:
-            pass
-        except BaseException as error:
-            actor.error = error
-        actor.ended = True
-        self._back.release()
 
     def _stop(self) -> None:
         self._stopping = True
@@ -192,6 +205,11 @@ class _Fate:
     kind: type[Message]
     left: int
     tell: bool
+
+    def is_due(self) -> bool:
+        """Count a message; return whether the crash comes before it."""
+        self.left -= 1
+        return self.left < 0
 
 
 class SimulatedTransport:
@@ -296,9 +314,8 @@ class SimulatedTransport:
         fate = self._fates.get(me)
         if fate is None or not isinstance(message, fate.kind):
             return
-        if fate.left == 0:
+        if fate.is_due():
             self._fall(me)
-        fate.left -= 1
 
     def _fall(self, who: Address) -> None:
         fate = self._fates.pop(who)

@@ -29,6 +29,22 @@ class WorkerProcess:
     over: bool = False  # dead, or its script has ended
     dead: bool = False
 
+    def on_send(self) -> None:
+        """Count a message that it sends."""
+        self.said += 1
+
+    def admit(self) -> None:
+        """Record that the servers admit it."""
+        self.came = True
+
+    def finish(self) -> None:
+        """Record the end of its script."""
+        self.over = True
+
+    def kill(self) -> None:
+        """Record its death."""
+        self.over = self.dead = True
+
 
 class CrashableWaiter:
     """The `client.Waiter` of a worker process that can die."""

@@ -18,8 +18,8 @@ from topotrain.extensions.backup_workers.backup_client import BackupWorkersClien
 from topotrain.extensions.elastic.eligibility import singly
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
-from topotrain.launch.runtime.client_composition import client_extensions
 from topotrain.launch.runtime.process_host import peers
+from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.tools.simulator.fault_schedule import WEATHERS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import PublishedSnapshot, SimDisks, passes_of
@@ -36,6 +36,132 @@ LONG = 10.0
 
 class _Crashed(BaseException):
     """All processes of the job are gone."""
+
+
+class TrialScript:
+    """The script of one simulated worker process.
+
+    Args:
+        trial: the simulation.
+        worker: the worker.
+        process: its process, which may be dead.
+    """
+
+    def __init__(self, trial: "Trial", worker: SimWorker, process: WorkerProcess) -> None:
+        self._trial, self._worker, self._process = trial, worker, process
+        self._workers = trial.topology.workers_per_group
+        self.final: list[torch.Tensor] = []
+        """The final values, as worker (0,0) sees them."""
+
+    def run(self) -> None:
+        """Read all batches, with one step for each."""
+        trial, worker, process, workers = self._trial, self._worker, self._process, self._workers
+        witness = WorkerObserver(
+            f"{worker.me} of incarnation {process.incarnation}", trial.batches * trial.epochs * workers
+        )
+        worker.open(0.0)
+        if trial.singly:
+            self._train_singly(witness)
+            self._finish()
+            return
+        snapshot = 0  # the snapshot that needs this worker's state
+        for epoch in self._epochs:
+            begins = True
+            for stream, seq, number in self._batches(epoch):
+                if begins and trial.schedule.every:
+                    worker.door.extension(WorkerStateClient).save(EPOCH, passes_of(epoch))
+                if snapshot:
+                    worker.door.extension(WorkerStateClient).save(snapshot, passes_of(epoch))
+                begins = False
+                worker.sleep(0.0, 0.004)
+                if process.over:
+                    raise Killed
+                batch = epoch * trial.batches + number
+                witness.look(worker.values())
+                outcome = worker.step(
+                    self._gradient(batch * workers + worker.me.index), marks=(stream, seq, seq), samples=1
+                )
+                snapshot = outcome.snapshot
+                if not process.over:
+                    trial.committed(worker.me)
+                    witness.did(range(batch * workers, (batch + 1) * workers))
+                    witness.look(worker.values())
+                if outcome.leaves:
+                    trial.leave(process)
+            if worker.door.extension(DataClient).leaves:
+                trial.leave(process)
+        if snapshot:
+            worker.door.extension(WorkerStateClient).save(snapshot, passes_of(trial.epochs))
+        self._finish()
+
+    def _train_singly(self, witness: WorkerObserver) -> None:
+        """Train with backup workers.
+
+        Each worker reads its own batches, some of them again, and joins the others after each epoch.
+        """
+        trial, worker, process, workers = self._trial, self._worker, self._process, self._workers
+        me = worker.me.index
+        if process.incarnation:
+            worker.go_on_at(worker.door.extension(BackupWorkersClient).catch_up().next)
+        for epoch in self._epochs:
+            stream = (epoch << 32) | STATIC | me
+            mine = self._unread(epoch, trial.batches * workers)[me::workers]
+            number = worker.door.extension(DataClient).applied(stream)
+            while number < len(mine):
+                worker.sleep(0.0, 0.004)
+                if process.over:
+                    raise Killed
+                cell = epoch * trial.batches * workers + mine[number]
+                witness.look(worker.values())
+                outcome = worker.step(self._gradient(cell), marks=(stream, number, number), samples=1)
+                if outcome.late:
+                    worker.go_on_at(outcome.next)
+                elif not process.over:
+                    number += 1
+                    trial.committed(worker.me)
+                    witness.did([cell])
+                    witness.look(worker.values())
+            worker.go_on_at(worker.door.extension(BackupWorkersClient).catch_up(epoch).next)
+
+    @property
+    def _epochs(self) -> range:
+        """The epochs that are not over."""
+        resumed = self._trial.resumed
+        return range(0 if resumed is None else resumed.first, self._trial.epochs)
+
+    def _unread(self, epoch: int, batches: int) -> list[int]:
+        """Return the batches of an epoch that earlier starts have not applied."""
+        resumed = self._trial.resumed
+        return list(left(range(batches), () if resumed is None else resumed.runs(epoch)))
+
+    def _finish(self) -> None:
+        worker = self._worker
+        worker.finish()
+        if worker.me == (Role.WORKER, 0, 0):
+            worker.door.final_values()
+            worker.door.buffers.final()
+            self.final = worker.values()
+
+    def _batches(self, epoch: int) -> Iterator[tuple[int, int, int]]:
+        trial, group, door = self._trial, self._worker.me.group, self._worker.door
+        units = self._unread(epoch, trial.batches)
+        if trial.mode == "static":
+            stream = (epoch << 32) | STATIC | group
+            mine = units[group :: trial.topology.worker_groups]
+            for seq in range(door.extension(DataClient).applied(stream), len(mine)):
+                yield stream, seq, mine[seq]
+            return
+        leases = LeaseIterator(door.extension(DataClient), epoch, len(units), 0)
+        while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
+            place = leases.take()
+            yield place.stream, place.seq, units[place.number]
+            leases.passed = place.ordinal + place.last  # the batch is over once the next one is asked for
+
+    def _gradient(self, cell: int) -> list[torch.Tensor]:
+        found = [torch.zeros(p.shape) for p in self._trial.map.parameters]
+        for part in found:
+            part[cell] = -1.0
+        return found
 
 
 class Trial(SimCluster):
@@ -75,22 +201,23 @@ class Trial(SimCluster):
         self.log: list[tuple[float, Fault]] = []  # the faults so far, with their times
         self.crashed = False
         self._published = 0  # by starts before this one
-        self._schedule, self._weather = schedule, weather
+        self.schedule, self._weather = schedule, weather
         self.archive: SimDisks | None = None
-        self._kept: PublishedSnapshot | None = None if before is None or before.archive is None else before.archive.last
+        self.resumed: PublishedSnapshot | None = (
+            None if before is None or before.archive is None else before.archive.last
+        )
         cells = self.batches * self.epochs * job.cluster.nworkers_per_group
         schema = parameters(cells, max(cells, 150), max(cells, 256))
-        super().__init__(job, seed, weather or WEATHERS[schedule.weather], schema, resumed=self._kept)
+        super().__init__(job, seed, weather or WEATHERS[schedule.weather], schema, resumed=self.resumed)
         if before is not None:
             self._follow(before)
         if not self.server(0, 0).snapshots.refusal:
-            self.archive = SimDisks(self, self, self._kept)
+            self.archive = SimDisks(self, self, self.resumed)
         self._open()
 
     def _follow(self, before: "Trial") -> None:
         """Take over time, random state, and statistics from the crashed trial."""
-        self.sim.now = before.sim.now
-        self.sim.random.setstate(before.sim.random.getstate())
+        self.sim.go_on_from(before.sim)
         self.random.setstate(before.random.getstate())
         self.kills, self.log, self.commits = before.kills, before.log, before.commits
         self.births, self.deaths, self._published = before.births, before.deaths, before.snapshots
@@ -110,7 +237,7 @@ class Trial(SimCluster):
     @property
     def _left_over(self) -> FaultSchedule:
         """The schedule with the faults that have not happened yet."""
-        return replace(self._schedule, faults=tuple(self._faults))
+        return replace(self.schedule, faults=tuple(self._faults))
 
     # --- how it is made ------------------------------------------------------------------------------------------
 
@@ -126,7 +253,7 @@ class Trial(SimCluster):
             self._meet(life, message)
             if life.over:
                 raise Killed
-            life.said += 1
+            life.on_send()
             self.wire.send(me, to, message)
 
         waiter, extensions = CrashableWaiter(life, self.sim), client_extensions(self.topology)
@@ -141,7 +268,7 @@ class Trial(SimCluster):
 
         A server connects to a peer when both have started, and then admits workers.
         """
-        within = self._schedule.opens
+        within = self.schedule.opens
         there = {me: self.sim.now + (self.sim.random.uniform(0.0, within) if within else 0.0) for me in self.houses}
         self._opens = dict(there)
         for me in self.houses:
@@ -190,7 +317,11 @@ class Trial(SimCluster):
         elif fault.what is FaultKind.CUT:
             self._cut(fault)
         elif fault.what is FaultKind.PAUSE:
-            self._pause(fault)
+            paused = Address(Role.WORKER, fault.group, fault.index)
+            if fault.server >= 0:
+                paused = self.doors[paused].servers[fault.server]
+            self.wire.pause(paused)
+            self.sim.at(self.sim.now + fault.away, lambda: self.wire.resume(paused))
         elif fault.what is FaultKind.CRASH:
             raise _Crashed
         elif self.archive is not None:
@@ -201,7 +332,7 @@ class Trial(SimCluster):
         """Request snapshots as the clock of the host of server (0,0) does."""
         if self.archive is not None and not all(life.over for life in self.lives.values()):
             self.archive.ask()
-            self.sim.at(self.sim.now + self._schedule.every, self._tick)
+            self.sim.at(self.sim.now + self.schedule.every, self._tick)
 
     def kill(self, group: int, away: float, index: int = 0) -> None:
         """Kill all processes of a group, or one process.
@@ -223,7 +354,7 @@ class Trial(SimCluster):
             self.wire.resume(me)
             for server in sorted({*door.servers, door.desk}) if not life.over else ():
                 self._later(lambda life=life, server=server: self._end(life, server))  # type: ignore[misc]
-            life.over = life.dead = True
+            life.kill()
         lives = [self.lives[me] for me in fellows]
 
         def again() -> None:
@@ -247,13 +378,6 @@ class Trial(SimCluster):
         self._aways[life] = fault.away
         self._later(lambda: self._end(life, server))
         self._later(lambda: self.wire.awake(notice, worker))
-
-    def _pause(self, fault: Fault) -> None:
-        who = Address(Role.WORKER, fault.group, fault.index)
-        if fault.server >= 0:
-            who = self.doors[who].servers[fault.server]
-        self.wire.pause(who)
-        self.sim.at(self.sim.now + fault.away, lambda: self.wire.resume(who))
 
     def _later(self, do: Callable[[], None]) -> None:
         self.sim.at(self.sim.now + self.sim.random.uniform(*self.wire.weather.delay), do)
@@ -284,11 +408,13 @@ class Trial(SimCluster):
                     self.sim.sleep(opens - self.sim.now)
                 if life.over:
                     raise Killed
-                life.came = True
+                life.admit()
                 if life.incarnation:
                     door.come_back()
-                self.script(SimWorker(self, me))
-                life.over = True
+                script = TrialScript(self, SimWorker(self, me, self.singly), life)
+                script.run()
+                self.final = script.final or self.final
+                life.finish()
             except Killed:
                 pass
             except PeerLost:
@@ -303,8 +429,8 @@ class Trial(SimCluster):
         """
         for me in self.workers:
             self._start(me)
-        if self._schedule.every:
-            self.sim.at(self.sim.now + self._schedule.every, self._tick)
+        if self.schedule.every:
+            self.sim.at(self.sim.now + self.schedule.every, self._tick)
         for fault in list(self._faults):
             if fault.at >= 0:
                 self.sim.at(fault.at, lambda fault=fault: self.befall(fault))  # type: ignore[misc]
@@ -322,116 +448,13 @@ class Trial(SimCluster):
                 )
         return self
 
-    # --- what a script does --------------------------------------------------------------------------------------
+    def committed(self, worker: Address) -> None:
+        """Record the time of a step."""
+        self.commits.setdefault(worker.group, []).append(self.sim.now)
 
-    def script(self, seat: SimWorker) -> None:
-        """Read all batches, with one step for each."""
-        life, workers = self.lives[seat.me], self.topology.workers_per_group
-        witness = WorkerObserver(f"{seat.me} of incarnation {life.incarnation}", self.batches * self.epochs * workers)
-        seat.visible = seat.visible and not self.singly
-        seat.open(0.0)
-        if self.singly:
-            self._train_singly(seat, witness)
-            self._end_well(seat)
-            return
-        snapshot = 0  # the snapshot that needs this worker's state
-        for epoch in self._epochs:
-            begins = True
-            for stream, seq, number in self._batches(seat, epoch):
-                if begins and self._schedule.every:
-                    seat.door.extension(WorkerStateClient).save(EPOCH, passes_of(epoch))
-                if snapshot:
-                    seat.door.extension(WorkerStateClient).save(snapshot, passes_of(epoch))
-                begins = False
-                seat.sleep(0.0, 0.004)
-                if life.over:
-                    raise Killed
-                batch = epoch * self.batches + number
-                witness.look(seat.values())
-                outcome = seat.step(
-                    self._gradient(batch * workers + seat.me.index), marks=(stream, seq, seq), samples=1
-                )
-                snapshot = outcome.snapshot
-                if not life.over:
-                    self.commits.setdefault(seat.me.group, []).append(self.sim.now)
-                    witness.did(range(batch * workers, (batch + 1) * workers))
-                    witness.look(seat.values())
-                if outcome.leaves:
-                    self._go(life)
-            if seat.door.extension(DataClient).leaves:
-                self._go(life)
-        if snapshot:
-            seat.door.extension(WorkerStateClient).save(snapshot, passes_of(self.epochs))
-        self._end_well(seat)
-
-    def _train_singly(self, seat: SimWorker, witness: WorkerObserver) -> None:
-        """Train with backup workers.
-
-        Each worker reads its own batches, some of them again, and joins the others after each epoch.
-        """
-        life, workers, me = self.lives[seat.me], self.topology.workers_per_group, seat.me.index
-        if life.incarnation:
-            seat.steps = seat.door.extension(BackupWorkersClient).catch_up().next
-        for epoch in self._epochs:
-            stream = (epoch << 32) | STATIC | me
-            mine = self._unread(epoch, self.batches * workers)[me::workers]
-            number = seat.door.extension(DataClient).applied(stream)
-            while number < len(mine):
-                seat.sleep(0.0, 0.004)
-                if life.over:
-                    raise Killed
-                cell = epoch * self.batches * workers + mine[number]
-                witness.look(seat.values())
-                outcome = seat.step(self._gradient(cell), marks=(stream, number, number), samples=1)
-                if outcome.late:
-                    seat.steps = outcome.next
-                elif not life.over:
-                    number += 1
-                    self.commits.setdefault(seat.me.group, []).append(self.sim.now)
-                    witness.did([cell])
-                    witness.look(seat.values())
-            seat.steps = seat.door.extension(BackupWorkersClient).catch_up(epoch).next
-
-    @property
-    def _epochs(self) -> range:
-        """The epochs that are not over."""
-        return range(0 if self._kept is None else self._kept.first, self.epochs)
-
-    def _unread(self, epoch: int, batches: int) -> list[int]:
-        """Return the batches of an epoch that earlier starts have not applied."""
-        return list(left(range(batches), () if self._kept is None else self._kept.runs(epoch)))
-
-    def _end_well(self, seat: SimWorker) -> None:
-        seat.finish()
-        if seat.me == self.workers[0]:
-            seat.door.final_values()
-            seat.door.buffers.final()
-            self.final = seat.values()
-
-    def _go(self, life: WorkerProcess) -> None:
+    def leave(self, process: WorkerProcess) -> None:
         """End a worker of a group that was asked to leave."""
-        raise InvariantViolated(f"{life.me} leaves without a request")
-
-    def _batches(self, seat: SimWorker, epoch: int) -> Iterator[tuple[int, int, int]]:
-        group, door = seat.me.group, seat.door
-        units = self._unread(epoch, self.batches)
-        if self.mode == "static":
-            stream = (epoch << 32) | STATIC | group
-            mine = units[group :: self.topology.worker_groups]
-            for seq in range(door.extension(DataClient).applied(stream), len(mine)):
-                yield stream, seq, mine[seq]
-            return
-        leases = LeaseIterator(door.extension(DataClient), epoch, len(units), 0)
-        while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
-            place = leases.take()
-            yield place.stream, place.seq, units[place.number]
-            leases.passed = place.ordinal + place.last
-
-    def _gradient(self, cell: int) -> list[torch.Tensor]:
-        found = [torch.zeros(p.shape) for p in self.map.parameters]
-        for part in found:
-            part[cell] = -1.0
-        return found
+        raise InvariantViolated(f"{process.me} leaves without a request")
 
     def wrong(self) -> list[tuple[int, int, float]]:
         """Return (parameter, cell, value) of all cells that are not 1.

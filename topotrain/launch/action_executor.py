@@ -1,0 +1,209 @@
+"""Execution of the recovery policy's actions, on this host and on others."""
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from selectors import BaseSelector
+from typing import Any
+
+from topotrain.config.job import Job
+from topotrain.config.topology import Address, Role, Topology
+from topotrain.core.events import Event, Recovered
+from topotrain.launch.agent.unit_process import UnitProcesses
+from topotrain.launch.control_socket import ControlSocket
+from topotrain.launch.grace_period import LEADER, WORDS
+from topotrain.launch.job_shutdown import JobShutdown, LauncherContext
+from topotrain.launch.multinode.follower import Follower
+from topotrain.launch.recovery.recovery_actions import (
+    Action,
+    AnswerRequest,
+    AskServers,
+    EndProcess,
+    FailJob,
+    GroupRequest,
+    PlaceReplica,
+    ReportGone,
+    RequestSnapshot,
+    ResizeRefused,
+    ResizeRequest,
+    RestartGroup,
+    RestartJob,
+    RestartResized,
+    refused,
+)
+from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
+
+
+class ActionExecutor:
+    """Executes the actions of a job's recovery policy.
+
+    Args:
+        topology: the layout of the job.
+        recovery: the policy. A `Follower` where another unit decides; None where a death ends the job.
+        units: the units of this host.
+        shutdown: ends the job.
+        host: the settings and resources of the launcher.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        recovery: RecoveryPolicy | Follower | None,
+        units: UnitProcesses,
+        shutdown: JobShutdown,
+        host: LauncherContext,
+    ) -> None:
+        self._topology, self._recovery = topology, recovery
+        self._leads = recovery if isinstance(recovery, RecoveryPolicy) else None
+        self._units, self._shutdown, self._connection = units, shutdown, host.connection
+        self._promises = host.promises
+        self._replicated = topology.cluster.replicas > 1
+        self._control: ControlSocket | None = None
+        self._attempt = 0
+        self._steps_wanted = False
+        self.released = False
+        """Whether the units may end, because nothing can restart any more."""
+        self.resized: Job | None = None
+        """The job to restart as, with another layout."""
+
+    def start(self, attempt: int, folder: Path | None, selector: BaseSelector) -> None:
+        """Begin attempt number `attempt`.
+
+        folder: the folder of the control socket; None: the job takes no requests.
+        """
+        self._attempt = attempt
+        self._control = None if folder is None else ControlSocket(folder, selector)
+
+    def close(self) -> None:
+        """Close the control socket. A second call does nothing."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def execute(self, actions: Iterable[Action]) -> Iterator[Event]:
+        """Execute actions, and yield the events among them in their place."""
+        for action in actions:
+            match action:
+                case RestartGroup(group=group, incarnation=incarnation, why=why, worker=who):
+                    ranks = {self._topology.unit_of(worker) for worker in self._topology.workers(group)}
+                    self.send("restart", ranks, group=group, incarnation=incarnation, why=why, who=who)
+                case EndProcess(who=who):
+                    self.send("dismiss", who=who)  # exactly one unit has this process
+                case PlaceReplica(process=who, number=number, why=why, seats=seats, unit=unit):
+                    self.send("seats", who=who, number=number, why=why, seats=seats, unit=unit)
+                    if self._shutdown.saving:  # the process that was asked for a snapshot may have died
+                        self.request_snapshot()
+                case RestartJob():
+                    self.restart_job()
+                case AskServers(wish=wish, group=group, incarnation=incarnation):
+                    self.command_servers(group, wish, incarnation)
+                case ReportGone(group=group, incarnation=incarnation):
+                    self.command_servers(group, "away", incarnation)
+                case AnswerRequest():
+                    if self._control is not None:
+                        self._control.answer(action)
+                case RequestSnapshot():
+                    self.request_snapshot()
+                case ResizeRefused(wish=request, error=error):
+                    if self._control is not None:
+                        self._control.refuse(request, error)
+                case RestartResized():
+                    self._restart_resized(action)
+                case FailJob(failures=failures):
+                    self._shutdown.fail(failures)
+                case Recovered(number=number):
+                    yield action
+                    for promise in self._promises:
+                        if promise.number == number:
+                            promise.send()
+                case event:
+                    yield event
+        self._update()
+
+    def _update(self) -> None:
+        """Tell the units what has changed: they may end, or every step matters."""
+        if self._recovery is not None and self._recovery.complete:
+            self.release()
+        if self._leads is not None and self._leads.wants_steps is not self._steps_wanted:
+            self._steps_wanted = self._leads.wants_steps
+            self.send_remote("listen", on=self._steps_wanted)
+
+    def release(self) -> None:
+        """Let the units end, because nothing can restart any more."""
+        if not self.released:
+            self.released = True
+            self.send("end")
+
+    # --- commands
+
+    def send(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
+        """Send a command to the units of these ranks, on all hosts; None: to all."""
+        self._units.command(command, ranks, **values)
+        self.send_remote(command, ranks, **values)
+
+    def send_remote(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
+        """Send a command to units on other hosts, if this unit decides for them."""
+        if self._connection is None or self._leads is None:
+            return
+        for rank in self._connection.ranks:
+            if ranks is None or rank in ranks:
+                self._connection.send(rank, {"life": self._attempt, "command": command, **values})
+
+    def command_servers(self, group: int, command: str, incarnation: int) -> None:
+        """Send a command to the coordinator of a worker group."""
+        server = Address(Role.SERVER, self._topology.server_group_of(group), 0)
+        process, rank = self._location_of(server)
+        words = {"command": command, "group": group, "incarnation": incarnation}
+        self.send("tell", {rank}, who=process, words=words)
+
+    def request_snapshot(self) -> None:
+        """Ask the process of the first server for a last snapshot.
+
+        A follower of a replicated job does not ask: the server may have moved, and the deciding unit asks it.
+        """
+        if self._replicated and isinstance(self._recovery, Follower):
+            return
+        process, rank = self._location_of(LEADER)
+        send = self.send if self._replicated else self._units.command
+        send("tell", {rank}, who=process, words=WORDS)
+
+    def _location_of(self, server: Address) -> tuple[str, int]:
+        """Return the process in which this server is active, and the rank of its unit."""
+        if self._leads is not None:
+            return self._leads.location_of(server)
+        return str(server), self._topology.unit_of(server)
+
+    def restart_job(self) -> None:
+        """End everything at once, so that the whole job can restart."""
+        self.send_remote("renew")
+        self._shutdown.restart()
+
+    def _restart_resized(self, action: RestartResized) -> None:
+        """Restart the job with another layout.
+
+        The client that asked for it gets its answer after the first step.
+        """
+        self.resized = action.job
+        if self._control is not None:
+            data = {"workers": action.job.cluster.nworkers_per_group, "step": action.step, "text": action.text}
+            self._promises.append(self._control.promise(action.wish, action.number, data))
+        self.restart_job()
+
+    # --- requests
+
+    def receive(self) -> Iterator[Sequence[Action]]:
+        """Yield the actions after each request from the control socket."""
+        for request in [] if self._control is None else self._control.receive():
+            yield self._on_request(request)
+
+    def _on_request(self, request: GroupRequest | ResizeRequest) -> Sequence[Action]:
+        error = "the job is ending" if self._shutdown.stopping or self._shutdown.saving else ""
+        if self._leads is None:
+            error = "with on_failure: kStop the loss of a process ends the job; kContinue is needed"
+        if isinstance(request, ResizeRequest):
+            if error or self._leads is None:
+                return [ResizeRefused(request, error)]
+            return self._leads.on_resize_request(request, time.monotonic())
+        if error or self._leads is None:
+            return [refused(request, error)]
+        return self._leads.on_group_request(request)

@@ -1,0 +1,155 @@
+"""Arguments that several commands share, and the checks of what they name."""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from topotrain.config.job import ConfigError, Job, Link
+from topotrain.config.private_files import make_folder, open_file, open_for_reading
+from topotrain.launch import FORKSERVER_VARIABLE
+from topotrain.tools.monitor.monitored_run import complain
+
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; may be given several times."),
+]
+Emulate = Annotated[
+    str,
+    typer.Option("--emulate", metavar="LINK", help="A slow network between the units, such as 100mbit,20ms."),
+]
+Conf = Annotated[Path, typer.Argument(metavar="JOB.conf", help="Protobuf text format, or .yaml.", show_default=False)]
+Program = Annotated[
+    str | None,
+    typer.Argument(metavar="PROGRAM", help="The training script, instead of the file's `program`."),
+]
+Args = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGS", help="Passed to the script unchanged, also those that begin with --."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")]
+Forkserver = Annotated[
+    str,
+    typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="A fork server that runs already."),
+]
+
+
+class BadInput(Exception):
+    """Input that cannot be used; the text says what is wrong and why."""
+
+
+def load_job(
+    conf: Path,
+    sets: list[str] | None,
+    program: str | None,
+    args: list[str] | None,
+    needs_program: bool = True,
+    elsewhere: bool = False,
+) -> Job:
+    """Read a job and check that its files can be read.
+
+    elsewhere: the program is not on this machine.
+
+    Raises:
+        ConfigError, BadInput: the job is invalid, or a file cannot be read.
+        OSError: the job file cannot be read.
+    """
+    from topotrain.config.job_file import load_with_warnings
+
+    job, warnings = load_with_warnings(str(conf), sets or (), program, args or ())
+    for warning in warnings:
+        print(f"topotrain: warning: {warning}", file=sys.stderr)
+    check_kind(Path(job.program))
+    if needs_program and not job.program:
+        raise BadInput(f'no program: give one after {conf}, or `program: "train.py"` in it')
+    if (needs_program or program) and not elsewhere:
+        check_program(Path(job.program))
+    return job
+
+
+_LINK_FIELDS = {
+    "bandwidth": {"kbit": 0.001, "mbit": 1.0, "gbit": 1000.0},
+    "delay": {"us": 0.001, "ms": 1.0, "s": 1000.0},
+    "jitter": {"us": 0.001, "ms": 1.0, "s": 1000.0},
+    "loss": {"": 1.0, "%": 0.01},
+}
+_LINK_PART = re.compile(r"(?:([a-z]+)=)?(\d+\.?\d*|\.\d+)([a-z%]*)")
+
+
+def parse_link(text: str) -> Link:
+    """Parse the link of `--emulate`.
+
+    Such as "100mbit,20ms" or "1gbit,jitter=5ms,loss=0.01". Raises ConfigError.
+    """
+    values: dict[str, float] = {}
+    for part in text.lower().replace(" ", "").split(","):
+        found = _LINK_PART.fullmatch(part)
+        name, amount, unit = found.groups() if found else ("", "", "")
+        name = name or next((field for field in ("bandwidth", "delay") if unit in _LINK_FIELDS[field]), "")
+        if unit not in _LINK_FIELDS.get(name, {}):
+            accepted = "must be such as 100mbit, 1gbit, 20ms, jitter=5ms or loss=0.01, separated by commas"
+            raise ConfigError("--emulate", text, f"{part!r} is not a part of a link: {accepted}")
+        if name in values:
+            raise ConfigError("--emulate", text, f"{name} is given twice")
+        values[name] = float(amount) * _LINK_FIELDS[name][unit]
+    return Link(**values)
+
+
+def with_link(job: Job, emulate: str) -> Job:
+    """Return the job with the link of `--emulate`, if given. Raises ConfigError."""
+    return replace(job, cluster=replace(job.cluster, link=parse_link(emulate))) if emulate else job
+
+
+def check_kind(path: Path) -> None:
+    if path.suffix == ".ipynb":
+        made = f"`jupyter nbconvert --to script {path}` makes one of it"
+        raise BadInput(f"program {path}: is a notebook, must be a Python script; {made}")
+
+
+def check_program(path: Path) -> None:
+    check_kind(path)
+    if path.is_dir():
+        raise BadInput(f"program {path}: is a folder, must be a file")
+    try:
+        os.close(open_for_reading(path))
+    except OSError as error:
+        raise BadInput(f"program {path}: cannot be read ({error.strerror})") from None
+
+
+def check_writable(what: str, file: Path, private: bool = False) -> None:
+    """Check before hours of training that `file` can be written; its content stays.
+
+    private: it is for this user alone. Else the user has named it, and its mode is what the umask gives.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    try:
+        if private:
+            make_folder(file.parent)
+            os.close(open_file(file, flags))
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(file, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))  # a pipe that nothing reads is refused
+    except OSError as error:
+        raise BadInput(f"{what} {file}: cannot be written ({error.strerror})") from None
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turn bad input into one block and code 2, and an early signal into its code."""
+    try:
+        yield
+    except (ConfigError, BadInput) as error:
+        complain(str(error))
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python flushes stdout once more when it ends
+        raise typer.Exit(1) from None
