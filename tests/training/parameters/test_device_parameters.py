@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from training_loops import ALWAYS, clip_norm, clip_value, edit, edit_between_backwards
 from in_process_job import (
     Cnn,
     Transformer,
@@ -31,6 +30,7 @@ from in_process_job import (
     vectors,
 )
 from torch import nn
+from training_loops import ALWAYS, clip_norm, clip_value, edit, edit_between_backwards
 
 from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Pull, Road
 from topotrain.training.parameters import flat_parameters
@@ -170,11 +170,6 @@ def test_the_unchanged_loop(script, layout, shared, made):
 
 
 EDITS = [clip_norm, clip_value, edit, edit_between_backwards]
-    training_loops.clip_norm,
-    clip_value,
-    training_loops.edit,
-    training_loops.edit_between_backwards,
-]
 
 
 @either
