@@ -101,11 +101,11 @@ def test_a_live_table_is_not_drawn_for_a_terminal_that_takes_nothing(pipe):
                 (channel,) = made._channels.values()
                 while not _is_full(file):  # until its thread can write no more
                     os.sched_yield()
-                before = channel.kept
+                before = channel.waiting
                 for step in range(100):
                     window(StepDone("worker 0/0", 1.0, step, step, 0.5, 0.0, 0, 0, 0))
                     window._live.refresh()
-                assert channel.kept == before > 0
+                assert channel.waiting == before > 0
                 raise InterruptedError
         except InterruptedError:
             pass

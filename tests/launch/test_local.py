@@ -173,7 +173,7 @@ def test_a_unit_that_ends_before_its_processes_is_a_loss(tmp_path, mark, monkeyp
         process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""], bufsize=0, **pipes)
         return UnitProcess(place.rank, process, LineReader(process.stdout.fileno()), log)
 
-    monkeypatch.setattr(run_loop, "begin", ends_at_once)
+    monkeypatch.setattr(run_loop, "start_unit", ends_at_once)
     outcome, _ = launch(tmp_path)
     assert (outcome.code, outcome.cause.kind) == (1, "died")
     assert "ended with exit code 0 before" in outcome.cause.text

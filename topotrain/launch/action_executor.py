@@ -145,6 +145,7 @@ class ActionExecutor:
         """Send a command to units on other hosts, if this unit decides for them."""
         if self._connection is None or self._leads is None:
             return
+        # The attempt's number lets a unit ignore a command of an earlier attempt.
         for rank in self._connection.ranks:
             if ranks is None or rank in ranks:
                 self._connection.send(rank, {"life": self._attempt, "command": command, **values})
@@ -175,6 +176,7 @@ class ActionExecutor:
 
     def restart_job(self) -> None:
         """End everything at once, so that the whole job can restart."""
+        # Other units first: they end their processes while this host ends its own.
         self.send_remote("renew")
         self._shutdown.restart()
 

@@ -35,16 +35,16 @@ class OutputQueue:
         self._fd = fd
         self._most = _LARGE if stat.S_ISREG(os.fstat(fd).st_mode) else select.PIPE_BUF
         self._changed = threading.Condition()
-        self._kept = bytearray()
+        self._buffer = bytearray()
         self._error: OSError | None = None
         self._over = False
         self._thread = threading.Thread(target=self._live, name="outlet", daemon=True)
         self._thread.start()
 
     @property
-    def kept(self) -> int:
+    def waiting(self) -> int:
         """The number of bytes that the descriptor has not taken yet."""
-        return len(self._kept)
+        return len(self._buffer)
 
     def put(self, data: bytes) -> None:
         """Buffer `data` for writing. Raises the OSError of an earlier failed write."""
@@ -52,7 +52,7 @@ class OutputQueue:
             error, self._error = self._error, None
             if error is not None:
                 raise error
-            self._kept += data
+            self._buffer += data
             self._changed.notify_all()
 
     def empty(self, seconds: float | None) -> int:
@@ -61,8 +61,8 @@ class OutputQueue:
         seconds: the longest wait; None: without a limit.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._kept, seconds)
-            return len(self._kept)
+            self._changed.wait_for(lambda: not self._buffer, seconds)
+            return len(self._buffer)
 
     def close(self) -> None:
         """End the thread, and drop the output that is still buffered."""
@@ -76,10 +76,10 @@ class OutputQueue:
         ready.register(self._fd, select.POLLOUT)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._kept or self._over)
+                self._changed.wait_for(lambda: self._buffer or self._over)
                 if self._over:
                     return
-                piece = bytes(self._kept[: self._most])
+                piece = bytes(self._buffer[: self._most])
             if not ready.poll(_LOOK_MS):
                 continue
             try:
@@ -88,9 +88,9 @@ class OutputQueue:
                 continue
             except OSError as error:
                 with self._changed:
-                    self._error, done = error, len(self._kept)
+                    self._error, done = error, len(self._buffer)
             with self._changed:
-                del self._kept[:done]
+                del self._buffer[:done]
                 self._changed.notify_all()
 
 
@@ -106,7 +106,7 @@ class StreamWriter:
     @property
     def behind(self) -> bool:
         """Whether some output is still buffered."""
-        return bool(self._channel.kept)
+        return bool(self._channel.waiting)
 
     def write(self, text: str) -> int:
         """Buffer the text for writing. Raises OSError, such as BrokenPipeError."""
@@ -133,7 +133,7 @@ class ConsoleOutput:
     @property
     def full(self) -> bool:
         """Whether so much is buffered that units should read no more output."""
-        return any(channel.kept > FULL_BYTES for channel in self._channels.values())
+        return any(channel.waiting > FULL_BYTES for channel in self._channels.values())
 
     def writer(self, file: IO[str]) -> IO[str]:
         """Return a file that writes to `file` through its queue.

@@ -202,6 +202,7 @@ class JobShutdown:
         first = str(MAIN)  # another worker may find the same fault first, but the first worker's output is shown
         if failed.kind in ("program", "config") and (failed.who == first or first in self._table.exits):
             self._decide()  # nothing else can explain these
+        # Later failures do not extend the wait: the cause has been reported by then, or never will be.
         elif len(self.failures) == 1:
             self._after(CAUSE_S, self._decide)
 
@@ -218,6 +219,7 @@ class JobShutdown:
         if self._others is None or cause is None:
             self.stop()
         elif not self.stopping:
+            # Without an agreement in time this host ends alone: its processes must not wait for an absent store.
             self._after(DECIDE_S, self.stop)
             self._others.tell(cause)
 
@@ -260,6 +262,7 @@ class JobShutdown:
 
     def restart(self) -> None:
         """End everything at once, so that the whole job can restart."""
+        # `kill` instead of `stop`: the processes have nothing to save, and the snapshot on disk is what counts.
         self.again = self.stopping = True
         self._after(END_S, self._units.kill)
         self._units.command("kill")

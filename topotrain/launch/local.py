@@ -53,19 +53,19 @@ class LocalLauncher(Launcher):
         Raises ConfigError, before anything is started, for a workspace that is in use or not writable.
         """
         began, mark = time.monotonic(), secrets.token_hex(16)
-        with claimed(job) as workspace, listed(job) as place, signals() as heard:
+        with claimed(job) as workspace, listed(job) as place, signals() as stop:
             goes_on = recovery(job, topology, began)
             log = workspace / "run" / "forkserver.log"
             with closing(ForkserverHandle(self.forkserver, log, mark)) as forkserver:
                 files = RunFiles(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
-                host = LauncherContext(on_event, files, heard, forkserver, mark, place, outlet=self.outlet)
+                host = LauncherContext(on_event, files, stop, forkserver, mark, place, outlet=self.outlet)
                 attempt = AttemptInfo(0, self.resume, absent_groups(job, topology))
                 origin = ResumeSource(workspace, self.resume)
                 try:
                     while True:
                         run = RunLoop(job, topology, host, goes_on)
                         outcome = self._run(run, attempt, job, workspace, place)
-                        again = run.shutdown.again and not heard.came
+                        again = run.shutdown.again and not stop.came
                         if goes_on is None or not again or (place is not None and place.over):
                             break
                         why, resized = "", run.executor.resized
@@ -82,13 +82,11 @@ class LocalLauncher(Launcher):
                 finally:
                     for promise in host.promises:
                         promise.send("the job ended before it trained again")
-            if heard.came:
+            if stop.came:
                 self.outlet.hurry()
             outcome = replace(outcome, seconds=time.monotonic() - began)
-            if heard.came and (
-                outcome.code or run.shutdown.again
-            ):  # else the job was complete before its last snapshot
-                outcome = replace(outcome, code=128 + heard.came[0], cause=None)
+            if stop.came and (outcome.code or run.shutdown.again):  # else the job was complete before its last snapshot
+                outcome = replace(outcome, code=128 + stop.came[0], cause=None)
             if place is not None:
                 place.ended(outcome)
                 if place.stopped:

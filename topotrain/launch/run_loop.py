@@ -33,7 +33,7 @@ from topotrain.launch import (
 from topotrain.launch.action_executor import ActionExecutor
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
 from topotrain.launch.agent.pipes import ending, log_tail
-from topotrain.launch.agent.unit_process import ProcessTable, UnitProcess, UnitProcesses, begin
+from topotrain.launch.agent.unit_process import ProcessTable, UnitProcess, UnitProcesses, start_unit
 from topotrain.launch.agent.workspace import ProcessList
 from topotrain.launch.grace_period import grace
 from topotrain.launch.job_shutdown import JobShutdown, LauncherContext
@@ -112,7 +112,7 @@ class RunLoop:
                 self._host.on_event(Left(group, "is not there yet", 0.0))
 
     def _start_unit(self, place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo, environ: dict[str, str]) -> None:
-        unit = begin(place, calls, attempt, environ, self._host.files.logs / f"unit-{place.rank}.log")
+        unit = start_unit(place, calls, attempt, environ, self._host.files.logs / f"unit-{place.rank}.log")
         self._units.add(unit)
         self._selector.register(unit.lines.fd, selectors.EVENT_READ, lambda: self._on_lines(unit))
         self._units.watch(unit.process, lambda: self._on_unit_exit(unit))
@@ -121,6 +121,7 @@ class RunLoop:
     def run(self) -> JobOutcome:
         """Run the loop until every unit has ended."""
         while self._units.running or self._is_needed():
+            # A job that stops restarts nothing, so the policy's timers no longer count.
             due = [self.shutdown.due]
             if self._recovery is not None and not self.shutdown.stopping:
                 due.append(self._recovery.due)
@@ -134,6 +135,7 @@ class RunLoop:
 
     def _poll(self) -> None:
         """Do what is due by time, and what arrived requests ask for."""
+        # The control socket only queues requests; they are handled here, outside the selector's callbacks.
         for actions in self.executor.receive():
             self._execute(actions)
         self.shutdown.poll(time.monotonic())
@@ -150,6 +152,7 @@ class RunLoop:
 
     def _outcome(self) -> JobOutcome:
         by_itself = self.shutdown.saving and not self.shutdown.stopping
+        # The forkserver's exit is recorded by `destroy`, and belongs into the list of processes.
         self.destroy()
         self._processes.save(self.shutdown.missing)
         seconds, exits, pids = time.monotonic() - self._began, self._table.exits, self._table.pids
@@ -163,6 +166,7 @@ class RunLoop:
     def _on_lines(self, unit: UnitProcess) -> None:
         for line in unit.lines.read() or []:
             self._on_event(from_json(line.decode()))
+        # The end of the output is not the end of the process, which the pidfd reports.
         if not unit.lines.open:
             self._selector.unregister(unit.lines.fd)
 
@@ -179,6 +183,7 @@ class RunLoop:
     def _pass_on(self, event: Event) -> None:
         if self.shutdown.again and isinstance(event, Failed | Lost):  # consequences of a known failure
             return
+        # The table comes first: the shutdown looks there for workers that have not ended.
         self._table.on_event(event)
         self._processes(event)
         self._host.on_event(event)
@@ -193,6 +198,7 @@ class RunLoop:
             self._selector.unregister(unit.lines.fd)
         # A follower that took the place of a lost unit starts nothing until it is needed, perhaps never.
         idle = isinstance(self._recovery, Follower) and self._recovery.complete
+        # A unit may end with code 0 although some of its processes were not seen to end.
         code, left = unit.process.returncode, self._table.unended(unit.rank, self.shutdown.missing, started=idle)
         self._on_event(Exited(unit.who, unit.process.pid, code))
         if (code or left) and not self.shutdown.stopping and (code < 0 or not self.shutdown.failures):
@@ -270,11 +276,12 @@ class RunLoop:
         """Handle an event of another unit, or a command of unit 0."""
         if isinstance(self._recovery, RecoveryPolicy):
             event = from_json(json.dumps(words["event"]))
+            # The first server may be in the other unit, and this unit may have asked it for the last snapshot.
             if isinstance(event, Saved | Unsaved):
                 self.shutdown.on_event(event)
-            said = self._recovery.on_event(event, time.monotonic())
+            actions = self._recovery.on_event(event, time.monotonic())
             # The other unit has shown this event already, and has it in its own report.
-            self._execute([word for word in said if word is not event or isinstance(event, Failed)])
+            self._execute([action for action in actions if action is not event or isinstance(event, Failed)])
             return
         assert isinstance(self._recovery, Follower)
         if "outcast" in words:
@@ -316,6 +323,7 @@ class RunLoop:
             return
         if came and others is not None:
             others.signalled(came[0])
+        # A user who sends a second signal does not want to wait for an orderly end.
         if len(came) > 1:
             self._units.kill()
         elif came:
@@ -340,6 +348,7 @@ class RunLoop:
         self.executor.close()
         self._selector.close()
         forkserver = self._host.forkserver
+        # Loading torch takes longer than the rest of a start, so the next attempt gets this forkserver.
         if self.shutdown.again:
             forkserver.sweep()
             return

@@ -181,6 +181,7 @@ class FaultInjector:
             if self._living.get(who, (0, 0))[0] == pid or any(pid == known for known, _ in self._living.values()):
                 return  # a process of several residents counts once
             self._forget(who)
+            # A process that has ended meanwhile is no target.
             with contextlib.suppress(ProcessLookupError):
                 self._living[who] = pid, os.pidfd_open(pid)
 
@@ -239,6 +240,7 @@ class FaultInjector:
             hit = [living.pop(int(step.pick * len(living)))]
             if step.second >= 0 and living:
                 hit.append(living[int(step.second * len(living))])
+            # Duplicates: the process may end, and its descriptor be closed, before the signal is sent.
             hit = [(who, (pid, os.dup(descriptor))) for who, (pid, descriptor) in hit]
         for who, (pid, descriptor) in hit:
             self._signal(step, InjectedFault(at_s, who, pid, step.frozen_s), descriptor)

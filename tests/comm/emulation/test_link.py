@@ -32,7 +32,7 @@ from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.job import Cluster, ConfigError, Job, Link
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.protocol import Values
-from topotrain.tools.cli import app, job_arguments
+from topotrain.tools.cli import job_arguments
 
 RATE = 1000.0  # bytes per second, where a number is looked at
 FAST = Link(bandwidth=2000.0)

@@ -48,8 +48,8 @@ from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.extensions.tables.table_spec import TableSpec, pack_ids
-from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.launch.runtime.server_composition import make_server
+from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.training.data.data_client import DataClient
 
 MIB = 1 << 20

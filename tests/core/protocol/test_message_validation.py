@@ -9,6 +9,7 @@ import pytest
 import torch
 from single_servers import Hall, server, started, worker
 
+from tests.support.in_process_job import FailureObserver
 from topotrain.config.job import Algorithm, Cluster
 from topotrain.config.topology import Address, layout
 from topotrain.core import protocol as m
@@ -19,7 +20,7 @@ from topotrain.core.server.parameter_shard import to_power
 from topotrain.core.server.server import _MAX_HELD, Server
 from topotrain.extensions.replication.state_machine import UNCOUNTED
 from topotrain.launch.multinode.reliable_messages import UnitPart
-from topotrain.launch.runtime.process_host import _ServerResident
+from topotrain.launch.runtime.process_host import HostOptions, ServerEndpoint
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.training.data.lease_queue import LeaseQueue
 
@@ -237,11 +238,12 @@ class NoRoads:
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_wrong_word_is_no_trouble_and_a_fault_of_ours_is(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     hall, troubles = Hall(join=False), []
-    resident = _ServerResident(
-        lambda answer: make_server(server(), hall.job, hall.topology, torch.zeros, deliver=answer),
+    resident = ServerEndpoint(
+        server(),
+        lambda me, answer: make_server(me, hall.job, hall.topology, torch.zeros, deliver=answer),
         NoRoads(),  # type: ignore[arg-type]
         threading.Condition(),
-        lambda: troubles.append(1),
+        HostOptions(FailureObserver(lambda: troubles.append(1))),
     )
     if broken:
         monkeypatch.setattr(Server, "_take", lambda *_: {}[3])

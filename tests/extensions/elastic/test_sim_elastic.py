@@ -11,6 +11,7 @@ from topotrain.core.server.server import Server
 from topotrain.core.server.shutdown import Shutdown
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.group_churn import ElasticTrial
+from topotrain.tools.simulator.trial import TrialScript
 
 pytestmark = pytest.mark.simulated
 
@@ -91,13 +92,15 @@ def test_who_has_left_may_come_again_and_leave_again():
 def test_who_waits_for_batches_that_others_may_leave_goes_at_once():
     """Group 0 is slow with its last batch; group 1 has read all there is, and is told to go while it waits."""
 
+    class SlowScript(TrialScript):
+        def __init__(self, trial, worker, process):
+            super().__init__(trial, worker, process)
+            if not worker.me.group:
+                sleep = worker.sleep
+                worker.sleep = lambda low, high: sleep(1.0, 1.0)
+
     class Slow(ElasticTrial):
-        def script(self, seat):
-            if seat.me.group:
-                return super().script(seat)
-            sleep = seat.sleep
-            seat.sleep = lambda low, high: sleep(1.0, 1.0)
-            return super().script(seat)
+        script_class = SlowScript
 
     schedule = FaultSchedule("", 3, 1, "lease", True, (move("leave", 1, 0.5, 9.0),))
     found = Slow(job(2, 1, 1), 1, schedule, VIEWS).run()

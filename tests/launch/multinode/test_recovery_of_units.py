@@ -241,7 +241,7 @@ def test_the_seat_of_a_unit_that_is_gone_is_filled_in_another_and_the_second_cop
     covered(made, 2)
     assert made.location_of(Address(Role.SERVER, 0, 1)) == ("server 0/0", 1)
     incident, reseat, *_ = made.on_unit_lost(1, silent(1), 107.0)
-    assert isinstance(reseat, PlaceReplica) and (reseat.who, reseat.unit) == ("server 0/0", 0)
+    assert isinstance(reseat, PlaceReplica) and (reseat.process, reseat.unit) == ("server 0/0", 0)
     assert made.location_of(Address(Role.SERVER, 0, 0)) == ("server 0/1", 0)
     made.begin_attempt()
     assert made.location_of(Address(Role.SERVER, 0, 0)) == ("server 0/0", 1)

@@ -64,5 +64,10 @@ def test_who_has_ended_or_is_away_is_not_waited_for() -> None:
 def test_a_wait_tells_how_long_it_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_host, "LONG_S", 0.0)
     told: list[float] = []
-    process_host.ConditionWaiter(0.001, told.append).wait(lambda: len(told) >= 3)
+
+    class Observer(process_host.HostObserver):
+        def on_long_wait(self, seconds: float) -> None:
+            told.append(seconds)
+
+    process_host.ConditionWaiter(0.001, Observer()).wait(lambda: len(told) >= 3)
     assert all(later >= 2 * earlier for earlier, later in pairwise(told))

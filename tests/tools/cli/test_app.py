@@ -18,7 +18,7 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Failed, Finished, Incident, Metrics, Output, Started, StepDone
-from topotrain.launch import JobOutcome, EventListener
+from topotrain.launch import EventListener, JobOutcome
 from topotrain.tools.cli import app
 from topotrain.tools.monitor import job_report
 

@@ -89,7 +89,7 @@ class Child:
     unreachable_since: the time at which its channel ended while the process still ran.
     """
 
-    residents: tuple[Address, ...]
+    addresses: tuple[Address, ...]
     fds: tuple[int, ...]
     log: Path
     control: socket.socket
@@ -106,16 +106,16 @@ class Child:
 
     @property
     def who(self) -> str:
-        """The name of the first resident, which stands for all of them."""
-        return str(self.residents[0])
+        """The name of the first server or worker, which stands for all of them."""
+        return str(self.addresses[0])
 
     @property
     def is_server(self) -> bool:
-        return self.residents[0].role is Role.SERVER
+        return self.addresses[0].role is Role.SERVER
 
     def belongs_to(self, group: int) -> bool:
         """Whether this is a worker of the group."""
-        return not self.is_server and self.residents[0].group == group
+        return not self.is_server and self.addresses[0].group == group
 
     def on_event(self, event: Event) -> None:
         """Record what the child has reported about its end."""
@@ -161,7 +161,7 @@ class Child:
 
 
 def members(topology: Topology, rank: int) -> Iterator[tuple[tuple[Address, ...], tuple[int, ...]]]:
-    """Yield the residents and the memfds of each process of a unit.
+    """Yield the addresses and the memfds of each process of a unit.
 
     Server processes come first, except where servers run inside the processes of their workers. Workers that share
     parameter values get the same memfd, which is empty and which the workers seal. It stays open in the unit, so that a
@@ -185,13 +185,13 @@ def members(topology: Topology, rank: int) -> Iterator[tuple[tuple[Address, ...]
 class ChildSpec:
     """A child process to start.
 
-    residents: the workers or servers in it. fds: the memfds that it gets. incarnation: that of its worker group.
+    addresses: the workers or servers in it. fds: the memfds that it gets. incarnation: that of its worker group.
     again: the reason of a restart; "" for the first start.
     seats: for a server process, the data of `ReplicaPlacement.to_data`.
     guest: the layout has this process in another unit, which is gone.
     """
 
-    residents: tuple[Address, ...]
+    addresses: tuple[Address, ...]
     fds: tuple[int, ...]
     incarnation: int = 0
     again: str = ""
@@ -207,14 +207,14 @@ def start(client: forkserver.ForkserverClient, unit: UnitConfig, calls: EntryPoi
     close_folder(unit.logs)
     control, theirs = socket.socketpair()
     control.setblocking(False)
-    first = spec.residents[0]
+    first = spec.addresses[0]
     serving = first.role is Role.SERVER
     log = unit.logs / _log_name(unit.unit, first, spec)
     log_fd = _open_log(log, unit, spec)
     # Only the main worker's output passes through the unit, which also writes it to the log.
-    shown = MAIN in spec.residents
+    shown = MAIN in spec.addresses
     fd = log_fd if shown else -1
-    child = Child(spec.residents, spec.fds, log, control, LineReader(control.fileno()), log_fd=fd)
+    child = Child(spec.addresses, spec.fds, log, control, LineReader(control.fileno()), log_fd=fd)
     given = [_pipe(child, stream) for stream in ("stdout", "stderr")] if shown else [log_fd]
     try:
         client.spawn(
@@ -239,13 +239,13 @@ def start(client: forkserver.ForkserverClient, unit: UnitConfig, calls: EntryPoi
 def _open_log(log: Path, unit: UnitConfig, spec: ChildSpec) -> int:
     """Open the log of a child.
 
-    All attempts of a resident write to one file. A line separates two attempts.
+    All attempts of an address write to one file. A line separates two attempts.
     """
     again = spec.again or unit.attempt.why or ("the whole job starts again" if unit.attempt.number else "")
     fd = open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if again else os.O_TRUNC))
     if again:
         with contextlib.suppress(OSError):
-            os.write(fd, f"--- {spec.residents[0]} starts again: {again} ---\n".encode())
+            os.write(fd, f"--- {spec.addresses[0]} starts again: {again} ---\n".encode())
     return fd
 
 
@@ -265,7 +265,7 @@ def _pipe(child: Child, stream: str) -> int:
 
 def _spec(unit: UnitConfig, child: Child, incarnation: int, seats: list[list[int]]) -> dict[str, Any]:
     def pairs(role: Role) -> list[list[int]]:
-        return [[a.group, a.index] for a in child.residents if a.role is role]
+        return [[a.group, a.index] for a in child.addresses if a.role is role]
 
     return {
         "who": child.who,
@@ -311,8 +311,8 @@ class Children:
 
     def start(self) -> Iterator[Child]:
         """Start the processes of the unit, besides those of absent groups."""
-        for residents, fds in members(self._topology, self._unit.unit):
-            spec, first = ChildSpec(residents, fds, seats=self._seats), residents[0]
+        for addresses, fds in members(self._topology, self._unit.unit):
+            spec, first = ChildSpec(addresses, fds, seats=self._seats), addresses[0]
             if first.role is Role.WORKER and first.group in self._unit.attempt.absent:
                 self._absent.append(spec)
             else:
@@ -344,9 +344,9 @@ class Children:
         return next(child for child in self._all if child.who == who)
 
     def command(self, who: str, words: Mapping[str, Any]) -> None:
-        """Send a command to the process of a resident."""
+        """Send a command to the process of an address."""
         for child in self.living:
-            if who in map(str, child.residents):
+            if who in map(str, child.addresses):
                 child.command(words)
 
     def signal(self, child: Child, number: int, group: bool = False) -> None:
@@ -394,15 +394,16 @@ class Children:
         started = []
         for key in [key for key in self._restarts if key[0] == group]:
             former = self._former(*key)
+            # Old and new processes would share memory, so the last old one must be gone.
             if any(child.code is None for child in former):
                 continue
             incarnation, why = self._restarts.pop(key)
-            first = [spec for spec in self._absent if spec.residents[0].group == group]
+            first = [spec for spec in self._absent if spec.addresses[0].group == group]
             self._absent = [spec for spec in self._absent if spec not in first]
             self._all = [child for child in self._all if child not in former]
-            places = [(child.residents, child.fds) for child in former] + [(spec.residents, spec.fds) for spec in first]
-            for residents, fds in places:
-                started.append(self._start(ChildSpec(residents, fds, incarnation, why)))
+            places = [(child.addresses, child.fds) for child in former] + [(spec.addresses, spec.fds) for spec in first]
+            for addresses, fds in places:
+                started.append(self._start(ChildSpec(addresses, fds, incarnation, why)))
         return started
 
     def place_replica(self, who: str, unit: int, number: int, why: str, seats: list[list[int]]) -> list[Child]:
@@ -421,9 +422,9 @@ class Children:
         if former:
             self._vacant[who] = number, why
             return self._replace_due(running=True)
-        # The unit of this server is gone.
-        residents = tuple(r for each in self._topology.units for r in each.servers if str(r) == who)
-        return [self._replace(residents, number, why)]
+        # This unit never had the server: it replaces a server of a lost unit.
+        addresses = tuple(r for each in self._topology.units for r in each.servers if str(r) == who)
+        return [self._replace(addresses, number, why)]
 
     def _replace_due(self, running: bool) -> list[Child]:
         """Start the replacement of each lost server after its former process's end."""
@@ -432,17 +433,17 @@ class Children:
             number, why = self._vacant.pop(child.who)
             self._all.remove(child)
             if running:
-                started.append(self._replace(child.residents, number, why))
+                started.append(self._replace(child.addresses, number, why))
         return started
 
-    def _replace(self, residents: tuple[Address, ...], number: int, why: str) -> Child:
-        guest = self._topology.unit_of(residents[0]) != self._unit.unit
-        return self._start(ChildSpec(residents, (), number, why, self._seats, guest))
+    def _replace(self, addresses: tuple[Address, ...], number: int, why: str) -> Child:
+        guest = self._topology.unit_of(addresses[0]) != self._unit.unit
+        return self._start(ChildSpec(addresses, (), number, why, self._seats, guest))
 
     def on_exit(self, child: Child, running: bool) -> list[Child]:
         """Start the processes that have waited for the end of this one.
 
         running: the unit does not end. Returns the new children.
         """
-        restarted = self._restart_due(child.residents[0].group) if running else []
+        restarted = self._restart_due(child.addresses[0].group) if running else []
         return restarted + self._replace_due(running)

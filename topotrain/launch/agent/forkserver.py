@@ -108,6 +108,7 @@ class ForkserverClient:
         self._socket.close()
 
     def _ask(self, body: Mapping[str, Any], fds: Sequence[int]) -> None:
+        # A memfd takes a specification of any size, and one byte with descriptors cannot be received in parts.
         memory = os.memfd_create("request")
         try:
             with open(memory, "w", closefd=False) as file:
@@ -260,6 +261,7 @@ class ForkserverLoop:
         for fd in fds[1:]:
             os.close(fd)
         if pid > 0:
+            # Only the connection that asked for a process may signal it.
             self._owners[pid] = connection
             _reply(connection, {"who": body["who"], "pid": pid})
         return None

@@ -13,7 +13,7 @@ QUIET_S, REPEAT_S = 3.0, 60.0
 """Seconds of waiting before the first notice, and between later ones."""
 
 
-class TellNotice(Protocol):
+class NoticeListener(Protocol):
     """Shows a line to the user.
 
     It is called on a thread of its own.
@@ -26,33 +26,35 @@ class RemainingThreads:
     """Reports what delays the end of this process.
 
     Args:
-        tell: shows the notice.
+        notify: shows the notice.
         quiet_s: seconds of waiting before the first notice.
     """
 
-    def __init__(self, tell: TellNotice, quiet_s: float = QUIET_S) -> None:
-        self._tell, self._quiet_s = tell, quiet_s
+    def __init__(self, notify: NoticeListener, quiet_s: float = QUIET_S) -> None:
+        self._notify, self._quiet_s = notify, quiet_s
 
     def watch(self) -> None:
         """Start now, until the process ends."""
-        threading.Thread(target=self._look, name="remains", daemon=True).start()
+        threading.Thread(target=self._watch, name="remains", daemon=True).start()
 
     def watch_after_main(self) -> None:
         """Start when the main thread has ended."""
-        threading.Thread(target=self._look_after_main, name="remains", daemon=True).start()
+        threading.Thread(target=self._watch_after_main, name="remains", daemon=True).start()
 
-    def _look_after_main(self) -> None:
+    def _watch_after_main(self) -> None:
         threading.main_thread().join()
-        self._look()
+        self._watch()
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         never = threading.Event()
         seconds = self._quiet_s
         while not never.wait(seconds):
             seconds = REPEAT_S
             what = " and ".join(_remains())
             if what:
-                self._tell(f"its program has ended, but for {what}: the process waits for that (unless it is a daemon)")
+                self._notify(
+                    f"its program has ended, but for {what}: the process waits for that (unless it is a daemon)"
+                )
 
 
 def _remains() -> Iterator[str]:

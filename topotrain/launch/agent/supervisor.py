@@ -151,6 +151,7 @@ class Supervisor:
                 self._poll()
             while self._events.waiting and self._shutdown.running:  # a stopped launcher may continue to read
                 self._poll()
+            # The last events explain the end, so the unit waits a moment for a slow reader.
             self._events.flush(GIVE_UP_S)
         if self._continues and self._shutdown.running:  # the launcher knows how the job ended
             return 0
@@ -232,8 +233,8 @@ class Supervisor:
         if child.doomed:  # dismissed before it was forked
             self._children.signal(child, signal.SIGKILL, group=True)
             return
-        for resident in child.residents:
-            self._send(Started(str(resident), child.pid))
+        for address in child.addresses:
+            self._send(Started(str(address), child.pid))
         if not self._shutdown.running:  # asked to stop before it was forked
             asked = self._shutdown.stage is ShutdownStage.ASKED
             self._children.signal(child, signal.SIGTERM if asked else signal.SIGKILL)
@@ -319,8 +320,8 @@ class Supervisor:
         for fd in (child.events.fd, *(output.fd for output in child.outputs.values())):
             self._unregister(fd)
         child.close(code)
-        for resident in child.residents:
-            self._send(Exited(str(resident), child.pid, code))
+        for address in child.addresses:
+            self._send(Exited(str(address), child.pid, code))
         self._listen(self._children.on_exit(child, self._shutdown.running))
 
     # --- the end
@@ -360,6 +361,7 @@ class Supervisor:
 
         Processes that the children had started may still run, so their groups are killed.
         """
+        # The children died with the forkserver, and their pids may be reused soon: kill their groups at once.
         self._unregister(self._client.fileno())
         self._children.kill_groups()
         if self._shutdown.running:
@@ -375,6 +377,7 @@ class Supervisor:
 
     def _send(self, event: Event) -> None:
         """Queue an event for the launcher."""
+        # Never blocks: a launcher that does not read must not keep the unit from noticing deaths.
         self._events.put(to_json(event).encode())
         if self._events.waiting and _STDOUT not in self._selector.get_map():
             self._selector.register(_STDOUT, selectors.EVENT_WRITE, self._write)

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2 if wrong else 1
 
 
-def supervise(place: UnitPlace, calls: EntryPoints, life: AttemptInfo) -> int:
+def supervise(place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo) -> int:
     """Read the job, then start and watch the unit at `place`; return its exit code.
 
     Raises ConfigError or OSError.
@@ -74,7 +74,7 @@ def supervise(place: UnitPlace, calls: EntryPoints, life: AttemptInfo) -> int:
             stack.callback(own.close)
             path = own.path
         sockets = place.sockets or os.path.dirname(path)
-        unit = UnitConfig(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, life)
+        unit = UnitConfig(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, attempt)
         client = forkserver.ForkserverClient(path)
         stack.callback(client.close)
         return Supervisor(unit, topology, calls, client, owns_forkserver=not place.forkserver).run()

@@ -49,8 +49,8 @@ class UnitProcess:
             pipe.close()
 
 
-def begin(
-    place: UnitPlace, calls: EntryPoints, life: AttemptInfo, environ: Mapping[str, str], log: Path
+def start_unit(
+    place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo, environ: Mapping[str, str], log: Path
 ) -> UnitProcess:
     """Start the unit at `place`. Raises OSError."""
     option, variable = TABLE["rendezvous"]
@@ -61,8 +61,8 @@ def begin(
         environ = {**environ, variable: place.rendezvous}
     command = [sys.executable, "-m", "topotrain.launch.agent.unit_main", *words]
     command += ["--worker-call", calls.worker, "--server-call", calls.server]
-    command += ["--life", str(life.number), "--resume", life.resume]
-    command += ["--absent", ",".join(map(str, sorted(life.absent))), "--why", life.why]
+    command += ["--life", str(attempt.number), "--resume", attempt.resume]
+    command += ["--absent", ",".join(map(str, sorted(attempt.absent))), "--why", attempt.why]
     with os.fdopen(open_file(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as errors:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         process = subprocess.Popen(command, env=environ, start_new_session=True, bufsize=0, **pipes)
@@ -149,10 +149,6 @@ class ProcessTable:
     def have_workers_ended(self, missing: Collection[str]) -> bool:
         """Whether all workers have ended, besides those that are missing."""
         return self.workers - set(missing) <= self.exits.keys()
-
-    def have_all_ended(self, missing: Collection[str]) -> bool:
-        """Whether all processes have ended, besides those that are missing."""
-        return set().union(*self._residents.values()) - set(missing) <= self.exits.keys()
 
     def unended(self, rank: int, missing: Collection[str], started: bool) -> list[str]:
         """Return the processes of a unit that were not seen to end.

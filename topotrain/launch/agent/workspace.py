@@ -216,10 +216,10 @@ class ProcessList:
             write_text(temporary, json.dumps([asdict(entry) for entry in self._entries], indent=1) + "\n")
             os.replace(temporary, self._path)
 
-    def _entry(self, unit: int, residents: tuple[Address, ...]) -> ProcessEntry:
-        first = residents[0]
-        pairs = [[resident.group, resident.index] for resident in residents]
-        roles = [str(resident) for resident in residents]
+    def _entry(self, unit: int, addresses: tuple[Address, ...]) -> ProcessEntry:
+        first = addresses[0]
+        pairs = [[address.group, address.index] for address in addresses]
+        roles = [str(address) for address in addresses]
         if first.role is Role.SERVER:
             return ProcessEntry(roles, unit, servers=pairs)
         return ProcessEntry(roles, unit, first.group * self._topology.workers_per_group + first.index, workers=pairs)

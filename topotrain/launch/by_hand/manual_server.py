@@ -141,16 +141,16 @@ class WorkerPresence(HostObserver):
         self._name = terms.name
         self.change = threading.Condition()
 
-    def came(self, server: Server, worker: Address) -> None:
+    def on_joined(self, server: Server, worker: Address) -> None:
         """Record a worker that has joined."""
         with self.change:
             self.missing.pop(worker, None)
 
-    def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
+    def on_failed(self, server: Server, worker: Address, why: Fail) -> None:
         """Record a failed worker."""
         self.fail(f"{self._name(worker)} failed: {why.text[:_TEXT]}", cause=why.cause)
 
-    def lost(self, server: Server, peer: Address, reason: str) -> None:
+    def on_lost(self, server: Server, peer: Address, reason: str) -> None:
         """Record a lost connection."""
         if peer.role is Role.SERVER:
             over = not server.running

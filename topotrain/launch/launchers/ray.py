@@ -120,15 +120,15 @@ def start(submission: Submission) -> LaunchResult:
     with _connected(asked.address) as ray:
         _check_room(ray, wanted, asked)
         submission.write()
-        with signals() as heard:
+        with signals() as stop:
             count = 0
             while True:
-                life = _Life(ray, lived(submission, count), asked, heard)
-                code = life.live()
-                if code in FINAL_CODES or heard.came or count == submission.options.max_restarts:
+                attempt = _Attempt(ray, lived(submission, count), asked, stop)
+                code = attempt.run()
+                if code in FINAL_CODES or stop.came or count == submission.options.max_restarts:
                     return LaunchResult(code, {"restarts": str(count)})
                 count += 1
-                _say(f"all units start again ({count} of {submission.options.max_restarts})")
+                _print(f"all units start again ({count} of {submission.options.max_restarts})")
 
 
 def lived(submission: Submission, count: int) -> Submission:
@@ -224,19 +224,19 @@ def main(parent: str, *words: str) -> None:
 
 
 @dataclass(slots=True)
-class _Life:
+class _Attempt:
     """One attempt of the whole job."""
 
     ray: Any
     at: Submission
     asked: RayOptions
-    heard: "StopSignals"
+    stop: "StopSignals"
     codes: dict[int, int] = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
     lost: Failed | None = None
     lost_rank: int = -1
 
-    def live(self) -> int:
+    def run(self) -> int:
         """Run the attempt to its end; return its exit code.
 
         It leaves nothing in the cluster.
@@ -246,7 +246,7 @@ class _Life:
         actors: list[Any] = []
         try:
             if not self._has_room(group):
-                return 128 + self.heard.came[0] if self.heard.came else 1
+                return 128 + self.stop.came[0] if self.stop.came else 1
             actors += [self._actor(group, rank) for rank in range(self.at.units)]
             self._watch(actors)
         finally:
@@ -254,8 +254,8 @@ class _Life:
                 with suppress(self.ray.exceptions.RayError):
                     self.ray.kill(actor)
             util.remove_placement_group(group)
-        if self.heard.came:
-            return 128 + self.heard.came[0]
+        if self.stop.came:
+            return 128 + self.stop.came[0]
         if self.lost:
             return 1
         return foreground_tool.agreed(self.at, next((code for code in self.codes.values() if code), 0))
@@ -265,12 +265,12 @@ class _Life:
         due = began + QUIET_S
         while not group.wait(LOOK_S):
             now = time.monotonic()
-            if self.heard.came:
+            if self.stop.came:
                 return False
             if now >= due or now - began > self.asked.room:
                 need = _amounts(group.bundle_specs[0])
                 units = f"{self.at.units} units ({need} for unit 0; {self.asked.strategy})"
-                _say(f"the Ray cluster has no room for {units}; {now - began:.0f} of {self.asked.room:g} s waited")
+                _print(f"the Ray cluster has no room for {units}; {now - began:.0f} of {self.asked.room:g} s waited")
                 due = now + 4 * QUIET_S
             if now - began > self.asked.room:
                 return False
@@ -295,15 +295,15 @@ class _Life:
             words = [*self.at.command, "--rank", str(rank), "--nprocs", str(self.at.units)]
             runs[actor.run.remote(words, dict(self.at.environ), os.getcwd(), not options.json)] = rank
         until = float("inf")
-        while runs and time.monotonic() < until and len(self.heard.came) < 2:
+        while runs and time.monotonic() < until and len(self.stop.came) < 2:
             for ref in self.ray.wait([*places, *runs], timeout=LOOK_S)[0]:
-                self._hear(ref, places, runs)
-            bad = self.heard.came or self.lost or any(self.codes.values())
+                self._receive(ref, places, runs)
+            bad = self.stop.came or self.lost or any(self.codes.values())
             if bad and until == float("inf"):
                 until = time.monotonic() + foreground_tool.PATIENCE_S
-                self._tell()
+                self._report()
 
-    def _hear(self, ref: Any, places: dict[Any, int], runs: dict[Any, int]) -> None:
+    def _receive(self, ref: Any, places: dict[Any, int], runs: dict[Any, int]) -> None:
         rank = places.get(ref, runs.get(ref, -1))
         try:
             answer = self.ray.get(ref)
@@ -312,20 +312,20 @@ class _Life:
                 where = self.hosts.get(rank, "a node")
                 self.lost = Failed(f"unit {rank}", "died", f"its Ray actor on {where} is lost: {_reason(error)}", "")
                 self.lost_rank = rank
-                _say(f"{self.lost.who}: {self.lost.text}")
+                _print(f"{self.lost.who}: {self.lost.text}")
         else:
             if ref in runs:
                 self.codes[rank] = answer
             else:
                 self.hosts[rank] = answer
-                _say(f"unit {rank} is on {answer}")
+                _print(f"unit {rank} is on {answer}")
         places.pop(ref, None)
         runs.pop(ref, None)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Write the reason of the job's end to the store for the remaining units."""
-        if self.heard.came:
-            number = self.heard.came[0]
+        if self.stop.came:
+            number = self.stop.came[0]
             foreground_tool.ending(
                 self.at, JobEnd(128 + number, text=f"ended by {signal.Signals(number).name} to the launcher")
             )
@@ -339,7 +339,7 @@ def _reason(error: Exception) -> str:
     return next((line for line in lines if "because" in line or "died" in line.lower()), lines[0] if lines else "")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"topotrain: {text}", file=sys.stderr, flush=True)
 
 

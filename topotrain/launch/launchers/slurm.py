@@ -84,23 +84,23 @@ def start(submission: Submission) -> LaunchResult:
     said = {"job": job, "output": str(submission.folder / OUTPUT.replace("%j", job))}
     if not submission.options.wait:
         return LaunchResult(0, said)
-    return LaunchResult(follow(job, Path(said["output"]), submission), said)
+    return LaunchResult(wait_for_end(job, Path(said["output"]), submission), said)
 
 
-def follow(job: str, output: Path, submission: Submission) -> int:
+def wait_for_end(job: str, output: Path, submission: Submission) -> int:
     """Wait for the end of a batch job, and print its states to stderr.
 
     Returns the units' exit code. A signal cancels the job, and the result is 128 + its number. The last lines of a
     failed job's output are shown.
     """
-    told = ""
+    shown = ""
     try:
         with foreground_tool.interruptible():
             while True:
-                state, code = look(job)
-                if state != told:
+                state, code = query(job)
+                if state != shown:
                     print(f"topotrain: Slurm job {job} is {state}", file=sys.stderr, flush=True)
-                    told = state
+                    shown = state
                 if state not in QUIET_STATES:
                     break
                 time.sleep(LOOK_S)
@@ -112,7 +112,7 @@ def follow(job: str, output: Path, submission: Submission) -> int:
     return foreground_tool.agreed(submission, code)
 
 
-def look(job: str) -> tuple[str, int]:
+def query(job: str) -> tuple[str, int]:
     """Return the state of a job, and its exit code (1 for an end without one)."""
     done = subprocess.run(
         ["scontrol", "show", "job", "--oneliner", job], stdin=subprocess.DEVNULL, capture_output=True, text=True

@@ -97,5 +97,5 @@ def start(submission: Submission) -> LaunchResult:
     said = {"job": job.job_id, "output": str(job.paths.stdout)}
     if not submission.options.wait:
         return LaunchResult(0, said)
-    code = slurm.follow(job.job_id, job.paths.stdout, submission)
+    code = slurm.wait_for_end(job.job_id, job.paths.stdout, submission)
     return LaunchResult(code, said)

@@ -137,6 +137,7 @@ class AttemptState:
 
     def restart(self, group: int, members: set[str]) -> int:
         """Record that these workers of a group restart; return their incarnation."""
+        # What the former processes have reported must not be counted against the new ones.
         self.forget(members)
         self.leaving |= members
         self.up |= members

@@ -240,6 +240,7 @@ class GroupChanges:
 
         A group that has exhausted its restarts is given up.
         """
+        # A group that dies again and again must not end a job whose other groups train.
         if not self._restarts.budget.allows(group, now):
             return self.give_up(group, self._restarts.exhausted(lost, group), "is given up", now)
         answers = self.refuse_pending(group)
@@ -268,6 +269,7 @@ class GroupChanges:
         part, members = self._states[group], self._attempt.members(group)
         if not part.agreed or members & self._attempt.up:
             return []
+        # Its scripts have ended by themselves, so the group did not leave early and its data is complete.
         if members <= self._attempt.finished:
             self._states[group] = GroupEntry()
             return [refused(GroupRequest(LEAVE, group), f"group {group} has finished its scripts meanwhile")]

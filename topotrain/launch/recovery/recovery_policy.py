@@ -208,6 +208,7 @@ class RecoveryPolicy:
         They include the event itself where it is to be shown.
         """
         attempt, replicas = self._attempt, self._replicas
+        # First, because the end or restart of a process also ends its time as a frozen one.
         attempt.stopped.on_event(event, now)
         match event:
             case Failed():
@@ -216,6 +217,7 @@ class RecoveryPolicy:
                 return self._on_lost(Failed(who, "died", text, log), now)
             case Started(who=who) if who in attempt.residents:
                 attempt.started(who)
+            # The exit of a process that restarts is expected, and its successor may have started already.
             case Exited(who=who) if who not in attempt.leaving:
                 attempt.exited(who)
                 return [event, *self._groups.on_exit(attempt.group_of.get(who), now)]
@@ -328,6 +330,7 @@ class RecoveryPolicy:
         attempt = self._attempt
         if attempt.over:
             return [lost]
+        # It is about to be replaced: the report concerns the former process.
         if lost.who in attempt.leaving:
             return []
         if self._replicas is not None and lost.who in self._replicas.servers and alone:
@@ -372,6 +375,7 @@ class RecoveryPolicy:
             return [self._restarts.incident(lost, _DONE, now)]
         group_of = attempt.group_of
         groups = {group_of[who] for who in gone if who in group_of and who not in attempt.finished} - self._states.away
+        # The job goes on without the unit only if nothing in it is irreplaceable and another group trains.
         rest = set(group_of.values()) - self._states.away - groups
         lasting = gone - group_of.keys() - servers
         if lasting or not rest or not all(self._states.is_elastic(group) for group in groups):

@@ -32,6 +32,7 @@ class RestartBudget:
 
     def allows(self, key: int, now: float) -> bool:
         """Return whether one more restart is within the limit."""
+        # A restart that is older than the window no longer counts, so a long job can survive many deaths.
         times = self._times.setdefault(key, deque())
         while times and now - times[0][0] >= WINDOW_S:
             times.popleft()
@@ -203,6 +204,7 @@ class Restarts:
         return [Resized(number, former, workers, action.step, self.at(now)), action]
 
     def _begin_attempt(self, now: float) -> None:
+        # Open incidents of single groups end with the first step of the new attempt, too.
         self._attempt.end()
         self.times.widen()
         self.times.begin(self._incidents, None, now)

@@ -29,16 +29,16 @@ class ResumeSource:
         self._workspace, self._resume = workspace, resume
         self._former = _identity(workspace / FOLDER)  # of an earlier job, unless this job resumes it
 
-    def newest(self, tell: Callable[[str], None]) -> str:
+    def newest(self, notify: Callable[[str], None]) -> str:
         """Return the snapshot to resume from; "": the job starts at step 0.
 
         Raises ConfigError if all snapshots are damaged.
         """
         folder, resume = self._workspace / FOLDER, self._resume
         if _identity(folder) != self._former or Path(resume).parent == folder:
-            found = latest(self._workspace, tell)
+            found = latest(self._workspace, notify)
             resume = resume if found is None else str(found.path)
-        tell(f"the whole job starts again from {resume or 'its beginning'}")
+        notify(f"the whole job starts again from {resume or 'its beginning'}")
         return resume
 
 

@@ -107,6 +107,7 @@ class ServerReplacement:
         for who, key in keys.items():
             self._restarts.budget.count(key, what(lost), now)
             found.append(self._fill(who, lost))
+        # Lost connections between servers are explained by this loss.
         self._attempt.forget_servers(self.servers)
         self._restarts.times.begin(self._restarts.next_incident, None, now)
         return [self._restarts.incident(lost, _consequence([each.unit for each in found], lost), now), *found]

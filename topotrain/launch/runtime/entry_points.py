@@ -134,13 +134,13 @@ class ServerObserver(UnitObserver):
         if found.exchanges:
             self._control.emit(Apart(str(server.me), found.exchanges, found.mean, found.most, found.share))
 
-    def came(self, server: Server, worker: Address) -> None:
+    def on_joined(self, server: Server, worker: Address) -> None:
         """Do nothing."""
 
-    def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
+    def on_failed(self, server: Server, worker: Address, why: Fail) -> None:
         """Do nothing: the worker's own unit receives the failure, too."""
 
-    def lost(self, server: Server, peer: Address, reason: str) -> None:
+    def on_lost(self, server: Server, peer: Address, reason: str) -> None:
         """Report a lost peer, unless it had no work left here."""
         if peer.role is Role.SERVER:
             over = not server.running
@@ -220,6 +220,7 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     snapshot = FinalSnapshot(str(me), control)
     control.start(sigterm, snapshot)
     place = _place(spec)
+    # Before anything that takes long: SIGTERM during the start must wait for the launcher's decision, too.
     sigterm.take_over(place.job)
     profile = _recorders(spec, me)
     writer = _writer(place, [server], control) if place.topology.inline else None
@@ -245,6 +246,7 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     here.loop_ended = hook.watch_c
     with ProgramGuard(here, log) as guard:
         run_program(spec["program"], spec["args"])
+    # From here on an exit is the runtime's own, and not the script's.
     hook.forget()
     return work.leave(guard.code)
 

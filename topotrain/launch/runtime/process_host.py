@@ -64,15 +64,15 @@ class ConnectionObserver(Protocol):
     It is called on the readers' threads.
     """
 
-    def came(self, server: Server, worker: Address) -> None:
+    def on_joined(self, server: Server, worker: Address) -> None:
         """A worker has sent its first message."""
         ...
 
-    def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
+    def on_failed(self, server: Server, worker: Address, why: Fail) -> None:
         """A worker reports that it cannot go on, and why."""
         ...
 
-    def lost(self, server: Server, peer: Address, reason: str) -> None:
+    def on_lost(self, server: Server, peer: Address, reason: str) -> None:
         """A connection has ended, to a server or to a worker that had sent a message."""
         ...
 
@@ -173,9 +173,9 @@ class ServerEndpoint:
             self.server.manners.check(sender, message)  # an address that no worker can have is refused
             self.workers.add(sender)
             if observer is not None:
-                observer.came(self.server, sender)
+                observer.on_joined(self.server, sender)
         if isinstance(message, Fail) and sender.role is Role.WORKER and observer is not None:
-            observer.gives_up(self.server, sender, message)
+            observer.on_failed(self.server, sender, message)
             return
         try:
             with self._lock:
@@ -260,7 +260,7 @@ class ServerEndpoint:
     def lost(self, peer: Address, reason: str) -> None:
         observer = self._observer.connections
         if observer is not None and (peer in self.workers or peer.role is Role.SERVER):
-            observer.lost(self.server, peer, reason)
+            observer.on_lost(self.server, peer, reason)
         # Under the lock no answer is half sent: what comes after is not for this worker.
         with self._guarded():
             self.workers.discard(peer)
@@ -312,6 +312,7 @@ class HostedServers:
                     self._router.connect_inside(me, peer)
                 else:
                     self._router.connect(me, peer, "door")
+        # Servers are connected, workers are not: nothing new is decided while the missed decisions arrive.
         for endpoint in self.endpoints.values():
             endpoint.catch_up()
         for me in urls:

@@ -115,6 +115,7 @@ class SigtermHandler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         elif not self._came:
+            # A second signal while the first one waits changes nothing.
             self._came = True
             # Not by `threading`, whose locks the code that is interrupted here may hold.
             _thread.start_new_thread(self._wait, ())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.config.job import ConfigError, OnFailure
-from topotrain.tools.cli.job_arguments import Args, Conf, Forkserver, Program, Quiet, Sets, load_job, refusing
+from topotrain.tools.cli.job_arguments import Conf, Forkserver, Program, Quiet, Sets, load_job, refusing
 from topotrain.tools.cli.resume import asked_for
 from topotrain.tools.monitor.monitored_run import RunOptions, train
 
@@ -46,7 +46,10 @@ def register(app: typer.Typer) -> None:
     def chaos(
         conf: Conf,
         program: Program = None,
-        args: Args = None,
+        # Unlike with `run`, options of this command may follow PROGRAM, so the script's own need a --.
+        args: Annotated[
+            list[str] | None, typer.Argument(metavar="ARGS", help="After a --: passed to the script.")
+        ] = None,
         sets: Sets = None,
         kill_every: Annotated[
             str, typer.Option("--kill-every", metavar="TIME", help="Mean time between two kills, such as 2s.")
@@ -61,7 +64,7 @@ def register(app: typer.Typer) -> None:
             float,
             typer.Option("--freeze", metavar="SHARE", min=0.0, max=1.0, help="Of the faults: stop for 0.1 to 3 s."),
         ] = 0.0,
-        whom: Annotated[str, typer.Option("--whom", metavar="ROLE", help="worker or server, instead of both.")] = "",
+        role: Annotated[str, typer.Option("--whom", metavar="ROLE", help="worker or server, instead of both.")] = "",
         pairs: Annotated[
             float, typer.Option("--pairs", metavar="SHARE", min=0.0, max=1.0, help="Of the kills: two at once.")
         ] = 0.0,
@@ -90,13 +93,13 @@ def register(app: typer.Typer) -> None:
             from topotrain.tools.fault_injector import MOMENTS, FaultInjector, FaultPlan
             from topotrain.tools.monitor.result_tables import console
 
-            if whom not in ("", "worker", "server"):
-                raise ConfigError("--whom", whom, "must be worker or server")
+            if role not in ("", "worker", "server"):
+                raise ConfigError("--whom", role, "must be worker or server")
             at = frozenset(moments or ())
             if not at <= set(MOMENTS):
                 raise ConfigError("--at", ", ".join(at - set(MOMENTS)), f"must be one of {', '.join(MOMENTS)}")
             every_s, for_s = seconds("--kill-every", kill_every), seconds("--for", lasting)
-            faults = FaultPlan(every_s, for_s, seed, freeze, whom, pairs, at, kills)
+            faults = FaultPlan(every_s, for_s, seed, freeze, role, pairs, at, kills)
             job = replace(load_job(conf, sets, program, args), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
             topology = layout(job.cluster)
             with FaultInjector(faults) as injector:
@@ -104,7 +107,9 @@ def register(app: typer.Typer) -> None:
                 options = RunOptions(quiet, as_json, forkserver, resume=asked_for(job))
                 result = train(job, topology, terminal, options, injector)
             found = verdict(result, injector)
-            print(json.dumps(found, indent=2) if as_json else _words(found), file=sys.stdout if as_json else sys.stderr)
+            print(
+                json.dumps(found, indent=2) if as_json else _summary(found), file=sys.stdout if as_json else sys.stderr
+            )
             raise typer.Exit(result.outcome.code)
 
 
@@ -128,7 +133,7 @@ def _quantile(values: list[float], share: float) -> float | None:
     return values[min(len(values) - 1, int(share * len(values)))] if values else None
 
 
-def _words(found: dict[str, Any]) -> str:
+def _summary(found: dict[str, Any]) -> str:
     waits = found["recovery_s"]
     took = "" if waits["p50"] is None else f"; back after {waits['p50']:.2f} s (median), {waits['max']:.2f} s at most"
     frozen = f", {found['frozen']} times frozen" if found["frozen"] else ""

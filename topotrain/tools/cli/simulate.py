@@ -138,15 +138,15 @@ def _many(seeds: range, job: "Job | None", name: str, as_json: bool) -> int:
 
     begun, wrong = time.monotonic(), list["TrialVerdict"]()
     counts = dict.fromkeys(("kills", "crashes", "moves", "snapshots", "messages"), 0)
-    tell = sys.stderr.isatty()
+    shows = sys.stderr.isatty()
     for done, verdict in enumerate(many(seeds, job, name), 1):
         for what in counts:
             counts[what] += getattr(verdict, what)
         if verdict.wrong:
             wrong.append(verdict)
-        if tell and done % 50 == 0:
+        if shows and done % 50 == 0:
             print(f"\r{done} of {len(seeds)} seeds, {len(wrong)} wrong", end="", file=sys.stderr, flush=True)
-    if tell:
+    if shows:
         print("\r\033[K", end="", file=sys.stderr)
     took = time.monotonic() - begun
     first = _looked_into(wrong[0], job) if wrong else None

@@ -138,13 +138,13 @@ class _Tally:
     def whole(self) -> _Count:
         return self.before.and_then(self.now)
 
-    def born(self, pid: int) -> None:
+    def start(self, pid: int) -> None:
         if self.pid not in (None, pid):
             self.before, self.now = self.whole, _Count()
             self.late_before, self.late = self.late_before + self.late, 0
         self.pid = pid
 
-    def take(self, event: StepDone | Finished) -> None:
+    def record(self, event: StepDone | Finished) -> None:
         steps, time = (event.step, event.time) if isinstance(event, StepDone) else (event.steps, self.now.time)
         stale = event.staleness_mean * max(0, steps - self.before.steps)
         traffic = event.bytes_out, event.bytes_in
@@ -160,7 +160,7 @@ class _Skips:
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_SKIPS))
     last: Skipped | None = None
 
-    def take(self, event: Skipped) -> None:
+    def record(self, event: Skipped) -> None:
         if self.last is not None and event.total <= self.last.total:
             self.before += self.last.total
         self.steps.append(event.step)
@@ -219,7 +219,7 @@ class Report:
             case Final():
                 self._final = event.path
             case Skipped():
-                self._skips.setdefault(event.who, _Skips()).take(event)
+                self._skips.setdefault(event.who, _Skips()).record(event)
             case Incident():
                 self._incidents.append(event)
             case Recovered():
@@ -367,11 +367,11 @@ class Report:
 def _note(tally: _Tally, event: Started | Serving | StepDone | Finished) -> None:
     match event:
         case Started() | Serving():
-            tally.born(event.pid)
+            tally.start(event.pid)
         case Finished():
-            tally.take(event)
+            tally.record(event)
         case StepDone():
-            tally.take(event)
+            tally.record(event)
             if event.loss is not None:
                 tally.loss = event.loss
                 if math.isfinite(event.loss):  # a non-finite loss would make every mean non-finite

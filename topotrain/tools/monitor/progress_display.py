@@ -168,19 +168,19 @@ class QuietProgress:
             case StepDone(own_s=float(own)) | Finished(own_s=float(own)):
                 self._own[event.who] = own
             case Notice():
-                self._say(f"topotrain: {event.who}: {event.text}")
+                self._print_line(f"topotrain: {event.who}: {event.text}")
             case Skipped() if _is_said(event):
-                self._say(f"topotrain: {skip(event)}")
+                self._print_line(f"topotrain: {skip(event)}")
             case Incident():
-                self._say(f"topotrain: {event.what}; {event.action}")
+                self._print_line(f"topotrain: {event.what}; {event.action}")
             case Resized():
                 self._resized(event)
             case Recovered():
-                self._say(f"topotrain: {recovery(event, 'change' if event.number in self._changes else 'loss')}")
+                self._print_line(f"topotrain: {recovery(event, 'change' if event.number in self._changes else 'loss')}")
             case Left():
-                self._say(f"topotrain: group {event.group} {event.how}; the others continue")
+                self._print_line(f"topotrain: group {event.group} {event.how}; the others continue")
             case Joined():
-                self._say(f"topotrain: group {event.group} joins (incarnation {event.incarnation})")
+                self._print_line(f"topotrain: group {event.group} joins (incarnation {event.incarnation})")
             case _:
                 pass
 
@@ -199,13 +199,13 @@ class QuietProgress:
         now = {str(worker) for worker in self._topology.workers(0)}
         self._own = {who: own for who, own in self._own.items() if who in now}
         many = f"nworkers_per_group: {event.workers}"
-        self._say(f"topotrain: {moved(event)}; the job goes on after step {event.step} with {many}")
+        self._print_line(f"topotrain: {moved(event)}; the job goes on after step {event.step} with {many}")
 
     def _name_slow(self) -> None:
         for slow in stragglers(self._topology, self._own):
-            self._say(f"topotrain: {slow.words()}")
+            self._print_line(f"topotrain: {slow.words()}")
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         """Print a line of the display."""
         if self._inside_line:
             self.console.file.write("\n")
@@ -233,7 +233,7 @@ class PlainProgress(QuietProgress):
     ) -> None:
         super().__init__(topology, console, out)
         self._clock = clock
-        self._begin = self._last = clock()
+        self._began = self._last = clock()
 
     def __call__(self, event: Event) -> None:
         """Show one event. A step prints a new line if the last one is old enough."""
@@ -250,7 +250,7 @@ class PlainProgress(QuietProgress):
 
     def _line(self) -> None:
         self._last = self._clock()
-        self._say(f"{self._last - self._begin:6.1f} s  {describe(self.rows.all())}")
+        self._print_line(f"{self._last - self._began:6.1f} s  {describe(self.rows.all())}")
 
 
 class _Patient(Live):

@@ -174,6 +174,8 @@ class Trial(SimCluster):
         before: the trial that crashed, of which this is the next start.
     """
 
+    script_class = TrialScript
+
     def __init__(
         self,
         job: Job,
@@ -310,6 +312,7 @@ class Trial(SimCluster):
         """Execute a fault now."""
         if fault not in self._faults:
             return
+        # Each fault happens once, also if its condition holds again in a later incarnation.
         self._faults.remove(fault)
         self.log.append((self.sim.now, fault))
         if fault.what is FaultKind.KILL:
@@ -411,7 +414,7 @@ class Trial(SimCluster):
                 life.admit()
                 if life.incarnation:
                     door.come_back()
-                script = TrialScript(self, SimWorker(self, me, self.singly), life)
+                script = self.script_class(self, SimWorker(self, me, self.singly), life)
                 script.run()
                 self.final = script.final or self.final
                 life.finish()

@@ -17,12 +17,12 @@ class WorkerObserver:
     """Observes one process of a worker.
 
     Args:
-        who: the worker's name, for error messages.
+        name: of the worker, for error messages.
         cells: the number of cells at the beginning of each parameter.
     """
 
-    def __init__(self, who: str, cells: int) -> None:
-        self._who = who
+    def __init__(self, name: str, cells: int) -> None:
+        self._name = name
         self._cells = cells
         self._before: list[torch.Tensor] = []
         self._mine = torch.zeros(cells, dtype=torch.bool)
@@ -44,4 +44,4 @@ class WorkerObserver:
     def _refuse(self, number: int, found: torch.Tensor, where: torch.Tensor, why: str) -> None:
         if where.any():
             cell = int(where.nonzero()[0])
-            raise InvariantViolated(f"{self._who} is shown cell {cell} of p{number} as {float(found[cell]):g}, {why}")
+            raise InvariantViolated(f"{self._name} is shown cell {cell} of p{number} as {float(found[cell]):g}, {why}")
