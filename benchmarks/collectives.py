@@ -31,11 +31,12 @@ from benchmarks.harness import ROUNDS, Row, Samples, row
 from benchmarks.record import run_table, say
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.transport import Transport
-from topotrain.comm.transport.shared_memory import ProcessMemory, SharedMemoryTransport
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.comm.transport.tcp import TcpTransport
+from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.job import Algorithm, Engine
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import CollectivePart, Message
+from topotrain.core.protocol import Message
 from topotrain.extensions.collectives.algorithms import (
     CollectiveResult,
     CompleteSum,
@@ -43,9 +44,9 @@ from topotrain.extensions.collectives.algorithms import (
     Out,
     Relay,
     SendPart,
-    bytes_per_rank,
     traffic,
 )
+from topotrain.extensions.collectives.collective_messages import CollectivePart
 from topotrain.extensions.collectives.torch_backend import TorchCollective
 
 WORDS = {
@@ -330,9 +331,14 @@ def measure(size: int, ways: list[Way], rounds: int) -> dict[Way, list[tuple[flo
     return found
 
 
+def even_shares(nbytes: int, size: int) -> list[int]:
+    """The bytes of each home, spread evenly."""
+    return [nbytes * (home + 1) // size - nbytes * home // size for home in range(size)]
+
+
 def even(way: Way, size: int) -> int:
     """The most payload bytes that one process sends where every home has the same share."""
-    return max(sent for sent, _ in bytes_per_rank(way.algorithm, size, way.nbytes))
+    return max(sent for sent, _ in traffic(way.algorithm, even_shares(way.nbytes, size)))
 
 
 def dealt(way: Way, size: int) -> int:

@@ -42,8 +42,8 @@ class Core:
         optimizer = torch.optim.SGD([tensor], lr=0.1)
         digest = slice_map_for(parameters, topology).digest
         schema = Schema(parameters, (), describe(optimizer, [tensor]).to_text(), digest)
-        chosen = server_extensions(HOME, job, topology) if extensions is None else extensions
-        self.server = Server(HOME, job, topology, _zeros, extensions=chosen)
+        self.server = Server(HOME, job, topology, _zeros)
+        self.server.attach(server_extensions(self.server, job, topology, _zeros) if extensions is None else extensions)
         self.workers = topology.workers(0)
         self.bodies = {worker: torch.full((64,), 1.0) for worker in self.workers}
         self.hyper = hyper(optimizer)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
 from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security.handshake import TOKEN_BYTES, Identity
 from topotrain.comm.transport.tcp import TcpTransport
@@ -56,7 +57,10 @@ def seconds(link: Link | None, count: int, lanes: int, directory: Path) -> float
     key = str(time.monotonic_ns())  # links of this try only
     networks = [link and EmulatedNetwork(link, directory, key, lambda address: int(address.role)) for _ in range(2)]
     identity = Identity("bench", bytes(TOKEN_BYTES), 1, 0, "")
-    there, here = (TcpTransport(identity, network=network, lanes=lanes) for network in networks)
+    there, here = (
+        EmulatedTcpTransport(network, identity, lanes=lanes) if network else TcpTransport(identity, lanes=lanes)
+        for network in networks
+    )
     receiver, body = Receiver(count), torch.ones(1 << 18)
     here.attach(HERE, Receiver(0))
     here.connect(HERE, THERE, there.attach(THERE, receiver))

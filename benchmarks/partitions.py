@@ -23,6 +23,7 @@ from benchmarks.record import ROOT, say
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
+from folder_wipe import block, wipe
 from job_runner import Shop
 from unit_hosts import UNIT, Job, Town
 
@@ -128,7 +129,7 @@ def trial(ground: Ground, kind: str, layout: str, seed: int) -> Trial:
             flap(ground.town, dice)
             _well(job, found)
         elif kind in ("wiped", "gone"):
-            _lose_store(folder / "store", kind, dice)
+            (block if kind == "gone" else wipe)(folder / "store")
             _well(job, found)
         else:
             began = time.monotonic()
@@ -167,13 +168,6 @@ def _begin(job: Job, command: Sequence[str]) -> None:
         assert time.monotonic() < until, "the job did not begin"
         assert all(unit.process.poll() is None for unit in job.units.values()), job.end()
         time.sleep(0.02)
-
-
-def _lose_store(store: Path, kind: str, dice: random.Random) -> None:
-    """It is wiped, or cannot be written any more: there is something else in its place."""
-    shutil.rmtree(store)
-    if kind == "gone":
-        store.write_text("no folder")
 
 
 def _well(job: Job, found: Trial) -> None:

@@ -30,8 +30,9 @@ from benchmarks.record import run_table
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.transport import Endpoint, Transport
 from topotrain.comm.transport.frame import BODY, Header
-from topotrain.comm.transport.shared_memory import ProcessMemory, SharedMemoryTransport
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.comm.transport.tcp import TcpTransport, prepare
+from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Finish, Message, Push, Values, decode, encode
 

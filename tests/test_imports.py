@@ -24,16 +24,6 @@ ROOF = ("__init__.py", "__main__.py")  # above every package: they may import al
 LARGEST_FOLDER = 15
 
 UPWARD = """
-    core.protocol>extensions.elastic.membership_messages
-    core.protocol>extensions.tables.table_messages
-    core.protocol>training.data.data_messages
-    core.server.parameter_shard>extensions.collectives.precomputed_gradients
-    core.server.parameter_shard>extensions.compression.message_filter
-    core.server.server>extensions.backup_workers.quorum
-    core.server.server>extensions.checkpointing.server_snapshots
-    core.server.server>extensions.checkpointing.shard_snapshot
-    core.server.server>extensions.checkpointing.snapshot_coordinator
-    core.server.server>extensions.elastic.membership
 """
 """What still imports a later package, as importing>imported."""
 
@@ -43,16 +33,19 @@ WORLD = """
     time datetime random secrets uuid os.urandom numpy.random os.environ os.environb os.getenv
 """
 PURE = """
-    config/* core/* training/data/batch_ranges.py training/data/data_messages.py training/data/lease_queue.py
+    config/* core/* *_messages.py training/data/batch_ranges.py training/data/lease_queue.py
     extensions/backup_workers/quorum.py extensions/checkpointing/cross_group_cut.py
-    extensions/checkpointing/data_position.py core/model/safetensors_layout.py
+    extensions/checkpointing/checkpoint_extension.py extensions/checkpointing/data_position.py
+    core/model/safetensors_layout.py
     extensions/checkpointing/server_snapshots.py extensions/checkpointing/shard_snapshot.py
     extensions/checkpointing/snapshot_coordinator.py extensions/collectives/algorithms.py
     extensions/collectives/collective_server.py extensions/collectives/precomputed_gradients.py
+    extensions/backup_workers/quorum_pushes.py
     extensions/compression/* extensions/elastic/eligibility.py extensions/elastic/membership.py
-    extensions/elastic/membership_messages.py extensions/replication/buffer_views.py
+    extensions/replication/buffer_views.py
     extensions/replication/replica_checksum.py extensions/replication/replica_placement.py
-    extensions/replication/state_machine.py extensions/replication/state_transfer.py
+    extensions/replication/state_codec.py extensions/replication/state_machine.py
+    extensions/replication/state_transfer.py
     extensions/resume/worker_state_store.py extensions/tables/push_modes.py extensions/tables/row_optimizers.py
     extensions/tables/row_storage.py extensions/tables/table_*.py
 """

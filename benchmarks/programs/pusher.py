@@ -98,15 +98,15 @@ class Door:
         here = context.current()
         assert here is not None
         assert here.worker is not None
-        self._worker, self._exchange = here.worker, here.worker.exchange
+        self._worker, self._client = here.worker, here.worker.client
         self._reduce, self._on_arrival = reduce, here.place.job.apply is Apply.kOnArrival
         self._visible = here.place.job.grads.value == "kVisible" and here.place.topology.workers_per_group > 1
         self._flats, self._map = self._worker.buffers.flats, self._worker.map
         for space in self._map.spaces:
             self._flats.flat("local", space.index).fill_(SLOPE)
-        self._hyper: bytes = self._worker._hyper_now()
+        self._hyper: bytes = self._worker.hyper()
         if self._on_arrival:
-            self._exchange.rates(self._hyper)
+            self._client.gradients.set_rates(self._hyper)
         self._steps = self._backwards = 0
 
     def step(self) -> None:
@@ -115,12 +115,12 @@ class Door:
         for bucket in reversed(self._map.buckets):  # as a backward fills them
             body = self._flats.view("local", bucket)
             present = (1 << len(bucket.pieces)) - 1
-            fresh = self._exchange.windowed
-            self._exchange.push(self._steps, ordinal if reduces else 1, bucket, 1.0, present, body, fresh)
+            fresh = self._client.model.windowed
+            self._client.gradients.push(self._steps, ordinal if reduces else 1, bucket, 1.0, present, body, fresh)
         if reduces:
-            self._exchange.end_backward(self._steps, ordinal, 1.0, (1 << len(self._map.buckets)) - 1)
+            self._client.gradients.end_backward(self._steps, ordinal, 1.0, (1 << len(self._map.buckets)) - 1)
         if self._visible:
-            self._exchange.wait_means()
+            self._client.gradients.wait_means()
         self._backwards += 1
         if not self._reduce:
             self._commit(reduces)
@@ -129,7 +129,7 @@ class Door:
         from topotrain.core.client.client import StepEnd
 
         revisions = () if reduces else (1,) * len(self._map.buckets)
-        self._exchange.commit(self._steps, StepEnd(int(reduces), 1.0, True, self._hyper, (), revisions))
+        self._client.steps.commit(self._steps, StepEnd(int(reduces), 1.0, True, self._hyper, (), revisions))
         self._steps += 1
 
     def value(self) -> float:

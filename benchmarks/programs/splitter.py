@@ -17,6 +17,7 @@ from torch.optim import SGD
 
 import topotrain as tt
 from benchmarks.programs.stepper import Line
+from topotrain.parallel.runtime.network_channel import NetworkChannel
 
 WORKERS, SAMPLES, INPUTS, WIDTH, CLASSES = 2, 2048, 64, 512, 10
 
@@ -95,8 +96,9 @@ def counted() -> Counted | None:
     from topotrain.training import context
 
     here = context.current()
-    crossing = None if here is None or here.worker is None else here.worker.exchange.crossing
-    return None if crossing is None else Counted(crossing)
+    if here is None or here.worker is None or here.split is None:
+        return None
+    return Counted(here.worker.client.extension(NetworkChannel))
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import builtins
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from topotrain.config.job import (
     Updater,
     UpdaterType,
 )
-from topotrain.config.job_file import dumps, from_dict, load, load_with_warnings, loads
+from topotrain.config.job_file import dumps, load, load_with_warnings, loads
 from topotrain.config.proto_schema import new, read_proto, repeated
 
 ROOT = Path(__file__).parents[2]
@@ -245,7 +246,14 @@ def test_overrides_that_cannot_be(override: str, error: str) -> None:
     assert error in str(caught.value)
 
 
-def test_a_dict_gives_the_same_job_and_the_same_errors() -> None:
+def test_a_yaml_file_gives_the_same_job_and_the_same_errors(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "job.yaml"
+
+    def from_yaml(data: dict[str, Any]) -> Job:
+        path.write_text(json.dumps(data))  # JSON is YAML
+        return load(path)
+
     text = (
         "cluster { nworkers_per_group: 2 shares: 1 shares: 2 } updater { type: kSGD param { match: 'b' lr_scale: 2 } }"
     )
@@ -255,7 +263,7 @@ def test_a_dict_gives_the_same_job_and_the_same_errors() -> None:
         "neuralnet": {"layer": [{"anything": 1}]},
         "seed": None,
     }
-    assert from_dict(data) == loads(text)
+    assert from_yaml(data) == loads(text)
     for wrong, error in [
         ({"clutser": {}}, "clutser: JobProto has no such field; did you mean cluster"),
         ({"cluster": {"nworker_groups": 0}}, "cluster.nworker_groups = 0: must be a whole number >= 1"),
@@ -268,7 +276,7 @@ def test_a_dict_gives_the_same_job_and_the_same_errors() -> None:
         ({"updater": {"rmsprop_conf": {}}}, "updater.rmsprop_conf.rho: is required"),
     ]:
         with pytest.raises(ConfigError, match=re.escape(error)):
-            from_dict(wrong)
+            from_yaml(wrong)
 
 
 def test_yaml_gives_the_same_job_and_errors_with_a_place(tmp_path: Path) -> None:

@@ -347,32 +347,3 @@ def test_a_collective_sees_no_memory_and_has_server_processes(settings, relayed,
     assert pair.sees_memory(0) == pair.inline == (not settings)
     alone = layout(Cluster(**settings))
     assert not alone.collective and alone.inline
-
-
-@pytest.mark.parametrize(
-    ("cluster", "lost", "again"),
-    [
-        (SANDBLASTER, 0, "all"),
-        (SANDBLASTER, 4, "all"),
-        (ALL_REDUCE, 2, "all"),
-        (DOWNPOUR, 0, (0, 1)),  # the other group, and the servers, go on
-        (DOWNPOUR, 3, (2, 3)),
-        (DOWNPOUR, 4, "all"),  # the values of both groups were there
-        (HOGWILD, 1, (1,)),
-        (Cluster(nworker_groups=3, server_worker_separate=True), 2, (2,)),
-        (Cluster(nworker_groups=3, server_worker_separate=True), 3, "all"),
-        (Cluster(nworker_groups=3), 2, (2,)),
-        (Cluster(nworker_groups=3), 0, "all"),  # its server is that of all
-        (Cluster(nworker_groups=2, nworkers_per_group=2, nserver_groups=0), 1, (0, 1)),
-        (Cluster(nworker_groups=4, nserver_groups=2, server_worker_separate=True), 4, (0, 1, 4)),
-    ],
-)
-def test_who_starts_again_with_a_lost_unit(cluster, lost, again):
-    topology = layout(cluster)
-    everybody = tuple(range(len(topology.units)))
-    found = topology.restarts_with(lost)
-    assert found == (everybody if again == "all" else again)
-    for rank in found:  # nobody is left behind whom a further one would take along
-        assert set(topology.restarts_with(rank)) <= set(found)
-    with pytest.raises(ValueError, match="unit"):
-        topology.restarts_with(len(everybody))

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,15 +17,14 @@ from typing import Any
 import pytest
 import torch
 from in_process_job import PATIENCE_S, Trainer, job_of, run_local
+from journey_pages import PACKAGE, check_is_function, check_order
 from torch import nn
 
-import topotrain
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message, Push
 
 PAGE = Path(__file__).parents[2] / "docs" / "journey.md"
-PACKAGE = Path(topotrain.__file__).parent
 WEIGHT, ELEMENT = 0, 255  # the element: the last one of the first parameter
 COORDINATOR, HOME = Address(Role.SERVER, 0, 0), Address(Role.SERVER, 0, 1)
 WORKERS = (Address(Role.WORKER, 0, 0), Address(Role.WORKER, 0, 1))
@@ -183,21 +181,11 @@ def holds(slice_map: Any, bucket: Bucket) -> bool:
 def test_every_stop_is_a_function_of_the_package() -> None:
     assert len(stops()) >= 20
     for stop in stops():
-        module, _, names = stop.partition(".")
-        (path,) = PACKAGE.rglob(f"{module}.py")
-        found: Any = import_module(".".join(("topotrain", *path.relative_to(PACKAGE).with_suffix("").parts)))
-        for name in names.split("."):
-            assert hasattr(found, name), f"docs/journey.md names {stop}, and there is no {name}"
-            found = getattr(found, name)
-        assert callable(found), stop
+        check_is_function(stop, PAGE)
 
 
 def test_the_gradient_passes_the_stops_in_the_order_of_the_page(trip: Trip) -> None:
-    named = stops()
-    missing = [stop for stop in named if stop not in trip.seen]
-    assert not missing, f"docs/journey.md names {missing}; the gradient passed:\n" + "\n".join(trip.seen)
-    passed = [stop for stop in trip.seen if stop in named]
-    assert named == passed
+    check_order(stops(), trip.seen, PAGE)
 
 
 def test_the_numbers_of_the_page_are_those_of_the_run(trip: Trip) -> None:

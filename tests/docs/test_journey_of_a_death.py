@@ -5,12 +5,12 @@ killed.
 """
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from journey_pages import check_order, stops_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "journey.md"
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -19,10 +19,6 @@ MOST_FILES = 17
 """Files of `launch` that handle the death, from the forkserver to the entry point of the new process."""
 
 pytestmark = pytest.mark.journey
-
-
-def named(text: str) -> list[str]:
-    return re.findall(r"^\d+\. `([\w./]+)`", text, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +48,10 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize("part", [0, 1], ids=["launcher", "server"])
 def test_the_death_passes_the_stops_in_the_order_of_the_page(passed: list[str], part: int) -> None:
     _, _, section = PAGE.read_text(encoding="utf-8").partition("\n## The death of a worker")
-    stops = named(section.split("\n### On the server")[part])
+    stops = stops_in(section.split("\n### On the server")[part])
     assert len(stops) >= 6
     functions = list(dict.fromkeys(f"{Path(where).stem}.{name}" for where, name in (f.split(":") for f in passed)))
-    missing = [stop for stop in stops if stop not in functions]
-    assert not missing, f"docs/journey.md names {missing}; the death passed:\n" + "\n".join(functions)
-    assert sorted(stops, key=functions.index) == stops
+    check_order(stops, functions, PAGE)
 
 
 def test_the_death_of_a_worker_enters_few_files_of_the_launcher(passed: list[str]) -> None:

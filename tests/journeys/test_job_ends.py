@@ -7,11 +7,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, Shop
+from shells import alive
 
 pytestmark = pytest.mark.journey
 
@@ -50,16 +50,6 @@ class Running:
         while alive(pids) and time.monotonic() - began < 60:
             os.sched_yield()
         return self.process.returncode, self.heard + rest, max(seconds, time.monotonic() - began)
-
-
-def alive(pids: list[int]) -> list[int]:
-    def lives(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-        except OSError:
-            return False
-
-    return [pid for pid in pids if lives(pid)]
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
         with town(folder) as here:
             here.environ.update(QUIET | QUICK, RAY_TMPDIR=str(ours))
             add_forkserver(here)  # the actors' units hear of it
-            here.spawn(sys.executable, str(ROOT / "tests" / "ray_town.py"), str(folder), log="ray")
+            here.spawn(sys.executable, str(ROOT / "tests" / "support" / "ray_cluster.py"), str(folder), log="ray")
             here.wait_for("Ray", folder / "address", patience=120)
             yield here
     except Missing as missing:

@@ -13,6 +13,7 @@ from job_runner import Ended, Shop
 from process_pool import client
 from programs.resuming import SAMPLES, Net
 from safetensors.torch import load_file
+from shells import alive
 
 from topotrain.extensions.checkpointing.checkpoint_reader import Manifest, latest
 
@@ -71,15 +72,8 @@ def terminated(shop: Shop, cluster: str, *program: str, extra: str, all: bool = 
     for pid in reversed(pids.values()) if all else [pids["launcher"]]:
         os.kill(pid, signal.SIGTERM)
     said, _ = process.communicate(timeout=100)
-    assert not [who for who, pid in pids.items() if lives(pid)]
+    assert not [who for who, pid in pids.items() if alive([pid])]
     return process.returncode, heard + said, workspace
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def resumed(shop: Shop, workspace: Path, *more: str) -> Ended:

@@ -17,6 +17,7 @@ import torch
 from job_runner import PROGRAMS, Shop
 from process_pool import client
 from safetensors.torch import load_file
+from shells import alive
 from unit_hosts import TOKEN, UNIT, Job, Town, Unit, hastily, port, wait
 
 pytestmark = pytest.mark.journey
@@ -62,16 +63,6 @@ def test_units_on_one_machine_give_the_bits_of_topotrain_run(shop: Shop, jobs: l
     assert {process["unit"] for process in report["processes"]} == {0, 1, 2}
     assert all(process["pid"] and process["bytes_out"] for process in report["processes"])
     assert not (shop.folder / "report-1.json").exists()
-
-
-def alive(pids: Sequence[int]) -> list[int]:
-    def lives(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-        except OSError:
-            return False
-
-    return [pid for pid in pids if lives(pid)]
 
 
 def gone(pids: Sequence[int]) -> bool:

@@ -44,8 +44,8 @@ class Holder(Seat):
             for space in self.town.map.spaces:
                 if space.on(self.me.index):
                     self.flats.flat("local", space.index).fill_(start)
-            self.door.give_initial("local")
-        self.door.fetch()
+            self.door.send_initial("local")
+        self.door.values.fetch()
         return self
 
     def step(self, gradient: list[torch.Tensor]) -> None:
@@ -55,8 +55,8 @@ class Holder(Seat):
         for bucket in self.town.map.buckets_on(self.me.index):
             revisions[bucket.id] = 1
             full = (1 << len(bucket.pieces)) - 1
-            self.door.push(self.steps, 1, bucket, 1.0, full, self.flats.view("local", bucket))
-        self.door.commit(self.steps, StepEnd(1, 1.0, True, b"", (), tuple(revisions)))
+            self.door.gradients.push(self.steps, 1, bucket, 1.0, full, self.flats.view("local", bucket))
+        self.door.steps.commit(self.steps, StepEnd(1, 1.0, True, b"", (), tuple(revisions)))
         self.steps += 1
 
 
@@ -78,7 +78,7 @@ def play(town: Town) -> list[list[torch.Tensor]]:
         assert not names, "memory for what another worker holds"
         holder.finish()
         if holder.me == town.workers[0]:
-            holder.door.final_values()
+            holder.door.values.fetch_final()
             assert same(holder.values(), [START - t for t in total(list(given.values()))])
 
     town.play(script)

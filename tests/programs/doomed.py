@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import topotrain as tt
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.extensions.resume.worker_state_messages import WorkerStatePart
 from topotrain.training.context import current
 
 SAMPLES, BATCH = 48, 4
@@ -68,7 +69,7 @@ class Doom:
             self._happen(left[0])
 
     def sent(self, message: m.Message) -> None:
-        if isinstance(message, m.WorkerStatePart):
+        if isinstance(message, WorkerStatePart):
             if message.number <= 0:
                 return
             self._wanted = True
@@ -158,14 +159,14 @@ def main() -> None:
     model, optimizer, loader = tt.prepare(model, optimizer, loader)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7 if given.net else 1.0)
     assert here.worker is not None
-    exchange = here.worker.exchange
-    say = exchange._say  # the last place that still knows one message from another
+    channel = here.worker.client.channel
+    say = channel._send  # the last place that still knows one message from another
 
     def tell(to: Address, message: m.Message) -> None:
         say(to, message)
         doom.sent(message)
 
-    exchange._say = tell
+    channel._send = tell
     first = next(model.parameters())
     first.register_hook(lambda _: doom.at("backward"))
     for epoch in tt.epochs(given.epochs):

@@ -20,7 +20,8 @@ from torch.utils.data import (
 )
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest, Message
+from topotrain.core.protocol import Message
+from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 from topotrain.training.data.lease_queue import LeaseQueue
 from topotrain.training.data.sampling import CHUNK
 

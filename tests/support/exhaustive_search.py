@@ -5,7 +5,6 @@ does around them is told again here in a few lines, and a worker is an automaton
 messages. A pause of a process needs no action of its own: everything else may happen before its next message.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from types import MethodType
@@ -14,6 +13,7 @@ from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core import protocol as m
 from topotrain.core.server.consistency import RESTARTS, AppliedBatches, ApplyOrder, DecisionLog
+from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.extensions.elastic.membership import ElasticGroups
 
 Way = tuple[object, Address]
@@ -48,13 +48,17 @@ class Shard:
     order: ApplyOrder = field(default_factory=ApplyOrder)
     applied: AppliedBatches = field(default_factory=AppliedBatches)
     cells: dict[tuple[int, int], int] = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)
+    made: dict[int, int] = field(default_factory=dict)
     staged: dict[int, Push] = field(default_factory=dict)
     inside: list[m.Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.log = None if self.me.index else DecisionLog(self.topology.shards)
-        self.regroup = ElasticGroups(self.me, self.job, self.topology, self, self.log, self.send)
+        self.decisions = ShardDecisions(self, None if self.me.index else DecisionLog(self.topology.shards))
+        self.regroup = ElasticGroups(self, self.job, self.topology)
+
+    @property
+    def log(self) -> DecisionLog | None:
+        return self.decisions.log
 
     def send(self, to: Address, message: object) -> None:
         if to.role is Role.WORKER and not self.regroup.members.hears(to):
@@ -70,7 +74,7 @@ class Shard:
             self._take(self.me, self.inside.pop(0))
 
     def lost(self, worker: Address) -> None:
-        self.regroup.lost(worker)
+        self.regroup.on_lost(worker)
         while self.inside:
             self._take(self.me, self.inside.pop(0))
 
@@ -83,8 +87,8 @@ class Shard:
             return
         match message:
             case Push():
-                assert message.step <= self.steps.get(sender.group, 0), f"{sender}: {message} is ahead"
-                if message.step == self.steps.get(sender.group, 0):
+                assert message.step <= self.made.get(sender.group, 0), f"{sender}: {message} is ahead"
+                if message.step == self.made.get(sender.group, 0):
                     self.staged[sender.group] = message
                     incarnation = self.regroup.members.incarnation(sender.group)
                     vote = m.StepVote(sender.group, message.step, True, 0.0, False, self.order.next, incarnation)
@@ -99,40 +103,42 @@ class Shard:
             case m.AppliedBatchesRequest():
                 self.send(sender, m.AppliedBatchesReply(message.stream, self.applied.count(message.stream)))
             case _:
-                self.regroup.take(sender, message)
+                self.regroup.handle(sender, message)
 
     def _decide(self) -> None:
         for group, step in self.log.ready() if self.log else ():
-            decision = self.log.decide(group, step)
-            for server in self.topology.servers(0):
-                self.send(server, decision)
+            self.decisions.send(self.log.decide(group, step))
 
     def _carry_out(self, decision: m.StepDecision) -> None:
         group = decision.group
         if decision.change == RESTARTS:
-            self.regroup.carry_out(group, decision.step)
+            self.regroup.on_decree(decision)
             return
         push = self.staged.pop(group, None)
         assert push is not None and push.step == decision.step, f"{self.me}: {decision} is not staged"
         if self.applied.verdict((group, push.seq, push.seq)) == "new":
             self.applied.record((group, push.seq, push.seq))
             self.cells[group, push.seq] = self.cells.get((group, push.seq), 0) + 1
-        self.steps[group] = push.step + 1
+        self.made[group] = push.step + 1
         self.send(Address(Role.WORKER, group, 0), m.Applied(push.step, 0, 0, False, 0.0))
 
-    # what `ElasticGroups` asks of its home
+    # what `ElasticGroups` asks of its server
 
-    def streams(self, group: int) -> tuple[int, ...]:
-        return ()
+    hooks = ExtensionHooks(())
 
-    def restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> None:
-        pass
+    @property
+    def queue(self) -> "Shard":
+        return self
 
-    def begun(self, group: int) -> bool:
-        return True
+    worker_groups = steps = batches = replies = state = queue
 
-    def objection(self) -> str:
-        return ""
+    @property
+    def groups(self) -> range:
+        return range(self.topology.worker_groups)
+
+    @property
+    def asked(self) -> range:
+        return self.groups
 
     def ended(self, group: int) -> bool:
         return False
@@ -140,17 +146,30 @@ class Shard:
     def has_finished(self, worker: Address) -> bool:
         return False
 
-    def forget(self, group: int, ended: bool) -> None:
-        self.steps[group] = 0
+    def reset_group(self, group: int, ended: bool) -> None:
+        self.made[group] = 0
         self.staged.pop(group, None)
 
-    def count(self, stream: int) -> int:
+    def count(self, stream: int, group: int) -> int:
         return self.applied.count(stream)
 
-    def complete(self) -> bool:
-        return True
+    complete = True
 
-    def is_back(self, group: int) -> None:
+    def come_back(self, group: int) -> bool:
+        return False
+
+
+class ShardDecisions:
+    """What `ElasticGroups` asks of a shard's `Decisions`."""
+
+    def __init__(self, shard: Shard, log: DecisionLog | None) -> None:
+        self.log, self._shard = log, shard
+
+    def send(self, decision: m.StepDecision) -> None:
+        for server in self._shard.topology.servers(0):
+            self._shard.send(server, decision)
+
+    def rejoin(self, group: int) -> None:
         pass
 
 
@@ -304,7 +323,7 @@ class World:
         return frozen([self.crashes, self.duplicates, self.connected, self.ways, self.shards, self.lives])
 
 
-_SKIPPED = frozenset({"job", "topology", "net", "_job", "_topology", "_home", "_send"})
+_SKIPPED = frozenset({"job", "topology", "net", "_job", "_topology", "_server"})
 
 
 def clone(value, known):
@@ -336,12 +355,12 @@ def clone(value, known):
     return found
 
 
-_PLAIN = frozenset({int, str, float, bool, bytes, type(None), Address, Push})
+_PLAIN = frozenset({int, str, float, bool, bytes, range, type(None), Address, Push})
 
 
 def frozen(value: object) -> object:
     """Anything here as something that can be a key: equal for equal states."""
-    if isinstance(value, int | str | float | bytes | Enum | Address | None):
+    if isinstance(value, int | str | float | bytes | range | Enum | Address | None):
         return value
     if isinstance(value, dict):
         return frozenset((frozen(k), frozen(v)) for k, v in value.items() if v or not isinstance(v, list))

@@ -49,6 +49,7 @@ from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.training.adopted_optimizer import _tracked, adopt
 from topotrain.training.data.map_dataset import STATIC
+from topotrain.training.final_parameters import fetch_final
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
 from topotrain.training.worker import Worker
@@ -230,7 +231,7 @@ class WorkerHandle:
         self.worker.drawn(STATIC | self.me.group, self.seq, float(samples), samples)
         self.seq += 1
         if weight is not None:
-            self.worker.say_weight(weight(*part))
+            self.worker.batches.set_weight(weight(*part))
         return [loss(self.model, *part)]
 
     def backward(self, losses: Sequence[torch.Tensor], **kwargs: bool) -> None:
@@ -302,7 +303,7 @@ class _Crew:
             self.errors.append(error)
         for address, exchange in list(self.exchanges.items()):
             if address != me:
-                exchange.lost(me or exchange.servers[0], f"it failed: {error}")
+                exchange.lost(me or exchange.channel.servers[0], f"it failed: {error}")
 
     def trouble(self) -> None:
         error = sys.exc_info()[1]
@@ -365,7 +366,7 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
         send, waiter = partial(wire.send, me), ConditionWaiter(0.1)
         exchange = Client(me, topology, send, waiter, shared, extensions=client_extensions(topology))
         wire.attach(me, exchange)
-        for server in dict.fromkeys((*exchange.servers, exchange.desk)):
+        for server in dict.fromkeys((*exchange.channel.servers, exchange.channel.first_server)):
             wire.connect(me, server, "local:")
         crew.exchanges[me] = exchange
         handles.append(_enlist(job, topology, me, build, exchange, _zeros, describing))
@@ -467,11 +468,11 @@ def _train(
             if handle.worker.lazy:
                 wait_by_layer(handle.model, handle.worker)
             adopt(handle.optimizer, handle.worker)
-            handle.worker.scatter_state()
+            handle.worker.server_state.scatter()
             script(handle)
             handle.worker.finish()
             if handle.me == Address(Role.WORKER, 0, 0):
-                handle.worker.take_final()
+                handle.notes["buffers"] = fetch_final(handle.worker, handle.notes.get("folder"))
         finally:
             handle.exchange.leave()
             close(handle.me)

@@ -11,15 +11,16 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from every_message import every_message
 
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.core.protocol import KINDS, Message, ProtocolError, decode, encode
+from topotrain.core.protocol import Message, ProtocolError, decode, encode
 
 COUNT = int(os.environ.get("TOPOTRAIN_FUZZ_FRAMES", "20000"))
 SEED = int(os.environ.get("TOPOTRAIN_FUZZ_SEED", "20261"))
 
-KINDS = tuple(KINDS.values())
+KINDS = every_message()
 NUMBERS = (
     *(-(1 << 63), -(1 << 62), -(1 << 31), -3, -2, -1, 0, 1, 2, 3, 5, 63, 64, 255, 256, 4096, 1 << 16),
     *((1 << 31) - 1, 1 << 31, 1 << 32, (1 << 53) + 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1),

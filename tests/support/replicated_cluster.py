@@ -23,9 +23,10 @@ from topotrain.core.client.client import Client
 from topotrain.core.model.schema import Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.state_machine import Primary, ReplicatedServer, Standby
-from topotrain.extensions.replication.state_transfer import portray, restore
+from topotrain.extensions.replication.state_transfer import restore, save
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
@@ -145,7 +146,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
         servers = self.topology.servers(0)
         for me in servers:
             self.processes[me.index] = self.home[me] = Process(me.index)
-            self.settle_lead(self.home[me], Primary(ReplicatedServer(partial(self.make, me)), portray))
+            self.settle_lead(self.home[me], Primary(ReplicatedServer(partial(self.make, me)), save))
         for me in servers:
             for peer in peers(me, self.topology):
                 self.wire.connect(me, peer, "")
@@ -160,7 +161,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
 
     def make(self, me: Address, deliver: Callable[[Address, m.Message], None]) -> Server:
         server = make_server(me, self.job, self.topology, sim_cluster.zeros, deliver=deliver)
-        server.snapshots.follow(lambda work: None)
+        snapshots_of(server).follow(lambda work: None)
         return server
 
     def settle_lead(self, process: Process, lead: Primary) -> LeadHouse:
@@ -186,7 +187,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
         def redial(server: Address, moves: int) -> None:
             self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))
 
-        servers = dict.fromkeys((*door.servers, door.desk))
+        servers = dict.fromkeys((*door.channel.servers, door.channel.first_server))
         lines = ReplicaConnections(servers, door, lambda to, x, wait=False: self.wire.send(me, to, x), redial)
         self.lifelines[me] = lines
         self.wire.attach(me, lines)
@@ -242,7 +243,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
             heir = next(p for p in self.processes.values() if me in p.shadows and p.alive)
             copy = heir.shadows.pop(me).shadow.copy
             assert copy is not None
-            house = self.settle_lead(heir, Primary(copy, portray))
+            house = self.settle_lead(heir, Primary(copy, save))
             house.say(house.lead.orphaned())
         coordinator, *others = self.topology.servers(0)
         for me in others:
@@ -278,8 +279,8 @@ class ReplicatedTown(sim_cluster.SimCluster):
 
 
 def flats_of(server: Server) -> list[torch.Tensor]:
-    assert server._model is not None
-    return [server._model.flats.flat("values", s.index).clone() for s in server._model.map.spaces]
+    assert server.model is not None
+    return [server.model.flats.flat("values", s.index).clone() for s in server.model.map.spaces]
 
 
 class TcpLike(SimulatedTransport):

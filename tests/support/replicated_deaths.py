@@ -20,6 +20,7 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import Client
 from topotrain.core.model.schema import Schema
 from topotrain.core.optim.adapter import describe
+from topotrain.extensions.elastic.membership_messages import GroupLeft
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
@@ -82,7 +83,7 @@ class MortalTown(ReplicatedTown):
 
         waiter, extensions = CrashableWaiter(life, self.sim), client_extensions(self.topology)
         door = Client(me, self.topology, say, waiter, incarnation=life.incarnation, extensions=extensions)
-        servers = dict.fromkeys((*door.servers, door.desk))
+        servers = dict.fromkeys((*door.channel.servers, door.channel.first_server))
 
         def redial(server: Address, moves: int) -> None:
             self._soon(0.001, lambda: self._dial(life, lines, server, lambda it: lines.connected(it, moves)))
@@ -136,7 +137,7 @@ class MortalTown(ReplicatedTown):
         """The launcher tells the coordinator that a group has gone."""
         if self.home[DESK].alive:  # else its successor is told
             house = self.home[DESK].leads[DESK]
-            house.say(house.lead.hear(DESK, m.GroupLeft(group, self.gone[group])))
+            house.say(house.lead.hear(DESK, GroupLeft(group, self.gone[group])))
 
     def replace(self, dead: Any) -> None:
         super().replace(dead)
@@ -158,7 +159,7 @@ class MortalTown(ReplicatedTown):
                 if life.over:
                     return
                 if life.incarnation:
-                    door.come_back()
+                    door.rejoin.announce()
                 self.script(SimWorker(self, me))
                 lines = self.lifelines[me]
                 lines.leave()
@@ -194,7 +195,7 @@ class MortalTown(ReplicatedTown):
             leases.passed = place.ordinal + place.last
         seat.finish()
         if seat.me == self.workers[0]:
-            seat.door.final_values()
+            seat.door.values.fetch_final()
             seat.door.buffers.final()
             self.final = seat.values()
 
@@ -211,12 +212,12 @@ class MortalTown(ReplicatedTown):
         for index in range(self.topology.shards):
             first, *others = self.copies(index)
             for second in others:
-                if second.version != first.version or second._streams.counts() != first._streams.counts():
+                if second.version != first.version or second.steps.batches.counts() != first.steps.batches.counts():
                     found.append(f"the copies of server {index} have counted other things")
                 if not all(map(torch.equal, flats(first), flats(second))):
                     found.append(f"the copies of server {index} have other values")
-            if first.undecided:
-                found.append(f"server {index} waits for votes about {first.undecided} steps")
+            if first.decisions.undecided:
+                found.append(f"server {index} waits for votes about {first.decisions.undecided} steps")
             house = self.home[Address(Role.SERVER, 0, index)].leads[Address(Role.SERVER, 0, index)]
             stays = [str(who) for who, line in house.lead.copy.lines.items() if who.role is Role.WORKER and line.kept]
             if stays:
@@ -227,5 +228,5 @@ class MortalTown(ReplicatedTown):
 
 
 def flats(server: Any) -> list[torch.Tensor]:
-    model = server._known
+    model = server.state.known
     return [model.flats.flat("values", space.index) for space in model.map.spaces]

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,3 +49,15 @@ def ended(shells: Sequence[Shell], codes: Sequence[int]) -> list[str]:
     said = [shell.communicate(timeout=PATIENCE_S)[0] for shell in shells]
     assert [shell.returncode for shell in shells] == list(codes), "\n---\n".join(said)
     return said
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    """Those of these processes that have not ended; one that nothing has waited for yet has."""
+
+    def runs(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except OSError:
+            return False
+
+    return [pid for pid in pids if runs(pid)]

@@ -20,7 +20,6 @@ from topotrain.core import protocol as m
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
-from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay
 from topotrain.tools.simulator import sim_cluster
 from topotrain.tools.simulator.fault_schedule import STORM, VIEWS
 from topotrain.tools.simulator.sim_cluster import parameters, zeros
@@ -73,7 +72,7 @@ class Town(sim_cluster.SimCluster):
         """The values that the servers of a group hold, one tensor per parameter."""
         found = [torch.full((p.count,), torch.nan, dtype=getattr(torch, p.dtype)) for p in self.schema.parameters]
         for segment in self.map.segments:
-            flats = self.server(group, segment.shard)._known.flats
+            flats = self.server(group, segment.shard).state.known.flats
             part = flats.segment("values", segment)
             found[segment.parameter][segment.start : segment.start + segment.hi - segment.lo] = part
         return found
@@ -116,8 +115,15 @@ class Town(sim_cluster.SimCluster):
             is_main=me.group == me.index == 0,
             own_streams=self.job.cluster.backup > 0,
         )
-        replay = LateBatchReplay(worker) if self.job.cluster.backup else None
-        return ShardedLoader(loader, plan, worker.exchange.extension(DataClient), worker, replay)
+        replay = None
+        if self.job.cluster.backup:
+            from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
+            from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay, LateSteps
+
+            steps = LateSteps(worker, worker.client.extension(BackupWorkersClient))
+            worker.attach(steps)
+            replay = LateBatchReplay(steps)
+        return ShardedLoader(loader, plan, worker.client.extension(DataClient), worker, replay)
 
 
 class Seat(sim_cluster.SimWorker):
@@ -175,8 +181,8 @@ class Book:
         if isinstance(message, m.Values) and to.role is Role.WORKER and (to.group, message.round) not in self.said:
             self.said.add((to.group, message.round))
             self.read[to.group] = len(self.applied)
-            ended = [g for g, f in self.server._finished.items() if len(f) == self.server._topology.workers_per_group]
-            running = [self.count(g) for g in self.server.groups if g not in ended or g == to.group]
+            ended = self.server.worker_groups.ended
+            running = [self.count(g) for g in self.server.groups if not ended(g) or g == to.group]
             self.leads.append(self.count(to.group) - min(running))
 
 
@@ -184,18 +190,17 @@ def books(town: Town, group: int = 0) -> list[Book]:
     """Have every shard of a server group watched from here on."""
 
     def watch(server: Server) -> Book:
-        book, carry_out, send = Book(server), server._carry_out, server._send
+        book, carry_out, send = Book(server), server.steps.carry_out, server.queue.send
 
         def noted(decision: m.StepDecision) -> None:
-            if not decision.change:
-                book.update(decision)
+            book.update(decision)
             carry_out(decision)
 
         def sent(to: Address, message: Message) -> None:
             book.send(message, to)
             send(to, message)
 
-        server._carry_out, server._send = noted, sent  # type: ignore[method-assign]
+        server.steps.carry_out, server.queue.send = noted, sent  # type: ignore[method-assign]
         return book
 
     return [watch(town.houses[me].server) for me in town.topology.servers(group)]

@@ -4,7 +4,7 @@ import torch
 from simulation import Town
 
 from topotrain.config.topology import Address, Role
-from topotrain.core import protocol as m
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
     PUBLISHED,
     WRITTEN,
@@ -13,6 +13,7 @@ from topotrain.extensions.checkpointing.snapshot_coordinator import (
     WriteSnapshot,
     texts,
 )
+from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
 
 
 class Archive:
@@ -25,11 +26,11 @@ class Archive:
         self.published: list[PublishSnapshot] = []
         self.dropped: list[DropSnapshot] = []
         for me, house in town.houses.items():
-            house.server.snapshots.follow(lambda what, me=me: self.work(me, what))
+            snapshots_of(house.server).follow(lambda what, me=me: self.work(me, what))
 
     def ask(self) -> None:
         me = Address(Role.SERVER, 0, 0)
-        self.town.houses[me].handle(me, m.SnapshotRequest())
+        self.town.houses[me].handle(me, SnapshotRequest())
 
     def work(self, me: Address, what: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
         if isinstance(what, DropSnapshot):
@@ -49,7 +50,7 @@ class Archive:
         said = texts(what.number, stage, answer)
         self.town.sim.actor(f"host {me} {what.number} {stage}", lambda: self.say(me, said))
 
-    def say(self, me: Address, said: list[m.SnapshotPart]) -> None:
+    def say(self, me: Address, said: list[SnapshotPart]) -> None:
         for part in said:
             self.town.houses[me].handle(me, part)
 

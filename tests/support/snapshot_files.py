@@ -13,7 +13,8 @@ from topotrain.config.job import Cluster, Job, Slicing
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.optim.adapter import describe, hyper
 from topotrain.core.optim.state_table import merge, model_file, state_file, to_rows
-from topotrain.core.server.parameter_shard import ParameterShard, open_model
+from topotrain.core.server.parameter_shard import ParameterShard, ShardMemory, open_model
+from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.extensions.checkpointing.checkpoint_reader import MODEL, STATE, WORKERS, Manifest, workers_file
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, _joined
 from topotrain.extensions.checkpointing.shard_snapshot import ShardFreezer, TensorSlice
@@ -56,7 +57,7 @@ class Vault:
 
     def _shard(self, shard: int) -> ParameterShard:
         me = Address(Role.SERVER, 0, shard)
-        model = open_model(me, self.job, self.topology, self.schema, self.map, zeros, {}, False, lambda *_: None)
+        model = open_model(me, self.job, self.topology, self.schema, self.map, ShardMemory(zeros), ExtensionHooks(()))
         for segment in self.map.segments_of(shard):
             tensor = self.parts.tensors[segment.parameter].detach()
             flat = tensor.as_strided((tensor.numel(),), (1,))[segment.start :][: segment.hi - segment.lo]

@@ -70,21 +70,21 @@ class Town:
             self.roads.sent.append((self.me, to, key, tensor.numel()))
             self.roads.changed.notify_all()
 
-    def here(self, source: int, key: TensorKey) -> bool:
+    def arrived(self, source: int, key: TensorKey) -> bool:
         with self.roads.changed:
-            return self.roads.stores[self.me].here(source, key)
+            return self.roads.stores[self.me].has(source, key)
 
-    def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
+    def receive(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         self.wait_any([(source, key)])
         with self.roads.changed:
-            return self.roads.stores[self.me].take(source, key)
+            return self.roads.stores[self.me].pop(source, key)
 
     def wait_any(self, wanted: Collection[tuple[int, TensorKey]]) -> None:
         assert wanted
         mine = self.roads.stores[self.me]
         with self.roads.changed:
             came = self.roads.changed.wait_for(
-                lambda: self.roads.lost or any(mine.here(*one) for one in wanted), timeout=30
+                lambda: self.roads.lost or any(mine.has(*one) for one in wanted), timeout=30
             )
             if self.roads.lost:
                 raise PeerLost("another worker is gone")

@@ -1,6 +1,7 @@
 """The hook that watches all servers of the suite: it ends who unpickles, and nobody else."""
 
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -74,14 +75,16 @@ def test_a_door_in_this_process_is_watched_too(monkeypatch: pytest.MonkeyPatch) 
     pickle.loads(raw)  # the test's own business
     me, server = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
     door = Client(me, layout(Cluster()), lambda *_: None, Waiter())
-    check, here = type(door._manners).check, threading.current_thread()
+    check, here = type(door._validator).check, threading.current_thread()
 
     def check_or_unpickle(*given: Any) -> None:
         # Threads of servers that other tests have left behind check messages, too.
         pickle.loads(raw) if threading.current_thread() is here else check(*given)
 
-    monkeypatch.setattr(type(door._manners), "check", check_or_unpickle)
-    with pytest.raises(AssertionError, match=r"audit: unpickled fractions.Fraction in handle on MainThread"):
+    monkeypatch.setattr(type(door._validator), "check", check_or_unpickle)
+    with pytest.raises(
+        AssertionError, match=f"audit: unpickled fractions.Fraction in handle on {re.escape(here.name)}"
+    ):
         door.handle(server, Applied(0, 0, 0, False, 0.0))
     assert unpickle_audit.FOUND
     unpickle_audit.FOUND.clear()

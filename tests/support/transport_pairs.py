@@ -10,8 +10,9 @@ import torch
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.transport import Transport
 from topotrain.comm.transport.inprocess import InProcessTransport
-from topotrain.comm.transport.shared_memory import ProcessMemory, SharedMemoryTransport, socket_directory
+from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
 from topotrain.comm.transport.tcp import TcpTransport
+from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Init, Message, Push, Values
 

@@ -23,9 +23,7 @@ _DOORS = {
     (OURS + "core/client/client.py", "handle"),
     (OURS + "core/client/client.py", "place"),
     (OURS + "comm/transport/connection.py", "_read"),
-    (OURS + "comm/transport/socket_transport.py", "_hear"),
-    (OURS + "comm/store/tcp_store_server.py", "_host"),
-    (OURS + "compat/tensorflow/session/session_server.py", "_let_in"),
+    (OURS + "comm/transport/listener.py", "_handle"),
     (OURS + "extensions/checkpointing/checkpoint_reader.py", "open"),
     (OURS + "core/protocol/codec.py", "decode"),
 }

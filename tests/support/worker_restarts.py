@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 from topotrain.config.job import Job as Conf
 from topotrain.config.topology import Address
 from topotrain.core.profiling.spans import SILENT
-from topotrain.core.protocol import Lease, LeaseRequest
 from topotrain.extensions.resume.script_resume import ScriptResume
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, WorkerStateStore, cut
 from topotrain.training.data import batch_ranges
+from topotrain.training.data.data_messages import Lease, LeaseRequest
 from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
 from topotrain.training.rng_state import RngState
-from topotrain.training.worker import WorkerStats
+from topotrain.training.worker_stats import WorkerStats
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,16 @@ class Script:
 class Door(Seat):
     """A worker's exchange, as far as data and deposits need it."""
 
-    device, spans, leaves = torch.device("cpu"), SILENT, False
+    spans, leaves = SILENT, False
 
     def __init__(self, life: "Life", who: Address) -> None:
         super().__init__(life.office, who)
         self.life = life
         self.dead = False
+        self.channel = self.values = self
+
+    def settle(self) -> None:
+        """Nothing is committed lazily."""
 
     def extension(self, kind: type) -> "Door":
         return self
@@ -128,7 +132,7 @@ class Door(Seat):
 
     def save(self, number: int, data: torch.Tensor) -> None:
         for part in cut(self.who, number, data):
-            body = self.life.deposits.place(self.who, part).copy_(part.body)
+            body = self.life.deposits.place(self.who, part, False).copy_(part.body)
             assert self.life.deposits.handle(self.who, replace(part, body=body)) == []
 
     def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -197,12 +201,12 @@ class Life:
         worker: Any = SimpleNamespace(
             leaves=False,
             me=who,
-            exchange=door,
+            client=door,
+            device=torch.device("cpu"),
             tally=WorkerStats(),
             snapshot=0,
             lazy=False,
             parts=parts,
-            settle=lambda: None,
             rejoin=lambda taken: None,
         )
         here: Any = SimpleNamespace(
@@ -219,7 +223,7 @@ class Life:
         plan = DataPlan(*named, (), shape.mode, shape.per_worker, 5, 1, main)  # type: ignore[arg-type]
         loader = here.loader = ShardedLoader(script.make(), plan, door, door)
         continuing = ScriptResume(here, worker, optimizer)
-        loader.memory = continuing
+        loader.resume_with(continuing)
         self.worlds[who] = SimpleNamespace(
             worker=worker, here=here, buffer=buffer, optimizer=optimizer, loader=loader, continuing=continuing
         )

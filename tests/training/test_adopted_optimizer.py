@@ -433,7 +433,7 @@ def test_every_server_group_starts_with_the_state_that_the_optimizer_brings(grou
         result = run_local(job, build, lambda t: None)
     assert len(loads) == groups["nserver_groups"] * len(set(loads))
     for server in result.servers:
-        units = server._known.units
+        units = server.state.known.units
         state = {(key, name): value for unit in units for key, name, value in unit.update.state()}
         assert state
         assert all(float(value) == 1.0 for (_, name), value in state.items() if name == "step")

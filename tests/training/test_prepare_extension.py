@@ -13,11 +13,22 @@ from topotrain.training import finish_job
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.parameters.row_module import RowModule
 from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
 
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     yield from jobs(tmp_path, monkeypatch)
+
+
+class StepCounter(WorkerExtension):
+    """Counts the worker's steps."""
+
+    def __init__(self, recording: "Recording") -> None:
+        self._recording = recording
+
+    def after_step(self, outcome: Any) -> None:
+        self._recording.steps += 1
 
 
 class Recording(PrepareExtension):
@@ -34,10 +45,7 @@ class Recording(PrepareExtension):
     def attach(self, here: Context, worker: Worker) -> None:
         assert here.worker is worker
         self.called.append("attach")
-        worker.after_step.append(self._stepped)
-
-    def _stepped(self, outcome: Any) -> None:
-        self.steps += 1
+        worker.attach(StepCounter(self))
 
     def stop_pushing(self, here: Context) -> None:
         self.called.append("stop_pushing")

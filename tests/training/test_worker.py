@@ -185,7 +185,7 @@ def test_hidden_gradients_are_clipped_by_the_servers():
             t.backward(t.losses(cross_entropy, *batch))
             t.worker.clip(0.05, 2.0)
             t.optimizer.step()
-            norms[t.me.index].append(t.worker.last_norm)
+            norms[t.me.index].append(t.worker.tally.last_norm)
 
     result = run_local(job_of(grads=Grads.kHidden), building(), hidden)
     assert result.distance(plain(building(), clip_norm)) < 1e-5
@@ -333,7 +333,7 @@ def test_a_script_that_fails_ends_the_job_with_its_error():
 
 def test_a_lost_server_is_told():
     def script(t):
-        t.exchange.lost(t.exchange.servers[0], "closed by the peer")
+        t.exchange.lost(t.exchange.channel.servers[0], "closed by the peer")
         usual_loop(vectors(1))(t)
 
     with pytest.raises(PeerLost, match=r"worker 0/0 lost server 0/0: closed by the peer"):

@@ -1,9 +1,10 @@
 """Choose which of a process's transports leads to which peer."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
@@ -11,26 +12,29 @@ from typing import Protocol
 import torch
 
 from topotrain.comm.backoff import spread
+from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
 from topotrain.comm.emulation.link import EmulatedNetwork
-from topotrain.comm.security.handshake import Identity, NotOurProtocol, Peer
+from topotrain.comm.security.handshake import Identity, NotOurProtocol
 from topotrain.comm.store import Store
 from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.comm.transport import ConnectionLost, Endpoint, PeerUnreachable, Refused, Transport, TransportError
 from topotrain.comm.transport.inline_reader import InlineReader
 from topotrain.comm.transport.inprocess import InProcessTransport
-from topotrain.comm.transport.shared_memory import ProcessMemory, SharedMemoryTransport
+from topotrain.comm.transport.shared_memory import ProcessMemory
+from topotrain.comm.transport.socket_transport import PeerAdmission
 from topotrain.comm.transport.tcp import TcpTransport
+from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.job import Job, Road
 from topotrain.config.topology import Address, Topology, layout
 from topotrain.core.protocol import Message
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
-_LOOK_S, _GLANCE_S = 2.0, 0.5
+_LOOK_S, _SHORT_LOOK_S = 2.0, 0.5
 _NOT_HERE = ("JOB", "FULL")  # codes of refusals by another process, or by one that may accept a connection later
-_ROADS = {"tls": "tcp"}  # the transport that takes a scheme of another name
+_TRANSPORTS = {"tls": "tcp"}  # the transport that takes a scheme of another name
 
 
-def spoken(moves: int) -> str:
+def published_kind(moves: int) -> str:
     """Return the kind under which a server is published after `moves` moves.
 
     A move is one from one process to another.
@@ -38,21 +42,31 @@ def spoken(moves: int) -> str:
     return f"server-{moves}" if moves else "server"
 
 
+class RetryNotice:
+    """Says nothing about a peer that is not there yet; subclasses may tell the user."""
+
+    def retrying(self, peer: Address, reason: str) -> None:
+        """Note that this process tries again to connect; `reason` is the last failure."""
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectTimeouts:
     """How long a process looks for a peer before it gives up.
 
-    again: retry a peer that does not answer, because its address may be known before it listens. Before each retry
-    `waiting` gets the peer and the reason of the last failure.
+    again: retry a peer that does not answer, because its address may be known before it listens. notice: is told of
+    each retry.
     """
 
     seconds: float = 60.0
     again: bool = False
-    waiting: Callable[[Address, str], None] = lambda *_: None
+    notice: RetryNotice = field(default_factory=RetryNotice)
 
 
 class ResumedSnapshot(Protocol):
-    """The snapshot that a job goes on from; the transports carry it and read nothing of it."""
+    """The snapshot that a job goes on from.
+
+    The transports carry it and read nothing of it.
+    """
 
     @property
     def path(self) -> Path:
@@ -71,7 +85,7 @@ class RouterConfig:
     sockets: Path  # a private folder with a short path
     host: str = "127.0.0.1"  # the address at which other hosts reach this one
     port: int = 0  # where to listen; 0: the first free one from the job's `start_port` on
-    meeting: ConnectTimeouts = ConnectTimeouts()
+    timeouts: ConnectTimeouts = ConnectTimeouts()
     resumed: ResumedSnapshot | None = None  # the snapshot that the job goes on from
 
     @property
@@ -102,29 +116,30 @@ class Router:
         self._local = InProcessTransport(manual=pump is not None)
         self._pump = pump
         self._tcp: TcpTransport | None = None
-        self._wires: dict[str, Transport] = {"local": self._local}
+        self._transports: dict[str, Transport] = {"local": self._local}
         if road is not Road.kTcp:
-            self._wires["unix"] = self._unix = SharedMemoryTransport(
+            self._transports["unix"] = self._unix = SharedMemoryTransport(
                 place.identity, str(place.sockets), shared, pump=pump
             )
         if road is not Road.kShm and pump is None:
             cluster = place.job.cluster
-            self._wires["tcp"] = self._tcp = TcpTransport(
+            network = _network(place)
+            make = TcpTransport if network is None else partial(EmulatedTcpTransport, network)
+            self._transports["tcp"] = self._tcp = make(
                 place.identity,
                 place.port or cluster.start_port,
                 place.host,
-                network=_network(place),
                 lanes=cluster.connections,
                 exact=place.port > 0,
                 lease_s=cluster.lease_s,
             )
         self._order = ("unix", "tcp") if road is not Road.kTcp else ("tcp",)
-        self._store, self._meeting = place.store, place.meeting
+        self._store, self._timeouts = place.store, place.timeouts
         self._published = MaintainedValues(place.store)
         self._topology = place.topology
-        self._ways: dict[tuple[Address, Address], Transport] = {}
+        self._routes: dict[tuple[Address, Address], Transport] = {}
 
-    def attach(self, me: Address, resident: Endpoint, dial_only: bool = False, inside: bool = True) -> tuple[str, ...]:
+    def attach(self, me: Address, endpoint: Endpoint, dial_only: bool = False, inside: bool = True) -> tuple[str, ...]:
         """Attach an endpoint; return the URLs at which others reach it.
 
         inside: endpoints of this process can reach it, too.
@@ -133,9 +148,9 @@ class Router:
         # second host, there are two of them.
         near = self._topology.cluster.link is None and len(set(self._topology.hosts)) < 2
         names = self._order[:1] if dial_only and near else self._order
-        urls = [self._wires[n].attach(me, _Port(self, n, me, resident)) for n in names if n in self._wires]
+        urls = [self._transports[n].attach(me, _Port(self, n, me, endpoint)) for n in names if n in self._transports]
         if inside:
-            self._local.attach(me, _Port(self, "local", me, resident))
+            self._local.attach(me, _Port(self, "local", me, endpoint))
         return tuple(urls)
 
     def publish(self, kind: str, me: Address, urls: Sequence[str]) -> None:
@@ -150,21 +165,21 @@ class Router:
 
         anew: replace an earlier connection.
         """
-        until, pause = time.monotonic() + self._meeting.seconds, _FIRST_PAUSE_S
+        until, pause = time.monotonic() + self._timeouts.seconds, _FIRST_PAUSE_S
         while True:
             try:
-                self._connect(me, peer, kind, _LOOK_S if self._meeting.again else self._meeting.seconds, anew)
+                self._connect(me, peer, kind, _LOOK_S if self._timeouts.again else self._timeouts.seconds, anew)
                 return
             except TransportError as error:
-                if not self._meeting.again or not _may_change(error):
+                if not self._timeouts.again or not _may_change(error):
                     raise
                 if time.monotonic() + pause > until:
-                    raise TransportError(f"{peer} was not there within {self._meeting.seconds:g} s: {error}") from error
-                self._meeting.waiting(peer, str(error))
+                    raise self._absent(peer, error) from error
+                self._timeouts.notice.retrying(peer, str(error))
             time.sleep(spread(pause))  # without jitter all processes would retry at the same moment
             pause = min(2 * pause, _LAST_PAUSE_S)
 
-    def follow(self, me: Address, peer: Address, moves: int) -> int:
+    def connect_moved(self, me: Address, peer: Address, moves: int) -> int:
         """Connect to a replicated server where it runs now; return its moves.
 
         A process may have died at the address where it is published. Then its successor is published. If the server has
@@ -177,30 +192,33 @@ class Router:
             ConnectionLost: the server has not moved, and answers.
             TransportError: no process answers for as long as processes look for each other.
         """
-        until, pause = time.monotonic() + self._meeting.seconds, _FIRST_PAUSE_S
+        until, pause = time.monotonic() + self._timeouts.seconds, _FIRST_PAUSE_S
         while True:
             try:
-                self._connect(me, peer, spoken(moves), _GLANCE_S, anew=True)
+                self._connect(me, peer, published_kind(moves), _SHORT_LOOK_S, anew=True)
                 return moves
             except TransportError as error:
                 if isinstance(error, Refused) and error.code not in _NOT_HERE:
                     raise
                 if time.monotonic() + pause > until:
-                    raise TransportError(f"{peer} was not there within {self._meeting.seconds:g} s: {error}") from error
+                    raise self._absent(peer, error) from error
             time.sleep(spread(pause))
-            pause = min(2 * pause, _GLANCE_S)
+            pause = min(2 * pause, _SHORT_LOOK_S)
             if moves and not self._is_published(peer, moves) and self._answers(me, peer, moves - 1):
                 raise ConnectionLost("the server is alive, but the connection to it has ended")
             if self._is_published(peer, moves + 1):
                 moves += 1
 
+    def _absent(self, peer: Address, error: TransportError) -> TransportError:
+        return TransportError(f"{peer} was not there within {self._timeouts.seconds:g} s: {error}")
+
     def _is_published(self, peer: Address, moves: int) -> bool:
-        return self._store.get(f"{spoken(moves)}/{peer.group}/{peer.index}") is not None
+        return self._store.get(f"{published_kind(moves)}/{peer.group}/{peer.index}") is not None
 
     def _answers(self, me: Address, peer: Address, moves: int) -> bool:
         """Whether the process answers from which the server seemed to have moved."""
         try:
-            self._connect(me, peer, spoken(moves), _GLANCE_S, anew=True)
+            self._connect(me, peer, published_kind(moves), _SHORT_LOOK_S, anew=True)
         except (TransportError, TimeoutError):
             return False
         return True
@@ -211,59 +229,59 @@ class Router:
         except TimeoutError:
             text = f"{me} found no address of {peer} in the store within {seconds:g} s: is {peer} still starting?"
             raise PeerUnreachable(text) from None
-        by_road = {_ROADS.get(url.partition(":")[0], url.partition(":")[0]): url for url in urls}
+        by_transport = {_TRANSPORTS.get(url.partition(":")[0], url.partition(":")[0]): url for url in urls}
         fits = self._order if self._topology.together(me, peer) else ("tcp",)
-        name = next(name for name in fits if name in by_road)
+        name = next(name for name in fits if name in by_transport)
         if anew and self._tcp is not None and name == "tcp":
-            self._tcp.connect(me, peer, by_road[name], anew)
+            self._tcp.connect(me, peer, by_transport[name], anew)
         else:
-            self._wires[name].connect(me, peer, by_road[name])
-        self.found(me, peer, name)
+            self._transports[name].connect(me, peer, by_transport[name])
+        self.add_route(me, peer, name)
 
-    def admit(self, decide: Callable[[Peer, bool], None]) -> None:
-        """Let `decide` refuse peers that connect over TCP, see `SocketTransport.admit`."""
+    def set_admission(self, admission: PeerAdmission) -> None:
+        """Ask this rule about every peer that connects over TCP."""
         if self._tcp is not None:
-            self._tcp.admit = decide
+            self._tcp.set_admission(admission)
 
     def connect_inside(self, me: Address, peer: Address) -> None:
         """Connect two endpoints of this process."""
         self._local.connect(me, peer, "local:")
-        self.found(me, peer, "local")
-        self.found(peer, me, "local")
+        self.add_route(me, peer, "local")
+        self.add_route(peer, me, "local")
 
-    def found(self, me: Address, peer: Address, name: str) -> None:
+    def add_route(self, me: Address, peer: Address, name: str) -> None:
         """Note that this transport leads to that peer."""
-        self._ways[(me, peer)] = self._wires[name]
+        self._routes[(me, peer)] = self._transports[name]
 
-    def parted(self, me: Address, peer: Address, name: str) -> None:
+    def remove_route(self, me: Address, peer: Address, name: str) -> None:
         """Note that the connection to that peer on this transport has ended."""
-        if self._ways.get((me, peer)) is self._wires[name]:
-            del self._ways[(me, peer)]
+        if self._routes.get((me, peer)) is self._transports[name]:
+            del self._routes[(me, peer)]
 
-    def leads(self, me: Address, peer: Address) -> bool:
+    def has_route(self, me: Address, peer: Address) -> bool:
         """Whether it is known which transport leads there."""
-        return (me, peer) in self._ways
+        return (me, peer) in self._routes
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
         """Send on the transport that leads there; `wait` as in `Transport.send`.
 
         Raises TransportError if no transport leads there.
         """
-        wire = self._ways.get((me, to))
-        if wire is not None:
-            wire.send(me, to, message, wait)
+        transport = self._routes.get((me, to))
+        if transport is not None:
+            transport.send(me, to, message, wait)
             return
-        for name, candidate in self._wires.items():
+        for name, candidate in self._transports.items():
             # The peer opened the connection and has not sent anything yet.
             with suppress(TransportError):
                 candidate.send(me, to, message, wait)
-                self.found(me, to, name)
+                self.add_route(me, to, name)
                 return
         raise ConnectionLost(f"no connection from {me} to {to}")
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received over transports that leave the process."""
-        counts = [wire.traffic() for name, wire in self._wires.items() if name != "local"]
+        counts = [transport.traffic() for name, transport in self._transports.items() if name != "local"]
         return sum(out for out, _ in counts), sum(inward for _, inward in counts)
 
     def turn(self, seconds: float) -> None:
@@ -290,8 +308,8 @@ class Router:
 
     def close(self) -> None:
         """Send what is queued, then end all connections."""
-        for wire in self._wires.values():
-            wire.close()
+        for transport in self._transports.values():
+            transport.close()
         self._published.close()
 
 
@@ -316,20 +334,20 @@ class _Port:
     Replies to a sender take the transport on which its message came.
     """
 
-    def __init__(self, roads: Router, name: str, me: Address, resident: Endpoint) -> None:
-        self._roads, self._name, self._me, self._resident = roads, name, me, resident
+    def __init__(self, roads: Router, name: str, me: Address, endpoint: Endpoint) -> None:
+        self._router, self._name, self._me, self._endpoint = roads, name, me, endpoint
         self._known: set[Address] = set()
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        return self._resident.place(sender, message, viewable)
+        return self._endpoint.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
         if sender not in self._known:
             self._known.add(sender)
-            self._roads.found(self._me, sender, self._name)
-        self._resident.handle(sender, message)
+            self._router.add_route(self._me, sender, self._name)
+        self._endpoint.handle(sender, message)
 
     def lost(self, peer: Address, reason: str) -> None:
         self._known.discard(peer)  # a peer that reconnects may come over another transport
-        self._roads.parted(self._me, peer, self._name)
-        self._resident.lost(peer, reason)
+        self._router.remove_route(self._me, peer, self._name)
+        self._endpoint.lost(peer, reason)

@@ -73,14 +73,6 @@ def loads(text: str, source: str = "<string>", overrides: Sequence[str] = ()) ->
     return _job(text, source, _read_text, overrides)[0]
 
 
-def from_dict(data: Mapping[str, Any]) -> Job:
-    """Return the job of nested mappings with the fields of job.proto.
-
-    Enum values are given by their names.
-    """
-    return _job(data, "", _read_dict, ())[0]
-
-
 def dumps(job: Job) -> str:
     """Return the job as protobuf text, without the fields that have their default.
 

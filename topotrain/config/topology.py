@@ -199,35 +199,6 @@ class Topology:
         """Whether two addresses are on one host and can share memory."""
         return self.host_of(a) == self.host_of(b)
 
-    def restarts_with(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the units that must restart when unit `rank` was lost.
-
-        They are in order, and `rank` is one of them.
-
-        * A lost worker restarts its group, because the group works in step.
-        * A lost server restarts its server group, because the shards belong together, and all workers that have their
-          values from there.
-        * A worker group that has its server group to itself restarts the servers, which are in the middle of its step.
-        * Another server group has values of its own and goes on.
-
-        So a synchronous job restarts as a whole, and Downpour with separate servers restarts one worker group. Raises
-        ValueError if there is no unit `rank`.
-        """
-        _check("unit", rank, len(self.units))
-        found, new = {rank}, [rank]
-        # Until no further unit is tied to one that restarts.
-        while new:
-            unit = self.units[new.pop()]
-            groups = {worker.group for worker in unit.workers}
-            homes = {server.group for server in unit.servers}
-            homes |= {sg for sg in map(self.server_group_of, groups) if len(self.worker_groups_of(sg)) == 1}
-            groups |= {g for sg in homes for g in self.worker_groups_of(sg)}
-            tied = [*(a for g in groups for a in self.workers(g)), *(a for sg in homes for a in self.servers(sg))]
-            further = {self.unit_of(address) for address in tied} - found
-            found |= further
-            new += further
-        return tuple(sorted(found))
-
     def regroups(self, g: int) -> bool:
         """Whether the workers of group `g` can restart while all other processes go on.
 

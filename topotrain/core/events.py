@@ -30,7 +30,7 @@ _E = TypeVar("_E", bound=Event)
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def event(cls: type[_E]) -> type[_E]:
-    """Make a class a frozen dataclass whose fields are the keys of its JSON."""
+    """Make a class a frozen dataclass. Its fields are the keys of its JSON."""
     made = dataclass(frozen=True, slots=True)(cls)
     _CLASSES[made.__name__] = made
     return made

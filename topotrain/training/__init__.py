@@ -1,1 +1,4 @@
-"""The doors through which users come in. The one global of the package, the process context, lives in `context`."""
+"""The worker's side: `prepare`, gradient hooks, data loading, `Trainer`.
+
+The process context, the one global of the package, is in `context`.
+"""

@@ -1,4 +1,4 @@
-"""The user's optimizer, kept: the same object, whose `step()` now commits a step of the job.
+"""The user's optimizer: the same object, but `step()` commits a step of the job.
 
 The object stays the script's own, so schedulers built before or after `tt.prepare` hold the right one, its
 `param_groups` are read at every step, and hooks registered on it run. Only its class is replaced, by one that inherits
@@ -16,7 +16,7 @@ from topotrain.training.worker import Worker
 
 
 def adopt(optimizer: Optimizer, worker: Worker) -> None:
-    """Make `optimizer` a door of `worker`. It keeps its identity, class name and parameter groups."""
+    """Let `optimizer` commit steps of `worker`; its identity and groups stay."""
     had_step = optimizer.__dict__.pop("step", None)
     cls = type(optimizer)
     optimizer.__class__ = type(cls.__name__, (_Adopted, cls), {"__module__": cls.__module__, "_topotrain": worker})
@@ -25,7 +25,10 @@ def adopt(optimizer: Optimizer, worker: Worker) -> None:
 
 
 def _tracked(optimizer: Optimizer) -> Callable[..., Any]:
-    """A scheduler built earlier had wrapped `step` to see that it is called before its own; so do we."""
+    """Wrap `step` as a scheduler that was built earlier had wrapped it.
+
+    The scheduler checks with it that `step` is called before its own.
+    """
     step = optimizer.step
 
     def tracked(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +58,10 @@ class _Adopted(Optimizer):
         return loss
 
     def _refuse_scaler(self) -> None:
-        """A scaler looks for overflow in `.grad`, which with hidden gradients is this worker's own, not the group's."""
+        """Refuse a scaler that cannot see the group's gradients.
+
+        A scaler looks for overflow in `.grad`, which with hidden gradients is this worker's own.
+        """
         job = self._topotrain.job
         if job.pull is Pull.kLazy:
             raise RuntimeError("a GradScaler must know of overflows when step() returns; use pull: kStep")
@@ -70,7 +76,7 @@ class _Adopted(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; the state is gathered from the servers."""
-        self._topotrain.gather_state()
+        self._topotrain.server_state.gather()
         try:
             return super().state_dict()
         finally:
@@ -79,7 +85,7 @@ class _Adopted(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch; the state is handed to the servers."""
         super().load_state_dict(state_dict)
-        self._topotrain.scatter_state()
+        self._topotrain.server_state.scatter()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the servers own what the optimizer had at `tt.prepare`."""

@@ -1,4 +1,7 @@
-"""What a script calls. In an ordinary process every function here does nothing, or what plain PyTorch would do."""
+"""The functions that a script calls.
+
+In an ordinary process each of them does nothing, or what plain PyTorch would do.
+"""
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader
 from topotrain.config import async_momentum
 from topotrain.config.job import ConfigError, Grads, Shard, Updater
 from topotrain.config.sharding import SliceMap
+from topotrain.core.client.client_types import StepOutcome
 from topotrain.core.events import Notice
 from topotrain.core.model.schema import FlatBuffers, torch_dtype
 from topotrain.core.optim import kernel_choice
@@ -24,16 +28,15 @@ from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import BatchReplay, DataPlan, ShardedLoader
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.final_parameters import FINAL, reserve
-from topotrain.training.loss_capture import watch_losses
-from topotrain.training.loss_watch import LossWatch
+from topotrain.training.loss_watch import LossWatch, watch_losses
 from topotrain.training.misuse_checks import ONE, MisuseChecks
-from topotrain.training.norm_log import NormLog
 from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
 from topotrain.training.parameters.row_module import RowModule
-from topotrain.training.step_progress import ProgressReporter
+from topotrain.training.step_progress import NormLog, ProgressReporter
 from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
 from topotrain.training.worker_limits import bound
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -42,17 +45,16 @@ _BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 
 
 def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, *stateful: Any) -> tuple[Any, ...]:
-    """Tie a model, its optimizer and its data to the job that this process belongs to.
+    """Connect a model, its optimizer and its data to the job of this process.
 
-    The same objects come back, changed in place: parameters live in the job's buffers, `optimizer.step()` commits a
+    The same objects are returned, changed in place. Parameters are in the job's buffers, `optimizer.step()` commits a
     step on the servers, and iterating over `loader` gives this worker's share. In an ordinary process nothing changes.
 
     Args:
         model: on the CPU or on NVIDIA GPUs (see `device`), with all its parameters made.
-        optimizer: any of the tested `torch.optim` classes; None builds the one of the conf's `updater` block.
-        loader: a DataLoader; its batch is the group's batch. None: the script divides its data itself.
-        stateful: scalers, anything with `state_dict`: as for `keep`. Schedulers of the optimizer are found by
-            themselves.
+        optimizer: any of the tested `torch.optim` classes. None: the optimizer of the conf's `updater` block.
+        loader: a DataLoader with the group's batches. None: the script divides its data itself.
+        stateful: objects with `state_dict` such as scalers, as for `keep`. Schedulers of the optimizer are found.
 
     Returns:
         (model, optimizer, loader).
@@ -80,12 +82,10 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
     for number, thing in enumerate(stateful):
         here.kept[f"prepare {number}"] = thing
     worker = _enter_job(here, model, optimizer, loader)
-    here.continuing = _position(here, worker, optimizer)
-    if isinstance(here.loader, ShardedLoader):
-        here.loader.memory = here.continuing
+    here.resume_at(_position(here, worker, optimizer))
     updater = here.place.job.updater
     if built and updater is not None:
-        _follow_schedule(optimizer, updater, worker)
+        worker.attach(_LrSchedule(optimizer, updater, worker))
     return model, optimizer, here.loader
 
 
@@ -126,15 +126,23 @@ def _check_arguments(model: object, optimizer: object, loader: object, stateful:
             raise ConfigError("tt.prepare", type(thing).__name__, accepted)
 
 
-def _follow_schedule(optimizer: Optimizer, updater: Updater, worker: Worker) -> None:
-    """The learning rate goes by the steps of the group, some of which may have been made without this worker."""
+class _LrSchedule(WorkerExtension):
+    """Sets the learning rate of the updater block.
 
-    def follow(*_: object) -> None:
-        set_lr(optimizer, updater, worker.tally.steps)
+    It goes by the steps of the group, some of which may have been made without this worker.
+    """
 
-    follow()
-    worker.after_step.append(follow)
-    worker.after_epoch.append(follow)
+    def __init__(self, optimizer: Optimizer, updater: Updater, worker: Worker) -> None:
+        self._optimizer, self._updater, self._tally = optimizer, updater, worker.tally
+        self.after_epoch()
+
+    def after_step(self, outcome: StepOutcome | None) -> None:
+        """As `WorkerExtension.after_step`."""
+        self.after_epoch()
+
+    def after_epoch(self) -> None:
+        """As `WorkerExtension.after_epoch`."""
+        set_lr(self._optimizer, self._updater, self._tally.steps)
 
 
 def _build(here: Context, model: nn.Module) -> Optimizer:
@@ -162,7 +170,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
 
     def flats(slice_map: SliceMap) -> FlatBuffers:
         made = FlatBuffers(slice_map, None, roads.allocate)
-        if here.shared_values is not None and not roads.exchange.windowed:
+        if here.shared_values is not None and not roads.exchange.model.windowed:
             _share_values(roads, here.shared_values, slice_map, made)
         return made
 
@@ -173,26 +181,25 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     if loader is not None:
         replay = _batch_replay(here, worker)
         data = roads.exchange.extension(DataClient)
-        here.loader = ShardedLoader(loader, _data_plan(here, model), data, worker, replay)
+        here.read_from(ShardedLoader(loader, _data_plan(here, model), data, worker, replay))
     bound(here, model, loader, cut is not None)
     worker.start()
     if cut is not None:
         cut.start(worker)
-        here.split = cut
     if worker.lazy:
         wait_by_layer(model, worker)
     adopt(optimizer, worker)
-    worker.scatter_state()
-    here.worker = worker
+    worker.server_state.scatter()
+    here.join(worker, cut)
+    if place.job.debug and here.is_main:
+        worker.attach(NormLog(worker, here.workspace / "debug.jsonl"))
     for extension in here.extensions:
         extension.attach(here, worker)
     _warn(here, worker)
     rising = LossWatch(here, worker)
     watch_losses(worker, rising)
-    worker.after_step.append(ProgressReporter(here, worker, roads.traffic, rising))
-    if place.job.debug and here.is_main:
-        worker.after_step.insert(0, NormLog(worker, here.workspace / "debug.jsonl"))
-    here.training = MisuseChecks(here, worker, optimizer)
+    worker.attach(ProgressReporter(here, worker, roads, rising))
+    here.check_with(MisuseChecks(here, worker, optimizer))
     here.spans.step_done(0)
     return worker
 
@@ -215,7 +222,7 @@ def _warn(here: Context, worker: Worker) -> None:
 
 
 def _share_values(roads: Connections, fd: int, slice_map: SliceMap, flats: FlatBuffers) -> None:
-    """Let the parameters lie in memory that all workers of the unit share (in-memory Hogwild)."""
+    """Let all workers of the unit share the parameters' memory (in-memory Hogwild)."""
     sizes = [-(-space.length * space.itemsize // 64) * 64 for space in slice_map.spaces]
     region = roads.memory.adopt(fd, sum(sizes))
     for space in slice_map.spaces:
@@ -243,7 +250,9 @@ def _data_plan(here: Context, model: nn.Module) -> DataPlan:
 
 
 def epochs(count: int) -> Iterator[int]:
-    """`range(count)`; in a job that goes on after a restart, the epochs that are left, the one under way first.
+    """`range(count)`, or after a restart the epochs that are left.
+
+    The first of them is the one that was under way.
 
     A script may have several such loops, one after the other, but not one inside the other.
     """
@@ -257,7 +266,7 @@ def epochs(count: int) -> Iterator[int]:
 
 
 def keep(**objects: Any) -> None:
-    """Name what this worker needs again after a restart: tt.keep(average=ema, scaler=scaler).
+    """Name objects that a restart must restore: tt.keep(average=ema, scaler=scaler).
 
     Anything with `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors. It is copied when an
     epoch begins, and at each snapshot; after a restart it is loaded here, or in `prepare` if that comes later, and
@@ -279,7 +288,9 @@ def keep(**objects: Any) -> None:
 
 
 def report(**metrics: Metric) -> None:
-    """Say what came out: numbers, or functions called once, on worker (0,0), with the job's final parameters.
+    """Report metrics: numbers, or functions of the job's final parameters.
+
+    Functions are called once, on worker (0,0).
 
     In an ordinary process functions are called at once, and every metric is printed.
     """
@@ -302,19 +313,22 @@ def _number(name: str, value: Any) -> float:
 
 
 def rank() -> int:
-    """This worker's number in the job, 0 to the number of workers - 1; 0 in an ordinary process."""
+    """This worker's number in the job, from 0. In an ordinary process it is 0."""
     here = process.current()
     return 0 if here is None else here.number
 
 
 def is_main() -> bool:
-    """Whether this is worker (0,0), whose output reaches the terminal. True in an ordinary process."""
+    """Whether this is worker (0,0). True in an ordinary process."""
     here = process.current()
     return here is None or here.is_main
 
 
 def weight(count: float) -> None:
-    """What the next backward counts in the group's mean (its tokens, say) instead of its number of samples."""
+    """Set the weight of the next backward in the group's mean, such as its tokens.
+
+    The default is its number of samples.
+    """
     if not count >= 0:
         raise ValueError(f"weight = {count}: must be >= 0")
     worker = _worker()
@@ -322,21 +336,18 @@ def weight(count: float) -> None:
         here = process.current()
         if here is not None and here.split is not None:
             here.split.weight_said()
-        worker.say_weight(float(count))
+        worker.batches.set_weight(float(count))
 
 
 @contextmanager
 def local() -> Iterator[None]:
-    """A backward inside this block is private: nothing is sent, and `.grad` is this worker's own."""
+    """Make the backwards inside this block private: they send nothing."""
     worker = _worker()
     if worker is None:
         yield
         return
-    worker.path.private = True
-    try:
+    with worker.path.keep_private():
         yield
-    finally:
-        worker.path.private = False
 
 
 def clip_grad_norm_(
@@ -351,7 +362,7 @@ def clip_grad_norm_(
     if worker is None or worker.job.grads is Grads.kVisible:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     worker.clip(float(max_norm), float(norm_type))
-    return torch.tensor(worker.last_norm, device=worker.exchange.device)
+    return torch.tensor(worker.tally.last_norm, device=worker.device)
 
 
 def _worker() -> Worker | None:

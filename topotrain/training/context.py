@@ -1,11 +1,12 @@
 """The one global: what this process is in a job, if it is in one."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from topotrain.config.topology import Address
 from topotrain.core.client.client import Client
 from topotrain.core.events import Event
 from topotrain.core.profiling.spans import SILENT, Recorder
-from topotrain.training.data.distributed_loader import BatchReplay
+from topotrain.training.data.distributed_loader import BatchReplay, ShardedLoader
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.worker import Worker
@@ -26,34 +27,36 @@ from topotrain.training.worker import Worker
 Metric = float | Callable[[], float]
 
 
-class Connections(Protocol):
+class Connections(ABC):
     """The connections of a worker to the servers of its job."""
 
     exchange: Client
     memory: ProcessMemory
 
+    @abstractmethod
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros, in memory that the transport can share."""
-        ...
 
+    @abstractmethod
     def traffic(self) -> tuple[int, int]:
         """Bytes of messages out and in."""
-        ...
 
+    @abstractmethod
     def close(self, finished: bool = True) -> None:
         """Close them. finished: the script came to its end."""
-        ...
 
 
-class Connector(Protocol):
+class Connector(ABC):
     """Opens the connections of a worker, when the script first needs them."""
 
-    def connect(self, place: RouterConfig, me: Address) -> Connections: ...
+    @abstractmethod
+    def connect(self, place: RouterConfig, me: Address) -> Connections:
+        """The connections of worker `me`. Errors are those of the transports."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """What the script gave to `tt.prepare`; the optimizer may have been built from the job file."""
+    """The arguments of `tt.prepare`, perhaps with an optimizer of the job file."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -61,7 +64,7 @@ class PrepareRequest:
 
 
 class PrepareExtension:
-    """What a feature does while a script is prepared, trains and ends.
+    """A feature's part of preparing a script, of its training and of its end.
 
     Every method does nothing unless a subclass overrides it. A process of a job has one list of extensions
     (`Context.extensions`), in which the launcher's composition names every one. The methods are called in the order in
@@ -79,25 +82,28 @@ class PrepareExtension:
     # --- tt.prepare
 
     def divide(self, here: "Context", request: PrepareRequest) -> DividedModel | None:
-        """Divide the model over the workers of the group. None: each worker holds all of it."""
+        """Divide the model over the group's workers. None: each worker holds all of it."""
         return None
 
     def set_aside(self, here: "Context", request: PrepareRequest) -> Sequence[nn.Parameter]:
-        """Parameters that the worker's flat buffers leave out, since this feature transfers them."""
+        """Parameters that this feature transfers, and the flat buffers leave out."""
         return ()
 
     def connected(self, here: "Context", request: PrepareRequest) -> None:
         """The connections to the servers are open, and the worker is not made yet."""
 
     def batch_replay(self, here: "Context", worker: Worker) -> BatchReplay | None:
-        """What gives batches to the script again. None: no batch is given twice."""
+        """The feature that gives batches again. None: no batch is given twice."""
         return None
 
     def attach(self, here: "Context", worker: Worker) -> None:
         """The worker has started: join its steps."""
 
     def script_position(self, here: "Context", worker: Worker, optimizer: Optimizer) -> ScriptPosition | None:
-        """Where the script stands, which a fresh process may take over. None: this feature does not resume scripts."""
+        """The position of the script, from which a fresh process can go on.
+
+        None: this feature does not resume scripts.
+        """
         return None
 
     # --- the end
@@ -106,11 +112,11 @@ class PrepareExtension:
         """This worker pushes nothing more; called before the worker itself says so."""
 
     def export(self, here: "Context") -> dict[str, torch.Tensor]:
-        """Weights of the result that the worker's buffers do not hold, by name. All workers call it."""
+        """Weights of the result by name that the worker's buffers do not hold."""
         return {}
 
     def resume_hint(self, workspace: Path) -> str:
-        """From where a job can go on that could not write its result; "" where this feature knows nothing."""
+        """How a job can go on that could not write its result; "" if not by this feature."""
         return ""
 
     def close(self, here: "Context") -> None:
@@ -138,8 +144,6 @@ class Context:
     continuing: ScriptPosition | None = None  # once the script has prepared
     training: Any = None  # misuse_checks.MisuseChecks, once the script has prepared
     resumed: Any = None  # previous_run.RunHistory, where the job is continued
-    finishing: Callable[[], None] | None = None
-    parting: Callable[[], None] | None = None  # the last word of one that leaves while the job goes on
     spans: Recorder = SILENT
     gpus: bool = True  # `tt.device` may name one
     counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
@@ -160,9 +164,27 @@ class Context:
         """The connections to the servers; the first call opens them."""
         if self.roads is None:
             roads = self.connector.connect(self.place, self.me)
-            roads.exchange.spans = self.spans
+            roads.exchange.channel.record_spans(self.spans)
             self.roads = roads
         return self.roads
+
+    def join(self, worker: Worker, split: DividedModel | None) -> None:
+        """The worker of this process has started, perhaps with a part of the model only."""
+        self.worker, self.split = worker, split
+
+    def check_with(self, checks: Any) -> None:
+        """Let these `MisuseChecks` check at the end what the script trained."""
+        self.training = checks
+
+    def read_from(self, loader: Any) -> None:
+        """`tt.prepare` gives the script this loader."""
+        self.loader = loader
+
+    def resume_at(self, position: ScriptPosition | None) -> None:
+        """The script has prepared, and goes on from this position."""
+        self.continuing = position
+        if isinstance(self.loader, ShardedLoader):
+            self.loader.resume_with(position)
 
     def will_split(self, model: nn.Module) -> bool:
         """Whether `tt.prepare` will divide this model over the workers of the group."""
@@ -171,12 +193,12 @@ class Context:
         return self.place.job.splits or self.names_workers(model)
 
     def names_workers(self, model: nn.Module) -> bool:
-        """Whether the script assigns parts of the model to workers of the group, however many there are."""
+        """Whether the script assigns parts of the model to workers."""
         return any(extension.splits(model) for extension in self.extensions)
 
 
 class PlanRun(BaseException):
-    """Carries what `prepare` got out of a script that was run only up to there (topotrain plan)."""
+    """Carries the arguments of `prepare` out of a script that is only planned."""
 
     def __init__(self, model: Any, optimizer: Any, loader: Any = None) -> None:
         super().__init__("planning")
@@ -210,7 +232,7 @@ def prepared() -> bool:
 
 
 def prepare_once() -> None:
-    """An ordinary process calls `tt.prepare`. Raises ConfigError where it has done so before, as in a job."""
+    """An ordinary process calls `tt.prepare`. Raises ConfigError the second time."""
     global _prepared
     if _prepared:
         raise again()
@@ -256,13 +278,16 @@ def planning() -> bool:
 
 
 def placed() -> bool:
-    """Whether words by which a script would join a job by hand mean nothing: it has its place, or is only planned."""
+    """Whether a script's call to join a job by hand has no effect.
+
+    The process is part of a job already, or the script is only planned.
+    """
     return _planning or (_current is not None and _current.leave is None)
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """What this thread does inside is no part of a step: an evaluation, say."""
+    """Inside, this thread's work is in no step: an evaluation, say."""
     _aside.active = True
     try:
         yield

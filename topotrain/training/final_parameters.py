@@ -2,9 +2,11 @@
 
     model.load_state_dict(safetensors.torch.load_file("final.safetensors"))
 
-A tied weight is stored once, under its first name; `load_state_dict(..., strict=False)` then restores both, and the
-other names stand in the file's metadata ("tied": JSON of name -> names). The format has no complex128: such a tensor
-is stored as pairs of float64, and named in the metadata ("complex": JSON of names); `torch.view_as_complex` undoes it.
+A tied weight is stored once, under its first name. `load_state_dict(..., strict=False)` then restores all its names,
+which are in the file's metadata ("tied": JSON of name -> names).
+
+The format has no complex128. Such a tensor is stored as pairs of float64 and named in the metadata ("complex": JSON of
+names). `torch.view_as_complex` restores it.
 """
 
 import json
@@ -23,7 +25,9 @@ from safetensors.torch import load, save
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import open_file, open_for_reading, sync_folder, write_at
 from topotrain.core.model.safetensors_layout import PAIRED, TensorDescription, bytes_of, lay_out, said_of
+from topotrain.core.model.schema import torch_dtype
 from topotrain.training.parameters.flat_parameters import ModelParts, in_file
+from topotrain.training.worker import Worker
 
 FINAL = "final.safetensors"
 _APART_BYTES = 64
@@ -42,7 +46,10 @@ class NotSaved(OSError):
 
 
 def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-    """Write parameters, `more` of them, and buffers, atomically; nothing that has its memory for itself is copied."""
+    """Write parameters, `more` of them, and buffers, atomically.
+
+    A tensor that does not share its memory is not copied.
+    """
     tensors, metadata = tensors_of(parts, _apart)
     tensors |= {name: weight.detach().contiguous() for name, weight in more.items()}
     save_tensors(tensors, path, metadata)
@@ -51,7 +58,10 @@ def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] =
 def tensors_of(
     parts: ModelParts, take: Callable[[torch.Tensor], torch.Tensor] = torch.clone
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and buffers by name, contiguous and copied (or as `take` takes them), and a file's metadata."""
+    """Parameters and buffers by name, contiguous and copied, and a file's metadata.
+
+    take: makes the copies.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for described, tensor in zip(parts.parameters, parts.tensors, strict=True):
         tensors[described.name] = take(tensor.detach().contiguous())
@@ -65,8 +75,46 @@ def metadata_of(aliases: Mapping[str, Sequence[str]]) -> dict[str, str]:
     return {"format": "pt", "tied": json.dumps({name: list(more) for name, more in aliases.items() if more})}
 
 
+def fetch_final(worker: Worker, folder: Path | None = None) -> list[torch.Tensor]:
+    """Worker (0,0): copy the job's result into the model.
+
+    Returns the model's buffers, averaged over the groups.
+
+    Groups without servers each have a model of their own: group 0's is the result, and so are its buffers.
+
+    Where the model is split, parameters of other workers are fetched, too: parameter i then is
+    `buffers.view("params", i)`, and buffers of other workers are in the returned list only. folder: memory for the
+    parameters that this worker does not hold is in files there, since the whole model may not fit; None: ordinary
+    memory.
+    """
+    for space in worker.map.spaces:
+        if folder is not None and not space.on(worker.me.index):
+            memory = in_file(folder)(space.length, torch_dtype(space.dtype))
+            worker.buffers.flats.put("params", space.index, memory)
+    worker.client.values.fetch_final()
+    found = worker.client.buffers.final()
+    if worker.job.cluster.nserver_groups == 0:
+        found = {0: found.get(0, {})}
+    averaged = []
+    for index, buffer in enumerate(worker.parts.buffer_tensors):
+        rows = [found[group][index].view(buffer.dtype).reshape(buffer.shape) for group in sorted(found)]
+        averaged.append(_averaged(rows))
+        if not buffer.is_meta:
+            buffer.copy_(averaged[index])
+    worker.buffers.remember()
+    return averaged
+
+
+def _averaged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean over the worker groups; counters and other whole numbers are group 0's."""
+    like = rows[0]
+    if len(rows) == 1 or not (like.is_floating_point() or like.is_complex()):
+        return like
+    return torch.stack(list(rows)).to(torch.complex128 if like.is_complex() else torch.float64).mean(0).to(like.dtype)
+
+
 def in_one_file(likes: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:
-    """Contiguous tensors of these shapes and dtypes, zeroed, over a nameless file of the folder.
+    """Contiguous tensors of these shapes and dtypes, zeroed, in an unlinked file.
 
     Each has a storage of its own, as a file's writer wants it. Raises ConfigError where the disk has no room.
     """
@@ -87,7 +135,9 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write contiguous tensors, atomically: under this name there is always a whole file, also after a power cut.
+    """Write contiguous tensors, atomically.
+
+    Under this name there is always a whole file, also after a power cut.
 
     Room that `reserve` has taken is used. Raises NotSaved where the disk does not take them, ConfigError for a dtype
     that the format does not know.
@@ -118,7 +168,7 @@ def _told(name: str, tensor: torch.Tensor) -> TensorDescription:
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Keep room on the disk for tensors of so many bytes, until `save_tensors` writes them there, or `release`.
+    """Reserve `nbytes` on the disk, until `save_tensors` or `release`.
 
     Raises:
         ConfigError: there is no room, or the file cannot be written.
@@ -155,7 +205,10 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _take_room(fd: int, nbytes: int) -> None:
-    """Have blocks on the disk. Raises OSError, but not where the file system knows no such thing."""
+    """Allocate blocks on the disk. Raises OSError.
+
+    A file system that cannot allocate blocks ahead is accepted.
+    """
     try:
         os.posix_fallocate(fd, 0, max(1, nbytes))
     except OSError as error:
@@ -164,7 +217,7 @@ def _take_room(fd: int, nbytes: int) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read what `save_tensors` has written. Raises ConfigError for a file that is none."""
+    """Read a file of `save_tensors`. Raises ConfigError for any other file."""
     try:
         os.close(open_for_reading(path))  # the file's reader would wait at a named pipe
         with safe_open(str(path), "pt") as file:
@@ -185,13 +238,13 @@ def _out_of_pairs(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str])
 
 
 def to_bytes(tensors: dict[str, torch.Tensor]) -> bytes:
-    """Contiguous tensors on the CPU, none of which shares memory with another, as the bytes of a safetensors file."""
+    """These tensors, contiguous and on the CPU, as bytes of a safetensors file."""
     written, paired = _in_pairs(tensors)
     return save(written, paired or None)
 
 
 def from_bytes(data: bytes, what: str) -> dict[str, torch.Tensor]:
-    """The tensors of `to_bytes`. Raises ConfigError, about the field `what`, for bytes that are none."""
+    """The tensors of `to_bytes`. Raises ConfigError, about the field `what`."""
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return _out_of_pairs(load(data), header.get("__metadata__", {}))

@@ -1,4 +1,4 @@
-"""How a worker's part in a job ends, whoever started its process: goodbye to the servers, and the result comes home."""
+"""The end of a worker's part in a job: the last messages, and the result."""
 
 import time
 from pathlib import Path
@@ -11,17 +11,17 @@ from topotrain.config.job import ConfigError, NonFinite
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.events import Final, Finished, Metrics, Notice
 from topotrain.training.context import Context
-from topotrain.training.final_parameters import FINAL, NotSaved, release, save_final
+from topotrain.training.final_parameters import FINAL, NotSaved, fetch_final, release, save_final
 from topotrain.training.parameters.flat_parameters import ModelParts
 from topotrain.training.worker import Worker
 
 
 class Unfinished(Exception):
-    """The job's result could not be brought home; the text says why, and from where the job can go on."""
+    """The job's result is not written; the text says how the job can go on."""
 
 
 def is_complete(here: Context) -> bool:
-    """Whether the script, should it end here, has done its part: it is not in the middle of a loop."""
+    """Whether the script may end here: it is in the middle of no loop."""
     in_epochs = here.continuing is not None and here.continuing.in_epochs
     return not (in_epochs or (here.loader is not None and here.loader.under_way))
 
@@ -47,8 +47,7 @@ def finish(here: Context) -> None:
         _save(here, worker)
     except NotSaved as error:
         raise Unfinished(f"the job's result is lost: {error}; {_left(here)}") from None
-    if here.finishing is not None:
-        here.finishing()
+    worker.end_job()
 
 
 def _save(here: Context, worker: Worker) -> None:
@@ -84,7 +83,7 @@ def _whole(here: Context, worker: Worker) -> ModelParts:
     """The job's result stands in the model."""
     if here.split is not None:
         return here.split.whole(worker)
-    worker.take_final()
+    fetch_final(worker)
     return worker.parts
 
 
@@ -93,7 +92,7 @@ class SpoiledResult(Exception):
 
 
 def _spoiled(here: Context, parts: ModelParts) -> list[str]:
-    """The trained parameters of the result that are not finite, by name; none where the job allows it."""
+    """Names of trained parameters that are not finite, and not allowed to be so."""
     if here.place.job.nonfinite is NonFinite.kAllow:
         return []
     described = zip(parts.parameters, parts.tensors, strict=True)
@@ -147,7 +146,7 @@ def close(here: Context, finished: bool) -> None:
 
 
 def kind_of(error: BaseException) -> str:
-    """What kind of failure (`events.Failed`) an exception of a worker is."""
+    """The kind of failure (`events.Failed`) of a worker's exception."""
     if isinstance(error, ConfigError) or (isinstance(error, JobError) and error.config):
         return "config"
     if isinstance(error, JobError):  # may be about a worker that left its loop with an exception, which explains more

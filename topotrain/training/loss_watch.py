@@ -1,20 +1,29 @@
-"""Whether the loss of an asynchronous job rises for good: said once, by worker (0,0).
+"""The losses of a worker, taken where `backward()` starts and watched for a rise.
 
-Rule: noise says nothing. Losses are looked at in blocks of 8, the first three also by themselves, for a job may go
-wrong within its first block. A block lies above another one if each of its losses does: by chance that happens once in
-12,870 times. The loss rises when three blocks in a row, or what was there last at the job's end, lie above the block
-with the lowest middle, and their middles have lost more than half of what had been gained, and a quarter of the lowest.
+PyTorch has no hook for the root of a backward. So in a worker process of a job, and in no other, the function that
+every backward calls is wrapped. A scaled loss refers to the loss that the scaler was given.
+
+Worker (0,0) reports once if the loss rises for good. Noise must not cause a report, so losses are compared in blocks of
+8. The first three losses are also compared by themselves, because a job may go wrong within its first block. A block is
+above another one if each of its losses is above each of the other's, which happens by chance once in 12,870 times.
+
+The loss rises if three blocks in a row are above the block with the lowest median, or the last block is at the job's
+end. In both cases its median must have lost more than half of the gain so far, and a quarter of the lowest median.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
+
+import torch
 
 from topotrain.config.async_momentum import explanation, groups_apart
 from topotrain.core.events import Notice
 from topotrain.training.context import Context
 from topotrain.training.worker import Worker
 
+_PLAIN = "_topotrain_unscaled"
 _BLOCK = 8
 _BEGINNING = 3
 _IN_A_ROW = 3
@@ -95,3 +104,48 @@ class LossWatch:
         lowest = f"{trend.lowest:.3g} at its lowest" if math.isfinite(trend.lowest) else "never finite"
         latest = f"{trend.latest:.3g}" if math.isfinite(trend.latest) else "not finite"
         self._here.emit(Notice(str(self._here.me), f"the loss is rising: {latest} now, {lowest}. {why}"))
+
+
+def watch_losses(worker: Worker, watch: LossWatch) -> None:
+    """Add every backward's scalar root to the worker's tally.
+
+    `watch` gets each that is a number already.
+    """
+    torch.autograd.backward = _watched(torch.autograd.backward, worker, watch)
+    torch.amp.GradScaler.scale = _remembered(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+
+
+def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) -> Callable[..., None]:
+    def watched(tensors: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        losses = [_told(getattr(root, _PLAIN, root)) for root in roots if root.numel() == 1]
+        spans = worker.client.channel.spans
+        spans.since("forward")
+        with spans.span("backward"):
+            backward(tensors, *args, **kwargs)
+        spans.mark()
+        if not worker.path.private:
+            worker.tally.add_backward(losses)
+            for loss in losses:
+                if isinstance(loss, float):
+                    watch(loss)
+
+    return watched
+
+
+def _told(loss: torch.Tensor) -> float | torch.Tensor:
+    """The loss as a number, or as a tensor on a device that works on its own.
+
+    Reading a tensor's value would wait for the device.
+    """
+    return float(loss.detach()) if loss.device.type == "cpu" else loss.detach().double().reshape(())
+
+
+def _remembered(scale: Callable[..., Any]) -> Callable[..., Any]:
+    def remembered(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = scale(scaler, outputs)
+        if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor) and scaled is not outputs:
+            setattr(scaled, _PLAIN, outputs.detach())
+        return scaled
+
+    return remembered

@@ -1,4 +1,6 @@
-"""Whether a script trains what it has prepared: signs that it meant something else, each told once and by name.
+"""Checks that a script trains what it has prepared.
+
+Each sign that it does not is reported once and by name.
 
 Rule: a script that only evaluates is no mistake. So nothing is said of a step that was not made, unless the script went
 backward; and nothing of other optimizers, unless one of them changes what the servers hold.
@@ -16,13 +18,14 @@ from topotrain.core.events import Notice
 from topotrain.training.context import Context
 from topotrain.training.data.distributed_loader import ShardedLoader
 from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
 
 ONE = "one optimizer with a parameter group for each part: torch.optim.SGD([{'params': …, 'lr': …}, {'params': …}])"
 """What is there instead of several optimizers."""
 
 
-class MisuseChecks:
-    """Watches the steps of a script from `tt.prepare` to the end of this worker's part.
+class MisuseChecks(WorkerExtension):
+    """Watches the steps of a script until this worker's part ends.
 
     Args:
         here, worker: this process's place.
@@ -38,14 +41,15 @@ class MisuseChecks:
             for tensor, parameter in zip(worker.parts.tensors, worker.parts.parameters, strict=True)
         }
         self._thread = threading.get_ident()
-        worker.before_commit.append(self._commits)
+        worker.attach(self)
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def close(self) -> None:
         """Watch no longer."""
         self._hook.remove()
 
-    def _commits(self, step: int, end: StepEnd) -> None:
+    def before_commit(self, step: int, end: StepEnd) -> None:
+        """As `WorkerExtension.before_commit`."""
         self._steps += 1
         if self._steps == 1 and self._here.is_main:
             self._look_at_loader()
@@ -62,7 +66,7 @@ class MisuseChecks:
             self._here.emit(Notice(str(self._here.me), words))
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Some optimizer of this process has made a step; those of servers step on threads of their own."""
+        """An optimizer of this process has made a step, perhaps on a server's thread."""
         if optimizer is self._optimizer or threading.get_ident() != self._thread:
             return
         changed = {id(tensor) for tensor in self._worker.buffers.edited()}
@@ -70,7 +74,7 @@ class MisuseChecks:
         if named:
             more = f" and {len(named) - 1} more" if len(named) > 1 else ""
             accepted = (
-                f"has changed parameter {named[0]}{more} of the model, whose values the servers hold: only the "
+                f"has changed parameter {named[0]}{more} of the model. The servers hold its value, so only the "
                 f"{type(self._optimizer).__name__} that tt.prepare was given may change them. Give tt.prepare {ONE}"
             )
             raise ConfigError("another optimizer", type(optimizer).__name__, accepted)

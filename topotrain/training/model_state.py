@@ -1,4 +1,4 @@
-"""`tt.state_dict`: what a model holds now, for a script that writes files of its own."""
+"""`tt.state_dict`: the present state of a model, for files that a script writes."""
 
 from typing import Any
 
@@ -11,7 +11,9 @@ from topotrain.training.parameters.divided_model import DividedModel
 
 
 def state_dict(model: nn.Module) -> dict[str, Any] | None:
-    """A copy of `model.state_dict()` on the main worker, None on the others; whole, where the model is split.
+    """A copy of `model.state_dict()` on the main worker, None on the others.
+
+    A split model is gathered first.
 
     Then all workers of the main worker's group call it, at the same point of the script: after the same step. Those of
     other groups may. The values are the ones that the main worker has just pulled, and its group with it. Those of a

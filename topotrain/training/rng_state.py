@@ -1,4 +1,4 @@
-"""Random number generators as one thing: to swap, to note where they stand, and to set them there again."""
+"""The state of random number generators: to swap, to save and to restore."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ Stand = dict[str, torch.Tensor]
 
 
 class RngState:
-    """The three global random number generators (torch's for the CPU, numpy's, Python's) as one thing to swap.
+    """The global random number generators of torch (CPU), numpy and Python, to swap.
 
     Inside `with`, they go on where they stood at the end of the last `with` of this object, the first time from
     `start`: a seed, or where they were seen to stand. Afterwards they are as they were.
@@ -53,7 +53,7 @@ class RngState:
 
 
 def stand(own: Sequence[torch.Generator] = (), device: torch.device | None = None) -> Stand:
-    """Where the global dice stand, these generators (a loader's, say), and a GPU's if it has been used."""
+    """The state of the global generators, of a used GPU's, and of these."""
     _, words, gauss = random.getstate()
     _, key, at, has_gauss, cached = numpy.random.get_state()
     found = {
@@ -71,7 +71,9 @@ def stand(own: Sequence[torch.Generator] = (), device: torch.device | None = Non
 def put_back(
     noted: Mapping[str, torch.Tensor], own: Sequence[torch.Generator] = (), device: torch.device | None = None
 ) -> None:
-    """Set the generators to where they stood. Those of which nothing is known stay as they are.
+    """Restore the state of the generators.
+
+    A generator without a saved state stays as it is.
 
     Raises:
         ConfigError: this is no such note.

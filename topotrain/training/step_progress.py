@@ -1,36 +1,39 @@
-"""What a worker tells of its progress: at most four times a second, and once at its end."""
+"""Reports of a worker's steps: progress, and norms for `debug: true`."""
 
+import json
 import math
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from topotrain.config.async_momentum import explanation
+from topotrain.config.private_files import create_text
 from topotrain.core.client.client import StepOutcome
 from topotrain.core.events import Finished, Notice, Skipped, StepDone
-from topotrain.training.context import Context
+from topotrain.training.context import Connections, Context
 from topotrain.training.loss_watch import LossWatch
 from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
 
 INTERVAL_S = 0.25
 
 
-class ProgressReporter:
-    """Called after every step."""
+class ProgressReporter(WorkerExtension):
+    """Reports progress at most four times a second, and once at the worker's end."""
 
     def __init__(
-        self, here: Context, worker: Worker, traffic: Callable[[], tuple[int, int]], rising: LossWatch | None = None
+        self, here: Context, worker: Worker, connections: Connections, rising: LossWatch | None = None
     ) -> None:
         self._rising = rising
         self._loss: float | None = None  # the last that was told
-        self._here, self._worker, self._traffic = here, worker, traffic
+        self._here, self._worker, self._connections = here, worker, connections
         self._due = 0.0
-        here.finishing, here.parting = self.finish, self.part
 
-    def __call__(self, outcome: StepOutcome | None) -> None:
+    def after_step(self, outcome: StepOutcome | None) -> None:
+        """As `WorkerExtension.after_step`."""
         if outcome is None or not outcome.late:
-            self._worker.tally.losses += 1
+            self._worker.tally.count_loss()
         self._tell_skips()
         now = time.monotonic()
         if now >= self._due:
@@ -45,7 +48,7 @@ class ProgressReporter:
 
     def _tell(self, now: float) -> None:
         tally = self._worker.tally
-        sent, received = self._traffic()
+        sent, received = self._connections.traffic()
         on_device = isinstance(tally.loss_sum, torch.Tensor)
         loss = tally.take_loss()
         self._loss = self._loss if loss is None else loss
@@ -68,16 +71,16 @@ class ProgressReporter:
             )
         )
 
-    def part(self) -> None:
-        """All that was done, and no more words of the end."""
+    def left_job(self) -> None:
+        """Report the last steps, and no end."""
         self._tell_skips()
         if self._worker.tally.started:  # steps may be those of an earlier life alone
             self._tell(time.monotonic())
 
-    def finish(self) -> None:
-        """The last word."""
+    def job_over(self) -> None:
+        """Report the last steps and the end."""
         tally = self._worker.tally
-        self.part()
+        self.left_job()
         if tally.lost:
             words = f"{tally.lost} batches of a stream were not there when it was read again: they are lost"
             self._here.emit(Notice(str(self._here.me), words))
@@ -92,7 +95,7 @@ class ProgressReporter:
             why = explanation(self._here.place.topology, self._worker.momentum)
             words = f"the last loss is not finite ({self._loss})" + (f". {why}" if why else "")
             self._here.emit(Notice(str(self._here.me), words))
-        sent, received = self._traffic()
+        sent, received = self._connections.traffic()
         self._here.emit(
             Finished(
                 who=str(self._here.me),
@@ -107,3 +110,25 @@ class ProgressReporter:
                 threads=torch.get_num_threads(),
             )
         )
+
+
+class NormLog(WorkerExtension):
+    """Writes {"step", "norms": {name: {"value", "grad"}}} after every step.
+
+    "grad" is null for a parameter without a gradient.
+    """
+
+    def __init__(self, worker: Worker, path: Path) -> None:
+        self._worker = worker
+        self._file = create_text(path)
+
+    def after_step(self, outcome: StepOutcome | None) -> None:
+        """As `WorkerExtension.after_step`."""
+        norms = {}
+        for tensor, described in zip(self._worker.parts.tensors, self._worker.parts.parameters, strict=True):
+            if tensor.is_meta:  # another worker of the group holds it
+                continue
+            gradient = None if tensor.grad is None else float(torch.linalg.vector_norm(tensor.grad))
+            norms[described.name] = {"value": float(torch.linalg.vector_norm(tensor.detach())), "grad": gradient}
+        self._file.write(json.dumps({"step": self._worker.tally.steps, "norms": norms}) + "\n")
+        self._file.flush()

@@ -1,4 +1,4 @@
-"""How many workers a script can have: what only its batches and its model show, told before anybody asks for others."""
+"""The largest number of workers that a script's batches and model allow."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def bound(here: Context, model: nn.Module, loader: Any, cut: bool) -> None:
     if cut or job.splits or (alone and here.names_workers(model)):
         text = "one model is split over the workers of the group, and a snapshot has the parts of just these"
     elif loader is None:
-        text = "the script divides its data itself, so nobody knows what is left of an epoch"
+        text = "the script divides its data itself, so the rest of an epoch is not known"
     else:
         found = most_workers(loader, job.per_worker_batch)
         most = found or 0

@@ -1,4 +1,4 @@
-"""A process's part of a profile: its recorders, with the host's clock, and the file that it leaves for the launcher."""
+"""A process's part of a profile: its recorders, and the file for the launcher."""
 
 import os
 import re
@@ -13,10 +13,10 @@ from topotrain.core.profiling.spans import SILENT, ProcessSpans, Recorder, Serve
 
 
 class ProfileRecorders:
-    """Makes the recorders of one process: silent ones where no profile is wanted.
+    """Makes the recorders of one process. Without a profile they record nothing.
 
     Args:
-        step: the step whose spans are recorded, counted from 1. 0: no step.
+        step: the step of which spans are recorded, counted from 1. 0: no step.
         folder: the folder in which the launcher looks for files of spans.
         who: the process's first resident.
     """

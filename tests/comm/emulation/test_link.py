@@ -14,6 +14,7 @@ from in_process_job import Cnn, adam, building, images, job_of, mlp, reference, 
 from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
 
 from topotrain.comm.emulation import link as emulated
+from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
 from topotrain.comm.emulation.link import (
     PACKET,
     REPAIR_S,
@@ -311,7 +312,7 @@ class LinkedTown(Town):
 
     def wire(self, **changes: object) -> TcpTransport:
         network = EmulatedNetwork(LINKS[2], self._folder, "k", lambda address: address.role)
-        wire = TcpTransport(identity(**changes), network=network, lanes=self._lanes)
+        wire = EmulatedTcpTransport(network, identity(**changes), lanes=self._lanes)
         self.wires.append(wire)
         return wire
 
@@ -378,9 +379,9 @@ def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, 
     guest.attach(me, Recorder(), dial_only=True)
     for server in servers:
         guest.connect(me, server, "server")
-    kinds = [guest._ways[me, server].schemes[0] for server in servers]
+    kinds = [guest._routes[me, server].schemes[0] for server in servers]
     assert kinds == ["unix" if road == "kAuto" else "tcp", "tcp"]
-    assert type(guest._ways[me, servers[1]]._ways[me, servers[1]]._sock) is ShapedSocket
+    assert type(guest._routes[me, servers[1]]._routes[me, servers[1]]._sock) is ShapedSocket
     for each in (guest, here, there):
         each.close()
 

@@ -43,7 +43,7 @@ class Door:
         while (sock := self.queue.get()) is not None:
             with closing(sock):
                 try:
-                    peer, welcome = answer(sock, US, {SERVER}.__contains__, 5, self.binding)
+                    peer, welcome = answer(sock, US, {SERVER}, 5, self.binding)
                     sock.sendall(welcome)
                     self.heard.put(peer)
                 except TransportError as error:
@@ -147,7 +147,7 @@ def server_that_was_called(dice: Dice) -> Callable[[socket.socket], object]:
 
 
 def proven_with(sock: socket.socket, key: bytes, me: Address) -> None:
-    talk = handshake._Talk(sock, 5)
+    talk = handshake._Turns(sock, 5)
     hello = handshake._HELLO.pack(
         *handshake.VERSIONS, handshake._job_hash(US), *me, *SERVER, 5, 3, 0, 1, bytes(16), bytes(32)
     )
@@ -243,7 +243,7 @@ def test_nobody_in_between_is_let_in_over_tls() -> None:
 
 def believing(sock: socket.socket, seen: bytes) -> None:
     """A member that has the secret, has seen another certificate and looks at nobody's proof."""
-    talk = handshake._Talk(sock, 5, seen)
+    talk = handshake._Turns(sock, 5, seen)
     hello = handshake._HELLO.pack(
         *handshake.VERSIONS, handshake._job_hash(US), *WORKER, *SERVER, 5, 3, 0, 1, bytes(16), bytes(32)
     )

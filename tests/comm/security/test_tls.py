@@ -21,12 +21,13 @@ from in_process_job import building, job_of, reference, run_hosted, usual_loop, 
 from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
 
 from topotrain.comm import router
+from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
 from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security import handshake, tls
 from topotrain.comm.security.handshake import HandshakeTimeout, NotOurProtocol, answer, dial
 from topotrain.comm.security.tls import BUDGET, PIECE, Certificate, TlsChannel, client_side, server_side
-from topotrain.comm.transport import Refused, TransportError, socket_transport, tcp
-from topotrain.comm.transport.tcp import ListenAddress, TcpTransport, home
+from topotrain.comm.transport import Refused, TransportError, listener, socket_transport, tcp
+from topotrain.comm.transport.tcp import ListenAddress, TcpTransport, local_address
 from topotrain.config.job import Link
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Push, Values
@@ -206,7 +207,7 @@ class Dripping:
 def test_a_timeout_holds_for_the_whole_call_not_for_each_part(monkeypatch):
     with channels() as (server, _):
         raw = server._sock
-        server.relay(lambda sock: Dripping(monkeypatch))
+        server.relay(Dripping(monkeypatch))
         server.settimeout(2.0)
         with pytest.raises(TimeoutError):
             server.recv(1)
@@ -270,11 +271,11 @@ def meet(dialer_sees, answerer_shows, believe=False, monkeypatch=None):
     """What both sides of our handshake say when they have seen these certificates."""
     a, b = socket.socketpair()
     if believe:  # a dialer that looks at no proof
-        proven, me = handshake._Talk.proven, threading.current_thread()
+        proven, me = handshake._Turns.proven, threading.current_thread()
         monkeypatch.setattr(
-            handshake._Talk, "proven", lambda t, key: threading.current_thread() is me or proven(t, key)
+            handshake._Turns, "proven", lambda t, key: threading.current_thread() is me or proven(t, key)
         )
-    heard = over(lambda: answer(b, identity(), {SERVER}.__contains__, WAIT, answerer_shows))
+    heard = over(lambda: answer(b, identity(), {SERVER}, WAIT, answerer_shows))
     with closing(a), closing(b):
         try:
             said = dial(a, identity(), WORKER, SERVER, 1.0 if not believe else WAIT, binding=dialer_sees)
@@ -403,8 +404,10 @@ def test_whoever_closes_first_all_arrives_and_both_end(first):
 def test_lanes_and_a_pretended_link_go_with_it(tmp_path, lanes, link):
     ends = Recorder(), Recorder()
     wires = [
-        TcpTransport(
-            identity(), lanes=lanes, tls=True, network=link and EmulatedNetwork(link, tmp_path, "k", lambda a: a.role)
+        TcpTransport(identity(), lanes=lanes, tls=True)
+        if link is None
+        else EmulatedTcpTransport(
+            EmulatedNetwork(link, tmp_path, "k", lambda a: a.role), identity(), lanes=lanes, tls=True
         )
         for _ in ends
     ]
@@ -444,7 +447,7 @@ def test_a_wrong_token_and_a_full_house(town, monkeypatch):
     for _ in range(10):
         with pytest.raises(Refused, match="AUTH"):
             stranger.connect(me, SERVER, pair.url)
-    monkeypatch.setattr(socket_transport, "MAX_STRANGERS", 0)
+    monkeypatch.setattr(listener, "MAX_UNPROVEN", 0)
     with pytest.raises(Refused) as refused:
         stranger.connect(me, SERVER, pair.url)
     assert refused.value.code == "FULL"
@@ -518,21 +521,21 @@ def test_nobody_listens_on_every_interface(host):
 @pytest.mark.parametrize("host", ["", "192.0.2.7", "224.0.0.1", "2001:db8::1", "no name", "x" * 300])
 def test_an_address_must_be_one_of_this_machine(host):
     with pytest.raises(TransportError, match=r"host = .*: must be an address"):
-        home(host)
+        local_address(host)
 
 
 def test_a_name_is_what_it_stands_for_here(monkeypatch):
     known = [("192.0.2.7", 0), ("fe80::1%lo", 0, 0, 1), ("127.0.0.3", 0)]
     monkeypatch.setattr(tcp.socket, "getaddrinfo", lambda *a, **b: [(0, 0, 0, "", address) for address in known])
-    assert home("machine") == ListenAddress(socket.AF_INET, "127.0.0.3", True)
-    assert home("localhost").loopback
+    assert local_address("machine") == ListenAddress(socket.AF_INET, "127.0.0.3", True)
+    assert local_address("localhost").loopback
     del known[2]
     with pytest.raises(TransportError, match="must be an address of this machine"):
-        home("machine")
+        local_address("machine")
 
 
 def test_no_other_machine_reaches_us_without_a_secret_or_tls(monkeypatch):
-    monkeypatch.setattr(tcp, "home", lambda host: ListenAddress(socket.AF_INET, host, host.startswith("127.")))
+    monkeypatch.setattr(tcp, "local_address", lambda host: ListenAddress(socket.AF_INET, host, host.startswith("127.")))
     with pytest.raises(TransportError, match="needs a secret"):
         TcpTransport(identity(token=bytes(32)), host="10.9.8.7")
     monkeypatch.setitem(sys.modules, "cryptography", None)

@@ -111,8 +111,8 @@ def test_what_was_written_first_is_written_again_last(store: Store, monkeypatch:
     values.keep("second", b"2")
     write = store.compare_and_set
     monkeypatch.setattr(store, "compare_and_set", lambda key, *rest: (seen.append(key), write(key, *rest))[1])
-    values._look()
-    values._look()
+    values._check()
+    values._check()
     assert seen == ["second", "first"]
     values.close()
 

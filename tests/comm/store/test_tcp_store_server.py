@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from topotrain.comm import request_reply
+from topotrain.comm.request_reply import CLIENT, SERVER, RequestChannel, service_identity
 from topotrain.comm.security import tls
 from topotrain.comm.security.handshake import dial
 from topotrain.comm.store import (
@@ -19,14 +21,13 @@ from topotrain.comm.store import (
     open_store,
     serve_store,
     tcp_store,
-    tcp_store_handshake,
-    tcp_store_server,
 )
 from topotrain.comm.store.discovery import environment
 from topotrain.comm.store.tcp_store import AccessDenied, TcpStore
-from topotrain.comm.store.tcp_store_protocol import _REPLY, _REQUEST, Op, StoreRequest, receive_reply, send_request
+from topotrain.comm.store.tcp_store_protocol import _FIELDS, Op, StoreRequest, receive_reply, send_request
 from topotrain.comm.store.tcp_store_server import TcpServer
-from topotrain.comm.transport import Refused
+from topotrain.comm.transport import Refused, listener, tcp_socket
+from topotrain.comm.transport.frame import BODY, CONTROL, Header
 
 SECRET, OTHER = bytes(range(32)), bytes(32)
 
@@ -57,7 +58,7 @@ def store(port):
 def connect(port, proven=True):
     sock = socket.create_connection(("127.0.0.1", port), 30)
     if proven:
-        dial(sock, tcp_store_handshake.identity(SECRET), tcp_store_handshake.CLIENT, tcp_store_handshake.SERVER)
+        dial(sock, service_identity("store", SECRET), CLIENT, SERVER)
         sock.settimeout(30)
     return sock
 
@@ -85,7 +86,7 @@ def test_garbage_is_hung_up_on(port, store, words):
 
 
 def test_silence_is_hung_up_on_and_does_not_keep_others_out(port, store):
-    silent = [connect(port, proven=False) for _ in range(tcp_store_server.MAX_STRANGERS + 5)]
+    silent = [connect(port, proven=False) for _ in range(listener.MAX_UNPROVEN + 5)]
     store.set("k", b"1")  # told FULL, it tries again until the silent ones' two seconds are over
     assert all(hung_up_on(sock) for sock in silent)
 
@@ -98,7 +99,7 @@ def test_a_wrong_secret_is_refused_at_once_on_both_sides(port):
 def test_who_asks_before_the_handshake_is_hung_up_on(port, store):
     store.set("k", b"1")
     stranger = connect(port, proven=False)
-    send_request(stranger, StoreRequest(Op.SET, "k", b"2"))
+    send_request(RequestChannel(stranger), StoreRequest(Op.SET, "k", b"2"))
     assert hung_up_on(stranger)
     assert store.get("k") == b"1"
 
@@ -112,57 +113,113 @@ def test_a_secret_must_have_32_bytes():
 # ---- clients ---------------------------------------------------------------------------------------------------------
 
 
-def head(magic=b"tS", op=1, flags=0, life=0, wait=0.0, key=1, known=0, value=0):
-    return _REQUEST.pack(magic, op, flags, bytes(16), life, wait, key, known, value)
+def head(op=1, flags=0, life=0, wait=0.0, key=b"k", known=0, size=0, payload=b"", **header):
+    meta = _FIELDS.pack(flags, bytes(16), life, wait, known) + key
+    fields = {"flags": BODY if size else 0, "kind": op, "meta": len(meta), "payload": size}
+    return Header(**{**fields, "generation": 0, "number": 1, **header}).pack() + meta + payload
+
+
+MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        head(magic=b"xx"),
+        b"xx" + head()[2:],
+        head()[:-2] + b"xx" + head(),
         head(op=0),
         head(op=99),
         head(flags=2),
-        head(key=201),
-        head(known=(1 << 20) + 1),
-        head(value=(1 << 32) - 1),
+        head(key=b"k" * 201),
+        head(known=MIB + 1, size=MIB + 1, payload=bytes(MIB + 1)),
+        head(known=5),
+        head(size=MIB + 1, payload=bytes(MIB + 1)),
+        head(size=2 * MIB + 1),
+        head(size=(1 << 32) - 1),
         head(life=1 << 60),
         head(wait=float("nan")),
         head(wait=-1.0),
         head(wait=1e300),
-        head(key=5) + b"abc",
+        head(number=2),
+        head(flags=0, meta=5),
+        head() + head(),
+        Header(CONTROL, 1, 0, 0, 0, 1).pack(),
     ],
 )
 def test_frames_that_are_none_are_hung_up_on(port, store, words):
     client = connect(port)
     client.sendall(words)
-    client.shutdown(socket.SHUT_WR)
     assert hung_up_on(client)
     store.set("k", b"1")
 
 
+@pytest.mark.parametrize("words", [head()[:9], head()[:-1], head(size=5, payload=b"abc")])
+def test_a_frame_that_ends_in_the_middle_is_none(port, store, words):
+    client = connect(port)
+    client.sendall(words)
+    client.shutdown(socket.SHUT_WR)
+    assert client.recv(100) == b""  # no answer
+    client.close()
+    store.set("k", b"1")
+
+
+def test_a_request_during_a_watch_ends_the_connection(server, port):
+    """Whether it came together with the watch or later."""
+    watch = sent(StoreRequest(Op.WATCH, "k", seconds=3600.0))
+    both = sent(StoreRequest(Op.WATCH, "k", seconds=3600.0), StoreRequest(Op.GET, "k"))
+    together, later = connect(port), connect(port)
+    together.sendall(both)
+    assert hung_up_on(together)
+    later.sendall(both[: len(watch)])
+    while not server._table._watchers:
+        threading.Event().wait(0.01)
+    later.sendall(both[len(watch) :])
+    assert hung_up_on(later)
+
+
+def sent(*requests):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel = RequestChannel(ours)
+        for request in requests:
+            send_request(channel, request)
+        return theirs.recv(1000)
+
+
 def test_a_key_that_is_none_is_refused_by_the_server_too(port):
     with connect(port) as client:
+        channel = RequestChannel(client)
         for op, key in ((Op.GET, "../x"), (Op.SET, ""), (Op.KEYS, "*"), (Op.WATCH, "A")):
-            send_request(client, StoreRequest(op, key))
-            reply = receive_reply(client)
+            send_request(channel, StoreRequest(op, key))
+            reply = receive_reply(channel, 30)
             assert reply.status == 4 and b"must be" in reply.body
 
 
-@pytest.mark.parametrize("words", [b"HTTP/1.1 200 OK", _REPLY.pack(b"tS", 1, (64 << 20) + 1), _REPLY.pack(b"tS", 9, 0)])
-def test_a_server_that_answers_nonsense_is_told(store, monkeypatch, words):
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (b"HTTP/1.1 200 OK\r\nServer: none of ours\r\n", "these bytes are not a frame"),
+        (Header(BODY, 1, 0, (64 << 20) + 1, 0, 1).pack(), "a frame of 0 .* bytes"),
+        (Header(0, 9, 0, 0, 0, 1).pack(), "not a reply"),
+        (Header(0, 1, 2, 0, 0, 1).pack() + b"xx", "not a reply"),
+        (Header(0, 1, 0, 0, 0, 1).pack()[:9], "ended in the middle of a frame"),
+        (b"", "the store closed the connection"),
+    ],
+)
+def test_a_server_that_answers_nonsense_is_told(store, monkeypatch, words, reason):
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.sendall(words)
-        monkeypatch.setattr(store, "_connect", lambda: ours)
+        theirs.shutdown(socket.SHUT_WR)
+        monkeypatch.setattr(tcp_store, "connect", lambda *_: RequestChannel(ours))
         store._patience = 0.0
-        with pytest.raises(StoreError, match="cannot be reached: not a reply"):
+        with pytest.raises(StoreError, match=f"cannot be reached: .*{reason}"):
             store.get("k")
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(port, store):
     whole = os.urandom(1 << 20)
-    clients = [connect(port) for _ in range(3)]
+    clients = [RequestChannel(connect(port)) for _ in range(3)]
     for client in clients:
         send_request(client, StoreRequest(Op.WATCH, "k", seconds=60.0))
     for _ in range(5):
@@ -171,12 +228,12 @@ def test_a_client_that_does_not_read_holds_up_nobody(port, store):
             send_request(client, StoreRequest(Op.GET, "k"))
     assert store.get("k") == whole
     for client in clients:
-        assert receive_reply(client).body == whole
+        assert receive_reply(client, 30).body == whole
         client.close()
 
 
 def test_a_watcher_that_leaves_is_forgotten(server, port, store):
-    client = connect(port)
+    client = RequestChannel(connect(port))
     send_request(client, StoreRequest(Op.WATCH, "k", seconds=3600.0))
     while not server._table._watchers:
         threading.Event().wait(0.01)
@@ -222,8 +279,8 @@ def test_a_server_that_stays_away_is_an_error_at_the_deadline(server, port):
 def test_a_lost_answer_does_not_count_twice(store, monkeypatch):
     heard = []
 
-    def losing(sock):
-        heard.append(receive_reply(sock))
+    def losing(channel, seconds):
+        heard.append(receive_reply(channel, seconds))
         if len(heard) % 2:
             raise ConnectionResetError("lost")
         return heard[-1]
@@ -248,7 +305,7 @@ def test_a_closed_client_says_so(store):
 def far(monkeypatch):
     """As if 127.0.0.1 could be reached by other machines."""
     pytest.importorskip("cryptography")
-    monkeypatch.setattr(tcp_store_handshake, "is_loopback", lambda address: False)
+    monkeypatch.setattr(request_reply, "is_loopback", lambda address: False)
 
 
 def test_over_tls_everything_works_as_without(far, monkeypatch):
@@ -269,9 +326,9 @@ def test_over_tls_everything_works_as_without(far, monkeypatch):
         with pytest.raises(Refused, match="AUTH"):  # as if somebody in between had shown another certificate
             dial(
                 channel,
-                tcp_store_handshake.identity(SECRET),
-                tcp_store_handshake.CLIENT,
-                tcp_store_handshake.SERVER,
+                service_identity("store", SECRET),
+                CLIENT,
+                SERVER,
                 binding=bytes(32),
             )
     stranger = connect(port, proven=False)
@@ -289,7 +346,7 @@ def test_all_addresses_at_once_are_refused(host):
 
 
 def test_no_other_machine_reaches_a_store_without_a_secret(monkeypatch):
-    monkeypatch.setattr(tcp_store_handshake, "is_loopback", lambda address: False)
+    monkeypatch.setattr(request_reply, "is_loopback", lambda address: False)
     with pytest.raises(StoreError, match=r"store tcp://127\.0\.0\.1:0: other machines reach it, so it needs a secret"):
         serve_store("127.0.0.1", 0, bytes(32))
 
@@ -320,7 +377,7 @@ def test_an_address_of_another_machine_is_not_served_here(monkeypatch):
         def bind(self, address):
             raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
-    monkeypatch.setattr(tcp_store_server.socket, "socket", Elsewhere)
+    monkeypatch.setattr(tcp_socket.socket, "socket", Elsewhere)
     assert host_store("tcp://127.0.0.1:29400", SECRET) is None
     with pytest.raises(StoreError, match=r"store tcp://127\.0\.0\.1:29400: Cannot assign requested address"):
         serve_store("127.0.0.1", 29400, SECRET)
@@ -401,7 +458,7 @@ def test_beside_torchs_own_store_units_find_ours():
 
 
 def test_a_torch_store_that_is_not_there_is_told(monkeypatch):
-    monkeypatch.setattr(environment, "MEETING_S", 0.1)
+    monkeypatch.setattr(environment, "RENDEZVOUS_S", 0.1)
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for ask in (open_store, host_store):
         with pytest.raises(StoreError, match=r"torch's store at tcp://127.0.0.1:1 does not answer"):

@@ -24,12 +24,13 @@ from simulation import Seat, Town, job, zeros
 from snapshot_files import Vault
 from transport_pairs import SERVER, WORKER, Recorder, identity, place_new
 
+from topotrain.comm.request_reply import RequestChannel
 from topotrain.comm.security.handshake import NotOurProtocol, answer
 from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix
 from topotrain.comm.store.memory_store import MemoryTable
-from topotrain.comm.store.tcp_store_protocol import MalformedFrame, Op, StoreRequest, receive_request, send_request
+from topotrain.comm.store.tcp_store_protocol import Op, StoreRequest, receive_request, send_request
 from topotrain.comm.store.tcp_store_server import _answer
-from topotrain.comm.transport import Refused
+from topotrain.comm.transport import ConnectionLost, Refused
 from topotrain.comm.transport.connection import Connection, checked
 from topotrain.comm.transport.frame import BODY, Header
 from topotrain.compat.tensorflow.session.session_protocol import SessionClosed, SessionConnection
@@ -47,12 +48,30 @@ from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFES
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
+from topotrain.extensions.tables.table_messages import (
+    TableAssign,
+    TableBarrier,
+    TableList,
+    TableOpen,
+    TablePull,
+    TablePush,
+    TablesFinished,
+    TableStatsRequest,
+    TableStep,
+)
 from topotrain.extensions.tables.table_spec import TableSpec, pack_ids
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.training.data.data_client import DataClient
 
 MIB = 1 << 20
+
+
+class Everything:
+    """Holds every address."""
+
+    def __contains__(self, address: object) -> bool:
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +145,7 @@ def everything(seat: Seat) -> None:
         stream = 0x8000_0000 | me.group
         seat.step(seat.numbers(), marks=(stream, number, number), **handed_in(seat))
     door.extension(DataClient).applied(1)
-    door.left_early(seat.steps, 1)
+    door.channel.exit_loop(seat.steps, 1)
     for part in door.optimizer_state.get():
         bucket = seat.town.map.buckets[part.bucket]
         door.optimizer_state.put(bucket, part.piece, part.key, part.number if part.body is None else part.body)
@@ -134,16 +153,16 @@ def everything(seat: Seat) -> None:
     seat.step(seat.numbers(), **handed_in(seat))
     seat.finish()
     if first:
-        door.final_values()
+        door.values.fetch_final()
         door.buffers.final()
 
 
 def handed_in(seat: Seat) -> dict[str, Any]:
     """In a collective each worker hands in the gradient of its server's shard."""
-    if not seat.door.gives:
+    if not seat.door.model.sends_own_shard:
         return {}
     for bucket in seat.town.map.buckets_of(seat.me.index):
-        seat.door.edit(seat.steps, bucket, seat.flats.view("local", bucket))
+        seat.door.gradients.edit(seat.steps, bucket, seat.flats.view("local", bucket))
     return {"edited": (1 << sum(len(bucket.pieces) for bucket in seat.town.map.buckets)) - 1}
 
 
@@ -151,23 +170,23 @@ def tables(seat: Seat) -> None:
     """Words about a table that nobody waits for."""
     spec = TableSpec("t", 50, 3, mode="async")
     rows = torch.ones(4 * 3)
-    for server in seat.door.servers:
-        ids = torch.arange(4).numpy() * len(seat.door.servers) + server.index
+    for server in seat.door.channel.servers:
+        ids = torch.arange(4).numpy() * len(seat.door.channel.servers) + server.index
         for number, word in enumerate(
             [
-                m.TableOpen(0, 0, spec.to_text()),
-                m.TablePush(1, 0, 1, True, pack_ids(ids), body=rows),
-                m.TablePull(2, 0, 1, 0, pack_ids(ids)),
-                m.TableAssign(3, 0, pack_ids(ids), body=rows),
-                m.TableStatsRequest(4, 0, 1),
-                m.TableStep(5, 0),
-                m.TableList(6, 0, 1, 0),
-                m.TableBarrier(7, 1),
-                m.TablesFinished(8),
+                TableOpen(0, 0, spec.to_text()),
+                TablePush(1, 0, 1, True, pack_ids(ids), body=rows),
+                TablePull(2, 0, 1, 0, pack_ids(ids)),
+                TableAssign(3, 0, pack_ids(ids), body=rows),
+                TableStatsRequest(4, 0, 1),
+                TableStep(5, 0),
+                TableList(6, 0, 1, 0),
+                TableBarrier(7, 1),
+                TablesFinished(8),
             ]
         ):
             assert word.number == number
-            seat.door.tell(server, word)
+            seat.door.channel.send(server, word)
 
 
 def come(resident: Server | Client, sender: Address, message: m.Message, viewable: bool) -> Any:
@@ -277,12 +296,13 @@ def opened(talk: Conversation, me: Address, dice: Dice) -> Client:
 
 def awaited(door: Client, message: m.Message) -> None:
     """What makes the door listen to this answer."""
-    if isinstance(message, m.Values) and door._is_open:  # before that nobody asks for any
-        door._round = message.round
+    if isinstance(message, m.Values) and door.model.is_open:  # before that nobody asks for any
+        door.values._round = message.round
     if isinstance(message, m.ReducedGradient | m.BackwardReduced):
-        door._backward = (message.step, message.ordinal)
+        door.gradients._backward = (message.step, message.ordinal)
     if isinstance(message, m.StatePart):
-        door._rounds, door._states = message.round, {server: {} for server in door.servers}
+        state = door.optimizer_state
+        state._rounds, state._parts = message.round, {server: {} for server in door.channel.servers}
 
 
 # --- bytes as messages, and on a connection --------------------------------------------------------------------------
@@ -377,7 +397,7 @@ def one_side() -> bytes:
     a, b = socket.socketpair()
 
     def hear() -> None:
-        _, welcome = answer(b, identity(), lambda address: True, 5)
+        _, welcome = answer(b, identity(), Everything(), 5)
         b.sendall(welcome)
 
     thread = threading.Thread(target=hear)
@@ -396,7 +416,7 @@ def test_nobody_comes_in_by_a_damaged_handshake() -> None:
     for _ in range(share(0.1)):
         a, b = filled(dice.spoiled(said, others)[:4000] if dice.random.random() < 0.9 else said)
         with a, b, pytest.raises((Refused, NotOurProtocol)):
-            answer(b, identity(), lambda address: True, 5)
+            answer(b, identity(), Everything(), 5)
 
 
 def heard(speak: Callable[[socket.socket], None]) -> bytes:
@@ -412,29 +432,33 @@ def test_requests_to_a_store_are_answered_or_hung_up_on() -> None:
     asked = []
     for op in Op:
         request = StoreRequest(op, "some/key", b"value", b"known" if op % 2 else None, 5, 0.1)
-        asked.append(heard(lambda sock, request=request: send_request(sock, request)))
+        asked.append(heard(lambda sock, request=request: send_request(RequestChannel(sock), request)))
     for _ in range(share(0.05)):
         a, b = filled(dice.spoiled(dice.random.choice(asked), asked))
         with a, b:
             try:
-                request = receive_request(b, 5)
+                request = receive_request(RequestChannel(b), 5)
                 if request is not None and request.op is not Op.WATCH:
                     (check_prefix if request.op is Op.KEYS else check_key)(request.key)
                     _answer(table, request)
-            except (MalformedFrame, StoreError, OSError, ValueError):
+            except (ConnectionLost, StoreError, ValueError):
                 continue
+
+
+def connected(sock: socket.socket) -> SessionConnection:
+    return SessionConnection(RequestChannel(sock))
 
 
 def test_what_a_session_hears_is_words_or_its_end() -> None:
     dice, asked = Dice(SEED + 6), []
     for words in ({"do": "open", "n": [1, 2, {"x": None}]}, {"do": "run", "feeds": "x" * 50}):
         tensors = [torch.arange(6.0).view(2, 3), torch.ones(3, dtype=torch.int8)]
-        asked.append(heard(lambda sock, words=words, tensors=tensors: SessionConnection(sock).say(words, tensors)))
+        asked.append(heard(lambda sock, words=words, tensors=tensors: connected(sock).send(words, tensors)))
     for _ in range(share(0.03)):
         a, b = filled(dice.spoiled(dice.random.choice(asked), asked))
         with a, b:
             try:
-                words, tensors = SessionConnection(b).hear(5)
+                words, tensors = connected(b).receive(5)
                 assert isinstance(words, dict) and all(tensor.numel() < 1 << 16 for tensor in tensors)
             except SessionClosed:
                 continue

@@ -21,7 +21,7 @@ IN_VAIN = KernelSignals(0.0, again=2, tries=2)
 
 def looked(lease_s: float, *looks: tuple[float, KernelSignals]) -> list[bool]:
     lease = SilenceTimer(lease_s, 0.0)
-    return [lease.look(signs, now) for now, signs in looks]
+    return [lease.update(signs, now) for now, signs in looks]
 
 
 def silent(since: float, now: float, **asked: int) -> tuple[float, KernelSignals]:

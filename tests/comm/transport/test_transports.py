@@ -11,8 +11,9 @@ from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
 
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.comm.transport.frame import HEADER_BYTES
-from topotrain.comm.transport.shared_memory import ARENA, ProcessMemory, SharedMemoryTransport, unsized_memfd
+from topotrain.comm.transport.shared_memory import ARENA, ProcessMemory, unsized_memfd
 from topotrain.comm.transport.tcp import TcpTransport
+from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Drained, Fetch, Init, Message, ProtocolError, Push, Values
 

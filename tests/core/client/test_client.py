@@ -11,19 +11,20 @@ from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.launch.runtime.process_host import ConditionWaiter
 from topotrain.training.data.data_client import DataClient
+from topotrain.training.data.data_messages import Lease, LeaseRelease, LeaseRequest
 
 
 def test_every_server_of_the_group_is_told_the_model():
     door = Door()
     assert {to for to, _ in door.schema_parts} == set(SERVERS)
-    assert door.exchange.servers == SERVERS and door.exchange.desk == SERVERS[0]
+    assert door.exchange.channel.servers == SERVERS and door.exchange.channel.first_server == SERVERS[0]
 
 
 def test_fetch_waits_for_all_buckets_of_all_servers():
     door = Door()
     door.hears(0, *door.values(0, -2, 5.0))
     door.hears(1, *door.values(1, -2, 6.0))
-    door.exchange.fetch()
+    door.exchange.values.fetch()
     assert door.take() == [(server, m.Fetch(1)) for server in SERVERS]
     for number, fill in ((0, 5.0), (1, 6.0)):
         for bucket in door.map.buckets_of(number):
@@ -38,14 +39,14 @@ def test_values_of_another_round_change_nothing():
     door.exchange.handle(SERVERS[0], late)
     door.hears(0, late, *door.values(0, -2))
     door.hears(1, *door.values(1, -2))
-    door.exchange.fetch()
+    door.exchange.values.fetch()
     assert not door.flats.view("params", bucket).eq(77.0).any()
 
 
 def test_pushes_go_to_the_buckets_home():
     door = Door()
     for bucket in door.map.buckets:
-        door.exchange.push(3, 1, bucket, 2.5, 1, torch.ones(4))
+        door.exchange.gradients.push(3, 1, bucket, 2.5, 1, torch.ones(4))
     pushes = door.take(m.Push)
     assert [to.index for to, _ in pushes] == [b.shard for b in door.map.buckets] and len({to for to, _ in pushes}) == 2
     assert {(p.step, p.ordinal, p.weight) for _, p in pushes} == {(3, 1, 2.5)}
@@ -54,7 +55,7 @@ def test_pushes_go_to_the_buckets_home():
 def test_each_server_is_told_of_its_own_buckets():
     door = Door()
     lo = door.map.buckets_of(1)[0].id
-    door.exchange.end_backward(0, 2, 1.5, 1 << lo)
+    door.exchange.gradients.end_backward(0, 2, 1.5, 1 << lo)
     (_, first), (_, second) = door.take(m.BackwardEnd)
     assert not any(first.pushed) and second.pushed[0] == 1
     assert (first.step, first.ordinal, first.weight) == (0, 2, 1.5)
@@ -63,12 +64,12 @@ def test_each_server_is_told_of_its_own_buckets():
 def test_means_are_there_when_all_servers_have_closed_and_all_they_named_has_come():
     door = Door()
     bucket = door.map.buckets_of(1)[0]
-    door.exchange.end_backward(0, 0, 1.0, 0)
+    door.exchange.gradients.end_backward(0, 0, 1.0, 0)
     body = torch.arange(float(bucket.hi - bucket.lo))
     door.hears(0, m.BackwardReduced(0, 0, b"\x00"))
     door.hears(1, m.BackwardReduced(0, 0, b"\x01"))
     door.hears(1, m.ReducedGradient(0, 0, bucket.id, b"\x01", body=body.view(torch.uint8)))
-    means, written = door.exchange.wait_means()
+    means, written = door.exchange.gradients.wait_means()
     assert written == 0
     assert list(means) == [bucket.id]
     present, mean = means[bucket.id]
@@ -79,22 +80,22 @@ def test_means_of_another_backward_are_not_mistaken():
     door = Door()
     bucket = door.map.buckets_of(0)[0]
     stale = m.ReducedGradient(0, 0, bucket.id, b"\x01", body=torch.full((bucket.hi - bucket.lo,), 9.0))
-    door.exchange.end_backward(0, 1, 1.0, 0)
+    door.exchange.gradients.end_backward(0, 1, 1.0, 0)
     door.hears(0, stale, m.BackwardReduced(0, 0, b"\x01"), m.BackwardReduced(0, 1, b"\x00"))
     door.hears(1, m.BackwardReduced(0, 1, b"\x00"))
-    assert door.exchange.wait_means() == ({}, 0)
+    assert door.exchange.gradients.wait_means() == ({}, 0)
     door.exchange.handle(SERVERS[0], stale)  # said again after the end
-    door.exchange.end_backward(1, 0, 1.0, 0)
+    door.exchange.gradients.end_backward(1, 0, 1.0, 0)
     door.hears(0, m.BackwardReduced(1, 0, b"\x00"))
     door.hears(1, m.BackwardReduced(1, 0, b"\x00"))
-    assert door.exchange.wait_means() == ({}, 0)
+    assert door.exchange.gradients.wait_means() == ({}, 0)
 
 
 def test_a_commit_is_over_when_all_servers_have_applied_it_and_the_values_are_here():
     door = Door()
     door.hears(0, applied(3), applied(4, version=7, staleness=1, norm=2.5), *door.values(0, 4))
     door.hears(1, *door.values(1, 4), applied(4, version=7, staleness=3, found_inf=True, norm=2.5))
-    outcome = door.exchange.commit(4, end())
+    outcome = door.exchange.steps.commit(4, end())
     assert (outcome.version, outcome.staleness, outcome.found_inf, outcome.norm) == (7, (1, 3), True, 2.5)
     commits = door.take(m.Commit)
     assert [to for to, _ in commits] == list(SERVERS)
@@ -104,11 +105,11 @@ def test_each_server_gets_its_part_of_the_bitmaps():
     door = Door()
     pieces = [(b, i) for b in door.map.buckets for i in range(len(b.pieces))]
     for bucket, i in pieces:
-        bit = door.exchange.piece_bit(bucket, i)
+        bit = door.exchange.model.piece_bit(bucket, i)
         revisions = tuple(range(len(door.map.buckets)))
         for number in (0, 1):
             door.hears(number, applied(0))
-        door.exchange.commit(0, end(fetch=False, edited=bit, dropped=bit, revisions=revisions))
+        door.exchange.steps.commit(0, end(fetch=False, edited=bit, dropped=bit, revisions=revisions))
         commits = dict(door.take(m.Commit))
         for server, commit in commits.items():
             mine = [p for p in pieces if p[0].shard == server.index]
@@ -121,7 +122,7 @@ def test_without_revisions_there_are_none():
     door = Door()
     for number in (0, 1):
         door.hears(number, applied(0))
-    door.exchange.commit(0, end(fetch=False))
+    door.exchange.steps.commit(0, end(fetch=False))
     for _, commit in door.take(m.Commit):
         assert set(commit.revisions) <= {NO_REVISION}
 
@@ -130,10 +131,10 @@ def test_a_refusal_ends_every_wait_with_the_servers_words():
     door = Door()
     door.hears(0, m.Fail("the models differ", True))
     with pytest.raises(JobError, match="the models differ") as caught:
-        door.exchange.fetch()
+        door.exchange.values.fetch()
     assert caught.value.config
     with pytest.raises(JobError, match="the models differ"):
-        door.exchange.wait_means()
+        door.exchange.gradients.wait_means()
 
 
 def test_a_lost_server_ends_every_wait_but_not_after_goodbye():
@@ -144,10 +145,10 @@ def test_a_lost_server_ends_every_wait_but_not_after_goodbye():
     other = Door()
     other.exchange.lost(SERVERS[1], "closed by the peer")
     with pytest.raises(PeerLost, match=r"worker 0/1 lost server 0/1: closed by the peer"):
-        other.exchange.fetch()
+        other.exchange.values.fetch()
     for number in (0, 1):
         door.hears(number, *door.values(number, -2))
-    door.exchange.fetch()
+    door.exchange.values.fetch()
 
 
 def test_the_first_reason_is_the_one_that_is_told():
@@ -155,7 +156,7 @@ def test_the_first_reason_is_the_one_that_is_told():
     door.exchange.handle(SERVERS[0], m.Fail("cause"))
     door.exchange.lost(SERVERS[0], "consequence")
     with pytest.raises(JobError, match="cause"):
-        door.exchange.fetch()
+        door.exchange.values.fetch()
 
 
 def test_buckets_of_others_are_refused():
@@ -197,7 +198,7 @@ def test_buffers_go_to_server_0_0_as_bytes():
     buffers = [torch.tensor([[1.0, 2.0]]).t(), torch.tensor(3)]
     door.exchange.buffers.put(buffers)
     assert door.take() == [], "all workers of a group hold them: worker 0 speaks"
-    door.exchange.me = ME._replace(index=0)
+    door.exchange.channel.me = ME._replace(index=0)
     door.exchange.buffers.put(buffers)
     sent = door.take(m.ModelBufferValue)
     assert {to for to, _ in sent} == {SERVERS[0]}
@@ -207,9 +208,9 @@ def test_buffers_go_to_server_0_0_as_bytes():
 
 def test_a_lease_is_the_answer_to_its_own_question():
     door = Door()
-    door.hears(0, m.Lease(0, 4, 0, 0, 1), m.Lease(1, 5, 7, 3, 6))
+    door.hears(0, Lease(0, 4, 0, 0, 1), Lease(1, 5, 7, 3, 6))
     assert door.exchange.extension(DataClient).lease(1, 5, 9, 0, 2, False) == (7, 3, 6)
-    assert door.take() == [(SERVERS[0], m.LeaseRequest(1, 5, 9, 0, 2, False))]
+    assert door.take() == [(SERVERS[0], LeaseRequest(1, 5, 9, 0, 2, False))]
 
 
 def test_a_monitor_wakes_who_waits():
@@ -233,13 +234,13 @@ def test_a_monitor_wakes_who_waits():
 
 def test_that_the_script_left_its_loop_is_said_before_whatever_it_does_next():
     door = Door()
-    door.exchange.left_early(3, 0)
+    door.exchange.channel.exit_loop(3, 0)
     door.exchange.extension(DataClient).free(0, 0, 0)  # said while the iterator is collected
-    door.take(m.LeaseRelease)
-    door.exchange.tell(SERVERS[1], m.Finish(3))
+    door.take(LeaseRelease)
+    door.exchange.channel.send(SERVERS[1], m.Finish(3))
     left = m.LoopExited(1, 3, 0)
     assert door.take() == [(SERVERS[0], left), (SERVERS[1], left), (SERVERS[1], m.Finish(3))]
-    door.exchange.tell(SERVERS[0], m.Finish(3))
+    door.exchange.channel.send(SERVERS[0], m.Finish(3))
     door.take(m.Finish)
 
 
@@ -248,11 +249,11 @@ def test_a_script_that_an_error_ends_does_not_say_that_it_left_its_loop():
     for fail in (lambda door: door.exchange.lost(SERVERS[0], "gone"), lambda door: door.exchange.leave()):
         door = Door()
         fail(door)
-        door.exchange.left_early(4, 0)
-        door.exchange.tell(SERVERS[0], m.Finish(4))
+        door.exchange.channel.exit_loop(4, 0)
+        door.exchange.channel.send(SERVERS[0], m.Finish(4))
         door.take(m.Finish)
     door = Door()
-    door.exchange.left_early(3, 0)  # its error unwinds the loop first, and is known later
+    door.exchange.channel.exit_loop(3, 0)  # its error unwinds the loop first, and is known later
     door.exchange.give_up("ValueError: boom")
     assert door.take() == [(server, m.Fail("ValueError: boom", cause=True)) for server in SERVERS]
 
@@ -263,20 +264,20 @@ def test_a_cause_explains_what_was_heard_before_it():
     exchange.handle(SERVERS[0], m.Fail("left early"))
     door.hears(1, m.Fail("left early"))
     door.hears(1, m.Fail("stopped", cause=True))
-    assert exchange.hear_out(lambda: False) == "stopped"
+    assert exchange.channel.await_cause(lambda: False) == "stopped"
     exchange.handle(SERVERS[0], m.Fail("gone"))
-    assert exchange.hear_out(lambda: False) == "stopped"
-    assert str(exchange.failure) == "left early"
+    assert exchange.channel.await_cause(lambda: False) == "stopped"
+    assert str(exchange.channel.failure) == "left early"
 
 
 def test_who_hears_of_no_cause_goes_by_what_came_first():
     late, gone, silent = Door().exchange, Door().exchange, Door().exchange
     late.handle(SERVERS[0], m.Fail("first"))
     late.handle(SERVERS[1], m.Fail("second"))
-    assert late.hear_out(lambda: True) == "first"
+    assert late.channel.await_cause(lambda: True) == "first"
     for server in SERVERS:
         gone.handle(server, m.Fail(f"{server} goes"))
         gone.lost(server, "closed")
         silent.lost(server, "closed")
-    assert gone.hear_out(lambda: False) == f"{SERVERS[0]} goes"
-    assert silent.hear_out(lambda: False) == ""
+    assert gone.channel.await_cause(lambda: False) == f"{SERVERS[0]} goes"
+    assert silent.channel.await_cause(lambda: False) == ""

@@ -7,11 +7,15 @@ from single_client import ME, SERVERS, Door, applied, end
 from topotrain.config.job import Cluster, Compression
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
-from topotrain.core.client.body_codec import BodyCodec
 from topotrain.core.client.client import Client, PeerLost
-from topotrain.core.client.client_extension import ClientExtension, LateSteps, overrides
+from topotrain.core.client.client_extension import ClientExtension, overrides
+from topotrain.core.client.client_model import BodyCodec
+from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.compression.compression_client import CompressionClient
+from topotrain.extensions.tables.table_messages import TableIds
 from topotrain.launch.runtime.worker_composition import client_extensions
+from topotrain.parallel.runtime.activation_messages import Activation, ActivationHello
+from topotrain.training.data.data_messages import Lease
 
 PEER = Address(Role.WORKER, 0, 0)
 
@@ -19,13 +23,13 @@ PEER = Address(Role.WORKER, 0, 0)
 class Recorder(ClientExtension):
     """Notes its calls, and says that the loss of a worker is its own business."""
 
-    messages = (m.ActivationHello, m.Activation)
+    messages = (ActivationHello, Activation)
 
     def __init__(self):
         self.calls, self.memory = [], torch.empty(8, dtype=torch.uint8)
 
-    def bind(self, client):
-        self.calls.append(("bind", client.me))
+    def bind(self, channel, model, values):
+        self.calls.append(("bind", channel.me))
 
     def place(self, sender, message):
         return self.memory
@@ -45,7 +49,7 @@ class Recorder(ClientExtension):
 
 def test_an_extension_gets_its_messages_and_their_bodies_memory():
     door, recorder = Door(), Recorder()
-    hello, part = m.ActivationHello(), m.Activation(0, 0, 0, False, False, 0, 1, 8, 0, (2,), "float32")
+    hello, part = ActivationHello(), Activation(0, 0, 0, False, False, 0, 1, 8, 0, (2,), "float32")
     assert door.exchange.place(PEER, part, True) is None
     door.exchange.handle(PEER, hello)  # nothing handles it: it is dropped
     door.exchange.attach(recorder)
@@ -60,7 +64,7 @@ def test_an_extension_is_called_around_a_commit():
     door.exchange.attach(recorder)
     door.hears(0, applied(0, version=5))
     door.hears(1, applied(0, version=5))
-    door.exchange.commit(0, step)
+    door.exchange.steps.commit(0, step)
     assert recorder.calls[1:] == [("before", 0, step), ("after", 5)]
     door.take(m.Commit)
 
@@ -69,14 +73,14 @@ def test_a_loss_that_an_extension_judges_does_not_end_the_job():
     door = Door()
     door.exchange.attach(Recorder())
     door.exchange.lost(PEER, "closed")
-    assert door.exchange.failure is None
+    assert door.exchange.channel.failure is None
     door.exchange.lost(SERVERS[0], "closed")
-    assert isinstance(door.exchange.failure, PeerLost)
+    assert isinstance(door.exchange.channel.failure, PeerLost)
 
 
 def test_a_message_belongs_to_one_extension():
     class Greedy(ClientExtension):
-        messages = (m.Values, m.ActivationHello, m.TableIds)
+        messages = (m.Values, ActivationHello, TableIds)
 
     door = Door()
     door.exchange.attach(Recorder())
@@ -100,12 +104,12 @@ def test_a_client_without_extensions_trains():
     bare = Client(ME, layout(door.cluster), lambda to, message: door.sent.append((to, message)), door.turn)
     bare.open(door.schema, door.map, door.flats)
     door.exchange = bare
-    bare.handle(SERVERS[0], m.Lease(0, 0, 0, 0, 1))
+    bare.handle(SERVERS[0], Lease(0, 0, 0, 0, 1))
     bucket = door.map.buckets_of(0)[0]
-    bare.push(4, 0, bucket, 1.0, 1, torch.ones(bucket.hi - bucket.lo))
+    bare.gradients.push(4, 0, bucket, 1.0, 1, torch.ones(bucket.hi - bucket.lo))
     door.hears(0, applied(4), *door.values(0, 4, 3.0))
     door.hears(1, applied(4), *door.values(1, 4, 3.0))
-    assert not bare.commit(4, end()).late
+    assert not bare.steps.commit(4, end()).late
     assert all(door.flats.view("params", bucket).eq(3.0).all() for bucket in door.map.buckets)
 
 
@@ -124,8 +128,8 @@ def test_without_a_codec_an_encoded_body_is_refused():
 @pytest.mark.parametrize(
     ("fields", "kind", "there"),
     [
-        ({}, LateSteps, False),
-        ({"backup": 1}, LateSteps, True),
+        ({}, BackupWorkersClient, False),
+        ({"backup": 1}, BackupWorkersClient, True),
         ({}, CompressionClient, False),
         ({"compression": Compression.kInt8}, CompressionClient, True),
     ],

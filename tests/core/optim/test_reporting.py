@@ -14,7 +14,7 @@ from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.optim import adapter
 from topotrain.core.optim.adapter import HyperEncoder, UnsupportedOptimizer, hyper
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
-from topotrain.training.worker import WorkerStats
+from topotrain.training.worker_stats import WorkerStats
 
 # --- hyper-parameters --------------------------------------------------------------------------------------------
 

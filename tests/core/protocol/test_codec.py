@@ -1,16 +1,19 @@
 """Messages and their bytes: whole or refused."""
 
+import re
 import struct
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
+from every_message import PACKAGE, every_message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topotrain.core import protocol as m
+from topotrain.training.data.data_messages import DrawnBatches
 
-KINDS = sorted(m.KINDS)
+KINDS = [cls.KIND for cls in every_message()]
 _VALUES = {
     int: st.integers(-(2**63), 2**63 - 1),
     float: st.floats(allow_nan=False),
@@ -67,7 +70,7 @@ def test_text_must_be_utf8():
 
 
 def test_integers_come_whole():
-    kind, meta = m.encode(m.DrawnBatches(epoch=0, chunk=0, end=True, sizes=(), indices=()))
+    kind, meta = m.encode(DrawnBatches(epoch=0, chunk=0, end=True, sizes=(), indices=()))
     with pytest.raises(m.ProtocolError, match="list of integers"):
         m.decode(kind, meta[:-8] + struct.pack("<I", 3) + b"abc" + meta[-4:])
 
@@ -87,3 +90,52 @@ def test_the_body_is_no_part_of_the_fields():
     with_body = m.Values(round=1, bucket=2, version=3, body=body)
     assert m.encode(with_body) == m.encode(m.Values(round=1, bucket=2, version=3))
     assert m.decode(*m.encode(with_body), body).body is body
+
+
+NUMBERS = {
+    1: "SchemaPart Init Fetch Values Fail SharedBuffer StepRates",
+    10: "Push BackwardEnd ReducedGradient GradientOverride Commit Applied Finish BackwardReduced GroupIdle LoopExited",
+    20: "StepVote StepDecision StepDecisionRequest WorkerRejoined RestartRequest AppliedBatchesOfStreams",
+    26: "AppliedBatchesRequest AppliedBatchesReply GroupLeaveRequest GroupLeft Delta MasterValue RingOffer RingReply",
+    34: "Drained FinalValue StepMissed StepCatchUp StepCaughtUp",
+    40: "ModelBufferValue FinalRequest BufferRequest",
+    50: "LeaseRequest Lease LeaseRelease DrawnBatches DrawRequest",
+    60: "StateRequest StatePart WorkerStatePart WorkerStateRequest SnapshotRequest SnapshotPart Remainder",
+    70: "CollectivePart",
+    80: "TableOpen TablePush TableStep TablePull TableRows TableAssign TableRule TableStatsRequest TableStats",
+    89: "TableBarrier TablesFinished TableList TableIds",
+    96: "Activation ActivationHello",
+    100: "ResumeConnection Ack ReplicatedEvent ReplicaAck StateTransfer ReplicaReleased ReplicaChecksum",
+    110: "UnitPart",
+}
+
+
+def test_numbers_on_the_wire_never_change():
+    expected = {first + n: name for first, names in NUMBERS.items() for n, name in enumerate(names.split())}
+    assert {cls.KIND: cls.__name__ for cls in every_message()} == expected
+
+
+def test_a_number_that_another_message_has_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"message number 3 of .*Second belongs to .*session_messages\.Fetch"):
+
+        @m.message(3)
+        @dataclass(frozen=True, slots=True)
+        class Second(m.Message):
+            pass
+
+    assert m.kind_of(3) is m.Fetch
+
+
+def test_a_message_without_a_number_is_not_sent():
+    @dataclass(frozen=True, slots=True)
+    class Unregistered(m.Message):
+        round: int
+
+    with pytest.raises(m.ProtocolError, match="Unregistered is not a registered message"):
+        m.encode(Unregistered(1))
+
+
+def test_only_modules_of_messages_register_some():
+    """So that the walk over these modules finds all messages."""
+    found = {path.name for path in PACKAGE.rglob("*.py") if re.search(r"^@message\(", path.read_text(), re.MULTILINE)}
+    assert found and all(name.endswith("_messages.py") for name in found)

@@ -29,7 +29,7 @@ from topotrain.tools.plan.layout_plan import plan
 from topotrain.training.finish_job import SpoiledResult, _spoiled
 from topotrain.training.loss_watch import LossTrend, LossWatch
 from topotrain.training.step_progress import ProgressReporter
-from topotrain.training.worker import WorkerStats
+from topotrain.training.worker_stats import WorkerStats
 
 DOWNPOUR = Cluster(nworker_groups=3)
 HOGWILD = Cluster(nworker_groups=3, nserver_groups=3)
@@ -233,7 +233,9 @@ def test_a_last_loss_that_is_not_finite_is_told(last: float) -> None:
         me=Address(Role.WORKER, 0, 0), is_main=True, emit=told.append, place=SimpleNamespace(topology=layout(DOWNPOUR))
     )
     tally = WorkerStats(steps=4, started=1.0, loss_sum=last, losses=1)
-    ProgressReporter(here, SimpleNamespace(tally=tally, momentum=0.0), lambda: (0, 0)).finish()  # type: ignore[arg-type]
+    ProgressReporter(
+        here, SimpleNamespace(tally=tally, momentum=0.0), SimpleNamespace(traffic=lambda: (0, 0))
+    ).job_over()  # type: ignore[arg-type]
     notices = [event.text for event in told if isinstance(event, Notice)]
     assert len(notices) == (not math.isfinite(last))
     assert all("the last loss is not finite" in text and "without waiting" in text for text in notices)
@@ -312,7 +314,7 @@ def test_a_server_divides_the_rate_by_the_staleness_of_the_step() -> None:
 def test_a_correction_of_momentum_needs_one() -> None:
     town = Town(job(2, 1, 1, correction=Correction.kMomentum))
     model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="correction = kMomentum: needs an optimizer whose momentum is above 0"):
+    with pytest.raises(ConfigError, match="correction = kMomentum: needs an optimizer with a momentum above 0"):
         town.worker(town.workers[0], model, torch.optim.Adam(model.parameters()))
 
 

@@ -67,7 +67,7 @@ def test_on_shared_memory_only_gradients_are_ever_shown(grads, monkeypatch):
 
     result = run_local(job_of("sandblaster", grads=grads), building(mlp, sgd), script, shared=True)
     assert bodies.count(m.ReducedGradient) == 0
-    buckets = sum(len(server._known.buckets) for server in result.servers)
+    buckets = sum(len(server.state.known.buckets) for server in result.servers)
     assert bodies.count(m.Push) == 3 * STEPS * buckets
     assert bodies.count(m.Values) == buckets, "only the final values, which worker (0,0) asks for"
     first, *others = result.workers

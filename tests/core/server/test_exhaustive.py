@@ -41,7 +41,7 @@ def everybody_heard(patch):
 
 def half_a_vote(patch):
     """One shard is enough for a decision."""
-    patch.setattr(DecisionLog, "ready", lambda self: sorted(self._votes))
+    patch.setattr(DecisionLog, "ready", lambda self, *_: sorted(self._votes))
 
 
 @pytest.mark.parametrize("mutant", [everybody_heard, half_a_vote])

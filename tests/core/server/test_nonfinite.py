@@ -46,7 +46,7 @@ from topotrain.launch import JobOutcome
 from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.monitor.progress_display import QuietProgress
 from topotrain.training.step_progress import ProgressReporter
-from topotrain.training.worker import SkippedStep, WorkerStats
+from topotrain.training.worker_stats import SkippedStep, WorkerStats
 
 Plan = Mapping[int, Set[tuple[int, int]]]
 """Step (from 0) -> (group, index) of the workers whose loss is not finite in it."""
@@ -67,7 +67,7 @@ def poisoned(plan: Plan, number: float = float("nan"), steps: int = STEPS):
             (loss,) = t.losses(cross_entropy, *batch)
             t.backward([loss * number if me in plan.get(step, ()) else loss])
             t.optimizer.step()
-        t.worker.settle()
+        t.worker.client.values.settle()
 
     return script
 
@@ -78,7 +78,7 @@ def skipped(result: Result) -> dict[tuple[int, int], int]:
 
 def finite(result: Result) -> bool:
     """The job's values, and what every server and every worker has of them."""
-    held = [server._known.values(bucket.id) for server in result.servers for bucket in server._known.buckets]
+    held = [server.state.known.values(bucket.id) for server in result.servers for bucket in server.state.known.buckets]
     mine = [parameter.detach().reshape(-1) for handle in result.workers for parameter in handle.model.parameters()]
     return all(bool(torch.isfinite(values).all()) for values in (*result.values.values(), *held, *mine))
 
@@ -212,7 +212,7 @@ def test_unseen_it_spoils_everything() -> None:
 def test_a_batch_that_was_skipped_is_used_up() -> None:
     result = run_local(job_of("one"), building(), poisoned({1: {(0, 0)}}))
     (worker,) = result.workers
-    assert sum(result.servers[0]._streams.counts().values()) == STEPS == worker.worker.tally.steps
+    assert sum(result.servers[0].steps.batches.counts().values()) == STEPS == worker.worker.tally.steps
 
 
 # --- roads -----------------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_clipping_by_the_servers_skips_the_whole_step() -> None:
             t.backward([loss * torch.nan if step == 2 and t.me.index == 1 else loss])
             t.worker.clip(0.1, 2.0)
             t.optimizer.step()
-            assert t.worker.last_norm >= 0
+            assert t.worker.tally.last_norm >= 0
 
     result = run_local(job_of(**HIDDEN), building(), script)
     assert finite(result)
@@ -385,7 +385,7 @@ def test_the_ledger_is_exact_whatever_the_network_does(shape: tuple[int, int, in
     assert same(town.values(), total(counted))
     for me, skips in found.items():
         assert skips == [step for step in range(6) if (me.group, step) in bad]
-    counts = town.server(0, 0)._streams.counts()
+    counts = town.server(0, 0).steps.batches.counts()
     assert counts == dict.fromkeys(range(shape[0]), 6)
 
 
@@ -441,14 +441,14 @@ def test_each_skip_is_told_once_and_counted() -> None:
     told: list[Event] = []
     me = Address(Role.WORKER, 0, 1)
     tally = WorkerStats(steps=4, started=1.0)
-    here = SimpleNamespace(me=me, emit=told.append, finishing=None)
-    telling = ProgressReporter(here, SimpleNamespace(tally=tally), lambda: (0, 0))  # type: ignore[arg-type]
-    tally.skip(SkippedStep(2, "worker 0/1", "a"))
-    telling(None)
-    telling(None)
-    tally.skip(SkippedStep(4, "", ""))
-    tally.skip(SkippedStep(5, "worker 0/0", "b"))
-    telling.finish()
+    here = SimpleNamespace(me=me, emit=told.append)
+    telling = ProgressReporter(here, SimpleNamespace(tally=tally), SimpleNamespace(traffic=lambda: (0, 0)))  # type: ignore[arg-type]
+    tally.add_skip(SkippedStep(2, "worker 0/1", "a"))
+    telling.after_step(None)
+    telling.after_step(None)
+    tally.add_skip(SkippedStep(4, "", ""))
+    tally.add_skip(SkippedStep(5, "worker 0/0", "b"))
+    telling.job_over()
     skips = [event for event in told if isinstance(event, Skipped)]
     assert [(e.step, e.total, e.by, e.parameter) for e in skips] == [
         (2, 1, "worker 0/1", "a"),

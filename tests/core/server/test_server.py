@@ -13,6 +13,7 @@ from topotrain.config.job import Updater
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION
 from topotrain.launch.runtime.server_composition import make_server
+from topotrain.training.data.data_messages import Lease, LeaseRequest
 
 # --- joining -----------------------------------------------------------------------------------------------------
 
@@ -64,7 +65,7 @@ def test_shared_memory_is_given_out_when_a_worker_of_ours_has_come():
     hall = Hall(join=False, nworker_groups=4, nserver_groups=2, nservers_per_group=2, server_worker_separate=True)
     first = make_server(server(), hall.job, hall.topology, lambda n, dtype: torch.zeros(n, dtype=dtype), shared=True)
     said = [out for part in hall.schema.parts() for out in first.handle(server(1), part)]
-    assert not said and not first.complete()
+    assert not said and not first.state.complete
     said = [out for part in hall.schema.parts() for out in first.handle(worker(), part)]
     assert {to for to, message in said if isinstance(message, m.SharedBuffer)} == {server(0, 1), worker()}
 
@@ -139,7 +140,7 @@ def test_without_the_decision_a_shard_asks_and_never_guesses():
     assert hall.servers[server(0, 1)].version == 0
     hall.held.clear()
     hall.holding = ()
-    hall.route(server(0, 1), hall.servers[server(0, 1)].ask())
+    hall.route(server(0, 1), hall.servers[server(0, 1)].reconnected())
     assert hall.servers[server(0, 1)].version == 1
     assert hall.values(worker()) == -5.0
 
@@ -308,7 +309,7 @@ def test_warm_up_is_group_0s_alone_then_all_stand_at_its_values_and_clock():
     assert hall.values(worker(0)) == -1.0 and hall.got[worker(1)] == []
     hall.step(worker(0), 1, step=1)
     assert hall.values(worker(0)) == hall.values(worker(1)) == -2.0
-    assert [hall.servers[server()].clocks.clock(g) for g in (0, 1)] == [2, 2]
+    assert [hall.servers[server()].worker_groups.clocks.clock(g) for g in (0, 1)] == [2, 2]
 
 
 # --- disagreement ------------------------------------------------------------------------------------------------
@@ -484,8 +485,8 @@ def test_the_servers_go_on_when_group_0_ends():
 
 def test_questions_about_data_go_to_server_0_0():
     hall = started(nworker_groups=2, nserver_groups=2)
-    hall.say(worker(1), server(), m.LeaseRequest(0, 0, 3, 0, 0, False))
-    (lease,) = hall.heard(worker(1), m.Lease)
+    hall.say(worker(1), server(), LeaseRequest(0, 0, 3, 0, 0, False))
+    (lease,) = hall.heard(worker(1), Lease)
     assert (lease.epoch, lease.first) == (0, 0)
     with pytest.raises(m.ProtocolError, match="server 1/0 does not accept LeaseRequest from worker 1/0"):
-        hall.say(worker(1), server(1), m.LeaseRequest(0, 0, 3, 0, 0, False))
+        hall.say(worker(1), server(1), LeaseRequest(0, 0, 3, 0, 0, False))

@@ -11,6 +11,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import ExtensionHooks, ServerExtension, overriding
+from topotrain.extensions.tables.table_messages import TableBarrier, TableStats, TableStatsRequest
 
 A = Address(Role.WORKER, 0, 0)
 
@@ -22,26 +23,27 @@ class UpdateCounter(ServerExtension):
     updates: dict[int, int] = field(default_factory=dict)
     over: list[tuple[int, int]] = field(default_factory=list)
 
-    messages = before_model = (m.TableStatsRequest,)
+    messages = before_model = (TableStatsRequest,)
 
     def handle(self, sender, message):
-        return [(sender, m.TableStats(message.round, len(self.over), 0, 0, 0))]
+        return [(sender, TableStats(message.round, len(self.over), 0, 0, 0))]
 
     def apply_step(self, group, step, commits, factor):
         assert factor == 1.0 and sorted(commits) == [0, 1]
         self.updates[group] = self.updates.get(group, 0) + 1
         return ()
 
-    def step_over(self, group, step):
-        assert self.updates[group] == step + 1, "the values change before the step is over"
-        self.over.append((group, step))
-        return [(A, m.TableBarrier(0, step))]
+    def step_over(self, result):
+        assert self.updates[result.group] == result.step + 1, "the values change before the step is over"
+        assert result.applied.version == result.step + 1 and sorted(result.commits) == [0, 1]
+        self.over.append((result.group, result.step))
+        return [(A, TableBarrier(0, result.step))]
 
 
 class Gate(ServerExtension):
     """Holds every step back until a word has come."""
 
-    messages = (m.TableStatsRequest,)
+    messages = (TableStatsRequest,)
     opened = False
 
     def may_stage(self, group, step):
@@ -73,26 +75,28 @@ def test_an_extension_hears_of_each_update_and_of_each_end_of_a_step():
 
 def test_what_an_extension_returns_is_sent_before_the_replies_of_the_step():
     job, said = core(UpdateCounter()), []
-    job.server._deliver = lambda to, message: said.append((to, type(message)))
+    job.server.queue._deliver = lambda to, message: said.append((to, type(message)))
     job.steps(1)
-    mine = said.index((A, m.TableBarrier))
-    assert (A, m.Applied) in said[mine:] and said.count((A, m.TableBarrier)) == 1
+    mine = said.index((A, TableBarrier))
+    assert (A, m.Applied) in said[mine:] and said.count((A, TableBarrier)) == 1
 
 
 def test_a_message_of_an_extension_is_answered_before_there_is_a_model():
     job = Job(cluster=Cluster(nworkers_per_group=2, server_worker_separate=True))
-    server = Server(HOME, job, layout(job.cluster), torch.zeros, extensions=[UpdateCounter()])
-    assert server.handle(A, m.TableStatsRequest(0, 0, 7)) == [(A, m.TableStats(7, 0, 0, 0, 0))]
+    server = Server(HOME, job, layout(job.cluster), torch.zeros)
+    server.attach([UpdateCounter()])
+    assert server.handle(A, TableStatsRequest(0, 0, 7)) == [(A, TableStats(7, 0, 0, 0, 0))]
     waits = Gate()
-    later = Server(HOME, job, layout(job.cluster), torch.zeros, extensions=[waits])
-    assert later.handle(A, m.TableStatsRequest(0, 0, 7)) == [] and not waits.opened, "it is held until then"
+    later = Server(HOME, job, layout(job.cluster), torch.zeros)
+    later.attach([waits])
+    assert later.handle(A, TableStatsRequest(0, 0, 7)) == [] and not waits.opened, "it is held until then"
 
 
 def test_a_server_refuses_what_none_of_its_extensions_handles():
     with pytest.raises(m.ProtocolError, match="no extension that handles TableStatsRequest"):
-        core().server.handle(A, m.TableStatsRequest(0, 0, 7))
+        core().server.handle(A, TableStatsRequest(0, 0, 7))
     with pytest.raises(m.ProtocolError, match="TableStatsRequest has no body"):
-        core(UpdateCounter()).server.place(A, m.TableStatsRequest(0, 0, 7), False)
+        core(UpdateCounter()).server.place(A, TableStatsRequest(0, 0, 7), False)
 
 
 def test_a_step_waits_for_an_extension_and_goes_on_with_its_next_message():
@@ -100,7 +104,7 @@ def test_a_step_waits_for_an_extension_and_goes_on_with_its_next_message():
     job = core(gate)
     job.steps(1)
     assert job.server.version == 0
-    job.server.handle(A, m.TableStatsRequest(0, 0, 7))
+    job.server.handle(A, TableStatsRequest(0, 0, 7))
     assert job.server.version == 1
 
 

@@ -102,7 +102,7 @@ def reconnect(town: Town, who: Address) -> None:
         if Role.WORKER in (sender.role, to.role):
             town.wire.send(sender, to, message)
     for house in town.houses.values():
-        house.send(house.server.ask())
+        house.send(house.server.reconnected())
 
 
 @pytest.mark.parametrize("sent", [0, 1])

@@ -218,7 +218,7 @@ def test_defect_6_servers_go_on_when_group_0_ends():
             seat.finish()
             if seat.me == town.workers[0]:
                 assert town.server(0, 0).version < 7
-                seat.door.final_values()
+                seat.door.values.fetch_final()
                 assert town.server(0, 0).version == 7, "the result is read after the drain"
                 assert same(seat.values(), [-part for part in total(pushed)]), f"seed {town.sim.seed}"
 
@@ -277,4 +277,4 @@ def test_a_group_that_waits_for_batches_holds_nobody_up(bound):
 
         town.play(script)
         assert sorted(sample for row in seen for sample in row) == sorted([*range(60)] * 2), f"seed {seed}"
-        assert town.server(0, 0).clocks.live() == [], "all groups have ended"
+        assert town.server(0, 0).worker_groups.clocks.live() == [], "all groups have ended"

@@ -15,6 +15,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.protocol import Applied, Commit, Fetch, Init, Push, Values
 from topotrain.tools.simulator.sim_network import Deadlock, NetworkFaults
+from topotrain.training.final_parameters import fetch_final
 from topotrain.training.worker import Worker
 
 pytestmark = pytest.mark.simulated
@@ -41,7 +42,8 @@ def test_group_0_warms_up_alone_and_all_start_from_its_values(server_groups, agr
             started[seat.me.group] = seat.values(), seat.town.sim.now
             if seat.me.group == 1:
                 home = town.server(town.topology.server_group_of(1), 0)
-                assert home.clocks.clock(1) == warmup and home.clocks.live(), "it starts at the common clock, and live"
+                clocks = home.worker_groups.clocks
+                assert clocks.clock(1) == warmup and clocks.live(), "it starts at the common clock, and live"
             for step in range(warmup + 2):
                 seat.sleep(0.0, 0.01)
                 gradient = seat.numbers()
@@ -58,7 +60,7 @@ def test_group_0_warms_up_alone_and_all_start_from_its_values(server_groups, agr
         assert {who.group for who in early} == {0}, "nobody else trains during the warm-up"
         assert {message.step for _, who, _, message in pushes if who.group == 0} >= set(range(warmup + 2))
         for house in town.houses.values():
-            clocks = house.server.clocks
+            clocks = house.server.worker_groups.clocks
             # group 0's warm-up counts as warm-up, the others take its clock
             assert [clocks.clock(g) for g in house.server.groups] == [
                 warmup + 2 if g == 0 else 2 * warmup + 2 for g in house.server.groups
@@ -77,7 +79,7 @@ def test_a_group_0_that_ends_during_the_warm_up_lets_the_others_start():
                     seat.step(pushed[-1])
                 seat.finish()
                 if seat.me == seat.town.workers[0]:
-                    seat.door.final_values()
+                    seat.door.values.fetch_final()
                     pushed.append([part - 9.0 for part in seat.values()])
 
             town.play(script)
@@ -228,7 +230,7 @@ def finals(seed: int, weather: NetworkFaults, optimizer: str = "Adam") -> list[t
         found[seat.me.index] = [state[index]["exp_avg"].clone() for index in sorted(state)]
         worker.finish()
         if seat.me == town.workers[0]:
-            worker.take_final()
+            fetch_final(worker)
             found[3] = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
 
     town.play(script)
@@ -272,7 +274,7 @@ def test_buffers_are_averaged_over_the_groups_at_the_drain():
         means[seat.me.group] = model[2].running_mean.clone()
         worker.finish()
         if seat.me == town.workers[0]:
-            worker.take_final()
+            fetch_final(worker)
             means["final"] = model[2].running_mean.clone()
 
     town.play(script)
@@ -300,7 +302,7 @@ def test_in_memory_hogwild_shares_values_and_loses_no_update():
                 worker.optimizer.step()
             worker.finish()
             if seat.me == town.workers[0]:
-                worker.take_final()
+                fetch_final(worker)
                 assert torch.equal(model.weight[0], 4.0 - torch.stack(pushed).sum(0))
 
         town.play(script)
@@ -324,7 +326,7 @@ def test_downpours_own_steps_push_the_sum_and_fetch_when_asked_to():
                 worker.optimizer.step()
             worker.finish()
             if seat.me == town.workers[0]:
-                worker.take_final()
+                fetch_final(worker)
                 assert torch.equal(model.weight[0], -torch.stack(sums).sum(0)), f"seed {town.sim.seed}"
 
         town.play(script)

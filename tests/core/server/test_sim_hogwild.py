@@ -32,7 +32,7 @@ def hogwild(
             seat.step(pushed[-1])
         seat.finish()
         if seat.me == town.workers[0]:
-            seat.door.final_values()
+            seat.door.values.fetch_final()
             final.extend(seat.values())
 
     town.play(script)

@@ -11,19 +11,25 @@ from topotrain.config.job import Cluster, ConfigError
 from topotrain.config.sharding import cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.bitmaps import NO_REVISION
+from topotrain.core.client.client_types import StepOutcome
 from topotrain.core.events import Notice
-from topotrain.core.protocol import Commit, Push, StepCatchUp, StepVote
-from topotrain.core.server.commit_agreement import StepError
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.protocol import Commit, Push, StepVote
 from topotrain.core.server.consistency import SHOWS, DecisionLog
-from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings
+from topotrain.core.server.steps.commit_agreement import StepError
+from topotrain.core.server.steps.step_policy import StepPolicy
+from topotrain.extensions.backup_workers.backup_messages import StepCatchUp
 from topotrain.extensions.backup_workers.quorum import Quorum
-from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay
+from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
+from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay, LateSteps
 from topotrain.tools.monitor.stragglers import stragglers
 from topotrain.tools.simulator.sim_cluster import parameters
 from topotrain.training.data.distributed_loader import ShardedLoader
 from topotrain.training.data.map_dataset import PLAIN, DataPlan
+from topotrain.training.data.step_batches import StepBatches
 from topotrain.training.step_progress import ProgressReporter
-from topotrain.training.worker import Worker, WorkerStats
+from topotrain.training.worker_stats import WorkerStats
 
 # --- whom a step waits for -----------------------------------------------------------------------------------------
 
@@ -73,18 +79,25 @@ def staged(*members: int, step: int = 0, refused: tuple[int, ...] = ()) -> StepV
     return StepVote(0, step, True, 0.0, False, 0, 0, refused, members)
 
 
+class Two(StepPolicy):
+    """The contributions of two workers make a step."""
+
+    def enough(self, members):
+        return len(members) >= 2
+
+
 def test_a_step_is_made_of_what_all_shards_have():
     log = DecisionLog(2)
     log.staged(0, staged(0))
     log.staged(0, staged(0, 1, 2))
-    assert log.ready(lambda members: True) == []
+    assert log.ready(StepPolicy()) == []
     log.staged(1, staged(2, 3))
-    assert log.ready(lambda members: len(members) >= 2) == []
+    assert log.ready(Two()) == []
     log.staged(1, staged(1, 2, 3))
-    assert log.ready(lambda members: len(members) >= 2) == [(0, 0)]
+    assert log.ready(Two()) == [(0, 0)]
     assert log.decide(0, 0).members == (1, 2)
     log.staged(1, staged(0, 1, 2, 3))
-    assert log.ready(lambda members: True) == [], "said of a step that is decided"
+    assert log.ready(StepPolicy()) == [], "said of a step that is decided"
 
 
 def test_only_a_members_gradient_is_refused():
@@ -104,17 +117,14 @@ def test_values_are_shown_between_two_decisions():
 # --- what a shard adds up --------------------------------------------------------------------------------------------
 
 
-def staging(workers: int, divide: bool = True) -> GradientStaging:
+def staging(workers: int, divide: bool = True) -> QuorumPushes:
     slices = cut(parameters(4), 1, 1)
-    flats = {name: torch.zeros(slices.buckets[0].hi) for name in ("mean", "total")}
+    buffers = GroupBuffers(FlatBuffers(slices, 0, lambda numel, dtype: torch.zeros(numel, dtype=dtype)), 0)
     tree = layout(Cluster(nworkers_per_group=workers)).sum_tree(0)
-    there = {"visible": False, "divide": divide, "checked": True, "backup": True}
-    return GradientStaging(
-        workers, tree, slices.buckets, lambda n, b: flats[n][b.lo : b.hi], lambda n, s: flats[n], **there
-    )
+    return QuorumPushes(SourceSettings(workers, tree, slices.buckets, buffers, divide=divide, checked=True))
 
 
-def contribute(home: GradientStaging, worker: int, value: float, weight: float = 1.0, **more) -> None:
+def contribute(home: QuorumPushes, worker: int, value: float, weight: float = 1.0, **more) -> None:
     bucket = home._buckets[0]
     body = torch.full((bucket.hi - bucket.lo,), value)
     home.push(worker, Push(0, 1, bucket.id, weight, b"\x01"), body)
@@ -126,8 +136,8 @@ def test_the_mean_is_over_the_weight_that_is_in_it():
     home = staging(4)
     for worker, weight in enumerate((1.0, 3.0, 2.0, 5.0)):
         contribute(home, worker, float(worker + 1), weight)
-        assert home.completed() and not home.completed()
-    assert home.complete == {0, 1, 2, 3}
+        assert home.try_stage() and not home.try_stage()
+    assert home.members == (0, 1, 2, 3)
     assert home.choose((1, 2)) == [0, 3]
     assert torch.equal(home.gradient(home._buckets[0])[:4], torch.full((4,), (3 * 2.0 + 2 * 3.0) / 5))
     assert home.marks == (1, 0, 0, 2, 0, 0)
@@ -136,9 +146,9 @@ def test_the_mean_is_over_the_weight_that_is_in_it():
 def test_who_has_said_commit_and_not_sent_all_is_not_complete():
     home = staging(2)
     home.commit(1, Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, True, b"\x01", b"", b"", b"", (1, 0, 0)))
-    assert not home.completed()
+    assert not home.try_stage()
     home.push(1, Push(0, 1, 0, 1.0, b"\x01"), torch.ones(4))
-    assert home.completed() and home.complete == {1}
+    assert home.try_stage() and home.members == (1,)
 
 
 def test_a_worker_without_a_gradient_counts_as_zero():
@@ -146,7 +156,7 @@ def test_a_worker_without_a_gradient_counts_as_zero():
     contribute(home, 0, 6.0)
     said = (b"a", (1, 0, 0))
     home.commit(1, Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, True, bytes([NO_REVISION]), b"", b"", *said))
-    assert home.completed()
+    assert home.try_stage()
     home.choose((0, 1))
     assert torch.equal(home.gradient(home._buckets[0])[:4], torch.full((4,), 3.0))
 
@@ -156,21 +166,20 @@ def test_what_could_make_a_sum_infinite_is_refused_before_it_is_known_whose_sum(
     home = staging(3)
     contribute(home, 0, 1.0)
     contribute(home, 2, value)
-    assert home.completed()
+    assert home.try_stage()
     assert list(home.spoilers()) == [2]
     contribute(home, 1, 1e19)  # its square is infinite in float32, and no sum of three such is
-    assert home.completed()
+    assert home.try_stage()
     assert list(home.spoilers()) == [2]
 
 
 def test_hyper_parameters_are_those_that_most_say():
-    home = staging(3)
-    for worker, text in enumerate((b"a", b"b", b"b")):
-        contribute(home, worker, 1.0, hyper=text)
-    home.completed()
-    assert home.choose((0, 1, 2)) == [] and home.hyper == b"b"
-    home.commits.pop(2)
-    assert home.hyper == b"a"
+    for members, others, said in (((0, 1, 2), [], b"b"), ((0, 1), [2], b"a")):
+        home = staging(3)
+        for worker, text in enumerate((b"a", b"b", b"b")):
+            contribute(home, worker, 1.0, hyper=text)
+        home.try_stage()
+        assert home.choose(members) == others and home.first.hyper == said
 
 
 def test_what_all_must_agree_about_is_still_compared():
@@ -231,7 +240,7 @@ def loader(office: Office, index: int = 0) -> ShardedLoader:
     made = ShardedLoader(
         DataLoader(TensorDataset(torch.arange(9)), batch_size=2), plan, office, office, LateBatchReplay(office)
     )
-    made.memory = office
+    made.resume_with(office)
     return made
 
 
@@ -252,24 +261,24 @@ def test_a_batch_is_given_again_until_it_counts():
         given.append(tuple(numbers.tolist()))
         office.verdict = len(given) not in (1, 2, 4)
     assert given == [(0, 1), (0, 1), (0, 1), (4, 5), (4, 5), (8,)]
-    assert office.said.count("through") == 1 and office.said.count("drawn") == 6
+    assert office.said.count("finish_epoch") == 1 and office.said.count("drawn") == 6
 
 
 def test_what_a_script_does_not_wait_to_be_given_again_is_counted_and_told():
     """It leaves its loop behind a step that came too late, and another time behind one that counted."""
-    told, tally, exchange = [], WorkerStats(started=1.0), SimpleNamespace()
+    told, tally = [], WorkerStats(started=1.0)
     office = Office()
-    exchange.late_steps = SimpleNamespace(through=lambda epoch: None)
-    worker = SimpleNamespace(_marks={}, tally=tally, exchange=exchange, counts_given=office.counts_given)
-    office.left_early = lambda epoch, batches: Worker.left_early(worker, epoch, batches)
+    worker = SimpleNamespace(batches=StepBatches(), tally=tally)
+    steps = LateSteps(worker, SimpleNamespace(through=lambda epoch: None))
+    office.left_early = lambda epoch, batches: steps.leave_epoch(epoch)
     passes = loader(office)
-    for verdict in (False, True, False):
+    for late in (True, False, True):
         for _ in passes:
-            office.verdict = verdict
+            steps.after_commit(StepOutcome(0, (), False, -1.0, late=late))
             break
     assert tally.dropped == 2
-    here = SimpleNamespace(me=Address(Role.WORKER, 0, 1), emit=told.append, finishing=None)
-    ProgressReporter(here, worker, lambda: (0, 0)).finish()
+    here = SimpleNamespace(me=Address(Role.WORKER, 0, 1), emit=told.append)
+    ProgressReporter(here, worker, SimpleNamespace(traffic=lambda: (0, 0))).job_over()
     (notice,) = [event for event in told if isinstance(event, Notice)]
     assert notice.text.startswith("2 batches came too late for their step and count for nothing")
 

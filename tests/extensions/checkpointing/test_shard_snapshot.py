@@ -9,6 +9,7 @@ from topotrain.config.job import Agreement, Apply, Grads
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.optim.state_table import StateError, from_rows, merge, to_rows
+from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension, snapshots_of
 from topotrain.extensions.checkpointing.data_position import STATIC, DataPosition
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
     CUT,
@@ -18,6 +19,7 @@ from topotrain.extensions.checkpointing.snapshot_coordinator import (
     PublishSnapshot,
     WriteSnapshot,
 )
+from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
 
 
 @pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
@@ -140,7 +142,7 @@ def test_the_memory_of_a_snapshot_is_that_of_the_one_before():
 )
 def test_jobs_without_a_common_moment_take_none(fields, words):
     town = Town(job(**fields), 1, VIEWS)
-    assert words in town.server(0, 0).snapshots.refusal
+    assert words in snapshots_of(town.server(0, 0)).refusal
 
 
 # --- positions ---------------------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ def waiting(groups: int, workers: int) -> tuple[Town, Archive, Boxes]:
     archive = Archive(town)
     server = town.server(0, 0)
     boxes = Boxes(*town.workers)
-    server.snapshots._keepers = (boxes,)
+    snapshots_of(server)._keepers = (boxes,)
 
     def script(seat: Seat) -> None:
         seat.open()
@@ -240,7 +242,7 @@ def waiting(groups: int, workers: int) -> tuple[Town, Archive, Boxes]:
             seat.sleep(0.1, 0.1)
 
     town.play(script)
-    assert archive.values and not archive.published and not archive.dropped and server.snapshots.under_way == 1
+    assert archive.values and not archive.published and not archive.dropped and snapshots_of(server).under_way == 1
     return town, archive, boxes
 
 
@@ -249,12 +251,12 @@ def test_a_snapshot_counts_when_the_last_worker_has_left_its_state():
     server = town.server(0, 0)
     for done, worker in enumerate(town.workers, 1):
         boxes.left.setdefault(1, {})[worker] = torch.full((2,), done, dtype=torch.uint8)
-        server._snapshot_goes_on()
+        server.extension(CheckpointExtension)._proceed()
         assert len(archive.published) == (done == 4)
     assert archive.published[0].deposits == boxes.left[1]
     town.sim.run()
-    server._snapshot_goes_on()
-    assert boxes.forgotten == 1 and server.snapshots.under_way == 0
+    server.extension(CheckpointExtension)._proceed()
+    assert boxes.forgotten == 1 and snapshots_of(server).under_way == 0
 
 
 def test_a_group_that_stands_still_gives_the_state_that_it_left_before():
@@ -271,25 +273,25 @@ def test_in_one_group_an_older_state_does_not_do():
     boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
     archive.ask()
     assert not archive.published and "worker 0/1" in archive.dropped[0].why
-    assert town.server(0, 0).snapshots.under_way == 2
+    assert snapshots_of(town.server(0, 0)).under_way == 2
 
 
 @pytest.mark.parametrize(("why", "again"), [(TIME, 0), (END, 2)])
 def test_one_that_waits_for_a_worker_that_had_to_start_again_is_dropped_and_the_last_one_taken_anew(why, again):
     town, archive, boxes = waiting(groups=1, workers=2)
     server = town.server(0, 0)
-    server.snapshots.book._now.reason = why
+    snapshots_of(server).book._now.reason = why
     boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
-    server.forget(0, ended=False)
+    server.reset_group(0, ended=False)
     assert "worker 0/1 had to start again" in archive.dropped[0].why
-    server._snapshot_before(0)  # the next step is about to be decided
-    assert server.snapshots.under_way == again
+    server.extension(CheckpointExtension).before_decision(0)  # the next step is about to be decided
+    assert snapshots_of(server).under_way == again
 
 
 def test_one_that_has_everybodys_state_does_not_care_who_starts_again():
     town, archive, boxes = waiting(groups=1, workers=2)
     boxes.left[1] = {worker: torch.ones(2, dtype=torch.uint8) for worker in town.workers}
-    town.server(0, 0).forget(0, ended=False)
+    town.server(0, 0).reset_group(0, ended=False)
     assert not archive.dropped
 
 
@@ -364,9 +366,9 @@ def test_asked_for_by_time_and_by_step_each_is_taken_once_the_other_is_over():
 def test_one_that_waits_for_workers_is_not_given_up_for_another_that_comes_soon_after():
     town, archive, _ = waiting(groups=1, workers=2)
     server = town.server(0, 0)
-    server.snapshots._timed = 0  # it was asked for by step
+    snapshots_of(server)._timed = 0  # it was asked for by step
     archive.ask()
-    assert server.snapshots.under_way == 1 and not archive.dropped
+    assert snapshots_of(server).under_way == 1 and not archive.dropped
     archive.ask()
     assert archive.dropped
 
@@ -379,19 +381,19 @@ def test_the_last_one_is_behind_the_very_next_step():
     def script(seat: Seat) -> None:
         seat.open()
         if seat.me.group == 0:
-            town.houses[me].handle(me, m.SnapshotRequest(last=True))  # nothing is there yet
+            town.houses[me].handle(me, SnapshotRequest(last=True))  # nothing is there yet
         for step in range(4):
             seat.step(seat.numbers())
             seat.sleep(0.1, 0.1)
             if seat.me.group == 0 and step == 1:
-                town.houses[me].handle(me, m.SnapshotRequest(last=True))
+                town.houses[me].handle(me, SnapshotRequest(last=True))
         seat.finish()
 
     town.play(script)
     assert [drop.number for drop in archive.dropped] == [0]
     ((why, _),) = taken(archive)
     assert why == "end" and archive.published[0].facts["version"] in (4, 5, 6)
-    town.houses[me].handle(me, m.SnapshotRequest(last=True))  # the job ends by itself
+    town.houses[me].handle(me, SnapshotRequest(last=True))  # the job ends by itself
     assert len(archive.dropped) == 1
 
 
@@ -477,7 +479,7 @@ def at_rest(seat: Seat, archive: Archive, moment: float) -> None:
         seat.step(seat.numbers())
     seat.finish()
     if seat.me.group == 0:
-        seat.door.final_values()
+        seat.door.values.fetch_final()
         seat.sleep(moment, moment)
         archive.ask()
 
@@ -497,7 +499,7 @@ def test_an_announcement_that_is_said_again_freezes_nobody_again():
     heard: list[int] = []
 
     def repeat(sender: Address, to: Address, message: m.Message) -> None:
-        if isinstance(message, m.SnapshotPart) and message.stage == CUT and not heard:
+        if isinstance(message, SnapshotPart) and message.stage == CUT and not heard:
             heard.append(message.number)
             town.sim.at(town.sim.now + 0.5, lambda: town.houses[to].handle(sender, message))
 
@@ -514,7 +516,7 @@ def test_an_announcement_that_is_said_again_freezes_nobody_again():
 
     frozen: list[tuple[Address, int]] = []
     for me, house in town.houses.items():
-        snapshots = house.server.snapshots
+        snapshots = snapshots_of(house.server)
         freeze = snapshots.freeze
 
         def noted(*args, me=me, snapshots=snapshots, freeze=freeze) -> None:
@@ -539,7 +541,7 @@ def test_what_one_of_several_groups_cannot_freeze_ends_that_snapshot_and_nothing
         for step in range(6):
             seat.step(seat.numbers())
             if step == 0 and seat.me.group == broken:
-                snapshots = town.server(broken, 0).snapshots
+                snapshots = snapshots_of(town.server(broken, 0))
                 snapshots._freezer = Broken(snapshots._freezer)
             seat.sleep(0.1, 0.1)
             if seat.me.group == 0 and step == 3:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topotrain.config.job import Algorithm
-from topotrain.core.protocol import CollectivePart, ProtocolError
+from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.ordered_sum import canonical_mean
 from topotrain.extensions.collectives.algorithms import (
     VALUES,
@@ -19,7 +19,6 @@ from topotrain.extensions.collectives.algorithms import (
     Contribution,
     Relay,
     SendPart,
-    bytes_per_rank,
     center,
     children,
     down,
@@ -27,6 +26,7 @@ from topotrain.extensions.collectives.algorithms import (
     traffic,
     up,
 )
+from topotrain.extensions.collectives.collective_messages import CollectivePart
 
 ALL = tuple(Algorithm)
 STARS = (Algorithm.kAuto, Algorithm.kNaive)
@@ -64,10 +64,10 @@ def test_the_trees_are_those_of_the_textbook():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_bytes_per_rank(size):
-    nbytes = 840 * size  # a multiple of every size
+    nbytes, shares = 840 * size, [840] * size
     for algorithm in (Algorithm.kAuto, Algorithm.kRing, Algorithm.kTree):
-        assert set(bytes_per_rank(algorithm, size, nbytes)) == {(2 * (size - 1) * 840, 2 * (size - 1) * 840)}
-    master, *others = bytes_per_rank(Algorithm.kNaive, size, nbytes)
+        assert set(traffic(algorithm, shares)) == {(2 * (size - 1) * 840, 2 * (size - 1) * 840)}
+    master, *others = traffic(Algorithm.kNaive, shares)
     assert master == ((size - 1) * nbytes, (size - 1) * nbytes)
     assert others == [(nbytes, nbytes)] * (size - 1)
 

@@ -45,7 +45,7 @@ from topotrain.config.job import Algorithm, Apply, ConfigError, Engine, Grads, J
 from topotrain.config.topology import layout
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.extensions.collectives.collective_server import CollectiveServer
-from topotrain.extensions.collectives.torch_client import TorchCollectiveClient
+from topotrain.extensions.collectives.torch_reduction import TorchReduction
 
 OWN = (Algorithm.kNaive, Algorithm.kRing, Algorithm.kTree)
 NEAR = 1e-6
@@ -83,7 +83,10 @@ def run(request: pytest.FixtureRequest) -> Run:
 def test_a_job_computes_what_the_reference_does(algorithm: Algorithm, workers: int, grads: Grads, run: Run) -> None:
     job, build, script = beside(workers, algorithm=algorithm, grads=grads), building(), usual_loop(vectors(4))
     result = run(job, build, script)
-    assert all(isinstance(server, CollectiveServer) for server in result.servers) and len(result.servers) == workers
+    gateways = [
+        each for server in result.servers for each in server.hooks.extensions if isinstance(each, CollectiveServer)
+    ]
+    assert len(gateways) == len(result.servers) == workers
     check(job, result, build, script)
 
 
@@ -277,7 +280,7 @@ def test_workers_that_disagree_are_named(algorithm: Algorithm, script: Any, kind
 def test_gloo_computes_what_the_reference_does(workers: int, grads: Grads, road: Road, tmp_path: Path) -> None:
     job, build, script = gloo(workers, grads=grads, road=road), building(Halves, adam), halves
     result = run_hosted(job, build, script, tmp_path)
-    assert all(isinstance(worker.exchange, TorchCollectiveClient) for worker in result.workers)
+    assert all(isinstance(handle.worker.client.gradients, TorchReduction) for handle in result.workers)
     assert result.distance(reference(job, build, script)) < NEAR
 
 
@@ -310,7 +313,7 @@ def test_workers_that_disagree_under_gloo_are_named(script: Any, kind: type, wor
 def test_who_waits_for_a_worker_that_does_not_come_is_told_which_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("topotrain.extensions.collectives.torch_client.DEADLINE", 0.5)
+    monkeypatch.setattr("topotrain.extensions.collectives.torch_reduction.DEADLINE", 0.5)
 
     def script(t: Any) -> None:
         usual_loop(vectors(1))(t)

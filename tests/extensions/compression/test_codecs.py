@@ -387,16 +387,6 @@ def test_more_overflows_than_top_k_can_tell():
     assert not feedback.residual.any()
 
 
-def test_a_new_loss_scale_scales_what_is_left():
-    codec = CastCodec(torch.float16)
-    one, two = (ErrorFeedback(codec, torch.zeros(100)) for _ in range(2))
-    data = torch.empty(200, dtype=torch.uint8)
-    one.encode(noise(100), data)
-    two.encode(noise(100) * 4, data)
-    one.rescale(4.0)
-    assert torch.equal(one.residual, two.residual)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_sgd_reaches_the_optimum_of_least_squares(name):
     """Two workers, gradients with error feedback each, means with error feedback back, momentum-free SGD."""

@@ -9,7 +9,15 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.server.server import Server
 from topotrain.extensions.elastic.eligibility import refusal
-from topotrain.extensions.elastic.membership import STREAMS, CoordinatorAnswers, Members, answer, questions
+from topotrain.extensions.elastic.membership import (
+    STREAMS,
+    CoordinatorAnswers,
+    ElasticGroups,
+    Members,
+    answer,
+    questions,
+)
+from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams
 from topotrain.extensions.tables.table_server import TableServer
 from topotrain.launch.runtime.server_composition import make_server
 
@@ -62,9 +70,7 @@ def test_what_the_desk_asks_comes_in_parts_and_back_whole():
     parts = [answer(question, lambda stream: stream % 7, False) for question in asked]
     assert answers.take(parts[2]) is None and answers.take(parts[2]) is None and answers.take(parts[0]) is None
     assert answers.take(parts[1]) == {stream: stream % 7 for stream in streams}
-    assert questions(3, 2, ()) == [m.AppliedBatchesOfStreams(3, 2, 0, 1, ())], (
-        "the group comes back without a lease, too"
-    )
+    assert questions(3, 2, ()) == [AppliedBatchesOfStreams(3, 2, 0, 1, ())], "the group comes back without a lease, too"
 
 
 def test_an_answer_to_an_earlier_question_is_no_part_of_a_later_one():
@@ -110,7 +116,7 @@ def server_of(job: Job, index: int = 0) -> Server:
 
 def test_a_group_that_cannot_come_back_is_told_why():
     server = server_of(Job(cluster=BESIDE))
-    server.readers.asked.add(0)  # its workers have begun
+    server.replies.asked.add(0)  # its workers have begun
     out = server.handle(A, m.WorkerRejoined(1))
     assert [to for to, _ in out] == [A, B]
     assert all(isinstance(said, m.Fail) and "started again, but its workers add up" in said.text for _, said in out)
@@ -120,7 +126,7 @@ def test_the_first_who_come_to_such_a_job_may_be_of_any_incarnation():
     """All of it was started again, its servers too."""
     server = server_of(Job(cluster=BESIDE))
     assert server.handle(A, m.WorkerRejoined(4)) == [(A, m.WorkerRejoined(4))]
-    server.readers.asked.add(0)
+    server.replies.asked.add(0)
     assert server.handle(B, m.WorkerRejoined(4)) == [(B, m.WorkerRejoined(4))]
     assert [type(said) for _, said in server.handle(B, m.WorkerRejoined(5))] == [m.Fail, m.Fail]
 
@@ -130,7 +136,7 @@ def test_a_server_that_came_late_asks_for_what_was_decided_before_there_is_a_mod
     job = Job(cluster=replace(APART, nservers_per_group=2))
     first, second = server_of(job), server_of(job, 1)
     assert [type(said) for to, said in first.lost(A) if to == second.me] == [m.StepDecision]  # which goes nowhere
-    ((to, question),) = second.ask()
+    ((to, question),) = second.reconnected()
     assert to == first.me
     for back, said in first.handle(second.me, question):
         assert back == second.me
@@ -140,7 +146,7 @@ def test_a_server_that_came_late_asks_for_what_was_decided_before_there_is_a_mod
 
 def test_a_job_with_tables_cannot_regroup():
     server = server_of(Job(cluster=APART))
-    (tables,) = (each for each in server.extensions if isinstance(each, TableServer))
+    (tables,) = (each for each in server.hooks.extensions if isinstance(each, TableServer))
     tables._tables["t"] = None  # type: ignore[assignment]
     assert server.lost(A) == []
     out = server.handle(A, m.WorkerRejoined(1))
@@ -149,15 +155,15 @@ def test_a_job_with_tables_cannot_regroup():
 
 def test_who_is_lost_after_the_end_of_its_script_is_not_missed():
     server = server_of(Job(cluster=APART))
-    server._finished[0][1] = 3
-    server._opening.schema = object()  # type: ignore[assignment]
+    server.worker_groups.finish(B, 3)
+    server.startup.schema = object()  # type: ignore[assignment]
     server.lost(B)
-    assert not server._members.changed
+    assert not server.extension(ElasticGroups).members.changed
     server.lost(A)
-    assert server._members.incarnation(0) == 1
+    assert server.extension(ElasticGroups).members.incarnation(0) == 1
     server.lost(A)
-    assert server._members.asked(0) == 1, "its end is heard once"
-    assert server._finished[0] == {}, "all its workers are started again"
+    assert server.extension(ElasticGroups).members.asked(0) == 1, "its end is heard once"
+    assert not server.worker_groups.finished(0), "all its workers are started again"
 
 
 def test_the_end_of_a_replaced_process_does_not_count():
@@ -165,10 +171,10 @@ def test_the_end_of_a_replaced_process_does_not_count():
     server.lost(A)
     server.handle(A, m.WorkerRejoined(1))
     server.lost(B)
-    assert server._members.asked(0) == 1
+    assert server.extension(ElasticGroups).members.asked(0) == 1
     server.handle(B, m.WorkerRejoined(1))
     server.lost(B)
-    assert server._members.asked(0) == 2
+    assert server.extension(ElasticGroups).members.asked(0) == 2
 
 
 def test_a_group_is_deserted_until_somebody_of_the_next_incarnation_is_there():

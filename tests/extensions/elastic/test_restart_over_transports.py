@@ -24,6 +24,7 @@ from topotrain.launch.runtime.process_host import HostOptions, WorkerConnections
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import STATIC
+from topotrain.training.final_parameters import fetch_final
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import Worker
 
@@ -60,7 +61,7 @@ class Process:
         )
         self.worker.start()
         adopt(self.optimizer, self.worker)
-        self.worker.scatter_state()
+        self.worker.server_state.scatter()
         self.stream = STATIC | me.group
         self.at = exchange.extension(DataClient).applied(self.stream)
 
@@ -76,12 +77,12 @@ class Process:
         """The first part of a step leaves for the servers."""
         bucket, flats = self.worker.map.buckets[0], self.worker.buffers.flats
         pieces = (1 << len(bucket.pieces)) - 1
-        self.roads.exchange.push(self.at, 0, bucket, 1.0, pieces, flats.view("grad", bucket).fill_(-9.0))
+        self.roads.exchange.gradients.push(self.at, 0, bucket, 1.0, pieces, flats.view("grad", bucket).fill_(-9.0))
 
     def end(self) -> None:
         self.worker.finish()
         if self.roads.me[1:] == (0, 0):
-            self.worker.take_final()
+            fetch_final(self.worker)
         self.roads.close()
 
 
@@ -130,7 +131,7 @@ def test_others_take_the_place_of_a_group(tmp_path: Path, road: Road, closed: bo
     (groups[number],) = start(number, incarnation=1)
     for process in () if closed else dead:
         with pytest.raises(PeerLost):
-            process.roads.exchange.wait_until(lambda: False)
+            process.roads.exchange.channel.wait_until(lambda: False)
         process.roads.close(finished=False)
     for process in groups[number]:
         assert process.at == 2

@@ -5,10 +5,11 @@ import random
 import pytest
 from simulation import job
 
-from topotrain.core import protocol as m
 from topotrain.core.server.consistency import AWAY
+from topotrain.core.server.groups.worker_groups import WorkerGroups
 from topotrain.core.server.server import Server
 from topotrain.core.server.shutdown import Shutdown
+from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.group_churn import ElasticTrial
 from topotrain.tools.simulator.trial import TrialScript
@@ -113,7 +114,7 @@ def test_a_word_to_leave_is_not_for_those_who_came_after_the_dead():
     """The servers have seen the death, and the launcher had not when it asked."""
     schedule = FaultSchedule("", 30, 1, "lease", True, (Fault(1, at=0.03, away=0.1),))
     found = ElasticTrial(job(2, 1, 1), 1, schedule, VIEWS)
-    found.sim.at(0.08, lambda: found._tell(m.GroupLeaveRequest(1, 0)))
+    found.sim.at(0.08, lambda: found._tell(GroupLeaveRequest(1, 0)))
     assert not found.run().wrong()
     assert max(found.commits[1]) > 0.13
 
@@ -128,16 +129,14 @@ def missed_at_the_end(patch):
 
 def waited_for(patch):
     """Other groups wait for its clock."""
-    patch.setattr(Server, "_runs", lambda self, group: not self.ended(group))
+    patch.setattr(WorkerGroups, "runs", lambda self, group: not self.ended(group))
 
 
 def before_its_last_step(patch):
     """It is gone at once, and what was decided or staged of its steps is not."""
 
     def leave(self, group, incarnation):
-        decision = self._log.decree(group, incarnation, AWAY)
-        for server in self._topology.servers(self._me.group):
-            self._send(server, decision)
+        self._server.decisions.decree(group, incarnation, AWAY)
 
     patch.setattr("topotrain.extensions.elastic.membership.ElasticGroups.leave", leave)
     patch.setattr(Server, "lost", lambda self, worker: [])

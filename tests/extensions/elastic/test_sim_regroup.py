@@ -8,13 +8,15 @@ from simulation import job, trace
 
 from topotrain.config.job import Compression
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Client
-from topotrain.core.server.consistency import RESTARTS, RESTS, DecisionLog
-from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.client.rejoin import Rejoin
+from topotrain.core.server.consistency import RESTARTS, DecisionLog
+from topotrain.core.server.gradients.gradient_source import GradientSource
 from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server import Server
+from topotrain.core.server.steps.decisions import Decisions
 from topotrain.extensions.compression.message_filter import ServerEncoding
 from topotrain.extensions.elastic.membership import ElasticGroups, Members
+from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultSchedule
 from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.trial import Trial
@@ -107,7 +109,7 @@ def test_the_others_read_what_the_dead_left_and_do_not_wait_for_them(name):
 
 def test_when_nobody_dies_nothing_is_said_of_it():
     found = place("hogwild of pairs", 0)
-    kinds = trace(found, m.WorkerRejoined, m.RestartRequest, m.AppliedBatchesOfStreams, m.AppliedBatchesRequest)
+    kinds = trace(found, m.WorkerRejoined, RestartRequest, AppliedBatchesOfStreams, m.AppliedBatchesRequest)
     assert not found.run().wrong() and not kinds
 
 
@@ -217,7 +219,7 @@ def desk_greets_first(patch):
     def asks_nobody(self, group, incarnation):
         if group in self._ours:
             ask(self, group, incarnation)
-        elif self._leases is not None:
+        elif self._hands_out:
             self._change(group, incarnation, lambda _: 0, False)
 
     patch.setattr(ElasticGroups, "_ask", asks_nobody)
@@ -241,52 +243,39 @@ def words_before_the_greeting(patch):
 def taken_for_mine(patch):
     """A worker takes what comes before the echo for its own."""
 
-    def at_once(method):
-        def taken(self, sender, message, *more):
-            unheard = self._unheard
-            if not isinstance(message, m.WorkerRejoined):
-                self._unheard = set()
-            try:
-                return method(self, sender, message, *more)
-            finally:
-                self._unheard = unheard
-
-        return taken
-
-    patch.setattr(Client, "handle", at_once(Client.handle))
-    patch.setattr(Client, "place", at_once(Client.place))
+    patch.setattr(Rejoin, "admits", lambda self, sender, message: True)
 
 
 def speaks_at_once(patch):
     """A worker does not wait for the echo."""
 
-    def come_back(self):
-        for server in sorted(self._unheard):
-            self._send(server, m.WorkerRejoined(self._incarnation))
-        self._unheard = set()
+    def announce(self):
+        for server in sorted(self._pending):
+            self._channel.send(server, m.WorkerRejoined(self._incarnation))
+        self._pending = set()
 
-    patch.setattr(Client, "come_back", come_back)
+    patch.setattr(Rejoin, "announce", announce)
 
 
 def streams_forgotten(patch):
     """What was applied is forgotten with the rest."""
-    forget = Server.forget
+    reset = Server.reset_group
 
     def all_of_it(self, group, ended):
-        forget(self, group, ended)
-        self._streams._last.clear()
+        reset(self, group, ended)
+        self.steps.batches._last.clear()
 
-    patch.setattr(Server, "forget", all_of_it)
+    patch.setattr(Server, "reset_group", all_of_it)
 
 
 def staging_kept(patch):
     """What the dead have pushed stays in the step."""
-    patch.setattr(GradientStaging, "restart", lambda self: setattr(self, "step", 0))
+    patch.setattr(GradientSource, "restart", lambda self: setattr(self, "step", 0))
 
 
 def steps_kept(patch):
     """The shard goes on counting the group's steps."""
-    patch.setattr(GradientStaging, "restart", lambda self: self._reset())
+    patch.setattr(GradientSource, "restart", lambda self: self._reset())
 
 
 def readers_kept(patch):
@@ -301,16 +290,15 @@ def encoding_kept(patch):
 
 def clocks_stay(patch):
     """Others wait for a group that is gone."""
-    patch.setattr(Server, "_change", lambda self, decision: _change_but_clocks(self, decision))
+    change = Decisions._change
 
+    def but_clocks(self, decision):
+        if decision.change != RESTARTS:
+            change(self, decision)
+        for extension in self._hooks.on_decree[RESTARTS] if decision.change == RESTARTS else ():
+            extension.on_decree(decision)
 
-def _change_but_clocks(server, decision):
-    if decision.change == RESTARTS:
-        server._regroup.carry_out(decision.group, decision.step)
-    elif decision.change == RESTS:
-        server.clocks.leave(decision.group)
-    elif server._runs(decision.group):
-        server.clocks.join(decision.group, decision.step)
+    patch.setattr(Decisions, "_change", but_clocks)
 
 
 def decreed_twice(patch):

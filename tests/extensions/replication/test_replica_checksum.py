@@ -22,7 +22,7 @@ def train(seat: Seat, spoil: int = -1) -> None:
         seat.step(seat.numbers(scale=0.01))
     seat.finish()
     if seat.me.index == 0:
-        seat.door.final_values()
+        seat.door.values.fetch_final()
         seat.door.buffers.final()
     town.ends[seat.me] = list(seat.values())
 
@@ -30,7 +30,7 @@ def train(seat: Seat, spoil: int = -1) -> None:
 def flats_of_shadow(town: ReplicatedTown) -> list[torch.Tensor]:
     copy = next(p.shadows[SERVER].shadow.copy for p in town.processes.values() if SERVER in p.shadows)
     assert copy is not None
-    model = copy.server._known
+    model = copy.server.state.known
     return [model.flats.flat("values", space.index) for space in model.map.spaces]
 
 
@@ -67,10 +67,10 @@ def test_one_wrong_bit_in_a_second_copy_is_found_and_it_is_made_anew(spoil: int)
 def test_each_bucket_is_looked_at_once_in_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_checksum, "EVERY", 100)
     server = run().speaking(0)
-    buckets = len(server._known.buckets)
-    server.version, found = 1000, 0
+    buckets = len(server.state.known.buckets)
+    server.state.version, found = 1000, 0
     for version in range(900, 1000):
-        server.version = version + 1
+        server.state.version = version + 1
         found += replica_checksum.mark(server, version) is not None
-    assert found == len({0, *(bucket.id % 100 for bucket in server._known.buckets)}) <= buckets + 1
+    assert found == len({0, *(bucket.id % 100 for bucket in server.state.known.buckets)}) <= buckets + 1
     assert replica_checksum.mark(server, 1000) is None, "no step was made"

@@ -33,10 +33,9 @@ from topotrain.comm.store import open_store
 from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, layout
-from topotrain.core.profiling.spans import SILENT
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains, standings
-from topotrain.launch.runtime.process_host import WorkerConnections, hosted_server
+from topotrain.launch.runtime.process_host import HostOptions, WorkerConnections, hosted_server
 from topotrain.tools.simulator.sim_cluster import zeros
 
 HOSTS = (0, 0, 0, 1, 0, 1)  # of the units: three workers, three servers
@@ -84,8 +83,9 @@ class Town:
         standing = standings(self.seats.to_data())
         missed = self.missed.append
         words = ReplicaSlot(standing, lambda take: None, self.covered, lambda *_: None, lambda why: None, missed)
-        ears = (self.trouble(roads), lambda *_: SILENT, None, words)
-        copied = self.processes[seat] = ReplicatedServers(place, roads, partial(hosted_server, place, zeros), me, *ears)
+        ears = (self.trouble(roads), None, words)
+        make = partial(hosted_server, place, zeros, HostOptions())
+        copied = self.processes[seat] = ReplicatedServers(place, roads, make, me, *ears)
 
         def live() -> None:
             with suppress(Exception):
@@ -111,7 +111,7 @@ class Town:
         wire = self.roads.pop(seat)._tcp
         assert wire is not None and wire._listener is not None
         wire._residents.clear()
-        wire._listener.close()
+        wire._listener.stop()
         wire._watch.close()
         for connection in list(wire._connections):
             connection.cut("killed")

@@ -15,6 +15,7 @@ from simulation import job
 
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
+from topotrain.extensions.replication.replication_messages import ResumeConnection
 from topotrain.extensions.replication.state_machine import Primary, ReliableChannel
 
 pytestmark = pytest.mark.simulated
@@ -76,7 +77,7 @@ def test_a_group_that_is_given_up_leaves_nothing_behind() -> None:
         town = given_up(moment).run()
         assert town.deaths == 1 and not town.wrong(), moment
         server = town.speaking(0)
-        assert server.misses(Address(Role.WORKER, 2, 0))
+        assert server.worker_groups.is_away(Address(Role.WORKER, 2, 0))
 
 
 def given_up(moment: int) -> MortalTown:
@@ -87,11 +88,11 @@ def test_a_copy_that_knows_only_the_dead_takes_whoever_stands_in_as_new() -> Non
     """The other copy had heard of both, the death and the newcomer, and has died before it could tell."""
     lead, worker = place("sandblaster", 0).run().home[SERVER].leads[SERVER].lead, Address(Role.WORKER, 0, 1)
     line = lead.copy.lines[worker] = ReliableChannel(said=80, heard=57)
-    (answer,) = [x for to, x in lead.hear(worker, m.ResumeConnection(0, life=1)) if to == worker]
-    assert answer == m.ResumeConnection(0, answer=True)
+    (answer,) = [x for to, x in lead.hear(worker, ResumeConnection(0, life=1)) if to == worker]
+    assert answer == ResumeConnection(0, answer=True)
     lead.hear(worker, m.WorkerRejoined(1))
     assert lead.copy.lines[worker].life == 1 and lead.copy.lines[worker] is not line
-    for late in (m.ResumeConnection(0), m.ResumeConnection(5, life=2)):
+    for late in (ResumeConnection(0), ResumeConnection(5, life=2)):
         with pytest.raises(m.ProtocolError, match="never had"):
             lead.hear(worker, late)
 

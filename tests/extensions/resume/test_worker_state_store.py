@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import ProtocolError, WorkerStatePart, WorkerStateRequest, decode, encode
+from topotrain.core.protocol import ProtocolError, decode, encode
 from topotrain.extensions.resume import worker_state_store
+from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, WorkerStateRequest
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, WorkerStateStore
 
 ME, OTHER = Address(Role.WORKER, 0, 1), Address(Role.WORKER, 1, 0)
@@ -19,7 +20,7 @@ def blob(*numbers: int) -> torch.Tensor:
 
 def leave(book: WorkerStateStore, who: Address, number: int, data: torch.Tensor, parts: int | None = None) -> None:
     for message in worker_state_store.cut(who, number, data)[:parts]:
-        body = book.place(who, message).copy_(message.body)
+        body = book.place(who, message, False).copy_(message.body)
         assert book.handle(who, replace(message, body=body)) == []
 
 
@@ -96,6 +97,6 @@ def test_snapshots_are_kept_until_they_are_written_and_no_more_than_two():
 )
 def test_what_no_correct_worker_says_is_refused(change):
     with pytest.raises(ProtocolError):
-        WorkerStateStore().place(ME, replace(WorkerStatePart(0, 1, EPOCH, 0, 1, 3), **change))
+        WorkerStateStore().place(ME, replace(WorkerStatePart(0, 1, EPOCH, 0, 1, 3), **change), False)
     with pytest.raises(ProtocolError, match="without a body"):
         WorkerStateStore().handle(ME, WorkerStatePart(0, 1, EPOCH, 0, 1, 3))

@@ -21,12 +21,15 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.events import Event
 from topotrain.core.optim.state_table import StateError, merge, to_rows
+from topotrain.core.server.server_extension import StepResult
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, Manifest, hashed, latest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, SnapshotWriter
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, ShardFreezer
 from topotrain.extensions.checkpointing.snapshot_coordinator import TIME, PublishSnapshot, WriteSnapshot
+from topotrain.extensions.checkpointing.snapshot_messages import SnapshotRequest
 from topotrain.extensions.tables.push_modes import KINDS
 from topotrain.extensions.tables.table_file_layout import file_of
+from topotrain.extensions.tables.table_messages import TableAssign, TableOpen, TablePush, TableStep
 from topotrain.extensions.tables.table_server import TableServer
 from topotrain.extensions.tables.table_snapshot import StoredRows, TableCopier
 from topotrain.extensions.tables.table_spec import TableSpec, pack_ids
@@ -255,11 +258,13 @@ class Second(Bench):
 
     def push(self, step: int, name: str = "words") -> list[Any]:
         raw = pack_ids(np.array([4], dtype=np.int64))
-        self.say(0, m.TablePush, 0, step, True, raw, body=torch.ones(5))
-        self.say(0, m.TableStep, step)
+        self.say(0, TablePush, 0, step, True, raw, body=torch.ones(5))
+        self.say(0, TableStep, step)
         commit = m.Commit(step, 1, 1.0, 1.0, False, 0.0, 2.0, True, b"", b"", b"", b"", ())
         out: list[Any] = self.book.apply_step(0, step, {0: commit}, 1.0)
-        return out + list(self.book.step_over(0, step))
+        return out + list(
+            self.book.step_over(StepResult(0, step, {0: commit}, m.Applied(step, step + 1, 0, False, 0.0)))
+        )
 
     def row(self) -> list[float]:
         (table,) = self.book._tables.values()
@@ -283,11 +288,11 @@ def test_what_a_script_gives_before_its_first_step_is_older_than_the_snapshot(tm
     bench.open(ZEROS)
     assert bench.row() == [-1.0] * 5
     raw = pack_ids(np.array([4], dtype=np.int64))
-    bench.say(0, m.TableAssign, 0, raw, body=torch.full((5,), 7.0))
+    bench.say(0, TableAssign, 0, raw, body=torch.full((5,), 7.0))
     assert bench.row() == [-1.0] * 5
     assert bench.push(0) == []
     assert bench.row() == [-2.0] * 5
-    bench.say(0, m.TableAssign, 0, raw, body=torch.full((5,), 7.0))
+    bench.say(0, TableAssign, 0, raw, body=torch.full((5,), 7.0))
     assert bench.row() == [7.0] * 5
 
 
@@ -295,7 +300,7 @@ def test_a_table_that_is_in_no_snapshot_begins_at_its_beginning(tmp_path: Path) 
     bench = Second(kept(tmp_path))
     bench.open(replace(ZEROS, name="more"))
     raw = pack_ids(np.array([4], dtype=np.int64))
-    bench.say(0, m.TableAssign, 0, raw, body=torch.full((5,), 7.0))
+    bench.say(0, TableAssign, 0, raw, body=torch.full((5,), 7.0))
     assert bench.row() == [7.0] * 5
 
 
@@ -317,7 +322,7 @@ def fails(out: Sequence[tuple[Address, m.Message]]) -> list[tuple[str, bool]]:
 )
 def test_another_table_of_the_same_name_is_refused(tmp_path: Path, now: TableSpec, words: str) -> None:
     bench = Second(kept(tmp_path))
-    ((text, config),) = fails(bench.say(0, m.TableOpen, 0, now.to_text()))
+    ((text, config),) = fails(bench.say(0, TableOpen, 0, now.to_text()))
     assert words in text and config
 
 
@@ -349,7 +354,7 @@ def test_a_job_with_a_store_takes_none_and_says_why() -> None:
             archive.ask()
             seat.step(seat.numbers())
         leader = Address(Role.SERVER, 0, 0)
-        town.houses[leader].handle(leader, m.SnapshotRequest(last=True))
+        town.houses[leader].handle(leader, SnapshotRequest(last=True))
         door.close()
         seat.finish()
 

@@ -28,9 +28,11 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.core.server.server_extension import StepResult
 from topotrain.extensions.tables.row_optimizers import make_rule, rule_text
 from topotrain.extensions.tables.row_storage import RowIndex, RowStorage
-from topotrain.extensions.tables.table_client import TableClient, dense_spec
+from topotrain.extensions.tables.table_client import TableClient
+from topotrain.extensions.tables.table_messages import TableOpen, TablePull, TablePush, TableStep
 from topotrain.extensions.tables.table_server import TableServer
 from topotrain.extensions.tables.table_spec import TableSpec, initial_rows, pack_ids
 from topotrain.launch.runtime.process_host import HostOptions, WorkerConnections, serve
@@ -261,7 +263,7 @@ class Bench:
 
     def open(self, spec: TableSpec) -> None:
         for worker in range(len(self.numbers)):
-            self.say(worker, m.TableOpen, 0, spec.to_text())
+            self.say(worker, TableOpen, 0, spec.to_text())
 
 
 pushes = st.lists(
@@ -287,12 +289,12 @@ def test_any_interleaving_of_async_pushes_adds_up(said: list[tuple[int, list[tup
             body = torch.tensor([value for _, value in part]) if part else None
             number = bench.numbers[worker]
             bench.numbers[worker] += 1
-            queues[worker] += [m.TablePush(number, 0, turn, last, ids, body=body)] * dice.choice([1, 1, 2])
+            queues[worker] += [TablePush(number, 0, turn, last, ids, body=body)] * dice.choice([1, 1, 2])
     pending = [(worker, message) for worker, queue in enumerate(queues) for message in queue]
     dice.shuffle(pending)
     for worker, message in pending:
         bench.book.handle(Address(Role.WORKER, 0, worker), message)
-    ((_, reply),) = bench.say(0, m.TablePull, 0, 1, 0, pack_ids(np.arange(10, dtype=np.int64)))
+    ((_, reply),) = bench.say(0, TablePull, 0, 1, 0, pack_ids(np.arange(10, dtype=np.int64)))
     assert reply.body.tolist() == total
     assert not any(client.early for client in bench.book._clients.values())  # nothing is kept for ever
 
@@ -588,14 +590,14 @@ def test_a_pull_waits_for_the_step_that_was_left_to_the_servers() -> None:
     bench = Bench()  # `pull: kLazy`: the worker goes on before its step is applied
     bench.open(TableSpec("t", 9, 1, optimizer=SGD))
     raw = pack_ids(np.array([4], dtype=np.int64))
-    assert bench.say(0, m.TablePush, 0, 0, True, raw, body=torch.ones(1)) == []
-    assert bench.say(0, m.TablePull, 0, 1, 1, raw) == []
+    assert bench.say(0, TablePush, 0, 0, True, raw, body=torch.ones(1)) == []
+    assert bench.say(0, TablePull, 0, 1, 1, raw) == []
     assert not bench.book.may_stage(0, 0)
-    assert bench.say(0, m.TableStep, 0) == []
+    assert bench.say(0, TableStep, 0) == []
     assert bench.book.may_stage(0, 0) and not bench.book.may_stage(0, 1)
     commit = m.Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, True, b"", b"", b"", b"", ())
     assert bench.book.apply_step(0, 0, {0: commit}, 1.0) == []
-    ((to, reply),) = bench.book.step_over(0, 0)
+    ((to, reply),) = bench.book.step_over(StepResult(0, 0, {0: commit}, m.Applied(0, 1, 0, False, 0.0)))
     assert to == Address(Role.WORKER, 0, 0) and reply.body is not None and reply.body.tolist() == [-1.0]
 
 
@@ -674,6 +676,24 @@ def test_the_mean_counts_weights_as_dense_gradients_do() -> None:
 
 # --- dense keys ------------------------------------------------------------------------------------------------------
 
+BLOCK = 1 << 14  # elements of a row: a multiple of 64, so that an update cut there has the bits of the whole
+
+
+def dense_spec(name: str, numel: int, **more: Any) -> TableSpec:
+    width = max(1, min(numel, BLOCK))
+    return TableSpec(name, max(1, -(-numel // width)), width, dense=True, **{"init": "given", **more})
+
+
+def blocks(value: torch.Tensor) -> tuple[range, torch.Tensor]:
+    """The rows of a key: all of them, the last one filled up."""
+    width = max(1, min(value.numel(), BLOCK))
+    rows = -(-value.numel() // width)
+    return range(rows), torch.cat([value, value.new_zeros(rows * width - value.numel())]).view(rows, width)
+
+
+def pulled(door: TableClient, name: str, numel: int) -> torch.Tensor:
+    return door.wait(door.pull_async(name, blocks(torch.empty(numel))[0])).view(-1)[:numel]
+
 
 @pytest.mark.parametrize("numel", [1, 63, 16384, 50_001])
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -689,15 +709,13 @@ def test_a_dense_key_has_torchs_bits(cls: Any, mode: str, numel: int) -> None:
     def script(seat: Seat) -> None:
         door = door_of(seat)
         door.open(dense_spec("key", numel, mode=mode, first=1))
-        door.give_dense("key", start)
+        door.give("key", *blocks(start))
         door.set_optimizer("key", rule(cls, **more))
-        found = torch.empty(numel)
         for grad in grads:
             value.grad = grad.clone()
             optimizer.step()
-            door.push_dense("key", grad)
-            door.wait_dense(door.pull_dense_async("key"), found)
-            assert torch.equal(found, value.detach())
+            door.push("key", *blocks(grad))
+            assert torch.equal(pulled(door, "key", numel), value.detach())
         assert sum(size.value_bytes for size in door.stats("key")) >= 4 * numel
         door.close()
 
@@ -712,15 +730,13 @@ def test_mixed_modes_without_optimizer_assign_and_add() -> None:
         for mode in ("sync", "async"):
             door.open(dense_spec(mode, 5, mode=mode))
             if rank == 0:
-                door.give_dense(mode, torch.full((5,), 7.0))
+                door.give(mode, *blocks(torch.full((5,), 7.0)))
         door.barrier()
-        found = torch.empty(5)
         for mode in ("sync", "async"):
-            door.push_dense(mode, torch.full((5,), 1.0 + rank))
+            door.push(mode, *blocks(torch.full((5,), 1.0 + rank)))
         door.barrier()
         for mode, wanted in (("sync", 3.0), ("async", 10.0)):
-            door.wait_dense(door.pull_dense_async(mode), found)
-            assert found.tolist() == [wanted] * 5
+            assert pulled(door, mode, 5).tolist() == [wanted] * 5
         door.close()
 
     town.play(script)
@@ -804,17 +820,17 @@ IDS = pack_ids(np.array([1, 3], dtype=np.int64))
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (m.TablePush(1, 5, 0, True, IDS, body=torch.ones(4)), "not opened a table number 5"),
-        (m.TablePush(1, 0, 0, True, IDS, body=torch.ones(3)), "12 bytes for 2 rows of 2"),
-        (m.TablePush(1, 0, 0, True, IDS), "0 bytes for 2 rows"),
-        (m.TablePush(1, 0, 0, True, IDS[:-1]), "15 bytes of row numbers"),
-        (m.TablePush(1, 0, 0, True, bytes(8 * 4097)), "bytes of row numbers"),
-        (m.TablePush(1, 0, 0, True, IDS[8:] + IDS[:8], body=torch.ones(4)), "do not ascend"),
-        (m.TablePush(1, 0, 0, True, IDS[:8] + IDS[:8], body=torch.ones(4)), "do not ascend"),
-        (m.TablePush(1, 0, 0, True, pack_ids(np.array([10])), body=torch.ones(2)), "row 10 of table 't', which has 10"),
-        (m.TablePull(1, 0, 1, 0, pack_ids(np.array([-3]))), "row -3 of table 't'"),
-        (m.TablePull(1, 7, 1, 0, IDS), "not opened a table number 7"),
-        (m.TableOpen(1, 1, "{}"), "not the description of a table"),
+        (TablePush(1, 5, 0, True, IDS, body=torch.ones(4)), "not opened a table number 5"),
+        (TablePush(1, 0, 0, True, IDS, body=torch.ones(3)), "12 bytes for 2 rows of 2"),
+        (TablePush(1, 0, 0, True, IDS), "0 bytes for 2 rows"),
+        (TablePush(1, 0, 0, True, IDS[:-1]), "15 bytes of row numbers"),
+        (TablePush(1, 0, 0, True, bytes(8 * 4097)), "bytes of row numbers"),
+        (TablePush(1, 0, 0, True, IDS[8:] + IDS[:8], body=torch.ones(4)), "do not ascend"),
+        (TablePush(1, 0, 0, True, IDS[:8] + IDS[:8], body=torch.ones(4)), "do not ascend"),
+        (TablePush(1, 0, 0, True, pack_ids(np.array([10])), body=torch.ones(2)), "row 10 of table 't', which has 10"),
+        (TablePull(1, 0, 1, 0, pack_ids(np.array([-3]))), "row -3 of table 't'"),
+        (TablePull(1, 7, 1, 0, IDS), "not opened a table number 7"),
+        (TableOpen(1, 1, "{}"), "not the description of a table"),
     ],
 )
 def test_what_no_peer_may_send(message: m.Message, words: str) -> None:
@@ -827,16 +843,16 @@ def test_what_no_peer_may_send(message: m.Message, words: str) -> None:
 def test_memory_for_a_body_comes_from_the_description() -> None:
     bench, me = Bench(), Address(Role.WORKER, 0, 0)
     bench.open(TableSpec("t", 10, 2, mode="async"))
-    assert bench.book.place(me, m.TablePush(1, 0, 0, True, IDS)).shape == (4,)
+    assert bench.book.place(me, TablePush(1, 0, 0, True, IDS), False).shape == (4,)
     for message in (
-        m.TablePush(1, 1, 0, True, IDS),
-        m.TablePush(1, 0, 0, True, bytes(8 * 4097)),
-        m.TablePull(1, 0, 1, 0, IDS),
+        TablePush(1, 1, 0, True, IDS),
+        TablePush(1, 0, 0, True, bytes(8 * 4097)),
+        TablePull(1, 0, 1, 0, IDS),
     ):
         with pytest.raises(ProtocolError):
-            bench.book.place(me, message)
+            bench.book.place(me, message, False)
     with pytest.raises(ProtocolError, match="has no tables"):
-        bench.book.place(Address(Role.WORKER, 3, 0), m.TablePush(1, 0, 0, True, IDS))
+        bench.book.place(Address(Role.WORKER, 3, 0), TablePush(1, 0, 0, True, IDS), False)
 
 
 def test_no_message_names_more_rows_than_fit_into_one() -> None:
@@ -844,11 +860,11 @@ def test_no_message_names_more_rows_than_fit_into_one() -> None:
     bench.open(spec)
     ids = pack_ids(np.zeros(spec.part_rows + 1, dtype=np.int64))
     with pytest.raises(ProtocolError, match=f"in a message, at most {spec.part_rows}"):
-        bench.book.handle(Address(Role.WORKER, 0, 0), m.TablePull(1, 0, 1, 0, ids))
+        bench.book.handle(Address(Role.WORKER, 0, 0), TablePull(1, 0, 1, 0, ids))
 
 
 def test_a_row_of_another_shard() -> None:
     bench = Bench(shards=2)
     bench.open(TableSpec("t", 10, 2, mode="async"))
     with pytest.raises(ProtocolError, match="row 1 of table 't' is on another shard"):
-        bench.say(0, m.TablePull, 0, 1, 0, IDS)
+        bench.say(0, TablePull, 0, 1, 0, IDS)

@@ -112,7 +112,9 @@ def test_a_cause_outranks_what_follows_from_it():
         first, second = call(store), call(store, SECOND)
         first.exchange.give_up("it was left alone", cause=False)
         second.exchange.give_up("it was stopped")
-        assert first.exchange.hear_out(lambda: False) == serving.ended() == "trainer 1 failed: it was stopped"
+        assert (
+            first.exchange.channel.await_cause(lambda: False) == serving.ended() == "trainer 1 failed: it was stopped"
+        )
         second.close(finished=False)
         first.close(finished=False)
 

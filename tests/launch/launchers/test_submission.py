@@ -276,11 +276,11 @@ def test_the_state_of_a_slurm_job(
     asked.write_text(f"#!/bin/sh\necho '{said}'\n")
     asked.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert slurm.look("1") == (state, code)
+    assert slurm.query("1") == (state, code)
     asked.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2\nexit 1\n")
-    assert slurm.look("1") == ("FORGOTTEN", 1)
+    assert slurm.query("1") == ("FORGOTTEN", 1)
     asked.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
-    assert slurm.look("1")[0] in slurm.QUIET_STATES
+    assert slurm.query("1")[0] in slurm.QUIET_STATES
 
 
 def test_a_tool_in_front_gives_its_code(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The connections of units to unit 0: messages once and in order, loss, strangers, and what is decided over them."""
 
 import json
-import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+from folder_wipe import block
 
 from topotrain.comm.store import Store, StoreError, maintained_values, open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
@@ -151,8 +151,7 @@ def test_messages_survive_broken_connections(pair: Pair) -> None:
 def test_a_connection_that_broke_is_made_again_without_the_store(pair: Pair) -> None:
     pair.first.send(1, {"n": 0})
     news(pair.second, 1)
-    shutil.rmtree(pair.folder)
-    pair.folder.write_text("no folder")
+    block(pair.folder)
     with pytest.raises(StoreError):
         pair.store.get("run/control")
     pair.cut()

@@ -5,7 +5,6 @@ Here every unit is a process, and parts are played in place of training.
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from folder_wipe import wipe
+from folder_wipe import block, wipe
 
 from tests.support.launch_targets import MARK, marked, parts, small_job, wait_for
 from topotrain.comm.store import StoreError, maintained_values, open_store, within
@@ -419,8 +418,7 @@ def test_a_jobs_entry_in_the_list_that_is_wiped_out_is_made_again(company, store
 def test_without_a_store_and_the_others_whoever_is_done_ends_alone_and_says_so(company, monkeypatch, tmp_path):
     monkeypatch.setattr(company_module, "BEAT_S", 0.05)
     monkeypatch.setattr(company_module, "AWAY_S", 0.3)
-    shutil.rmtree(tmp_path / "store", ignore_errors=True)
-    (tmp_path / "store").write_text("no folder")
+    block(tmp_path / "store")
     first, second = company(0, units=2)[0], company(1, units=2)[0]  # the second finds no address to connect to
     for each, what in ((first, "the store"), (second, "unit 0")):
         each.finish([])
@@ -456,8 +454,7 @@ def test_without_the_store_a_job_ends_over_the_connections(company, tmp_path):
     first, second = company(0, units=2)[0], company(1, units=2)[0]
     second.tell(Failed("worker 0/1", "peer", "lost worker 0/0", ""))
     wait_for(lambda: second.control.all_received)  # they are connected
-    shutil.rmtree(tmp_path / "store")
-    (tmp_path / "store").write_text("no folder")
+    block(tmp_path / "store")
     first.tell(Failed("worker 0/0", "died", "was killed", ""))
     assert first.wait(10) == second.wait(10)
     assert first.end.failed.text == "was killed"

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import topotrain as tt
 from topotrain.config.job import Cluster, ConfigError, Job, Partition
 from topotrain.config.topology import Address, Role, layout
-from topotrain.parallel.api.prepare_split import SplitExtension, says_where, tagged
+from topotrain.parallel.api.prepare_split import SplitExtension, captured_if_placed, tagged
 from topotrain.parallel.api.split_forward import kind_of, samples_of
 from topotrain.parallel.capture import device_scopes
 from topotrain.parallel.placement.parameter_owners import OwnedPart, WholeTensor
@@ -147,9 +147,9 @@ class Asks(nn.Linear):
 
 
 def test_a_forward_that_names_a_worker_is_noticed() -> None:
-    assert says_where(nn.Sequential(Said(3, 3)))
-    assert not says_where(nn.Sequential(nn.Linear(3, 3)))
-    assert not says_where(Asks(3, 3))  # nor is what cannot be captured a reason to fail
+    assert captured_if_placed(nn.Sequential(Said(3, 3)))
+    assert not captured_if_placed(nn.Sequential(nn.Linear(3, 3)))
+    assert not captured_if_placed(Asks(3, 3))  # nor is what cannot be captured a reason to fail
 
 
 def test_a_scope_that_comes_too_late(as_worker: Any) -> None:
@@ -212,16 +212,17 @@ def test_what_several_hold_comes_to_the_first_in_small_pieces(monkeypatch: pytes
         made = {name: torch.zeros_like(tensor) for name, (tensor, _) in WHOLES.items()}
         meeting = WorkerSync(town)
 
-        def place(entry: gathering.GatheredTensor) -> torch.Tensor:
-            nonlocal most
-            most = max(most, len(roads.stores[0]))
-            return entry.share.of(made[entry.whole.names[0]])
+        class Targets(dict[str, torch.Tensor]):
+            def __getitem__(self, name: str) -> torch.Tensor:
+                nonlocal most
+                most = max(most, len(roads.stores[0]))
+                return super().__getitem__(name)
 
         for _ in range(2):  # the second time the same
             if town.me:
                 give(meeting, held_by(town.me), "a test")
             else:
-                gather(meeting, held_by(0), place, "a test")
+                gather(meeting, held_by(0), Targets(made), "a test")
         return made
 
     found = together(3, work, roads)[0]
@@ -243,7 +244,7 @@ def test_a_worker_that_goes_on_without_the_others_is_named(absent: int, does: st
             give(meeting, held_by(town.me), "tt.state_dict")
         else:
             room = {name: torch.zeros_like(tensor) for name, (tensor, _) in WHOLES.items()}
-            gather(meeting, held_by(0), lambda e: e.share.of(room[e.whole.names[0]]), "tt.state_dict")
+            gather(meeting, held_by(0), room, "tt.state_dict")
 
     words = rf"worker {absent} of the group goes on with the training, worker \d is in tt\.state_dict"
     with pytest.raises(ConfigError, match=words):
@@ -254,11 +255,11 @@ def test_a_worker_that_waits_for_batches_is_not_waited_for_in_a_forward() -> Non
     def work(town: Town) -> None:
         meeting = WorkerSync(town)
         meeting.draw(0, 0)
-        meeting.meet(ForwardHello(*[0] * 10))
+        meeting.exchange(ForwardHello(*[0] * 10))
         if town.me:
             meeting.draw(0, 1)
         else:
-            meeting.meet(ForwardHello(*[0] * 10))
+            meeting.exchange(ForwardHello(*[0] * 10))
 
     with pytest.raises(ConfigError, match="worker 1 of the group goes on to other batches, worker 0 calls"):
         together(2, work)

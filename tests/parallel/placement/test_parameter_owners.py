@@ -103,7 +103,7 @@ def check(result) -> None:
         if not OWNERS[name] or 1 in OWNERS[name]:
             assert torch.equal(second.parts.tensors[index], wanted), name
         assert first.parts.tensors[index].is_meta == (OWNERS[name] == (1,))
-    assert [float(b.mean()) for b in first.final_buffers] == [10.0, 11.0, 0.0]
+    assert [float(b.mean()) for b in result.workers[0].notes["buffers"]] == [10.0, 11.0, 0.0]
     assert isinstance(first.path, PushPath), "what nobody else has cannot be shown as the group's mean"
 
 
@@ -118,8 +118,7 @@ def test_each_worker_holds_its_own_and_the_result_is_whole(servers, shared):
 def test_the_same_over_real_roads_and_into_files(servers, road, tmp_path):
     def into_files(t):
         script(t)
-        take_final = t.worker.take_final
-        t.worker.take_final = lambda: take_final(tmp_path)
+        t.notes["folder"] = tmp_path
 
     job = job_of(servers, nworkers_per_group=2, nservers_per_group=2, road=road)
     check(run_hosted(job, build, into_files, tmp_path, describing=split))
@@ -128,8 +127,8 @@ def test_the_same_over_real_roads_and_into_files(servers, road, tmp_path):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_same_where_parameters_are_on_a_device(shared, monkeypatch):
-    def mirror(tensors, view, own):
-        return DeviceParameters(tensors, view, lambda devices: {device: ImmediateCopier() for device in devices})
+    def mirror(tensors, views):
+        return DeviceParameters(tensors, views, {tensor.device: ImmediateCopier() for tensor in tensors})
 
     monkeypatch.setattr(topotrain.training.parameters.flat_parameters, "mirror_for", mirror)
     check(run_local(job_of(nworkers_per_group=2), build, script, shared, split))

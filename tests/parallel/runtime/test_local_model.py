@@ -161,7 +161,7 @@ def test_whole_again() -> None:
         return [b if a.is_meta else a for a, b in zip(mine, theirs, strict=True)]
 
     values, buffers = both("tensors"), both("buffer_tensors")
-    restore(found, optimizer, lambda i: values[i].detach(), lambda i: buffers[i])
+    restore(found, optimizer, [value.detach() for value in values], buffers)
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == groups
     assert all(a is b for a, b in zip(model.parameters(), original, strict=True))
     assert model.state_dict().keys() == expected.keys()

@@ -13,6 +13,7 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, JobError, PeerLost
 from topotrain.launch.runtime.process_host import ConditionWaiter
 from topotrain.parallel.runtime import network_channel as crossings
+from topotrain.parallel.runtime.activation_messages import Activation
 from topotrain.parallel.runtime.channel import TensorKey
 from topotrain.parallel.runtime.network_channel import NetworkChannel
 
@@ -68,10 +69,10 @@ TENSORS = {
 def test_a_tensor_arrives_as_it_was(name):
     pair, tensor = Pair(), TENSORS[name]
     pair.first.send(1, KEY, tensor, grad=True)
-    assert pair.second.here(0, KEY) and not pair.second.here(0, replace(KEY, backward=True))
-    found, grad = pair.second.take(0, KEY)
+    assert pair.second.arrived(0, KEY) and not pair.second.arrived(0, replace(KEY, backward=True))
+    found, grad = pair.second.receive(0, KEY)
     assert grad and found.dtype is tensor.dtype and torch.equal(found, tensor.detach().resolve_conj())
-    assert found.shape == tensor.shape and not found.requires_grad and not pair.second.here(0, KEY)
+    assert found.shape == tensor.shape and not found.requires_grad and not pair.second.arrived(0, KEY)
 
 
 @pytest.mark.parametrize("count", [15, 16, 17, 100])
@@ -81,7 +82,7 @@ def test_a_large_tensor_travels_in_parts(count, monkeypatch):
     pair.first.send(1, KEY, tensor)
     assert [message.part for message in pair.said] == list(range(-(-count * 4 // 64)))
     assert max(message.body.nbytes for message in pair.said) <= 64
-    assert torch.equal(pair.second.take(0, KEY)[0], tensor)
+    assert torch.equal(pair.second.receive(0, KEY)[0], tensor)
 
 
 def test_it_is_not_here_before_its_last_part(monkeypatch):
@@ -90,9 +91,9 @@ def test_it_is_not_here_before_its_last_part(monkeypatch):
     pair.held = True
     pair.first.send(1, KEY, torch.randn(40))
     for number, message in enumerate(pair.said):
-        assert not pair.second.here(0, KEY), number
+        assert not pair.second.arrived(0, KEY), number
         pair.hand(FIRST, SECOND, message)
-    assert pair.second.here(0, KEY)
+    assert pair.second.arrived(0, KEY)
 
 
 def test_one_key_twice_is_first_come_first_served_and_oneself_needs_no_road():
@@ -100,11 +101,11 @@ def test_one_key_twice_is_first_come_first_served_and_oneself_needs_no_road():
     for number in range(2):
         pair.second.send(0, KEY, torch.tensor(number))
         pair.first.send(0, KEY, torch.tensor(10 + number))
-    assert [int(pair.first.take(1, KEY)[0]) for _ in range(2)] == [0, 1]
-    assert [int(pair.first.take(0, KEY)[0]) for _ in range(2)] == [10, 11]
+    assert [int(pair.first.receive(1, KEY)[0]) for _ in range(2)] == [0, 1]
+    assert [int(pair.first.receive(0, KEY)[0]) for _ in range(2)] == [10, 11]
 
 
-GOOD = m.Activation(3, 1, 7, False, False, 0, 1, 12, (3,), "float32", body=torch.zeros(12, dtype=torch.uint8))
+GOOD = Activation(3, 1, 7, False, False, 0, 1, 12, (3,), "float32", body=torch.zeros(12, dtype=torch.uint8))
 
 
 def hear(door, sender, message):
@@ -124,7 +125,7 @@ def test_memory_is_used_again_once_the_other_side_says_that_it_has_read_it():
     )
     assert first != second and third in (first, second)
     for number, value in enumerate(values):
-        assert torch.equal(pair.second.take(0, replace(KEY, forward=number))[0], value)
+        assert torch.equal(pair.second.receive(0, replace(KEY, forward=number))[0], value)
 
 
 def test_whoever_says_that_it_has_read_more_than_was_said_is_turned_away():
@@ -168,15 +169,15 @@ def test_a_worker_that_left_is_missed_by_who_wants_something_of_it():
     pair = Pair()
     pair.first.send(1, KEY, torch.ones(2))
     pair.exchanges[SECOND].lost(FIRST, "its script has ended")
-    assert pair.exchanges[SECOND].failure is None
-    assert float(pair.second.take(0, KEY)[0].sum()) == 2.0, "what it had said counts"
-    for ask in (pair.second.take, pair.second.here):
+    assert pair.exchanges[SECOND].channel.failure is None
+    assert float(pair.second.receive(0, KEY)[0].sum()) == 2.0, "what it had said counts"
+    for ask in (pair.second.receive, pair.second.arrived):
         with pytest.raises(PeerLost, match="worker 0/1 lost worker 0/0: its script has ended"):
             ask(0, KEY)
     with pytest.raises(PeerLost, match="lost worker 0/0"):
         pair.second.wait_any([(1, KEY), (0, KEY)])
     with pytest.raises(PeerLost, match="lost worker 0/0"):
-        pair.second.await_greetings([0])
+        pair.second.wait_for_hellos([0])
 
 
 def test_a_way_that_is_gone_and_a_server_that_refuses_end_the_passage():
@@ -190,7 +191,7 @@ def test_a_way_that_is_gone_and_a_server_that_refuses_end_the_passage():
     with pytest.raises(PeerLost, match="worker 0/0 lost worker 0/1: no way"):
         NetworkChannel(alone, send).send(1, KEY, torch.ones(1))
     door.handle(SERVER, m.Fail("the models differ", True))
-    for ask in (pair.first.take, pair.first.here):
+    for ask in (pair.first.receive, pair.first.arrived):
         with pytest.raises(JobError, match="the models differ"):
             ask(1, KEY)
 
@@ -222,12 +223,12 @@ def test_workers_meet_send_train_and_leave(place, tmp_path, monkeypatch):
                 crossing.send(other, key, torch.full((300_000 * (forward % 2) + 7,), float(10 * me + other)))
             crossing.wait_any([(other, key) for other in others])
             for other in others:
-                found = crossing.take(other, key)[0]
+                found = crossing.receive(other, key)[0]
                 assert bool((found == 10 * other + me).all()) and len(found) == 300_000 * (forward % 2) + 7
             usual_loop(vectors(1, seed=forward))(t)
         if me == 0 and name != "allreduce":  # the others leave, and only who wants more of them hears of it
             with pytest.raises(PeerLost, match="worker 0/0 lost worker 0/"):
-                crossing.take(1, TensorKey(9, 0, 0, False))
+                crossing.receive(1, TensorKey(9, 0, 0, False))
             left.append(True)
 
     run_hosted(job, building(), script, tmp_path, hosts)

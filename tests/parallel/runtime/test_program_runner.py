@@ -163,9 +163,9 @@ class Noting(Town):
         self.noted += ["says"] * key.backward
         super().send(to, key, tensor, grad)
 
-    def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
+    def receive(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         self.noted += ["hears"] * key.backward
-        return super().take(source, key)
+        return super().receive(source, key)
 
 
 def test_the_last_stage_hears_of_all_micro_batches_before_the_first_one_goes_back():
@@ -518,7 +518,7 @@ def test_one_call_more_on_one_worker_is_told(more):
         for _ in range(2 if town.me == more else 1):
             runner(*shares_of(2, 2)[town.me])
         if town.me != more:
-            runner.meeting.stepped()
+            runner.sync.stepped()
         return None
 
     disagree(
@@ -531,7 +531,7 @@ def test_a_worker_that_leaves_out_its_backward_is_told():
         output = runner(*shares_of(2, 2)[town.me])
         if town.me == 0:
             output.mean().backward()
-        runner.meeting.stepped()
+        runner.sync.stepped()
 
     disagree(use, "worker 1 of the group goes on to optimizer.step.. after 0 backwards")
 
@@ -552,7 +552,7 @@ def test_steps_and_calls_without_gradient_in_between_are_no_disagreement():
     def use(runner: Runner, town: Town) -> None:
         for _ in range(3):
             runner(*shares[town.me]).mean().backward()
-            runner.meeting.stepped()
+            runner.sync.stepped()
             with torch.no_grad():
                 runner(*shares[town.me])
 

@@ -17,17 +17,16 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from topotrain.config.job import Cluster, ConfigError, Job, Link, Partition, Placement, Road, Schedule
 from topotrain.config.job_file import load_with_warnings
 from topotrain.config.topology import layout
-from topotrain.parallel.api.auto_prepare import (
+from topotrain.parallel.api.dry_run import PreparedArguments
+from topotrain.parallel.api.example_inputs import inputs_of, parse_inputs
+from topotrain.parallel.api.split_costs import (
     PlacementRequest,
     bill_of,
     call_of,
     check_room,
     needs_of,
-    placed,
-    speeds_of,
 )
-from topotrain.parallel.api.dry_run import PreparedArguments
-from topotrain.parallel.api.example_inputs import inputs_of, parse_inputs
+from topotrain.parallel.auto_placement.placement_search import placed, speeds_of
 from topotrain.parallel.capture.capture_model import capture
 from topotrain.parallel.estimate import memory_check
 from topotrain.parallel.estimate.process_memory import ProcessNeed

@@ -9,12 +9,13 @@ import torch
 from simulation import job
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Commit, Lease, LeaseRelease, LeaseRequest
+from topotrain.core.protocol import Commit
 from topotrain.core.server.consistency import EVERYTHING, STATIC, AppliedBatches
 from topotrain.tools.simulator import trial
 from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
 from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.trial import Trial
+from topotrain.training.data.data_messages import Lease, LeaseRelease, LeaseRequest
 from topotrain.training.data.lease_queue import LeaseQueue
 
 pytestmark = pytest.mark.simulated
@@ -137,7 +138,8 @@ def test_what_is_forgotten_of_a_stream_is_known_and_not_new() -> None:
 
 
 def test_streams_are_kept_as_long_as_a_snapshot_has_to_list_them() -> None:
-    streams = AppliedBatches(listed=True)
+    streams = AppliedBatches()
+    streams.keep_until_closed()
     for epoch in range(10):
         streams.record((epoch << 32 | STATIC | 2, 0, 2))
     assert len(streams.counts()) == 10

@@ -7,11 +7,13 @@ import torch
 
 from topotrain.config.job import Cluster, ConfigError, Job, Placement
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Client
+from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.server.consistency import ApplyOrder, DecisionLog
 from topotrain.core.server.group_sync import MasterSync
-from topotrain.core.server.server import _HANDLERS, Server
+from topotrain.core.server.model_start import ModelStart
+from topotrain.core.server.shard_state import ShardState
 from topotrain.extensions.checkpointing import snapshot_coordinator
+from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
 from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
@@ -140,7 +142,9 @@ def without_one(patch):
     patch.setattr(
         DecisionLog,
         "ready",
-        lambda self: sorted(key for key, vote in self._votes.items() if len(vote.shards) >= max(1, self._shards - 1)),
+        lambda self, *_: sorted(
+            key for key, vote in self._votes.items() if len(vote.shards) >= max(1, self._shards - 1)
+        ),
     )
 
 
@@ -167,7 +171,7 @@ def frozen_late(patch):
     freeze = ServerSnapshots.freeze
 
     def late(self, model, facts, counts):
-        if self._due and self._me.index and not getattr(late, "waited", False):
+        if self._me.index and not getattr(late, "waited", False):
             late.waited = True
             return
         late.waited = False
@@ -178,27 +182,7 @@ def frozen_late(patch):
 
 def silent_leases(patch):
     """A snapshot knows only of leases that were told in answer to a question."""
-    patch.setattr(Server, "_send", _without_noting(Server._send))
-
-
-def _without_noting(send):
-    def quiet(self, to, message):
-        position = self.snapshots.position
-        self.snapshots.position = _Deaf(position)
-        try:
-            send(self, to, message)
-        finally:
-            self.snapshots.position = position
-
-    return quiet
-
-
-class _Deaf:
-    def __init__(self, position):
-        self._position = position
-
-    def leased(self, *_):
-        pass
+    patch.setattr(CheckpointExtension, "on_sent", lambda self, to, message: None)
 
 
 def in_any_order(patch):
@@ -231,14 +215,14 @@ def decided_forgotten(patch):
 
 def beginning_again(patch):
     """The first values are taken whenever they are said."""
-    init = Server._init
+    init = ModelStart.init
 
     def again(self, sender, message):
-        if self.complete():
-            self._known.values(message.bucket).copy_(self._known.body(message))
+        if self._state.complete:
+            self._state.known.values(message.bucket).copy_(self._state.known.body(message))
         init(self, sender, message)
 
-    patch.setitem(_HANDLERS, m.Init, again)
+    patch.setattr(ModelStart, "init", again)
 
 
 def unasked_values(patch):
@@ -256,20 +240,20 @@ def unasked_values(patch):
 
         return taken
 
-    patch.setattr(Client, "_land", any_round(Client._land))
-    patch.setattr(Client, "place", any_round(Client.place))
+    patch.setattr(ValuePull, "on_values", any_round(ValuePull.on_values))
+    patch.setattr(ValuePull, "place", any_round(ValuePull.place))
 
 
 def begun_alone(patch):
     """A group that goes on from a snapshot has its values, and does not wait for those of group 0."""
-    resume = Server._resume
+    opened = ShardState.open
 
-    def at_once(self, model, source, sender):
-        done = resume(self, model, source, sender)
-        self._initialised = {bucket.id for bucket in model.buckets}
-        return done
+    def at_once(self, model):
+        opened(self, model)
+        if self.start.resumed:
+            self._initialised = {bucket.id for bucket in model.buckets}
 
-    patch.setattr(Server, "_resume", at_once)
+    patch.setattr(ShardState, "open", at_once)
 
 
 def final_values_counted(patch):

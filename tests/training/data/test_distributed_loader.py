@@ -203,7 +203,8 @@ def test_draws_go_through_a_ledger_that_is_put_between():
     job = Job(lambda: DataLoader(list(range(7)), batch_size=2))
     ((who, seat),) = job.seats.items()
     loader = job.loader(who)
-    handing = loader.note_through(ExternalAccounting)
+    handing = ExternalAccounting(loader.accounting)
+    loader.account_to(handing)
     assert len(list(loader)) == 4 and seat.drawn_ == []
     assert [handing.hand_on() for _ in range(4)] == [2.0, 2.0, 2.0, 1.0]
     assert [samples for *_, samples in seat.drawn_] == [2, 2, 2, 1]

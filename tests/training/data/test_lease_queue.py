@@ -10,16 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import (
-    DrawnBatches,
-    DrawRequest,
-    Fail,
-    Lease,
-    LeaseRelease,
-    LeaseRequest,
-    Message,
-    ProtocolError,
-)
+from topotrain.core.protocol import Fail, Message, ProtocolError
+from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 from topotrain.training.data.lease_queue import LONGEST, UNKNOWN_TOTAL, LeaseQueue
 
 

@@ -1,6 +1,7 @@
 """On a real NVIDIA GPU: the same jobs as on the CPU, nearly the same values. Skipped where there is none."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,14 +175,14 @@ def test_a_long_queue_on_the_gpu_delays_pushes_and_changes_nothing():
     """Copies wait for the work before them: a hook runs long before its gradient is there."""
     tensor = nn.Parameter(torch.zeros(WORTH_PINNING, device=GPU))
     flats = {name: torch.zeros(WORTH_PINNING) for name in ("params", "local", "grad")}
-    mirror = DeviceParameters([tensor], lambda name, index: flats[name])
+    mirror = DeviceParameters([tensor], SimpleNamespace(view=lambda name, index: flats[name]))
     told = []
     torch.cuda._sleep(200_000_000)
     gradient = torch.full_like(tensor, 2.0)
     mirror.send(0, gradient)
     del gradient  # its memory is free for what comes next, but not before it is copied
     noise = torch.full_like(tensor, 7.0)
-    mirror.then(lambda: told.append(float(flats["local"].min())))
+    mirror.then(SimpleNamespace(send=lambda: told.append(float(flats["local"].min()))))
     assert not told
     mirror.drain()
     assert told == [2.0] and float(flats["local"].max()) == 2.0 and float(noise[0]) == 7.0

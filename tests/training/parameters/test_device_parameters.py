@@ -118,13 +118,10 @@ def made(request, monkeypatch):
     """All parameters from here on are beside the buffers; the ferries that were made for them."""
     found = []
 
-    def mirror(tensors, view, own):
-        def ferries(devices):
-            made = {device: FERRIES[request.param]() for device in devices}
-            found.extend(made.values())
-            return made
-
-        return DeviceParameters(tensors, view, ferries)
+    def mirror(tensors, views):
+        made = {device: FERRIES[request.param]() for device in {t.device for t in tensors if not t.is_meta}}
+        found.extend(made.values())
+        return DeviceParameters(tensors, views, made)
 
     monkeypatch.setattr(flat_parameters, "mirror_for", mirror)
     yield found
@@ -353,11 +350,10 @@ def test_a_parameter_that_shares_its_own_memory_gets_new_memory(made):
 def test_the_choice_is_the_parameters():
     cpu, elsewhere = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))
     far = SimpleNamespace(device=torch.device("mps"), is_meta=False, data_ptr=lambda: 0)
-    assert isinstance(flat_parameters.mirror_for([cpu], None, None), HostParameters)
-    assert isinstance(flat_parameters.mirror_for([elsewhere, cpu], None, None), HostParameters), (
-        "another worker holds it"
-    )
-    assert isinstance(flat_parameters.mirror_for([cpu, far], None, None), DeviceParameters)
+    views = SimpleNamespace(view=None, own=None)
+    assert isinstance(flat_parameters.mirror_for([cpu], views), HostParameters)
+    assert isinstance(flat_parameters.mirror_for([elsewhere, cpu], views), HostParameters), "another worker holds it"
+    assert isinstance(flat_parameters.mirror_for([cpu, far], views), DeviceParameters)
 
 
 # --- pinned memory -----------------------------------------------------------------------------------------------
@@ -371,7 +367,7 @@ def test_each_storage_is_pinned_once_and_small_ones_never():
         return address != refused.data_ptr()
 
     big, refused, small = torch.zeros(WORTH_PINNING), torch.zeros(WORTH_PINNING), torch.zeros(8)
-    pins = PinnedStorages(register, lambda address: log.append(address))
+    pins = PinnedStorages(SimpleNamespace(pin=register, unpin=log.append))
     assert [pins.pinned(t) for t in (big, big[5:], refused, refused[:1], small)] == [True, True, False, False, False]
     assert log == [(big.data_ptr(), big.nbytes), (refused.data_ptr(), refused.nbytes)]
     pins.close()

@@ -22,6 +22,7 @@ from topotrain.config.sharding import cut
 from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client import JobError
 from topotrain.core.model.schema import FlatBuffers
+from topotrain.training.data.step_batches import StepBatches
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
 from topotrain.training.parameters.gradient_hooks import PushPath
 
@@ -331,7 +332,7 @@ def test_an_exception_on_one_worker_only_is_an_error_and_no_wrong_gradient():
 
 
 class Sent:
-    """Stands for the exchange: writes down what is pushed."""
+    """Stands for the exchange of gradients: writes down what is pushed."""
 
     windowed = False
 
@@ -340,8 +341,9 @@ class Sent:
 
     def __init__(self):
         self.pushes = []
+        self.model = self.values = self
 
-    def push(self, step, ordinal, bucket, weight, present, body):
+    def push(self, step, ordinal, bucket, weight, present, body, fresh):
         self.pushes.append((step, ordinal, bucket.id, present, body.clone()))
 
     def take(self):
@@ -354,7 +356,7 @@ def path_of(model, compare=True, eager=True, bucket_bytes=1 << 20):
     slice_map = cut(parts.parameters, 1, bucket_bytes=bucket_bytes)
     flats = FlatBuffers(slice_map, None, lambda n, dtype: torch.zeros(n, dtype=dtype))
     sent = Sent()
-    path = PushPath(parts, ModelBuffers(parts, slice_map, flats), sent, slice_map, lambda: 1.0, compare, eager)
+    path = PushPath(parts, ModelBuffers(parts, slice_map, flats), sent, slice_map, StepBatches(), compare, eager)
     return path, sent, slice_map
 
 

@@ -22,7 +22,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 
@@ -139,22 +139,22 @@ def dial(
             older generation than this side (FENCED).
         NotOurProtocol: it does not speak this handshake, or not in time (HandshakeTimeout).
     """
-    talk = _Talk(sock, seconds, binding)
+    turns = _Turns(sock, seconds, binding)
     nonce = secrets.token_bytes(32)
     numbers = (identity.incarnation, identity.generation)
-    talk.send(_KIND_HELLO, _HELLO.pack(*VERSIONS, _job_hash(identity), *me, *wanted, *numbers, *astuple(lane), nonce))
-    challenge = talk.receive(_KIND_CHALLENGE, _CHALLENGE.size, _MAC_BYTES)
+    turns.send(_KIND_HELLO, _HELLO.pack(*VERSIONS, _job_hash(identity), *me, *wanted, *numbers, *astuple(lane), nonce))
+    challenge = turns.receive(_KIND_CHALLENGE, _CHALLENGE.size, _MAC_BYTES)
     version, incarnation, generation, _ = _CHALLENGE.unpack(challenge)
-    if not talk.proven(_key(identity, "answer", wanted)):
+    if not turns.proven(_key(identity, "answer", wanted)):
         raise Refused("AUTH", f"{wanted} could not prove that it belongs to job {identity.job_id!r}")
     # Only now: the numbers of an unproven peer are not looked at.
     if not VERSIONS[0] <= version <= VERSIONS[1]:
         raise Refused("VERSION", f"{wanted} wants protocol version {version}, we speak {_versions(*VERSIONS)}")
     if generation < identity.generation:
         raise Refused("FENCED", f"{wanted} is of generation {generation}, we are of {identity.generation}")
-    talk.send_proven(_KIND_PROOF, identity.digest.encode().ljust(_DIGEST_BYTES, b"\0"), _key(identity, "dial", me))
-    talk.receive(_KIND_WELCOME, 0, _MAC_BYTES)
-    if not talk.proven(_key(identity, "answer", wanted)):
+    turns.send_proven(_KIND_PROOF, identity.digest.encode().ljust(_DIGEST_BYTES, b"\0"), _key(identity, "dial", me))
+    turns.receive(_KIND_WELCOME, 0, _MAC_BYTES)
+    if not turns.proven(_key(identity, "answer", wanted)):
         raise Refused("AUTH", f"the welcome of {wanted} carries a wrong proof")
     return Peer(me, wanted, incarnation, generation, lane)
 
@@ -162,7 +162,7 @@ def dial(
 def answer(
     sock: HandshakeSocket,
     identity: Identity,
-    lives_here: Callable[[Address], bool],
+    attached: Container[Address],
     seconds: float = DEADLINE,
     binding: bytes = b"",
 ) -> tuple[Peer, bytes]:
@@ -170,28 +170,28 @@ def answer(
 
     The caller sends the WELCOME before anything else.
 
-    The caller may still refuse the peer with `refuse`. `lives_here` tells whether a wanted address is attached here.
+    The caller may still refuse the peer with `refuse`. attached: the addresses that a peer may want.
     binding: the hash of the certificate that this side has shown, or empty without TLS.
 
     Raises:
         Refused: this side refused, and has sent the reason to the dialer.
         NotOurProtocol: no handshake came, or not in time. Nothing has been sent to the dialer.
     """
-    talk = _Talk(sock, seconds, binding)
+    turns = _Turns(sock, seconds, binding)
     try:
-        return _hear(talk, identity, lives_here)
+        return _answer(turns, identity, attached)
     except Refused as refused:
-        talk.refuse(refused)
+        turns.refuse(refused)
         raise
 
 
 def refuse(sock: HandshakeSocket, refused: Refused) -> None:
     """Send a refusal to the dialer, without waiting for it to read."""
-    _Talk(sock, DEADLINE).refuse(refused)
+    _Turns(sock, DEADLINE).refuse(refused)
 
 
-def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], bool]) -> tuple[Peer, bytes]:
-    fields = _HELLO.unpack(talk.receive(_KIND_HELLO, _HELLO.size, 0))
+def _answer(turns: "_Turns", identity: Identity, attached: Container[Address]) -> tuple[Peer, bytes]:
+    fields = _HELLO.unpack(turns.receive(_KIND_HELLO, _HELLO.size, 0))
     low, high, job = fields[:3]
     version = min(high, VERSIONS[1])
     if version < max(low, VERSIONS[0]):
@@ -205,9 +205,9 @@ def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], boo
         raise NotOurProtocol(f"no such lane: {lane.lane} of {lane.lanes}")
     body = _CHALLENGE.pack(version, identity.incarnation, identity.generation, secrets.token_bytes(32))
     key = _key(identity, "answer", me)
-    talk.send_proven(_KIND_CHALLENGE, body, key)
-    digest = talk.receive(_KIND_PROOF, _DIGEST_BYTES, _MAC_BYTES).rstrip(b"\0")
-    if not talk.proven(_key(identity, "dial", dialer)):
+    turns.send_proven(_KIND_CHALLENGE, body, key)
+    digest = turns.receive(_KIND_PROOF, _DIGEST_BYTES, _MAC_BYTES).rstrip(b"\0")
+    if not turns.proven(_key(identity, "dial", dialer)):
         raise Refused("AUTH", f"{dialer} could not prove that it belongs to this job")
     # Only after the proof: a stranger must not learn whether configs match.
     if not hmac.compare_digest(digest, identity.digest.encode()):
@@ -219,12 +219,12 @@ def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], boo
         raise Refused("FENCED", f"{dialer} is of generation {generation}, we are of {identity.generation}")
     if dialer == me:
         raise Refused("JOB", f"{me} does not call itself")
-    if not lives_here(me):
+    if me not in attached:
         raise Refused("JOB", f"{me} is not in this process")
-    return Peer(me, dialer, incarnation, generation, lane), talk.pack_proven(_KIND_WELCOME, b"", key)
+    return Peer(me, dialer, incarnation, generation, lane), turns.pack_proven(_KIND_WELCOME, b"", key)
 
 
-class _Talk:
+class _Turns:
     """One side of a handshake: bounded bytes, one deadline, one transcript.
 
     Every proof covers the running transcript.

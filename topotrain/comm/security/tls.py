@@ -16,7 +16,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -51,8 +51,7 @@ class Certificate:
         Raises TransportError without the package `cryptography`.
         """
         key, certificate, binding = _self_signed()
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
+        context = _tls_1_3(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # every connection is proven anew
         # Python only loads keys from files; this one is memory, so that no disk ever holds the key.
         descriptor = os.memfd_create("topotrain-tls", os.MFD_CLOEXEC)
@@ -86,8 +85,7 @@ def client_side(sock: socket.socket, seconds: float = DEADLINE) -> "tuple[TlsCha
         NotOurProtocol: as `server_side`.
         Refused: FULL.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
+    context = _tls_1_3(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the proof over the binding does that
     channel = TlsChannel(sock, context, server=False)
     channel.shake_hands(seconds)
@@ -130,7 +128,7 @@ class TlsChannel:
         Raises NotOurProtocol (HandshakeTimeout after `seconds`), or Refused (FULL).
         """
         before, until = self._seconds, time.monotonic() + seconds
-        with self._strangeness():
+        with self._as_not_ours():
             done = False
             while not done:
                 try:
@@ -138,12 +136,12 @@ class TlsChannel:
                     done = True
                 except ssl.SSLWantReadError:
                     pass
-                self._say(until)
+                self._flush(until)
                 if not done and not self._feed(0, until):
                     raise HandshakeAborted("the other side closed the connection in the TLS handshake")
         self.settimeout(before)
 
-    def _say(self, until: float) -> None:
+    def _flush(self, until: float) -> None:
         self._sock.settimeout(_left(until))
         try:
             self._sock.sendall(self._out.read())
@@ -153,7 +151,7 @@ class TlsChannel:
             pass  # the peer may have refused and closed: the next read finds its reason, if any
 
     @contextmanager
-    def _strangeness(self) -> Iterator[None]:
+    def _as_not_ours(self) -> Iterator[None]:
         try:
             yield
         except TimeoutError as error:
@@ -177,12 +175,12 @@ class TlsChannel:
         """Lift the limit on received bytes: the peer is proven."""
         self._budget = None
 
-    def relay(self, change: Callable[[socket.socket], socket.socket]) -> None:
-        """Go on over the socket that `change` makes of this one.
+    def relay(self, sock: socket.socket) -> None:
+        """Go on over another socket that leads to the same peer.
 
         No thread may be sending or receiving now.
         """
-        self._sock = change(self._sock)
+        self._sock = sock
 
     # --- out -----------------------------------------------------------------------------------------------------
 
@@ -306,6 +304,12 @@ class TlsChannel:
     def close(self) -> None:
         """Close the socket."""
         self._sock.close()
+
+
+def _tls_1_3(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
+    return context
 
 
 def _left(until: float) -> float:

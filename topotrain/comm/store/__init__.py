@@ -49,9 +49,12 @@ def open_store(
     address = parse(url)
     environ = os.environ if environ is None else environ
     if address.scheme == "env":
-        from topotrain.comm.store.discovery.environment import find
+        from topotrain.comm.store.discovery.environment import find, named_url
 
-        inner: Store = find(address, environ, secret, patience, open_store)
+        named = named_url(address, environ)
+        inner: Store = (
+            open_store(named, secret, patience, environ) if named else find(address, environ, secret, patience)
+        )
     else:
         inner = _open(address, secret, patience, environ)
     return PrefixStore(inner, f"jobs/{address.job}", owner=True) if address.job else inner

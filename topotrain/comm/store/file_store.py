@@ -112,7 +112,7 @@ class FileStore:
 
         Raises TimeoutError after `timeout` seconds.
         """
-        for _ in _looks(timeout):
+        for _ in _polls(timeout):
             value = self.get(key)
             if value is not None and value != known:
                 return value
@@ -147,7 +147,7 @@ class FileStore:
         """Be the only writer, among processes and threads (each opens the file anew)."""
         descriptor = self._lock_file()
         try:
-            for _ in _looks(LOCK_SECONDS):
+            for _ in _polls(LOCK_SECONDS):
                 with suppress(BlockingIOError):
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     if os.fstat(descriptor).st_nlink:
@@ -225,7 +225,7 @@ class FileStore:
                 self._remove(path)
 
 
-def _looks(seconds: float) -> Iterator[None]:
+def _polls(seconds: float) -> Iterator[None]:
     """Yield at once, then at growing, jittered intervals, and at the deadline."""
     until, pause = time.monotonic() + seconds, _FIRST_PAUSE
     while True:

@@ -39,7 +39,7 @@ class MaintainedValues:
         with self._lock:
             self._values[key] = value
             if self._thread is None and not self._closed.is_set():
-                self._thread = threading.Thread(target=self._look_after, name="kept values", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="kept values", daemon=True)
                 self._thread.start()
 
     def drop(self, key: str) -> None:
@@ -55,12 +55,12 @@ class MaintainedValues:
         if thread is not None:
             thread.join(_CLOSING_S)
 
-    def _look_after(self) -> None:
+    def _run(self) -> None:
         while not self._closed.wait(LOOK_S):
             with suppress(StoreError, OSError):  # OSError: the script has closed descriptors of this process
-                self._look()
+                self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         with self._lock:
             # The latest first: a reader that finds an early value finds those that were written after it.
             values = list(reversed(self._values.items()))

@@ -4,10 +4,11 @@ Lifetimes are measured by the monotonic clock, so setting the clock changes none
 """
 
 import heapq
+import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,8 +18,6 @@ MAX_TOTAL = 256 << 20
 """Bytes of all keys and values."""
 REMEMBERED = 1 << 16
 """How many of the latest writes are remembered by their number, in case one is repeated."""
-
-Wake = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class MemoryTable:
         self._ends: list[tuple[float, str]] = []
         self._total = 0
         self._done: OrderedDict[bytes, bool] = OrderedDict()
-        self._watchers: dict[str, list[Wake]] = {}
+        self._watchers: dict[str, list[int]] = {}
 
     def get(self, key: str) -> bytes | None:
         """Return the value, or None."""
@@ -79,21 +78,20 @@ class MemoryTable:
             return sorted(key for key in self._entries if key.startswith(prefix) and self._present(key) is not None)
 
     @contextmanager
-    def watching(self, key: str, wake: Wake) -> Iterator[None]:
-        """Call `wake` after each write to the key, as long as the context lasts.
-
-        It runs on the writer's thread, so it must not wait.
-        """
+    def watching(self, key: str) -> Iterator[int]:
+        """Give an eventfd that is written after each write to the key."""
+        change = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         with self._lock:
-            self._watchers.setdefault(key, []).append(wake)
+            self._watchers.setdefault(key, []).append(change)
         try:
-            yield
+            yield change
         finally:
             with self._lock:
-                wakes = self._watchers[key]
-                wakes.remove(wake)
-                if not wakes:
+                others = self._watchers[key]
+                others.remove(change)
+                if not others:
                     del self._watchers[key]
+            os.close(change)
 
     def _present(self, key: str) -> bytes | None:
         entry = self._entries.get(key)
@@ -114,8 +112,8 @@ class MemoryTable:
         entry = self._entries[key] = _Entry(value, now + life / 1000 if life else float("inf"))
         if life:
             self._note(entry.until, key)
-        for wake in self._watchers.get(key, ()):
-            wake()
+        for change in self._watchers.get(key, ()):
+            os.eventfd_write(change, 1)
 
     def _note(self, until: float, key: str) -> None:
         """Remember an expiry.

@@ -89,7 +89,7 @@ class RedisStore:
     def get(self, key: str) -> bytes | None:
         """Return the value, or None when there is none."""
         check_key(key)
-        with self._telling():
+        with self._as_store_errors():
             value: bytes | None = self._client.get(_SPACE + key)
             return value
 
@@ -111,7 +111,7 @@ class RedisStore:
     def keys(self, prefix: str = "") -> list[str]:
         """Return all keys with a value that begin with `prefix`, sorted."""
         check_prefix(prefix)
-        with self._telling():
+        with self._as_store_errors():
             # No character of a key has a meaning in a pattern. A scan may show a key twice.
             found = set(self._client.scan_iter(match=f"{_SPACE}{prefix}*", count=_PAGE))
         return sorted(name.decode()[len(_SPACE) :] for name in found)
@@ -125,7 +125,7 @@ class RedisStore:
         value = self.get(key)
         if value is not None and value != known:
             return value
-        with self._telling(), closing(self._client.pubsub()) as channel:
+        with self._as_store_errors(), closing(self._client.pubsub()) as channel:
             channel.subscribe(_SPACE + key)
             due = time.monotonic() + LOOK
             while (left := until - time.monotonic()) > 0:
@@ -155,7 +155,7 @@ class RedisStore:
         life, name = check_ttl(ttl), _SPACE + key
         # The braces keep both keys on one node of a cluster.
         once = f"{{{name}}}once/{secrets.token_hex(16)}"
-        with self._telling():
+        with self._as_store_errors():
             return bool(self._client.eval(_WRITE, 2, name, once, when, expected, what, value, life, _REMEMBERED))
 
     def _check_open(self) -> None:
@@ -170,7 +170,7 @@ class RedisStore:
             self._client.close()
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _as_store_errors(self) -> Iterator[None]:
         """Run one operation; every error of Redis becomes StoreError."""
         with self._lock:
             self._check_open()

@@ -47,7 +47,7 @@ class StoreUrl:
 
 def parse(url: str) -> StoreUrl:
     """Parse a URL. Raises StoreError, which lists what is accepted."""
-    text = _shown(url)
+    text = _without_password(url)
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -108,7 +108,7 @@ def _showable(url: str) -> bool:
     return "@" not in url
 
 
-def _shown(url: str) -> str:
+def _without_password(url: str) -> str:
     """Return the URL with its password replaced.
 
     Only its characters are looked at, because the URL may be invalid.

@@ -7,19 +7,16 @@
 """
 
 import os
-import socket
 import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 
 from topotrain.comm.backoff import spread
-from topotrain.comm.security.handshake import DEADLINE
+from topotrain.comm.request_reply import RequestChannel, connect, service_identity
 from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix, check_ttl, check_value
-from topotrain.comm.store.tcp_store_handshake import go_in, identity, resolve, shown
 from topotrain.comm.store.tcp_store_protocol import (
     MAX_WAIT,
-    MalformedFrame,
+    SERVICE,
     Op,
     Reply,
     Status,
@@ -28,12 +25,12 @@ from topotrain.comm.store.tcp_store_protocol import (
     send_request,
 )
 from topotrain.comm.transport import Refused, TransportError
-from topotrain.comm.transport.multi_socket import HandshakeSocket
+from topotrain.comm.transport.tcp_socket import InvalidHost, url_of
 
 PATIENCE = 30.0
 """Seconds for which an operation tries to reach its server."""
-_ANSWER = 10.0  # seconds for a reply that the server gives at once
-_KEPT = 8  # idle connections
+_REPLY_S = 10.0  # seconds for a reply that the server gives at once
+_MAX_IDLE = 8  # idle connections
 _FIRST_PAUSE, _LAST_PAUSE = 0.02, 1.0  # seconds between attempts
 
 
@@ -53,12 +50,12 @@ class TcpStore:
 
     def __init__(self, host: str, port: int, secret: bytes, patience: float = PATIENCE) -> None:
         self._host, self._port = host, port
-        self._url = shown(host, port)
-        self._identity = identity(secret)
+        self._url = url_of(host, port)
+        self._identity = service_identity(SERVICE, secret)
         self._patience = patience
         self._lock = threading.Lock()
-        self._idle: list[HandshakeSocket] = []
-        self._busy: set[HandshakeSocket] = set()
+        self._idle: list[RequestChannel] = []
+        self._busy: set[RequestChannel] = set()
         self._process = os.getpid()
         self._closed = False
 
@@ -116,10 +113,9 @@ class TcpStore:
         """
         with self._lock:
             self._closed = True
-            for sock in self._busy:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-        self._hang_up()
+            for channel in self._busy:
+                channel.shutdown()
+        self._close_idle()
 
     def _ask(self, request: StoreRequest, wait: float = 0.0, until: float | None = None) -> Reply:
         """Send the request until there is a reply.
@@ -132,8 +128,8 @@ class TcpStore:
                 wait = max(0.0, until - time.monotonic())
             try:
                 reply = self._attempt(request, min(wait, MAX_WAIT))
-            except (OSError, MalformedFrame, TransportError) as error:
-                self._hang_up()  # when one connection was lost, the others mostly are, too
+            except (OSError, TransportError) as error:
+                self._close_idle()  # when one connection was lost, the others mostly are, too
                 self._give_up_on(error)
                 now = time.monotonic()
                 lost_at = now if lost_at is None else lost_at
@@ -150,65 +146,52 @@ class TcpStore:
             return reply
 
     def _attempt(self, request: StoreRequest, wait: float) -> Reply:
-        sock = self._take()
+        channel = self._acquire()
         try:
-            self._use(sock)
-            sock.settimeout(wait + _ANSWER)
-            send_request(sock, replace(request, seconds=wait))
-            reply = receive_reply(sock)
+            with self._lock:
+                self._check_open()
+                self._busy.add(channel)  # so that `close` ends what happens on it
+            send_request(channel, replace(request, seconds=wait), wait + _REPLY_S)
+            reply = receive_reply(channel, wait + _REPLY_S)
         except BaseException:
             with self._lock:
-                self._busy.discard(sock)
-            sock.close()
+                self._busy.discard(channel)
+            channel.close()  # its reply may still come, and would be taken for the one of another request
             raise
-        self._put_back(sock)
+        self._release(channel)
         return reply
-
-    def _use(self, sock: HandshakeSocket) -> None:
-        """Register a connection, so that `close` ends what happens on it."""
-        with self._lock:
-            self._check_open()
-            self._busy.add(sock)
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreError(f"store {self._url}: was closed")
 
-    def _take(self) -> HandshakeSocket:
+    def _acquire(self) -> RequestChannel:
         with self._lock:
             self._check_open()
             if self._process != os.getpid():  # after a fork the connections belong to the parent, which still uses them
                 self._process, self._idle, self._busy = os.getpid(), [], set()
             if self._idle:
                 return self._idle.pop()
-        return self._connect()
+        return connect(self._host, self._port, self._identity)
 
-    def _put_back(self, sock: HandshakeSocket) -> None:
+    def _release(self, channel: RequestChannel) -> None:
         with self._lock:
-            self._busy.discard(sock)
-            if not self._closed and len(self._idle) < _KEPT:
-                self._idle.append(sock)
+            self._busy.discard(channel)
+            if not self._closed and len(self._idle) < _MAX_IDLE:
+                self._idle.append(channel)
                 return
-        sock.close()
+        channel.close()
 
-    def _hang_up(self) -> None:
+    def _close_idle(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
-        for sock in idle:
-            with suppress(OSError):
-                sock.close()
-
-    def _connect(self) -> HandshakeSocket:
-        _, address = resolve(self._host, self._port)
-        sock = socket.create_connection((address, self._port), timeout=DEADLINE)
-        try:
-            return go_in(sock, self._identity)
-        except BaseException:
-            sock.close()
-            raise
+        for channel in idle:
+            channel.close()
 
     def _give_up_on(self, error: Exception) -> None:
         """Raise StoreError for an error that a retry would not change."""
+        if isinstance(error, InvalidHost):
+            raise StoreError(f"store {self._url}: {error}") from error
         if isinstance(error, Refused) and error.code != "FULL":
             if error.code == "AUTH":
                 raise AccessDenied(f"store {self._url} has another secret than this process") from error

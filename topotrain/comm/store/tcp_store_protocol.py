@@ -1,7 +1,7 @@
-"""The byte format of requests and replies between a tcp:// store and its clients.
+"""The requests and replies of a tcp:// store, as frames (see `request_reply`).
 
-Every frame begins with a header of fixed size, which holds every length. Each length is checked before a byte after the
-header is read.
+The fields of a request are in the meta of its frame, and values in its payload. Each length is checked before a byte
+after the header of the frame is read.
 """
 
 import secrets
@@ -9,24 +9,21 @@ import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from topotrain.comm.request_reply import RequestChannel
 from topotrain.comm.store.key_validation import MAX_KEY, MAX_TTL, MAX_VALUE
-from topotrain.comm.transport.multi_socket import HandshakeSocket
+from topotrain.comm.transport import ConnectionLost
 
-MAX_REPLY = 64 << 20  # bytes: the keys of a big store
+SERVICE = "store"
 MAX_WAIT = 366 * 86_400.0  # seconds
+FRAME_SECONDS = 30.0
+"""For one frame, in or out; a side that stops in the middle of one loses its connection."""
 ONCE_BYTES = 16
 
-_REQUEST = struct.Struct("<2sBB16sQdHII")
-_REPLY = struct.Struct("<2sBI")
-_MAGIC = b"tS"
-
-
-class MalformedFrame(Exception):
-    """A frame that breaks the protocol, or ends in the middle."""
+_FIELDS = struct.Struct("<B16sQdI")  # flags, once, milliseconds of life, seconds of a watch, bytes of `known`
 
 
 class Op(IntEnum):
-    """The operations of a store."""
+    """The operations of a store: the kinds of its requests."""
 
     GET = 1
     SET = 2
@@ -37,7 +34,7 @@ class Op(IntEnum):
 
 
 class Status(IntEnum):
-    """The outcome of a request.
+    """The outcome of a request: the kinds of replies.
 
     YES: a value, or done. NO: no value, or not the expected one. TIMEOUT: of a watch. REFUSED: an error.
     """
@@ -76,62 +73,50 @@ class Reply:
     body: bytes = b""
 
 
-def send_request(sock: HandshakeSocket, request: StoreRequest) -> None:
-    """Send a request. Raises OSError."""
-    known, key = request.known, request.key.encode()
-    sizes = (len(key), len(known or b""), len(request.value))
-    flags, life = int(known is not None), request.life
-    head = _REQUEST.pack(_MAGIC, request.op, flags, request.once, life, request.seconds, *sizes)
-    sock.sendall(b"".join((head, key, known or b"", request.value)))
+def send_request(channel: RequestChannel, request: StoreRequest, seconds: float = FRAME_SECONDS) -> None:
+    """Send a request. Raises ConnectionLost."""
+    known = request.known or b""
+    fields = _FIELDS.pack(request.known is not None, request.once, request.life, request.seconds, len(known))
+    channel.send(seconds, request.op, fields + request.key.encode(), known + request.value)
 
 
-def receive_request(sock: HandshakeSocket, seconds: float) -> StoreRequest | None:
+def receive_request(channel: RequestChannel, seconds: float = FRAME_SECONDS) -> StoreRequest | None:
     """Return the next request, or None when the client has closed.
 
     seconds: for all but its first byte.
 
     Raises:
-        OSError, MalformedFrame.
+        ConnectionLost: the connection has broken, or these bytes are no request.
     """
-    sock.settimeout(None)
-    first = sock.recv(1)
-    if not first:
+    frame = channel.receive(None, seconds, 2 * MAX_VALUE)
+    if frame is None:
         return None
-    sock.settimeout(seconds)
-    head = _REQUEST.unpack(first + _exactly(sock, _REQUEST.size - 1))
-    magic, op, flags, once, life, wait, key_size, known_size, value_size = head
-    if magic != _MAGIC or op not in tuple(Op) or flags > 1:
-        raise MalformedFrame("not a request")
-    if key_size > MAX_KEY or known_size > MAX_VALUE or value_size > MAX_VALUE:
-        raise MalformedFrame("a request that is too big")
+    if frame.kind not in tuple(Op) or not _FIELDS.size <= len(frame.meta) <= _FIELDS.size + MAX_KEY:
+        raise ConnectionLost("not a request")
+    flags, once, life, wait, known_size = _FIELDS.unpack_from(frame.meta)
+    value_size = len(frame.payload) - known_size
+    if flags > 1 or known_size > MAX_VALUE or not 0 <= value_size <= MAX_VALUE:
+        raise ConnectionLost("a request with a value of an invalid size")
     if life > MAX_TTL * 1000 or not 0 <= wait <= MAX_WAIT:
-        raise MalformedFrame("a request with an invalid time")
-    key = _exactly(sock, key_size).decode("ascii", "replace")
-    known, value = _exactly(sock, known_size), _exactly(sock, value_size)
-    return StoreRequest(Op(op), key, value, known if flags else None, life, wait, once)
+        raise ConnectionLost("a request with an invalid time")
+    key = frame.meta[_FIELDS.size :].decode("ascii", "replace")
+    known, value = bytes(frame.payload[:known_size]), bytes(frame.payload[known_size:])
+    return StoreRequest(Op(frame.kind), key, value, known if flags else None, life, wait, once)
 
 
-def send_reply(sock: HandshakeSocket, reply: Reply) -> None:
-    """Send a reply. Raises OSError."""
-    sock.sendall(_REPLY.pack(_MAGIC, reply.status, len(reply.body)) + reply.body)
+def send_reply(channel: RequestChannel, reply: Reply) -> None:
+    """Send a reply. Raises ConnectionLost."""
+    channel.send(FRAME_SECONDS, reply.status, payload=reply.body)
 
 
-def receive_reply(sock: HandshakeSocket) -> Reply:
+def receive_reply(channel: RequestChannel, seconds: float) -> Reply:
     """Return the next reply.
 
-    Raises OSError (also when the socket's own timeout is over), MalformedFrame.
+    Raises ConnectionLost, also when nothing comes for so many seconds.
     """
-    magic, status, size = _REPLY.unpack(_exactly(sock, _REPLY.size))
-    if magic != _MAGIC or status not in tuple(Status) or size > MAX_REPLY:
-        raise MalformedFrame("not a reply")
-    return Reply(Status(status), _exactly(sock, size))
-
-
-def _exactly(sock: HandshakeSocket, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        part = sock.recv(min(size - len(parts), 1 << 20))
-        if not part:
-            raise MalformedFrame("the other side closed the connection")
-        parts += part
-    return bytes(parts)
+    frame = channel.receive(seconds, seconds)
+    if frame is None:
+        raise ConnectionLost("the store closed the connection")
+    if frame.kind not in tuple(Status) or frame.meta:
+        raise ConnectionLost("not a reply")
+    return Reply(Status(frame.kind), bytes(frame.payload))

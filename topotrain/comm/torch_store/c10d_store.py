@@ -69,7 +69,7 @@ class TorchStore(TorchStoreBase):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value, whatever was there."""
-        with _telling():
+        with _as_store_errors():
             self._store.set(self._key(key), _raw(value), self._ttl)
 
     def get(self, key: str) -> bytes:
@@ -79,7 +79,7 @@ class TorchStore(TorchStoreBase):
     def add(self, key: str, value: int) -> int:
         """Add to a number kept as decimal digits (0 at first); return the sum. Atomic."""
         whole, pause = self._key(key), _FIRST_PAUSE
-        with _telling():
+        with _as_store_errors():
             while True:
                 seen = self._store.get(whole)
                 try:
@@ -94,7 +94,7 @@ class TorchStore(TorchStoreBase):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether there is a value under each key, now."""
-        with _telling():
+        with _as_store_errors():
             return all(self._store.get(self._key(key)) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -111,7 +111,7 @@ class TorchStore(TorchStoreBase):
         Return the value afterwards, or the expected one if there is none.
         """
         whole, expected, desired = self._key(key), _raw(expected_value), _raw(desired_value)
-        with _telling():
+        with _as_store_errors():
             if self._store.compare_and_set(whole, expected, desired, self._ttl):
                 return desired
             if not expected and self._store.compare_and_set(whole, None, desired, self._ttl):
@@ -121,20 +121,20 @@ class TorchStore(TorchStoreBase):
 
     def delete_key(self, key: str) -> bool:
         """Remove a value; return whether there was one."""
-        with _telling():
+        with _as_store_errors():
             there = self._store.get(self._key(key)) is not None
             self._store.delete(self._key(key))
             return there
 
     def num_keys(self) -> int:
         """Return how many keys have a value."""
-        with _telling():
+        with _as_store_errors():
             return len(self._store.keys(self.where()))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append bytes to a value, or write them where there is none. Atomic."""
         whole, more = self._key(key), _raw(value)
-        with _telling():
+        with _as_store_errors():
             while True:
                 seen = self._store.get(whole)
                 if self._store.compare_and_set(whole, seen, (seen or b"") + more, self._ttl):
@@ -165,7 +165,7 @@ class TorchStore(TorchStoreBase):
         return self.where() + encode(key)
 
     def _await(self, key: str, until: float) -> bytes:
-        with _telling():
+        with _as_store_errors():
             left = max(0.0, until - time.monotonic())
             try:
                 return self._store.watch(self._key(key), left)
@@ -191,7 +191,7 @@ def rendezvous(
     rank, size = _number(query, "rank"), _number(query, "world_size")
     if not 0 <= rank < size:
         raise _refusal(f"rank = {rank}: must be from 0 to world_size - 1 = {size - 1}")
-    with _telling():
+    with _as_store_errors():
         whole = open_store(parts._replace(query=urlencode(query)).geturl())
         base = within(whole, f"torch/{size}")
         try:
@@ -234,7 +234,7 @@ def _raw(value: str | bytes) -> bytes:
 
 
 @contextmanager
-def _telling() -> Iterator[None]:
+def _as_store_errors() -> Iterator[None]:
     """Turn StoreError into torch's error, which torch's own code expects of a store."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""The transports carry messages. What each of them promises is the contract in `core.transport_contract`."""
+"""The transports carry messages, as `core.transport_contract` promises."""
 
 from topotrain.core.transport_contract import (
     ConnectionLost,

@@ -6,7 +6,7 @@
 * Any error in a frame ends the connection, with a reason that both sides get.
 * Each direction carries its frames in order and once. They are numbered, and a gap ends the connection.
 
-With `SharedRegions` (shared memory), a payload that lies in a region travels as a reference to it, and may be as large
+With `ProcessMemory`, a payload that lies in a region travels as a reference to it, and may be as large
 as the region.
 """
 
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from topotrain.comm.transport import ConnectionLost, Endpoint
 from topotrain.comm.transport.frame import (
@@ -35,37 +35,13 @@ from topotrain.comm.transport.multi_socket import Channel
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import MAX_BODY, Message, ProtocolError, decode, encode
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a launcher connects without bodies, and does not load torch
     import torch
+
+    from topotrain.comm.transport.shared_memory import OwnRegion, ProcessMemory
 
 _MAX_REGIONS = 4096
 _MAX_REASON = 1000  # bytes
-
-
-class SharedRegion(Protocol):
-    """A piece of shared memory: its number in this process, descriptor and bytes."""
-
-    @property
-    def id(self) -> int: ...
-    @property
-    def fd(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
-class SharedRegions(Protocol):
-    """The shared memory of this process, and the regions of peers that it has mapped."""
-
-    def find(self, tensor: "torch.Tensor") -> tuple[SharedRegion, int] | None:
-        """Return the region that contains the tensor, and its byte offset, or None."""
-        ...
-
-    def map(self, fd: int, nbytes: int) -> "torch.Tensor":
-        """Map a peer's region as 1-D uint8, and close `fd`.
-
-        Raises ProtocolError when the region is not what the peer claims.
-        """
-        ...
 
 
 class Connection:
@@ -82,9 +58,9 @@ class Connection:
         sock: Channel,
         me: Address,
         peer: Address,
-        resident: Endpoint,
+        endpoint: Endpoint,
         generation: int,
-        memory: SharedRegions | None = None,
+        memory: "ProcessMemory | None" = None,
         greeting: bytes = b"",
         ended: Callable[["Connection"], None] = lambda _: None,
     ) -> None:
@@ -92,14 +68,14 @@ class Connection:
         self.me, self.peer, self.generation = me, peer, generation
         self.interrupted = False
         self.sent = self.received = 0  # bytes of messages; a reference counts as the payload it stands for
-        self._sock, self._resident, self._memory, self._ended = sock, resident, memory, ended
-        self._intake = FrameReader(sock, with_fds=memory is not None)
-        self._out = FrameWriter(sock, f"to {peer}", greeting, self._note)
+        self._sock, self._endpoint, self._memory, self._ended = sock, endpoint, memory, ended
+        self._frames = FrameReader(sock, with_fds=memory is not None)
+        self._out = FrameWriter(sock, f"to {peer}", greeting)
         self._reader: threading.Thread | None = None
         self._done = threading.Event()
         self._closing = self._lingering = False
         self._only_answers = me.role is Role.SERVER and peer.role is Role.WORKER
-        self._number_out = self._number_in = 0
+        self._number_out = 0
         self._announced: set[int] = set()
         self._foreign: dict[int, torch.Tensor] = {}
         self._ours = self._theirs = self._fault = ""  # why it ends: this side's decision, the peer's text, the system's
@@ -107,9 +83,8 @@ class Connection:
     @property
     def reason(self) -> str:
         """The reason why the connection ended or is ending."""
-        return (
-            self._ours or self._theirs or self._fault or "the peer closed without giving a reason; did its process die?"
-        )
+        fault = self._fault or (_broke(self._out.error) if self._out.error is not None else "")
+        return self._ours or self._theirs or fault or "the peer closed without giving a reason; did its process die?"
 
     # --- out -----------------------------------------------------------------------------------------------------
 
@@ -148,11 +123,10 @@ class Connection:
             else:
                 self._frame_out(0, kind, meta)
             self.sent += HEADER_BYTES + len(meta) + size
-        if self.interrupted:
-            self.interrupted = False
+        if self.interrupted and self.clear_interrupt():
             raise KeyboardInterrupt
 
-    def _announce(self, region: SharedRegion) -> None:
+    def _announce(self, region: "OwnRegion") -> None:
         if region.id not in self._announced:
             self._announced.add(region.id)
             self._frame_out(CONTROL, REGION, REGION_IS.pack(region.id, region.nbytes), fds=(region.fd,))
@@ -175,6 +149,15 @@ class Connection:
         else:
             self._out.put([memoryview(head), tail] if size else [memoryview(head)], fds)
 
+    def interrupt(self) -> None:
+        """Have `send` raise KeyboardInterrupt once its frame is sent."""
+        self.interrupted = True
+
+    def clear_interrupt(self) -> bool:
+        """Keep `send` from raising KeyboardInterrupt; return whether it was going to."""
+        interrupted, self.interrupted = self.interrupted, False
+        return interrupted
+
     def beat(self) -> None:
         """Send an empty frame for the other host to acknowledge.
 
@@ -195,12 +178,12 @@ class Connection:
         """Read on the calling thread until the connection ends."""
         self._reader = threading.current_thread()
         self._reader.name = f"from {self.peer}"
-        self._read(self._after_frame)
+        self._read()
         self.end()
 
-    def greet(self) -> None:
+    def send_greeting(self) -> None:
         """Send the greeting now."""
-        self._out.greet()
+        self._out.send_greeting()
 
     def fileno(self) -> int:
         """Return the socket's number, for a selector."""
@@ -211,67 +194,60 @@ class Connection:
 
         Returns False at the end, after which `end` must be called.
         """
-        return self._read(lambda: self._intake.pending)
+        return self._read(turn=True)
 
-    def _after_frame(self) -> bool:
-        if self._only_answers:
-            self._out.wait_until_taken()
-        return True
+    def _read(self, turn: bool = False) -> bool:
+        """Process frames until the connection has ended; then return False.
 
-    def _read(self, go_on: Callable[[], bool]) -> bool:
-        """Process frames as long as `go_on` is true; False when the connection has ended."""
+        turn: return True after the frames that have come.
+        """
         try:
-            self._out.greet()
+            self._out.send_greeting()
             while self._frame_in():
-                if not go_on():
+                if turn and not self._frames.pending:
                     return True
+                if self._only_answers and not turn:
+                    self._out.wait_until_taken()
         except ProtocolError as error:
-            self._turn_away(str(error))
+            self._refuse(str(error))
         except (EndOfStream, OSError) as error:
-            self._fault = self._fault or _broke(error)
+            self._fault = _broke(self._out.error or error)
         except Exception as error:  # an error in the endpoint must not leave a connection that no thread reads
-            self._turn_away(f"internal error: {type(error).__name__}: {error}")
+            self._refuse(f"internal error: {type(error).__name__}: {error}")
         except BaseException:
             self.end()
             raise
         return False
 
     def _frame_in(self) -> bool:
-        raw = self._intake.header(HEADER_BYTES)
-        if raw is None:
+        if not self._frames.wait():
             return False
-        header = Header.unpack(raw)
-        self._number_in += 1
-        if header.generation < self.generation:
-            raise ProtocolError(f"FENCED: a frame of generation {header.generation}, we are in {self.generation}")
-        if header.number != self._number_in:
-            raise ProtocolError(f"frame number {header.number} where {self._number_in} was due")
-        meta = self._intake.take(header.meta)
+        header, meta = self._frames.frame(self.generation)
         if header.flags == CONTROL:
             return self._control(header.kind, meta)
         message = decode(header.kind, meta)
         size = header.payload
         if header.flags == REFERENCE:
-            number, offset, size = REFERENCE_AT.unpack(self._intake.take(REFERENCE_AT.size))
-            message = replace(message, body=self._shown(message, number, offset, size))
+            number, offset, size = REFERENCE_AT.unpack(self._frames.read(REFERENCE_AT.size))
+            message = replace(message, body=self._referenced(message, number, offset, size))
         elif header.flags == BODY:
-            message = replace(message, body=self._placed(message, size))
+            message = replace(message, body=self._received_body(message, size))
         self.received += HEADER_BYTES + header.meta + size
-        self._resident.handle(self.peer, message)
+        self._endpoint.handle(self.peer, message)
         return True
 
-    def _placed(self, message: Message, size: int) -> "torch.Tensor":
-        target = checked(self._resident.place(self.peer, message, False), message, size)
+    def _received_body(self, message: Message, size: int) -> "torch.Tensor":
+        target = checked(self._endpoint.place(self.peer, message, False), message, size)
         if size:
-            self._intake.fill(_flat(target).numpy().data)
+            self._frames.read_into(_flat(target).numpy().data)
         return target
 
-    def _shown(self, message: Message, number: int, offset: int, size: int) -> "torch.Tensor":
+    def _referenced(self, message: Message, number: int, offset: int, size: int) -> "torch.Tensor":
         region = self._foreign.get(number)
         if region is None or offset + size > region.numel():
             raise ProtocolError(f"a reference to bytes {offset} to {offset + size} of region {number}, out of bounds")
         view = region[offset : offset + size]
-        target = self._resident.place(self.peer, message, True)
+        target = self._endpoint.place(self.peer, message, True)
         if target is None:
             return view
         _flat(checked(target, message, size)).copy_(view)
@@ -289,7 +265,7 @@ class Connection:
         if kind != REGION or self._memory is None or len(meta) != REGION_IS.size:
             raise ProtocolError(f"unknown control frame {kind}")
         number, nbytes = REGION_IS.unpack(meta)
-        fd = self._intake.pop_fd()
+        fd = self._frames.pop_fd()
         if fd is None:
             raise ProtocolError(f"region {number} came without its memory")
         view = self._memory.map(fd, nbytes)
@@ -333,7 +309,7 @@ class Connection:
             self._reader.join(max(0.0, until - time.monotonic()))
         return True
 
-    def _turn_away(self, reason: str) -> None:
+    def _refuse(self, reason: str) -> None:
         """End the connection for an error of the peer.
 
         The reason is sent if the socket takes it at once.
@@ -344,9 +320,6 @@ class Connection:
                 self._frame_out(CONTROL, BYE, f"refused by the peer: {reason}".encode()[:_MAX_REASON])
             self._closing, self._lingering = True, False
 
-    def _note(self, error: OSError) -> None:
-        self._fault = self._fault or _broke(error)
-
     def end(self) -> None:
         """Close after the last frame was read, and notify the endpoint and the owner."""
         if self._lingering:
@@ -356,10 +329,10 @@ class Connection:
         self._out.stop()
         with self._out.lock:  # no thread may be inside a call on the descriptor when its number becomes free
             self._sock.close()
-        self._intake.close()
+        self._frames.close()
         self._foreign.clear()
         try:
-            self._resident.lost(self.peer, self.reason)
+            self._endpoint.lost(self.peer, self.reason)
         finally:
             self._ended(self)  # only now may a newer connection of the peer come without waiting for this one
             self._done.set()

@@ -9,7 +9,7 @@ import struct
 import zlib
 from typing import NamedTuple
 
-from topotrain.core.protocol import MAX_BODY, MAX_META, ProtocolError
+from topotrain.core.message_limits import MAX_BODY, MAX_META, ProtocolError
 
 MAGIC = b"ttFR"
 VERSION = 1

@@ -1,4 +1,4 @@
-"""The reading end of a stream.
+"""The reading end of a stream of frames.
 
 Small parts go through a small buffer, payloads directly into their final place.
 
@@ -11,7 +11,9 @@ import socket
 import struct
 from collections import deque
 
+from topotrain.comm.transport.frame import HEADER_BYTES, Header
 from topotrain.comm.transport.multi_socket import Channel
+from topotrain.core.message_limits import ProtocolError
 
 READ_AHEAD = 4096
 _FD = struct.calcsize("i")
@@ -34,18 +36,32 @@ class FrameReader:
         self._fds: deque[int] = deque()
         self._buffer = memoryview(bytearray(READ_AHEAD))
         self._at = self._end = 0
+        self._number = 0  # of the last frame
 
-    def header(self, size: int) -> bytes | None:
-        """Return the next `size` bytes, or None when the stream ends between frames."""
-        if self._at == self._end and not self._more():
-            return None
-        return self.take(size)
+    def wait(self) -> bool:
+        """Wait for the beginning of a frame; False when the stream ends between frames."""
+        return self._at < self._end or self._more()
 
-    def take(self, size: int) -> bytes:
+    def frame(self, generation: int) -> tuple[Header, bytes]:
+        """Return the header and the meta of the next frame; its payload comes next.
+
+        Raises:
+            ProtocolError: it is no frame, or of an older generation, or a frame before it is missing.
+            EndOfStream: the stream ended within it.
+        """
+        header = Header.unpack(self.read(HEADER_BYTES))
+        self._number += 1
+        if header.generation < generation:
+            raise ProtocolError(f"FENCED: a frame of generation {header.generation}, we are in {generation}")
+        if header.number != self._number:
+            raise ProtocolError(f"frame number {header.number} where {self._number} was due")
+        return header, self.read(header.meta)
+
+    def read(self, size: int) -> bytes:
         """Return the next `size` bytes (the caller has bounded it). Raises EndOfStream."""
         if size > READ_AHEAD:
             whole = bytearray(size)
-            self.fill(memoryview(whole))
+            self.read_into(memoryview(whole))
             return bytes(whole)
         while self._end - self._at < size:
             if not self._more():
@@ -53,7 +69,7 @@ class FrameReader:
         self._at += size
         return bytes(self._buffer[self._at - size : self._at])
 
-    def fill(self, target: memoryview) -> None:
+    def read_into(self, target: memoryview) -> None:
         """Receive exactly `target`. Raises EndOfStream."""
         ready = min(len(target), self._end - self._at)
         target[:ready] = self._buffer[self._at : self._at + ready]

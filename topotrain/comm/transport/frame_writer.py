@@ -19,7 +19,6 @@ import socket
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -48,19 +47,40 @@ class _Chunk:
     fds: tuple[int, ...] = ()
     cost: int = 0  # what it counts for while it is queued
 
+    def enqueue(self) -> int:
+        """Fix and return the cost of what is left."""
+        self.cost = sum(map(len, self.views)) + OVERHEAD
+        return self.cost
+
+    def send(self, sock: Channel, flags: int) -> bool:
+        """Give the kernel the bytes that it takes; return whether that was all.
+
+        Raises OSError.
+        """
+        extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", self.fds))] if self.fds else []
+        sent = sock.sendmsg(self.views, extra, flags | socket.MSG_NOSIGNAL)
+        # The kernel sends descriptors with the first byte, so they must not be sent again.
+        self.fds = ()
+        while self.views and sent >= len(self.views[0]):
+            sent -= len(self.views.pop(0))
+        if sent:
+            self.views[0] = self.views[0][sent:]
+        return not self.views
+
 
 class FrameWriter:
     """The queue of one socket.
 
-    `broken` gets an error; the socket is then shut down, so its reader sees the end.
+    After an error the socket is shut down, so its reader sees the end, and `error` has it.
 
-    `greeting` goes out before everything else, at the first `greet` or `put`.
+    `greeting` goes out before everything else, at the first `send_greeting` or `put`.
     """
 
-    def __init__(self, sock: Channel, name: str, greeting: bytes, broken: Callable[[OSError], None]) -> None:
+    def __init__(self, sock: Channel, name: str, greeting: bytes) -> None:
         self.lock = threading.Lock()
         self.queued = 0  # bytes that wait, OVERHEAD included
-        self._sock, self._name, self._broken = sock, name, broken
+        self.error: OSError | None = None  # the first one
+        self._sock, self._name = sock, name
         self._work, self._room = threading.Condition(self.lock), threading.Condition(self.lock)
         self._queue: deque[_Chunk] = deque([_Chunk([memoryview(greeting)])] if greeting else ())
         self._writer: threading.Thread | None = None
@@ -71,7 +91,7 @@ class FrameWriter:
         """Whether the kernel has taken everything."""
         return not self._queue
 
-    def greet(self) -> None:
+    def send_greeting(self) -> None:
         """Send the greeting, unless a writer has begun with it already."""
         with self.lock:
             if self._queue and self._writer is None:
@@ -85,8 +105,7 @@ class FrameWriter:
         chunk = _Chunk(views, fds)
         # Behind a queue nothing may be pushed: it would overtake the queued frames.
         if self._queue or not self._push(chunk):
-            chunk.cost = sum(map(len, chunk.views)) + OVERHEAD
-            self.queued += chunk.cost
+            self.queued += chunk.enqueue()
             self._queue.append(chunk)
             self._call_writer()
 
@@ -151,23 +170,12 @@ class FrameWriter:
         A broken socket discards everything.
         """
         try:
-            return self._give(chunk, socket.MSG_DONTWAIT)
+            return chunk.send(self._sock, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError as error:
             self._break(error)
             return True
-
-    def _give(self, chunk: _Chunk, flags: int) -> bool:
-        extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", chunk.fds))] if chunk.fds else []
-        taken = self._sock.sendmsg(chunk.views, extra, flags | socket.MSG_NOSIGNAL)
-        # The kernel sends descriptors with the first byte, so they must not be sent again.
-        chunk.fds = ()
-        while chunk.views and taken >= len(chunk.views[0]):
-            taken -= len(chunk.views.pop(0))
-        if taken:
-            chunk.views[0] = chunk.views[0][taken:]
-        return not chunk.views
 
     def _call_writer(self) -> None:
         if self._writer is None:
@@ -178,7 +186,7 @@ class FrameWriter:
     def _write(self) -> None:
         while (chunk := self._next()) is not None:
             try:
-                while not self._give(chunk, 0):
+                while not chunk.send(self._sock, 0):
                     pass
             except OSError as error:
                 with self.lock:
@@ -198,7 +206,7 @@ class FrameWriter:
             return self._queue[0] if self._queue else None
 
     def _break(self, error: OSError) -> None:
-        self._broken(error)
+        self.error = self.error or error
         self.shutdown(socket.SHUT_RDWR)
         self._drop()
 

@@ -9,19 +9,8 @@ for the interpreter all the time.
 
 import selectors
 import threading
-from typing import Protocol
 
-
-class InlineConnection(Protocol):
-    """A connection that is read in turns (see `connection.Connection`)."""
-
-    def fileno(self) -> int: ...
-
-    def turn(self) -> bool: ...
-
-    def end(self) -> None: ...
-
-    def start(self) -> None: ...
+from topotrain.comm.transport.connection import Connection
 
 
 class InlineReader:
@@ -35,7 +24,7 @@ class InlineReader:
         self._lock = threading.Lock()
         self.released = False
 
-    def add(self, connection: InlineConnection) -> None:
+    def add(self, connection: Connection) -> None:
         """Read this connection, too."""
         with self._lock:
             if not self.released:
@@ -46,7 +35,7 @@ class InlineReader:
     def turn(self, seconds: float) -> None:
         """Handle the messages that have come; wait at most `seconds` if there are none."""
         for key, _ in self._selector.select(seconds):
-            connection: InlineConnection = key.data
+            connection: Connection = key.data
             if not connection.turn():
                 with self._lock:
                     self._selector.unregister(key.fd)  # before its number is free for another socket

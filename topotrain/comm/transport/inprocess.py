@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -30,20 +30,53 @@ LINGER = 2.0  # seconds that `close` gives the dispatchers for what is queued
 _Work = Callable[[], None]
 
 
-@dataclass(slots=True)
-class _House:
-    resident: Endpoint
-    queue: "SimpleQueue[_Work | None]" = field(default_factory=SimpleQueue)
-    thread: threading.Thread | None = None
-    open: bool = True
+class _Inbox:
+    """The queue of one endpoint, and the thread that empties it once it is started."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint, self.open = endpoint, True
+        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self._queue.empty()
+
+    def put(self, work: _Work | None) -> None:
+        """Queue work; None ends the thread after what is queued."""
+        self._queue.put(work)
+
+    def start(self, me: Address) -> None:
+        self._thread = ReaderThread(target=self._run, name=f"to {me}", daemon=True)
+        self._thread.start()
+
+    def run_queued(self) -> None:
+        """Do what is queued on the calling thread."""
+        with suppress(Empty):
+            while (work := self._queue.get_nowait()) is not None:
+                work()
+
+    def drop(self) -> None:
+        """Handle no more messages, not even queued ones."""
+        self.open = False
+
+    def join(self, seconds: float) -> None:
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(max(0.0, seconds))
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
 
 
-@dataclass(eq=False, slots=True)
-class _Way:
+class _Link:
     """One connection: `open` until a message on it was refused."""
 
-    ends: frozenset[Address]
-    open: bool = True
+    def __init__(self, ends: frozenset[Address]) -> None:
+        self.ends, self.open = ends, True
+
+    def close(self) -> None:
+        self.open = False
 
 
 class InProcessTransport:
@@ -55,50 +88,44 @@ class InProcessTransport:
     def __init__(self, manual: bool = False) -> None:
         self._manual = manual
         self._lock = threading.Lock()
-        self._houses: dict[Address, _House] = {}
-        self._ways: dict[frozenset[Address], _Way] = {}
+        self._inboxes: dict[Address, _Inbox] = {}
+        self._links: dict[frozenset[Address], _Link] = {}
         self._closed = False
         self._sent = self._received = 0
 
-    def attach(self, me: Address, resident: Endpoint) -> str:
+    def attach(self, me: Address, endpoint: Endpoint) -> str:
         """Make an endpoint reachable, and start its dispatcher."""
         with self._lock:
             if self._closed:
                 raise TransportError("this transport is closed")
-            if me in self._houses:
+            if me in self._inboxes:
                 raise TransportError(f"{me} is attached already")
-            self._houses[me] = house = _House(resident)
+            self._inboxes[me] = inbox = _Inbox(endpoint)
             if not self._manual:
-                self._dispatch(me, house)
+                inbox.start(me)
         return f"local:{me.role.name.lower()}/{me.group}/{me.index}"
-
-    def _dispatch(self, me: Address, house: _House) -> None:
-        house.thread = ReaderThread(target=_dispatch, args=(house.queue,), name=f"to {me}", daemon=True)
-        house.thread.start()
 
     def deliver(self) -> None:
         """Handle everything that is queued, also the messages that this queues."""
-        while any(not house.queue.empty() for house in self._houses.values()):
-            for house in self._houses.values():
-                with suppress(Empty):
-                    while (work := house.queue.get_nowait()) is not None:
-                        work()
+        while any(not inbox.empty for inbox in self._inboxes.values()):
+            for inbox in self._inboxes.values():
+                inbox.run_queued()
 
     def release(self) -> None:
         """Deliver by dispatchers from now on."""
         with self._lock:
             manual, self._manual = self._manual, False
-            for me, house in self._houses.items() if manual else ():
-                self._dispatch(me, house)
+            for me, inbox in self._inboxes.items() if manual else ():
+                inbox.start(me)
 
     def connect(self, me: Address, peer: Address, url: str) -> None:
         """Connect two attached endpoints; nothing happens when they are connected already."""
         ends = frozenset((me, peer))
         with self._lock:
             for address in (me, peer):
-                if address not in self._houses:
+                if address not in self._inboxes:
                     raise TransportError(f"cannot reach {peer} at {url}: {address} is not attached here")
-            self._ways.setdefault(ends, _Way(ends))
+            self._links.setdefault(ends, _Link(ends))
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
         """Queue a message; never waits, because bodies are not copied.
@@ -106,12 +133,12 @@ class InProcessTransport:
         Raises ConnectionLost when there is no connection.
         """
         with self._lock:
-            way = self._ways.get(frozenset((me, to)))
-            if way is None:
+            link = self._links.get(frozenset((me, to)))
+            if link is None:
                 raise ConnectionLost(f"no connection from {me} to {to}")
             self._sent += _size(message)
-            house = self._houses[to]
-            house.queue.put(lambda: self._deliver(way, house, me, message))
+            inbox = self._inboxes[to]
+            inbox.put(lambda: self._deliver(link, inbox, me, message))
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received so far.
@@ -127,13 +154,13 @@ class InProcessTransport:
         Its peers are notified, and its unhandled messages are lost.
         """
         with self._lock:
-            house = self._houses[me]
-            house.open = False
-            for way in [way for way in self._ways.values() if me in way.ends]:
-                self._end(way, "closed by the peer", me)
-            del self._houses[me]
-            house.queue.put(None)
-        _join(house, LINGER)
+            inbox = self._inboxes[me]
+            inbox.drop()
+            for link in [link for link in self._links.values() if me in link.ends]:
+                self._end(link, "closed by the peer", me)
+            del self._inboxes[me]
+            inbox.put(None)
+        inbox.join(LINGER)
 
     def close(self) -> None:
         """End all connections, after the queued messages were handled.
@@ -144,57 +171,47 @@ class InProcessTransport:
             if self._closed:
                 return
             self._closed = True
-            for way in list(self._ways.values()):
-                self._end(way, "closed on this side")
-            houses = list(self._houses.values())
-            for house in houses:
-                house.queue.put(None)
+            for link in list(self._links.values()):
+                self._end(link, "closed on this side")
+            inboxes = list(self._inboxes.values())
+            for inbox in inboxes:
+                inbox.put(None)
         until = time.monotonic() + LINGER
-        for house in houses:
-            _join(house, until - time.monotonic())
+        for inbox in inboxes:
+            inbox.join(until - time.monotonic())
 
-    def _deliver(self, way: _Way, house: _House, sender: Address, message: Message) -> None:
-        if not (way.open and house.open):
+    def _deliver(self, link: _Link, inbox: _Inbox, sender: Address, message: Message) -> None:
+        if not (link.open and inbox.open):
             return
         try:
             if message.body is not None:
-                message = replace(message, body=_received(house.resident, sender, message, message.body))
+                message = replace(message, body=_received(inbox.endpoint, sender, message, message.body))
             with self._lock:
                 self._received += _size(message)
-            house.resident.handle(sender, message)
+            inbox.endpoint.handle(sender, message)
         except ProtocolError as error:
-            self._break(way, str(error))
+            self._break(link, str(error))
         except Exception as error:  # an error in the endpoint must not stop its dispatcher
-            self._break(way, f"internal error: {type(error).__name__}: {error}")
+            self._break(link, f"internal error: {type(error).__name__}: {error}")
 
-    def _break(self, way: _Way, reason: str) -> None:
+    def _break(self, link: _Link, reason: str) -> None:
         with self._lock:
-            way.open = False
-            if way.ends in self._ways:
-                self._end(way, reason)
+            link.close()
+            if link.ends in self._links:
+                self._end(link, reason)
 
-    def _end(self, way: _Way, reason: str, by: Address | None = None) -> None:
-        """Queue the notice of the end behind the messages under way."""
-        del self._ways[way.ends]
-        for me in way.ends:
-            (peer,) = way.ends - {me} or {me}
-            resident, text = self._houses[me].resident, "closed on this side" if me == by else reason
-            self._houses[me].queue.put(partial(resident.lost, peer, text))
-
-
-def _dispatch(queue: "SimpleQueue[_Work | None]") -> None:
-    while (work := queue.get()) is not None:
-        work()
+    def _end(self, link: _Link, reason: str, by: Address | None = None) -> None:
+        """Queue the notice of the end behind the messages under link."""
+        del self._links[link.ends]
+        for me in link.ends:
+            (peer,) = link.ends - {me} or {me}
+            endpoint, text = self._inboxes[me].endpoint, "closed on this side" if me == by else reason
+            self._inboxes[me].put(partial(endpoint.lost, peer, text))
 
 
-def _join(house: _House, seconds: float) -> None:
-    if house.thread is not None and house.thread is not threading.current_thread():
-        house.thread.join(max(0.0, seconds))
-
-
-def _received(resident: Endpoint, sender: Address, message: Message, body: torch.Tensor) -> torch.Tensor:
+def _received(endpoint: Endpoint, sender: Address, message: Message, body: torch.Tensor) -> torch.Tensor:
     view = body.detach().view(torch.uint8)
-    target = resident.place(sender, message, True)
+    target = endpoint.place(sender, message, True)
     if target is None:
         return view
     checked(target, message, view.numel()).view(torch.uint8).copy_(view)

@@ -40,7 +40,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     connection = sender(frame)
     if connection is None:
         raise KeyboardInterrupt
-    connection.interrupted = True
+    connection.interrupt()
     again = threading.Timer(AGAIN_S, _once_more, (connection, number))
     again.daemon = True
     again.start()
@@ -48,8 +48,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _once_more(connection: Connection, number: int) -> None:
     main = threading.main_thread().ident
-    if connection.interrupted and main is not None:
-        connection.interrupted = False
+    if connection.clear_interrupt() and main is not None:
         signal.pthread_kill(main, number)
 
 

@@ -7,7 +7,7 @@ so nothing is added to the stream, and it is read in order whatever the lanes do
 with a single socket, while the kernel keeps k windows full at once. A small message costs the same as on one socket.
 Inside a machine this brings nothing: there the processor is the limit, not the window.
 
-A dialer opens lanes k-1 to 1 first, each with a handshake of its own, and lane 0 last. Until then they are parked.
+A dialer opens lanes k-1 to 1 first, each with a handshake of its own, and lane 0 last. Until then they are pending.
 """
 
 import socket
@@ -159,9 +159,9 @@ class PendingSockets:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
-        self._parked: dict[tuple[Address, Address], tuple[bytes, dict[int, HandshakeSocket]]] = {}
+        self._pending: dict[tuple[Address, Address], tuple[bytes, dict[int, HandshakeSocket]]] = {}
 
-    def put(self, way: tuple[Address, Address], bundle: bytes, lane: int, sock: HandshakeSocket) -> None:
+    def put(self, route: tuple[Address, Address], bundle: bytes, lane: int, sock: HandshakeSocket) -> None:
         """Keep a lane; close those of an earlier attempt of the dialer.
 
         Raises TransportError once closed.
@@ -169,22 +169,22 @@ class PendingSockets:
         with self._lock:
             if self._closed:
                 raise TransportError("this transport is closed")
-            known, lanes = self._parked.get(way, (bundle, {}))
+            known, lanes = self._pending.get(route, (bundle, {}))
             if known != bundle:
                 _close(lanes)
                 lanes = {}
             if lane in lanes:
                 raise TransportError(f"lane {lane} came twice")
             lanes[lane] = sock
-            self._parked[way] = (bundle, lanes)
+            self._pending[route] = (bundle, lanes)
 
-    def take(self, way: tuple[Address, Address], bundle: bytes, count: int) -> list[HandshakeSocket]:
+    def claim(self, route: tuple[Address, Address], bundle: bytes, count: int) -> list[HandshakeSocket]:
         """Return lanes 1 to count - 1 of a bundle.
 
         Raises TransportError when they are not all there.
         """
         with self._lock:
-            known, lanes = self._parked.pop(way, (b"", {}))
+            known, lanes = self._pending.pop(route, (b"", {}))
         if (count > 1 and known != bundle) or sorted(lanes) != list(range(1, count)):
             _close(lanes)
             raise TransportError(f"{len(lanes) + 1} lanes of {count} came")
@@ -194,9 +194,9 @@ class PendingSockets:
         """Close the lanes that were not taken."""
         with self._lock:
             self._closed = True
-            for _, lanes in self._parked.values():
+            for _, lanes in self._pending.values():
                 _close(lanes)
-            self._parked.clear()
+            self._pending.clear()
 
 
 def _close(lanes: dict[int, HandshakeSocket]) -> None:

@@ -23,7 +23,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+
+from topotrain.comm.transport.connection import Connection
 
 LEASE_S = 2.0
 """Seconds for which a host may be silent, unless the job says otherwise."""
@@ -50,27 +51,12 @@ class KernelSignals:
     waiting: bool = False
 
 
-class WatchedSocket(Protocol):
-    """A TCP socket, or an object with its calls, which are those of `socket.socket`."""
-
-    def getsockopt(self, level: int, option: int, size: int, /) -> bytes: ...
-    def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
-
-
-class WatchedConnection(Protocol):
-    """A connection (see `connection.Connection`)."""
-
-    def beat(self) -> None: ...
-
-    def cut(self, reason: str) -> None: ...
-
-
-def signs(line: WatchedSocket) -> KernelSignals:
+def signs(sock: socket.socket) -> KernelSignals:
     """Read the state of a connection from the kernel.
 
     Raises OSError for a closed socket.
     """
-    raw = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     info = _INFO.unpack(raw.ljust(_INFO.size, b"\0"))
     waiting = bool(info[_UNACKED] or info[_UNSENT])
     return KernelSignals(info[_LAST_ACK_MS] / 1000, info[_TOTAL_RETRANS], info[_RETRANSMITS], info[_PROBES], waiting)
@@ -79,25 +65,25 @@ def signs(line: WatchedSocket) -> KernelSignals:
 class SilenceTimer:
     """How long one host has been silent, as far as this process was looking.
 
-    It has no clock: `look` gets the time.
+    It has no clock: `update` gets the time.
 
-    lease_s: as in `KeepaliveWatch`. now: seconds, of the clock that `look` is given.
+    lease_s: as in `KeepaliveWatch`. now: seconds, of the clock that `update` is given.
     """
 
     def __init__(self, lease_s: float, now: float) -> None:
-        self._lease_s, self._looked = lease_s, now
-        self._heard = KernelSignals(0.0)
+        self._lease_s, self._updated = lease_s, now
+        self._last = KernelSignals(0.0)
         self.silent_s = 0.0
 
-    def look(self, signs: KernelSignals, now: float) -> bool:
+    def update(self, signs: KernelSignals, now: float) -> bool:
         """Whether the host is out of reach."""
-        passed, self._looked = now - self._looked, now
+        passed, self._updated = now - self._updated, now
         most = 2 * beat_s(self._lease_s)
         if signs.silent_s < passed:
-            self.silent_s, self._heard = min(signs.silent_s, most), signs
+            self.silent_s, self._last = min(signs.silent_s, most), signs
         else:
             self.silent_s += min(passed, most)
-        asked = max(signs.again - self._heard.again, signs.tries - self._heard.tries) + signs.probes
+        asked = max(signs.again - self._last.again, signs.tries - self._last.tries) + signs.probes
         return self.silent_s >= self._lease_s and asked >= _IN_VAIN
 
 
@@ -115,61 +101,61 @@ class KeepaliveWatch:
     def __init__(self, lease_s: float = LEASE_S) -> None:
         self._lease_s = lease_s
         self._change = threading.Condition()
-        self._wards: dict[WatchedConnection, list[tuple[WatchedSocket, SilenceTimer]]] = {}
+        self._watched: dict[Connection, list[tuple[socket.socket, SilenceTimer]]] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, connection: WatchedConnection, lines: Sequence[WatchedSocket]) -> None:
+    def add(self, connection: Connection, socks: Sequence[socket.socket]) -> None:
         """Watch this connection, too, over its sockets."""
         now = time.monotonic()
         with self._change:
             if self._closed:
                 return
-            self._wards[connection] = [(line, SilenceTimer(self._lease_s, now)) for line in lines]
+            self._watched[connection] = [(sock, SilenceTimer(self._lease_s, now)) for sock in socks]
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
                 self._thread.start()
             self._change.notify()
 
-    def remove(self, connection: WatchedConnection) -> None:
+    def remove(self, connection: Connection) -> None:
         """Stop watching a connection that has ended."""
         with self._change:
-            self._wards.pop(connection, None)
+            self._watched.pop(connection, None)
 
     def close(self) -> None:
         """Stop watching all connections."""
         with self._change:
             self._closed = True
-            self._wards.clear()
+            self._watched.clear()
             self._change.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:
-        while wards := self._next():
-            for connection, lines in wards:
+        while watched := self._next():
+            for connection, socks in watched:
                 with suppress(OSError):  # its socket has just been closed
-                    self._look(connection, lines)
+                    self._look(connection, socks)
 
-    def _next(self) -> list[tuple[WatchedConnection, list[tuple[WatchedSocket, SilenceTimer]]]]:
+    def _next(self) -> list[tuple[Connection, list[tuple[socket.socket, SilenceTimer]]]]:
         """Return the connections to look at, when it is time; none at the end."""
         with self._change:
             due = time.monotonic() + beat_s(self._lease_s)
             while not self._closed:
                 left = due - time.monotonic()
-                if self._wards and left <= 0:
-                    return list(self._wards.items())
-                self._change.wait(left if self._wards else None)
+                if self._watched and left <= 0:
+                    return list(self._watched.items())
+                self._change.wait(left if self._watched else None)
         return []
 
-    def _look(self, connection: WatchedConnection, lines: Sequence[tuple[WatchedSocket, SilenceTimer]]) -> None:
+    def _look(self, connection: Connection, socks: Sequence[tuple[socket.socket, SilenceTimer]]) -> None:
         now = time.monotonic()
-        found = [(lease, signs(line)) for line, lease in lines]
-        silent = [lease.silent_s for lease, sign in found if lease.look(sign, now)]
+        found = [(timer, signs(sock)) for sock, timer in socks]
+        silent = [timer.silent_s for timer, sign in found if timer.update(sign, now)]
         if silent:
             self.remove(connection)
-            for line, _ in lines:
-                line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+            for sock, _ in socks:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
             connection.cut(
                 f"its host has not answered for {max(silent):.1f} s (lease_s: {self._lease_s:g}): "
                 "it is gone, or the network between us is"

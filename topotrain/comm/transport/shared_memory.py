@@ -1,6 +1,4 @@
-"""Shared memory on one host.
-
-Frames go over a Unix socket, payloads as references to memory that both sides map.
+"""Shared memory on one host, to which frames refer instead of carrying a payload.
 
 * A payload that lies in a region of the sender's `ProcessMemory` is never copied: the receiver sees the same bytes.
 * A region is a memfd. It has no name, and is freed with its last user, also after SIGKILL.
@@ -11,31 +9,20 @@ Frames go over a Unix socket, payloads as references to memory that both sides m
 import fcntl
 import mmap
 import os
-import secrets
-import socket
 import stat
-import struct
 import tempfile
 import threading
 import weakref
 from bisect import bisect_right
-from pathlib import Path
-from urllib.parse import SplitResult, unquote
 
 import torch
 
-from topotrain.comm.security.handshake import Identity
 from topotrain.comm.transport import TransportError
-from topotrain.comm.transport.inline_reader import InlineReader
-from topotrain.comm.transport.socket_transport import BACKLOG, SocketTransport
-from topotrain.config.private_files import FILE_MODE
 from topotrain.core.protocol import ProtocolError
 
 ALIGN = 64  # bytes
 ARENA = 1 << 20  # bytes; smaller allocations share regions of this size
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_SUN_PATH = 107  # bytes of a Unix socket's path
-_UCRED = struct.Struct("3i")
 
 
 class OwnRegion:
@@ -48,8 +35,16 @@ class OwnRegion:
         self.id, self.fd, self.nbytes = number, fd, nbytes
         self._map = _mapped(fd, nbytes)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.used = 0
+        self._used = 0
         weakref.finalize(self, os.close, fd)
+
+    def reserve(self, nbytes: int) -> int | None:
+        """Return the offset of an unused part, a multiple of ALIGN; None without room."""
+        offset = self._used
+        if offset + nbytes > self.nbytes:
+            return None
+        self._used += -(-nbytes // ALIGN) * ALIGN
+        return offset
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return `numel` elements from byte `offset` on, 1-D.
@@ -83,10 +78,10 @@ class ProcessMemory:
         with self._lock:
             if nbytes >= ARENA:
                 return self._make(nbytes).tensor(0, numel, dtype)
-            if self._arena is None or self._arena.used + nbytes > ARENA:
-                self._arena = self._make(ARENA)
-            offset = self._arena.used
-            self._arena.used += -(-nbytes // ALIGN) * ALIGN
+            offset = None if self._arena is None else self._arena.reserve(nbytes)
+            if self._arena is None or offset is None:
+                self._arena, offset = self._make(ARENA), 0
+                self._arena.reserve(nbytes)
             return self._arena.tensor(offset, numel, dtype)
 
     def adopt(self, fd: int, nbytes: int) -> OwnRegion:
@@ -183,72 +178,6 @@ def socket_directory() -> str:
     Its path is short enough for a socket's address.
     """
     return tempfile.mkdtemp(prefix="tt-")
-
-
-class SharedMemoryTransport(SocketTransport):
-    """The transport inside a host.
-
-    Its socket is in `directory`, which only this user may enter (made if missing).
-
-    Raises:
-        TransportError: the directory is open to others, or its path is too long for a Unix socket.
-    """
-
-    schemes = ("unix",)
-
-    def __init__(
-        self,
-        identity: Identity,
-        directory: str,
-        memory: ProcessMemory,
-        patience: float = 10.0,
-        pump: InlineReader | None = None,
-    ) -> None:
-        super().__init__(identity, memory, patience, pump)
-        self.memory = memory
-        self._path = os.path.join(os.path.abspath(directory), secrets.token_hex(6))
-        if len(os.fsencode(self._path)) > _SUN_PATH:
-            raise TransportError(
-                f"directory = {directory!r}: too long for a Unix socket, use one under the temp directory"
-            )
-        os.makedirs(directory, mode=0o700, exist_ok=True)
-        info = os.stat(directory)
-        if info.st_uid != os.geteuid() or info.st_mode & 0o077:
-            raise TransportError(
-                f"directory = {directory!r}: must belong to this user and be closed to others (mode 0700)"
-            )
-
-    def close(self) -> None:
-        """End all connections, as every socket transport does, and remove the socket."""
-        super().close()
-        Path(self._path).unlink(missing_ok=True)
-
-    def _listen(self) -> tuple[socket.socket, str]:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            os.fchmod(sock.fileno(), FILE_MODE)  # the socket's file gets this mode, too
-            sock.bind(self._path)
-            sock.listen(BACKLOG)
-        except OSError as error:
-            sock.close()
-            raise TransportError(f"cannot listen at {self._path}: {error}") from error
-        return sock, Path(self._path).as_uri().replace("file:", "unix:", 1)
-
-    def _reach(self, url: SplitResult, seconds: float) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(seconds)
-            sock.connect(unquote(url.path))
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
-    def _inspect(self, sock: socket.socket) -> None:
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        _, uid, _ = _UCRED.unpack(raw)
-        if uid != os.geteuid():
-            raise TransportError(f"the process at the other end belongs to user {uid}")
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:

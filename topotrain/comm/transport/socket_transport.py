@@ -2,8 +2,8 @@
 
 It has one listener per process, the handshakes, and the table of connections.
 
-* An unproven peer cannot stop the job. Every handshake runs on a thread of its own with its own deadline, at most
-  MAX_STRANGERS at once (further ones are refused with FULL), and a failed one leaves nothing behind.
+* An unproven peer cannot stop the job. Every handshake runs on a thread of its own with its own deadline (see
+  `listener`), and a failed one leaves nothing behind.
 * The thread of a handshake that succeeded becomes the reader of the connection.
 * Of each pair of endpoints one side connects and the other accepts.
 * A newer connection of the same peer replaces the older one.
@@ -15,8 +15,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import SplitResult, urlsplit
 
 from topotrain.comm.backoff import spread
@@ -32,16 +31,29 @@ from topotrain.comm.security.handshake import (
     refuse,
 )
 from topotrain.comm.transport import ConnectionLost, Endpoint, PeerUnreachable, Refused, TransportError
-from topotrain.comm.transport.connection import Connection, SharedRegions
+from topotrain.comm.transport.connection import Connection
 from topotrain.comm.transport.frame_writer import LINGER, ReaderThread
 from topotrain.comm.transport.inline_reader import InlineReader
+from topotrain.comm.transport.listener import Listener
 from topotrain.comm.transport.multi_socket import Channel, HandshakeSocket, MultiSocketChannel, PendingSockets
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Message
 
-MAX_STRANGERS = 64
-BACKLOG = 128
+if TYPE_CHECKING:  # it needs torch
+    from topotrain.comm.transport.shared_memory import ProcessMemory
+
 _HEARING = DEADLINE  # seconds that a caller has for the handshake, before it has proven its identity
+
+
+class PeerAdmission(Protocol):
+    """A rule about the peers that may connect."""
+
+    def admit(self, peer: Peer, connected: bool) -> None:
+        """Raise Refused for a proven peer that may not connect.
+
+        connected: it has a connection here already.
+        """
+        ...
 
 
 class SocketTransport:
@@ -59,28 +71,25 @@ class SocketTransport:
     def __init__(
         self,
         identity: Identity,
-        memory: SharedRegions | None = None,
+        memory: "ProcessMemory | None" = None,
         patience: float = 10.0,
         pump: InlineReader | None = None,
         lanes: int = 1,
     ) -> None:
         self._pump = pump
-        self._lanes, self._parking = lanes, PendingSockets()
+        self._lanes, self._pending = lanes, PendingSockets()
         self._identity, self._regions, self._patience = identity, memory, patience
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._residents: dict[Address, Endpoint] = {}
-        self._ways: dict[tuple[Address, Address], Connection] = {}
+        self._routes: dict[tuple[Address, Address], Connection] = {}
         self._connections: set[Connection] = set()
-        self._strangers: dict[socket.socket, threading.Thread] = {}
         self._incarnations: dict[Address, int] = {}
         self._sent = self._received = 0
-        self._listener: socket.socket | None = None
-        self._doorman: threading.Thread | None = None
+        self._listener: Listener | None = None
         self._url = ""
         self._refused: Counter[str] = Counter()
-        self.admit: Callable[[Peer, bool], None] = lambda *_: None
-        """Gets a proven caller, and whether it has a connection here already; may raise Refused."""
+        self._admission: PeerAdmission | None = None
 
     # --- for the subclasses --------------------------------------------------------------------------------------
 
@@ -88,7 +97,7 @@ class SocketTransport:
         """Return a listening socket and its URL."""
         raise NotImplementedError
 
-    def _reach(self, url: SplitResult, seconds: float) -> socket.socket:
+    def _open_socket(self, url: SplitResult, seconds: float) -> socket.socket:
         """Return a socket connected to the URL. Raises OSError."""
         raise NotImplementedError
 
@@ -111,8 +120,8 @@ class SocketTransport:
         """Return the channel to a proven peer; it may take over the one given."""
         return line
 
-    def _guard(self, connection: Connection, roads: list[Channel]) -> None:
-        """Watch a new connection over these channels, until `_leave` gets its end."""
+    def _watch_over(self, connection: Connection, channels: list[Channel]) -> None:
+        """Watch a new connection over these channels, until `unregister` gets its end."""
 
     # --- the contract --------------------------------------------------------------------------------------------
 
@@ -124,9 +133,9 @@ class SocketTransport:
             if me in self._residents:
                 raise TransportError(f"{me} is attached already")
             if self._listener is None:
-                self._listener, self._url = self._listen()
-                self._doorman = threading.Thread(target=self._accept, name=f"door {self._url}", daemon=True)
-                self._doorman.start()
+                sock, self._url = self._listen()
+                self._listener = Listener(sock, self, f"transport at {self._url}", thread=ReaderThread)
+                self._listener.start()
             self._residents[me] = resident
             return self._url
 
@@ -140,7 +149,7 @@ class SocketTransport:
             taken = " and ".join(f"{scheme}://" for scheme in self.schemes)
             raise TransportError(f"{url}: this transport takes {taken} addresses")
         until, pause = time.monotonic() + self._patience, 0.02
-        while anew or (me, peer) not in self._ways:
+        while anew or (me, peer) not in self._routes:
             try:
                 self._dial(me, peer, parts)
                 return
@@ -161,10 +170,14 @@ class SocketTransport:
 
         Raises ConnectionLost when there is no connection.
         """
-        connection = self._ways.get((me, to))
+        connection = self._routes.get((me, to))
         if connection is None:
             raise ConnectionLost(f"no connection from {me} to {to}")
         connection.send(message, wait)
+
+    def set_admission(self, admission: PeerAdmission) -> None:
+        """Ask this rule about every peer that connects from now on."""
+        self._admission = admission
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes of messages sent and received so far.
@@ -189,7 +202,8 @@ class SocketTransport:
         "STRANGER" counts dialers without a valid handshake.
         """
         with self._lock:
-            return dict(self._refused)
+            full = 0 if self._listener is None else self._listener.refused
+            return {**self._refused, "FULL": self._refused["FULL"] + full}
 
     def close(self) -> None:
         """End all connections; queued messages are sent first.
@@ -202,14 +216,10 @@ class SocketTransport:
             if self._stop.is_set():
                 return
             self._stop.set()
-            connections, strangers = list(self._connections), dict(self._strangers)
-        if self._listener is not None and self._doorman is not None:
-            _hang_up(self._listener)  # wakes `accept`, closing alone would not
-            self._doorman.join(LINGER)
-            self._listener.close()
-        for sock in strangers:
-            _hang_up(sock)
-        self._parking.close()
+            connections = list(self._connections)
+        if self._listener is not None:
+            self._listener.stop()
+        self._pending.close()
         for connection in connections:
             connection.shut()
         until = time.monotonic() + LINGER
@@ -217,71 +227,45 @@ class SocketTransport:
             if not connection.join(until - time.monotonic()):
                 connection.cut("closed on this side; the peer did not take everything in time")
                 connection.join(LINGER)
-        for thread in strangers.values():
-            if thread is not threading.current_thread():
-                thread.join(LINGER)
+        if self._listener is not None:
+            self._listener.join(LINGER)
 
     # --- coming in -----------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def handle_connection(self, sock: socket.socket) -> None:
+        """Do the handshake with a dialer, and read its connection until it ends."""
         assert self._listener is not None
-        while not self._stop.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                self._stop.wait(0.05)  # out of descriptors: some will be closed; closing: the loop ends
-                continue
-            self._hear_apart(sock)
-
-    def _hear_apart(self, sock: socket.socket) -> None:
-        thread = ReaderThread(target=self._hear, args=(sock,), name="handshake", daemon=True)
-        with self._lock:
-            room = len(self._strangers) < MAX_STRANGERS and not self._stop.is_set()
-            if room:
-                self._strangers[sock] = thread
-                try:
-                    thread.start()
-                except RuntimeError:  # the system has no thread left
-                    del self._strangers[sock]
-                    room = False
-            self._refused["FULL"] += not room
-        if not room:
-            refuse(sock, Refused("FULL", f"{MAX_STRANGERS} other handshakes are under way; try again"))
-            sock.close()
-
-    def _hear(self, sock: socket.socket) -> None:
-        connection, kept = None, False
         try:
-            until = time.monotonic() + _HEARING
-            self._inspect(sock)
-            line, binding = self._secure(sock, _HEARING)
-            left = until - time.monotonic()
-            peer, welcome = answer(line, self._identity, self._residents.__contains__, left, binding)
-            try:
-                if peer.lane.lanes != self._lanes:
-                    raise Refused("CONFIG", f"a connection of {peer.lane.lanes} sockets, here it has {self._lanes}")
-                if peer.lane.lane:
-                    self._parking.put((peer.me, peer.address), peer.lane.bundle, peer.lane.lane, line)
-                    line.sendall(welcome)
-                else:
-                    connection = self._enter([line], peer, welcome, sock)
-                kept = True
-            except Refused as refused:
-                refuse(line, refused)
-                raise
+            connection = self._admit(sock)
         except (TransportError, OSError) as error:
             with self._lock:
                 self._refused[error.code if isinstance(error, Refused) else "STRANGER"] += 1
-        finally:
-            with self._lock:
-                self._strangers.pop(sock, None)
-            if not kept:
-                sock.close()
+            return
+        self._listener.release(sock)  # from now on it belongs to its connection, or waits for the other lanes
         if connection is not None and self._pump is not None:
-            connection.greet()
+            connection.send_greeting()
             self._pump.add(connection)
         elif connection is not None:
             connection.run()
+
+    def _admit(self, sock: socket.socket) -> Connection | None:
+        """Answer a dialer; return its connection, None for a lane that has to wait."""
+        until = time.monotonic() + _HEARING
+        self._inspect(sock)
+        line, binding = self._secure(sock, _HEARING)
+        left = until - time.monotonic()
+        peer, welcome = answer(line, self._identity, self._residents, left, binding)
+        try:
+            if peer.lane.lanes != self._lanes:
+                raise Refused("CONFIG", f"a connection of {peer.lane.lanes} sockets, here it has {self._lanes}")
+            if not peer.lane.lane:
+                return self._register([line], peer, welcome, sock)
+            self._pending.put((peer.me, peer.address), peer.lane.bundle, peer.lane.lane, line)
+            line.sendall(welcome)
+            return None
+        except Refused as refused:
+            refuse(line, refused)
+            raise
 
     # --- going out -----------------------------------------------------------------------------------------------
 
@@ -292,13 +276,13 @@ class SocketTransport:
         bundle = secrets.token_bytes(16)
         try:
             for number in reversed(range(self._lanes)):
-                sock = self._open(peer, url)
+                sock = self._connected_socket(peer, url)
                 lines.insert(0, sock)
                 until = time.monotonic() + DEADLINE
                 lines[0], binding = self._secure(sock, DEADLINE, url)
                 lane, left = SocketNumber(number, self._lanes, bundle), until - time.monotonic()
                 proven = dial(lines[0], self._identity, me, peer, left, lane, binding)
-            connection = self._enter(lines, proven)
+            connection = self._register(lines, proven)
         except BaseException:
             for line in lines:
                 line.close()
@@ -308,9 +292,9 @@ class SocketTransport:
         else:
             connection.start()
 
-    def _open(self, peer: Address, url: SplitResult) -> socket.socket:
+    def _connected_socket(self, peer: Address, url: SplitResult) -> socket.socket:
         try:
-            sock = self._reach(url, DEADLINE)
+            sock = self._open_socket(url, DEADLINE)
         except BlockingIOError as error:  # a local socket whose backlog is full
             raise Refused("FULL", f"{peer} at {url.geturl()} cannot take a connection now") from error
         except OSError as error:
@@ -324,7 +308,7 @@ class SocketTransport:
 
     # --- both ----------------------------------------------------------------------------------------------------
 
-    def _enter(
+    def _register(
         self, lines: list[HandshakeSocket], peer: Peer, greeting: bytes = b"", caller: socket.socket | None = None
     ) -> Connection:
         """Put a connection to a proven peer into the table.
@@ -333,7 +317,7 @@ class SocketTransport:
 
         With `caller`, the accepted socket, this side accepted, and only lane 0 is given: the others are parked.
         """
-        way = (peer.me, peer.address)
+        route = (peer.me, peer.address)
         with self._lock:
             if self._stop.is_set():
                 raise TransportError("this transport is closed")
@@ -344,30 +328,31 @@ class SocketTransport:
                 # It may have connected again meanwhile, and must not lose its new connection to the one it gave up.
                 raise HandshakeAborted("the other side closed the connection before it was welcomed")
             if caller is not None:
-                self.admit(peer, way in self._ways)
-                lines = [*lines, *self._parking.take(way, peer.lane.bundle, self._lanes)]
+                if self._admission is not None:
+                    self._admission.admit(peer, route in self._routes)
+                lines = [*lines, *self._pending.claim(route, peer.lane.bundle, self._lanes)]
             self._incarnations[peer.address] = peer.incarnation
             generation = self._identity.generation
             resident = self._residents[peer.me]
-            roads = [self._shape(line, peer) for line in lines]
-            road = MultiSocketChannel(roads, len(greeting)) if len(roads) > 1 else roads[0]
-            connection = Connection(road, *way, resident, generation, self._regions, greeting, self._leave)
-            older, self._ways[way] = self._ways.get(way), connection
+            channels = [self._shape(line, peer) for line in lines]
+            channel = MultiSocketChannel(channels, len(greeting)) if len(channels) > 1 else channels[0]
+            connection = Connection(channel, *route, resident, generation, self._regions, greeting, self.unregister)
+            older, self._routes[route] = self._routes.get(route), connection
             self._connections.add(connection)
-            self._guard(connection, roads)
+            self._watch_over(connection, channels)
         if older is not None:
             older.cut("replaced by a newer connection of the same peer")
             older.join(LINGER)  # all its messages, and its end, are handled before the first message of the newer one
         return connection
 
-    def _leave(self, connection: Connection) -> None:
+    def unregister(self, connection: Connection) -> None:
         with self._lock:
             self._connections.discard(connection)
             self._sent += connection.sent
             self._received += connection.received
-            way = (connection.me, connection.peer)
-            if self._ways.get(way) is connection:
-                del self._ways[way]
+            route = (connection.me, connection.peer)
+            if self._routes.get(route) is connection:
+                del self._routes[route]
 
 
 def _hung_up(sock: socket.socket) -> bool:
@@ -382,8 +367,3 @@ def _hung_up(sock: socket.socket) -> bool:
         return True
     finally:
         sock.settimeout(seconds)
-
-
-def _hang_up(sock: socket.socket) -> None:
-    with suppress(OSError):  # it may be closed already
-        sock.shutdown(socket.SHUT_RDWR)

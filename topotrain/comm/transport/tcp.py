@@ -5,33 +5,26 @@ other address is served and dialed only under TLS (tls://), and only with a secr
 interfaces is refused, because it would listen on interfaces that were not asked for.
 """
 
-import ipaddress
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import SplitResult
 
-from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security.handshake import MAX_LANES, TOKEN_BYTES, Identity, Peer
 from topotrain.comm.security.tls import Certificate, TlsChannel, client_side, server_side
 from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.connection import Connection
 from topotrain.comm.transport.multi_socket import Channel, HandshakeSocket
 from topotrain.comm.transport.peer_keepalive import LEASE_S, KeepaliveWatch
-from topotrain.comm.transport.socket_transport import BACKLOG, SocketTransport
+from topotrain.comm.transport.socket_transport import SocketTransport
+from topotrain.comm.transport.tcp_socket import bind, is_loopback, literal, plain, prepare
 
-# The default of some systems (bbr) paces loopback to a third of its speed; cubic may need a privilege, reno does not.
-_CONGESTION = (b"cubic", b"reno")
 _LAST_PORT = 65535
-_LOCALHOST = {"localhost": "127.0.0.1"}  # the one name that needs no lookup
 
 
 class TcpTransport(SocketTransport):
     """The transport over TCP.
 
     Its listener takes the first free port from `start_port` on (0: any).
-
-    With a `network`, the traffic after the handshake goes through its links.
 
     Args:
         host: a literal address of this machine, or a name of it.
@@ -53,7 +46,6 @@ class TcpTransport(SocketTransport):
         start_port: int = 0,
         host: str = "127.0.0.1",
         patience: float = 10.0,
-        network: EmulatedNetwork | None = None,
         lanes: int = 1,
         exact: bool = False,
         tls: bool = False,
@@ -64,14 +56,13 @@ class TcpTransport(SocketTransport):
             raise TransportError(f"lanes = {lanes}: must be 1 to {MAX_LANES}")
         if not 0 <= start_port <= _LAST_PORT:
             raise TransportError(f"start_port = {start_port}: must be 0 to {_LAST_PORT}")
-        self._home = home(host)
-        if not self._home.loopback and identity.token == bytes(TOKEN_BYTES):
+        self._address = local_address(host)
+        if not self._address.loopback and identity.token == bytes(TOKEN_BYTES):
             raise TransportError(
                 f"host = {host!r}: other machines reach it, so the job needs a secret; its token is zeros"
             )
-        self._certificate = Certificate.make() if tls or not self._home.loopback else None
+        self._certificate = Certificate.make() if tls or not self._address.loopback else None
         self._start_port, self._exact = start_port, exact
-        self._network = network
         self._watch = KeepaliveWatch(lease_s)
 
     def _listen(self) -> tuple[socket.socket, str]:
@@ -79,33 +70,29 @@ class TcpTransport(SocketTransport):
         ports = range(self._start_port, last + 1) if self._start_port else (0,)
         error: OSError | None = None
         for port in ports:
-            sock = socket.socket(self._home.family, socket.SOCK_STREAM)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                sock.bind((self._home.address, port))
-                sock.listen(BACKLOG)  # two sockets may both bind, only one may listen: the port is taken from here on
+                sock = bind(self._address.family, self._address.address, port)
             except OSError as busy:
-                sock.close()
                 error = busy
             else:
                 scheme = "tcp" if self._certificate is None else "tls"
-                return sock, f"{scheme}://{self._home}:{sock.getsockname()[1]}"
+                return sock, f"{scheme}://{self._address}:{sock.getsockname()[1]}"
         if self._exact:
-            raise TransportError(f"port {self._start_port} of {self._home} cannot be used: {error}")
-        raise TransportError(f"no free port on {self._home} from {self._start_port} on: {error}")
+            raise TransportError(f"port {self._start_port} of {self._address} cannot be used: {error}")
+        raise TransportError(f"no free port on {self._address} from {self._start_port} on: {error}")
 
-    def _reach(self, url: SplitResult, seconds: float) -> socket.socket:
+    def _open_socket(self, url: SplitResult, seconds: float) -> socket.socket:
         try:
             host, port = url.hostname, url.port
         except ValueError as error:
             raise TransportError(f"{url.geturl()}: {error}") from error
         if not host or not port:
             raise TransportError(f"{url.geturl()}: must be {url.scheme}://ADDRESS:PORT")
-        if url.scheme == "tcp" and not _loopback(host):
+        if url.scheme == "tcp" and not is_loopback(host):
             raise TransportError(
                 f"{url.geturl()}: tcp:// is for loopback addresses such as 127.0.0.1, others have tls://"
             )
-        return socket.create_connection((_LOCALHOST.get(host, host), port), timeout=seconds)
+        return socket.create_connection((literal(host), port), timeout=seconds)
 
     def _inspect(self, sock: socket.socket) -> None:
         prepare(sock)
@@ -120,28 +107,29 @@ class TcpTransport(SocketTransport):
     def _shape(self, line: HandshakeSocket, peer: Peer) -> Channel:
         if isinstance(line, TlsChannel):
             line.trust()
-            line.relay(lambda sock: self._shaped(sock, peer))
+            line.relay(self._wrap(line.below, peer))
             return line
         assert isinstance(line, socket.socket)
-        return self._shaped(line, peer)
+        return self._wrap(line, peer)
 
-    def _guard(self, connection: Connection, roads: list[Channel]) -> None:
-        below = [road.below if isinstance(road, TlsChannel) else road for road in roads]
+    def _watch_over(self, connection: Connection, channels: list[Channel]) -> None:
+        below = [channel.below if isinstance(channel, TlsChannel) else channel for channel in channels]
         socks = [sock for sock in below if isinstance(sock, socket.socket)]
-        if not _loopback(str(socks[0].getpeername()[0])):  # the own machine is reachable for as long as it runs
+        if not is_loopback(str(socks[0].getpeername()[0])):  # the own machine is reachable for as long as it runs
             self._watch.add(connection, socks)
 
-    def _leave(self, connection: Connection) -> None:
+    def unregister(self, connection: Connection) -> None:
         self._watch.remove(connection)
-        super()._leave(connection)
+        super().unregister(connection)
 
     def close(self) -> None:
         """Close as `SocketTransport.close`; unreachable peers are noticed until its end."""
         super().close()
         self._watch.close()
 
-    def _shaped(self, sock: socket.socket, peer: Peer) -> socket.socket:
-        return sock if self._network is None else self._network.shape(sock, peer.me, peer.address)
+    def _wrap(self, sock: socket.socket, peer: Peer) -> socket.socket:
+        """Return the socket to go on with after the handshake."""
+        return sock
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,18 +147,18 @@ class ListenAddress:
         return f"[{self.address}]" if ":" in self.address else self.address
 
 
-def home(host: str) -> ListenAddress:
+def local_address(host: str) -> ListenAddress:
     """Return the local address of a host name; of several, the first usable one.
 
     Raises:
         TransportError: it is not an address of this machine, or stands for all of its interfaces.
     """
     try:
-        found = socket.getaddrinfo(_LOCALHOST.get(host, host), None, type=socket.SOCK_STREAM) if host else []
+        answers = socket.getaddrinfo(literal(host), None, type=socket.SOCK_STREAM) if host else []
     except (OSError, UnicodeError) as error:
         raise TransportError(f"host = {host!r}: must be an address or a name of this machine ({error})") from error
-    for *_, (literal, *_) in found:
-        address = _plain(str(literal))
+    for *_, (found, *_) in answers:
+        address = plain(str(found))
         if address is None:
             continue
         if address.is_unspecified:
@@ -181,20 +169,6 @@ def home(host: str) -> ListenAddress:
     raise TransportError(f"host = {host!r}: must be an address of this machine, of one of its interfaces")
 
 
-def _plain(literal: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return an address that means the same on every machine, IPv4 as such.
-
-    None for one that names an interface, too.
-    """
-    try:
-        address = ipaddress.ip_address(literal)
-    except ValueError:
-        return None
-    if isinstance(address, ipaddress.IPv6Address):
-        return None if address.scope_id else address.ipv4_mapped or address
-    return address
-
-
 def _is_here(family: socket.AddressFamily, address: str) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -202,26 +176,3 @@ def _is_here(family: socket.AddressFamily, address: str) -> bool:
         except OSError:
             return False
     return True
-
-
-def _loopback(host: str) -> bool:
-    """Whether this is a literal loopback address.
-
-    Names do not count, because their meaning may change at any time.
-    """
-    address = _plain(_LOCALHOST.get(host, host))
-    return address is not None and address.is_loopback
-
-
-def prepare(sock: socket.socket) -> None:
-    """Set a connected TCP socket up.
-
-    It does not wait for more bytes, and on loopback its congestion control is a fast one.
-    """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if not _loopback(str(sock.getsockname()[0])):
-        return
-    for name in _CONGESTION:
-        with suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
-            return

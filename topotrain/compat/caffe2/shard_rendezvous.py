@@ -171,7 +171,7 @@ class _Lobby(PollingStore):
         self._size, self._waiting = num_shards, WaitNotice(shard_name)
         self.missing = [number for number in range(num_shards) if number != seat.number]
 
-    def look(self, others: dict[int, str]) -> None:
+    def check_others(self, others: dict[int, str]) -> None:
         for number, says in sorted(others.items()):
             if says != str(self._size):
                 why = f"must be the same in all processes, and shard {number} has {says}"

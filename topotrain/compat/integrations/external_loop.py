@@ -17,7 +17,9 @@ from topotrain.config.job import ConfigError, Shard
 from topotrain.core.events import Unrepeatable
 from topotrain.training import api
 from topotrain.training import context as process
-from topotrain.training.data.distributed_loader import BatchAccounting, ShardedLoader
+from topotrain.training.data.distributed_loader import ShardedLoader
+from topotrain.training.data.step_batches import BatchAccounting
+from topotrain.training.worker_extension import WorkerExtension
 
 # The variables of torchrun, MPI and Slurm for the processes that they have started; a worker is not one of those.
 LAUNCHER_VARIABLES = (
@@ -43,7 +45,7 @@ def missing(library: str, extra: str) -> ImportError:
     return ImportError(f"{library} is not installed: pip install 'topotrain[{extra}]'")
 
 
-class ExternalAccounting:
+class ExternalAccounting(BatchAccounting):
     """The accounting of a loader with read-ahead: draws are noted when used.
 
     Args:
@@ -105,10 +107,12 @@ def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = Fal
     here.counted = counted
     _, _, share = api.prepare(model, optimizer, loader)
     assert isinstance(share, ShardedLoader)
-    share.memory = here.continuing = None
+    here.resume_at(None)
     if counted and length_hint(share, 1) == 0:  # a stream may have no length
         raise ConfigError("len(loader)", 0, f"must be at least {groups} batches, one for each worker group")
-    return share, share.note_through(ExternalAccounting)
+    accounting = ExternalAccounting(share.accounting)
+    share.account_to(accounting)
+    return share, accounting
 
 
 def refuse(field: str, value: object, accepted: str) -> None:
@@ -123,16 +127,20 @@ def has_final_values_only_at_the_end() -> bool:
     return here is not None and here.worker is not None and here.place.topology.worker_groups > 1
 
 
+class _FinalValues(WorkerExtension):
+    """Saves the job's result."""
+
+    def __init__(self, save: Callable[[], object]) -> None:
+        self._save = save
+
+    def job_over(self) -> None:
+        """As `WorkerExtension.job_over`."""
+        self._save()
+
+
 def with_final_values(save: Callable[[], object]) -> None:
     """On worker (0,0), call `save` again when the model has the job's result."""
     here = process.current()
     assert here is not None
-    before = here.finishing
-
-    def finishing() -> None:
-        save()
-        if before is not None:
-            before()
-
-    if here.is_main:
-        here.finishing = finishing
+    if here.is_main and here.worker is not None:
+        here.worker.attach(_FinalValues(save))

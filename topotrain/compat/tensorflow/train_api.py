@@ -7,7 +7,8 @@ This module only translates. A "ps" task is a server, and a "worker" task joins 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -23,15 +24,15 @@ from topotrain.compat.tensorflow.ps_placement import (
     RoundRobinStrategy,
     byte_size_load_fn,
 )
-from topotrain.compat.tensorflow.session.session_client import TrainOp, minimize
-from topotrain.compat.tensorflow.session.session_server import SessionServer
-from topotrain.compat.tensorflow.session.session_task import TaskAddress
 from topotrain.config.job import Cluster, ConfigError, Job, Road
 from topotrain.config.topology import Address, Role, layout
 from topotrain.launch.by_hand.manual_server import SharedSettings, serve, tell
 from topotrain.launch.by_hand.manual_worker import join, leave
 from topotrain.training import context as process
 from topotrain.training.parameters.flat_parameters import HOME
+
+if TYPE_CHECKING:
+    from topotrain.compat.tensorflow.session.session_client import TrainOp, minimize
 
 __all__ = [
     "ClusterSpec",
@@ -49,6 +50,14 @@ __all__ = [
 ]
 
 byte_size = byte_size_load_fn
+
+
+def __getattr__(name: str) -> Any:
+    """Import the client session, a package of its own, when it is used."""
+    if name in ("TrainOp", "minimize"):
+        return getattr(import_module("topotrain.compat.tensorflow.session.session_client"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 COMPARE = 'the ClusterSpec (jobs "ps" and "worker", in this order everywhere) and sync'
 
@@ -158,6 +167,9 @@ class Server:
             serve(self._job, [me], StaticStore(self._ps), load_secret(os.environ), terms=self._terms)
 
     def _reside(self) -> None:
+        from topotrain.compat.tensorflow.session.session_server import SessionServer
+        from topotrain.compat.tensorflow.session.session_task import TaskAddress
+
         me = TaskAddress(self.job_name, self.task_index, self.address)
         try:
             SessionServer(self.cluster.as_dict(), me, load_secret(os.environ)).stay()

@@ -1,17 +1,13 @@
-"""The types that the client of a worker exchanges with its callers: waiting, a step's end and outcome, failures."""
+"""Types between the client of a worker and its callers: steps, waits, failures."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
-from topotrain.core import protocol as m
-
 
 class JobError(Exception):
-    """A server refuses to go on, and why, in the user's words; config, quarantine: as in message.Fail."""
+    """A server's refusal in the user's words; other fields as in `message.Fail`."""
 
     def __init__(self, text: str, config: bool, quarantine: bool = False) -> None:
         super().__init__(text)
@@ -26,7 +22,7 @@ class Waiter(Protocol):
     """How a worker waits for what readers bring."""
 
     def update(self) -> AbstractContextManager[object]:
-        """Exclusive access for a change; whoever waits looks again afterwards."""
+        """Exclusive access for a change. Afterwards a waiting thread checks its condition."""
         ...
 
     def wait(self, ready: Callable[[], bool]) -> None:
@@ -36,12 +32,15 @@ class Waiter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What became of a step: staleness per shard (versions), found_inf, global gradient norm (-1: not asked for).
+    """The outcome of a step.
 
-    snapshot: of the values as this step has left them one is taken under this number; 0: none. refused: as in
-    message.Applied, as pairs. leaves: the group leaves the job after it.
+    version: of the values. staleness: in versions, for each shard. found_inf: a gradient was not finite.
+    norm: of the gradient over all parameters, -1 if the worker did not ask for it.
+    snapshot: number of the snapshot of the values after this step, 0 if there is none.
+    refused: as in `message.Applied`, as pairs. leaves: the group leaves the job after this step.
 
-    late: it was made without what this worker had pushed; the group is in step `next` now, and the values are those.
+    late: the group made the step without this worker's gradient and is in step `next` now. The values are those of that
+    step.
     """
 
     version: int
@@ -57,7 +56,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """What a worker says of a step when it commits it (see message.Commit); bitmaps are over all pieces of the map."""
+    """A worker's commit (see `message.Commit`), with bitmaps over all pieces."""
 
     backwards: int
     weight: float
@@ -72,10 +71,3 @@ class StepEnd:
     clip_norm: float = 0.0
     clip_type: float = 2.0
     samples: int = 0
-
-
-def present_body(message: m.Message) -> torch.Tensor:
-    """The body of a message that must have one. Raises ProtocolError."""
-    if message.body is None:
-        raise m.ProtocolError(f"{type(message).__name__} without a body")
-    return message.body

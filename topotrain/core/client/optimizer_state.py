@@ -1,79 +1,87 @@
-"""The client of the optimizer's state, which lives on the servers."""
+"""The client of the optimizer's state, which the servers hold."""
 
 import torch
 
 from topotrain.config.sharding import Bucket, Piece
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.client.client_extension import ClientAccess, ClientExtension
+from topotrain.core.client.client_extension import ClientExtension
+from topotrain.core.client.client_model import ClientModel
+from topotrain.core.client.rejoin import Rejoin
+from topotrain.core.client.server_channel import ServerChannel
+from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.model.schema import torch_dtype
 
 
 class OptimizerStateClient(ClientExtension):
-    """Reads all of it, and loads it."""
+    """Reads the state of all servers, and loads it.
+
+    Args:
+        rejoin: knows which servers have a newer state than the script.
+    """
 
     messages = (m.StatePart,)
 
-    def __init__(self) -> None:
+    def __init__(self, rejoin: Rejoin) -> None:
+        self._rejoin = rejoin
         self._rounds = 0
         self._parts: dict[Address, dict[tuple[int, int, str], m.StatePart]] = {}
         self._ended: dict[Address, int] = {}  # how many parts the server has sent
 
-    def bind(self, client: ClientAccess) -> None:
+    def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
         """As `ClientExtension.bind`."""
-        self._client = client
+        self._channel, self._model, self._values = channel, model, values
 
     def get(self) -> list[m.StatePart]:
         """All optimizer state, in parts."""
-        client = self._client
-        client.settle()
-        with client.waiter.update():
-            self._parts = {server: {} for server in client.servers}
+        self._values.settle()
+        with self._channel.waiter.update():
+            self._parts = {server: {} for server in self._channel.servers}
             self._ended.clear()
             self._rounds += 1
-        for server in client.servers:
-            client.tell(server, m.StateRequest(self._rounds))
-        client.wait_until(self._all_here)
-        return [part for server in client.servers for part in self._parts[server].values()]
+        for server in self._channel.servers:
+            self._channel.send(server, m.StateRequest(self._rounds))
+        self._channel.wait_until(self._all_here)
+        return [part for server in self._channel.servers for part in self._parts[server].values()]
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
         """Memory for a piece's part of a tensor."""
         assert isinstance(message, m.StatePart)
-        bucket = self._client.bucket(sender, message.bucket)
+        bucket = self._model.bucket(sender, message.bucket)
         piece = _piece(bucket, message.piece)
-        return torch.empty(piece.hi - piece.lo, dtype=torch_dtype(self._client.map.spaces[bucket.space].dtype))
+        return torch.empty(piece.hi - piece.lo, dtype=torch_dtype(self._model.map.spaces[bucket.space].dtype))
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """Take a part from a server. Raises ProtocolError for one that was not requested."""
+        """Store a part from a server. Raises ProtocolError for one that was not requested."""
         assert isinstance(message, m.StatePart)
         if message.key:
-            _piece(self._client.bucket(sender, message.bucket), message.piece)
+            _piece(self._model.bucket(sender, message.bucket), message.piece)
         if message.round != self._rounds:
             return
         if sender not in self._parts:
-            raise m.ProtocolError(f"{sender} tells state that nobody has asked for")
+            raise m.ProtocolError(f"{sender} sends optimizer state that was not requested")
         if message.key:
             self._parts[sender][(message.bucket, message.piece, message.key)] = message
         elif 0 <= message.number <= 2**53:
             self._ended[sender] = int(message.number)
 
     def _all_here(self) -> bool:
-        return all(self._ended.get(server) == len(self._parts[server]) for server in self._client.servers)
+        return all(self._ended.get(server) == len(self._parts[server]) for server in self._channel.servers)
 
     def put(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor) -> None:
         """Load one entry: a number, or the piece's part of a tensor (1-D).
 
-        A script that was started again begins with a state that is older than the servers'.
+        A server that is ahead of a restarted script keeps its state.
         """
-        home = self._client.servers[bucket.shard]
-        if home in self._client.begun:
+        server = self._model.server_of(bucket)
+        if self._rejoin.is_ahead(server):
             return
         tensor = value if isinstance(value, torch.Tensor) else None
         number = 0.0 if isinstance(value, torch.Tensor) else value
-        self._client.tell(home, m.StatePart(0, bucket.id, piece, number, key, body=tensor))
+        self._channel.send(server, m.StatePart(0, bucket.id, piece, number, key, body=tensor))
 
 
 def _piece(bucket: Bucket, number: int) -> Piece:
     if not 0 <= number < len(bucket.pieces):
-        raise m.ProtocolError(f"piece {number} of bucket {bucket.id}, which has {len(bucket.pieces)}")
+        raise m.ProtocolError(f"piece {number} of bucket {bucket.id}, which has {len(bucket.pieces)} pieces")
     return bucket.pieces[number]

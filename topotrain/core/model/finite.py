@@ -13,11 +13,10 @@ def reals(x: torch.Tensor) -> torch.Tensor:
 
 
 def all_finite(x: torch.Tensor) -> bool:
-    """Whether all elements are finite: a sum is many times cheaper than to ask each one.
-
-    One of squares reads memory as fast as it can be read; it is too large for its dtype long before an element is.
-    """
+    """Whether all elements are finite."""
     x = reals(x)
+    # A sum is many times cheaper than a test of each element. A sum of squares is as fast as the memory, but it is too
+    # large for its dtype long before an element is.
     if x.dim() == 1 and x.dtype in _SQUARED and isfinite(torch.dot(x, x).item()):
         return True
     if isfinite(x.sum().item()):

@@ -5,7 +5,7 @@ Buffers are allocated once, by name, and reused at every step, because fresh mem
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,6 +166,14 @@ class SchemaParts:
         if len(self._parts) < message.parts:
             return None
         return parse_schema("".join(self._parts[i] for i in range(message.parts)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, see `component_state`."""
+        return {"parts": self._parts, "count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self._parts, self._count = dict(state["parts"]), state["count"]
 
 
 class FlatBuffers:

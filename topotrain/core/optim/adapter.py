@@ -429,6 +429,36 @@ class SliceUpdate:
             value = value.detach().clone()
         self._optimizer.state[place][name] = value
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return hyper-parameters and the entries of `state`.
+
+        Each tensor is 1-D, in the order of its memory.
+        """
+        entries = [(key, name, _dense(value)) for key, name, value in self.state()]
+        return {"hyper": self._hyper, "scale": self._scale, "entries": entries}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        for key, name, value in state["entries"]:
+            self.load_state(key, name, self._shaped(key, value))
+        if state["hyper"]:
+            self._set(state["hyper"])
+            self._correct_rate(state["scale"])
+
+    def _shaped(self, key: int, value: torch.Tensor | float) -> torch.Tensor | float:
+        """Return a value of `state_dict` in the shape and memory order of its segment."""
+        place = self._values[key]
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape != place.shape:
+            return value.as_strided(place.shape, place.stride())
+        return value
+
+
+def _dense(value: torch.Tensor | float) -> torch.Tensor | float:
+    """Return the elements of a tensor in the order of memory."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.is_contiguous():
+        return value
+    return value.as_strided((value.numel(),), (1,))
+
 
 class HyperCheck:
     """Checks hyper-parameters before any value has changed.
@@ -466,6 +496,14 @@ class HyperCheck:
                 raise ConfigError(f"optimizer.groups.{name}", value, f"must be such as {made_with[name]!r}")
         if group | {"lr": 0.0} != good | {"lr": 0.0} or group.get("lr", 0.0) < 0:  # a schedule changes only the rate
             check_settings(_class(self._spec.name, self._import), made_with | group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the hyper-parameters that were checked last."""
+        return {"good": [dict(group) for group in self._good]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self._good = tuple(state["good"])
 
 
 def check_settings(cls: Any, settings: Mapping[str, Any]) -> None:

@@ -6,34 +6,19 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.profiling.spans import SILENT, Recorder
 
-_HANDLED: dict[type[m.Message], str] = {
-    **dict.fromkeys((m.Push, m.BackwardEnd, m.GradientOverride, m.CollectivePart), "reduce"),
-    m.Commit: "commit",
-    m.StepVote: "decide",
-    m.StepDecision: "apply",
-    **dict.fromkeys((m.Delta, m.MasterValue, m.RingOffer, m.RingReply), "agree"),
-}
-_SENT: dict[type[m.Message], str] = {
-    m.Values: "pull",
-    m.ReducedGradient: "reduce (send)",
-    m.BackwardReduced: "reduce (send)",
-    m.CollectivePart: "reduce (send)",
-    m.Applied: "apply (send)",
-}
-
 
 def handling(spans: Recorder, sender: Address, message: m.Message) -> AbstractContextManager[object]:
     """Return the span in which a server handles a message."""
-    if spans is SILENT:
+    if spans is SILENT:  # most jobs record no spans, and this runs for every message
         return spans.span("")
-    return spans.span(_HANDLED.get(type(message), "handle"), **_numbers(sender, message))
+    return spans.span(message.HANDLED, **_numbers(sender, message))
 
 
 def sending(spans: Recorder, to: Address, message: m.Message) -> AbstractContextManager[object]:
     """Return the span in which a server sends a message."""
     if spans is SILENT:
         return spans.span("")
-    return spans.span(_SENT.get(type(message), "send"), **_numbers(to, message))
+    return spans.span(message.SENT, **_numbers(to, message))
 
 
 def _numbers(peer: Address, message: m.Message) -> dict[str, int]:

@@ -11,32 +11,19 @@ stays valid.
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any
+
+from topotrain.core.message_limits import MAX_BODY as MAX_BODY
+from topotrain.core.message_limits import MAX_META as MAX_META
+from topotrain.core.message_limits import ProtocolError as ProtocolError
+from topotrain.core.protocol.message import KINDS, Message, kind_of
 
 if TYPE_CHECKING:
     import torch
 
-MAX_META = 64 * 1024
-MAX_BODY = 64 * 1024 * 1024
 MAX_TEXT = 48 * 1024  # less than MAX_META, which leaves space for the other fields of a message
-
-
-class ProtocolError(Exception):
-    """A peer sent bytes that are not a message, or a message that is not allowed now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """Base class of all messages. `body` is 1-D and contiguous, or None."""
-
-    KIND: ClassVar[int] = 0
-    body: "torch.Tensor | None" = field(default=None, compare=False, repr=False, kw_only=True)
-
-
-KINDS: dict[int, type[Message]] = {}
-_CODECS: dict[type[Message], "_Codec"] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +34,14 @@ class _Codec:
     variable: tuple[tuple[str, str], ...]
 
 
+_CODECS: dict[type[Message], _Codec] = {}
 _FIXED_CODES = {int: "q", float: "d", bool: "?"}
 
 
-def _codec_of(cls: type[Message]) -> _Codec:
+def _layout(cls: type[Message]) -> _Codec:
+    """Make the layout of a registered message class. It is made once."""
+    if KINDS.get(cls.KIND) is not cls:
+        raise ProtocolError(f"{cls.__name__} is not a registered message")
     fixed, names, variable = "<", [], []
     for f in fields(cls):
         if f.name == "body":
@@ -62,7 +53,8 @@ def _codec_of(cls: type[Message]) -> _Codec:
             variable.append((f.name, "text" if f.type is str else "bytes"))
         else:
             variable.append((f.name, "ints"))
-    return _Codec(struct.Struct(fixed), tuple(names), _values_of(names), tuple(variable))
+    codec = _CODECS[cls] = _Codec(struct.Struct(fixed), tuple(names), _values_of(names), tuple(variable))
+    return codec
 
 
 def _values_of(names: list[str]) -> Callable[[Message], tuple[Any, ...]]:
@@ -75,23 +67,6 @@ def _values_of(names: list[str]) -> Callable[[Message], tuple[Any, ...]]:
     return attrgetter(*names)
 
 
-_M = TypeVar("_M", bound=Message)
-
-
-def numbered(kind: int) -> Callable[[type[_M]], type[_M]]:
-    """Give a message class its type number on the wire. The number must never change."""
-
-    def wrap(cls: type[_M]) -> type[_M]:
-        if kind in KINDS:
-            raise AssertionError(f"message number {kind} used twice")
-        cls.KIND = kind
-        KINDS[kind] = cls
-        _CODECS[cls] = _codec_of(cls)
-        return cls
-
-    return wrap
-
-
 _U32 = struct.Struct("<I")
 
 
@@ -101,7 +76,7 @@ def encode(message: Message) -> tuple[int, bytes]:
     Raises:
         ProtocolError: the meta is longer than MAX_META.
     """
-    codec = _CODECS[type(message)]
+    codec = _CODECS.get(type(message)) or _layout(type(message))
     parts = [codec.fixed.pack(*codec.fixed_values(message))]
     for name, how in codec.variable:
         value = getattr(message, name)
@@ -126,7 +101,7 @@ def decode(kind: int, meta: bytes, body: "torch.Tensor | None" = None) -> Messag
         ProtocolError: the type is unknown, or the bytes are not exactly such a message.
     """
     cls = kind_of(kind)
-    codec = _CODECS[cls]
+    codec = _CODECS.get(cls) or _layout(cls)
     if len(meta) < codec.fixed.size:
         raise ProtocolError(f"{cls.__name__}: {len(meta)} bytes of fields, too few")
     values: dict[str, Any] = dict(zip(codec.fixed_names, codec.fixed.unpack_from(meta), strict=True))
@@ -136,18 +111,6 @@ def decode(kind: int, meta: bytes, body: "torch.Tensor | None" = None) -> Messag
     if at != len(meta):
         raise ProtocolError(f"{cls.__name__}: {len(meta) - at} bytes too many")
     return cls(**values, body=body)
-
-
-def kind_of(number: int) -> type[Message]:
-    """Return the class of a type number.
-
-    Raises:
-        ProtocolError: there is no such type.
-    """
-    cls = KINDS.get(number)
-    if cls is None:
-        raise ProtocolError(f"unknown message type {number}")
-    return cls
 
 
 def _variable(cls: type[Message], how: str, meta: bytes, at: int) -> tuple[Any, int]:

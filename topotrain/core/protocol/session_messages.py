@@ -2,12 +2,31 @@
 
 from dataclasses import dataclass
 
-from topotrain.core.protocol.codec import Message, numbered
+from topotrain.core.protocol.codec import MAX_TEXT
+from topotrain.core.protocol.message import (
+    FROM_COORDINATOR,
+    FROM_DATA_SERVICE,
+    FROM_SERVER,
+    MOST,
+    MOST_EPOCHS,
+    TO_COORDINATOR,
+    TO_DATA_SERVICE,
+    TO_SERVER,
+    Condition,
+    Message,
+    Receiver,
+    Route,
+    Sender,
+    message,
+)
+
+_MAX_KEY = 200  # characters of the name of an entry of optimizer state
+_BETWEEN_GROUPS = Route(Sender.SAME_SHARD, Receiver.SERVER, Condition.SERVER_GROUPS)
 
 # --- joining ---------------------------------------------------------------------------------------------------------
 
 
-@numbered(1)
+@message(1, TO_SERVER, Route(Sender.SAME_SHARD, Receiver.FIRST_GROUP))
 @dataclass(frozen=True, slots=True)
 class SchemaPart(Message):
     """Worker -> server: one part of the description of the model and the optimizer.
@@ -20,8 +39,13 @@ class SchemaPart(Message):
     parts: int
     text: str
 
+    def is_valid(self) -> bool:
+        return 0 <= self.part < self.parts and len(self.text) <= MAX_TEXT // 4
 
-@numbered(2)
+
+@message(
+    2, Route(Sender.FIRST_GROUP_WORKERS, Receiver.FIRST_GROUP), Route(Sender.FIRST_SAME_SHARD, Receiver.LATER_GROUP)
+)
 @dataclass(frozen=True, slots=True)
 class Init(Message):
     """Worker or server -> server: initial values of one bucket.
@@ -32,7 +56,7 @@ class Init(Message):
     bucket: int
 
 
-@numbered(3)
+@message(3, TO_SERVER)
 @dataclass(frozen=True, slots=True)
 class Fetch(Message):
     """Worker -> server: request for the current values.
@@ -42,8 +66,11 @@ class Fetch(Message):
 
     round: int
 
+    def is_valid(self) -> bool:
+        return 0 <= self.round < MOST
 
-@numbered(4)
+
+@message(4, FROM_SERVER, sent="pull")
 @dataclass(frozen=True, slots=True)
 class Values(Message):
     """Server -> worker: current values of one bucket.
@@ -64,8 +91,11 @@ class Values(Message):
     version: int
     coded: bool = False
 
+    def is_valid(self) -> bool:
+        return self.bucket >= -1
 
-@numbered(5)
+
+@message(5, TO_SERVER, Route(Sender.SAME_SHARD, Receiver.SERVER), FROM_SERVER, FROM_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class Fail(Message):
     """Worker or server -> worker or server: the sender cannot continue the job.
@@ -84,7 +114,12 @@ class Fail(Message):
     quarantine: bool = False
 
 
-@numbered(6)
+@message(
+    6,
+    Route(Sender.GROUP_WORKERS, Receiver.SERVER, Condition.SHARED_MEMORY),
+    Route(Sender.COORDINATOR, Receiver.SHARD, Condition.SHARED_MEMORY),
+    FROM_COORDINATOR,
+)
 @dataclass(frozen=True, slots=True)
 class SharedBuffer(Message):
     """Worker or server -> server or worker: a window on a flat buffer of the sender.
@@ -105,7 +140,7 @@ class SharedBuffer(Message):
 # --- between server groups -------------------------------------------------------------------------------------------
 
 
-@numbered(30)
+@message(30, _BETWEEN_GROUPS, handled="agree")
 @dataclass(frozen=True, slots=True)
 class Delta(Message):
     """Server -> master server: changes of a bucket by this group since the last sync.
@@ -122,8 +157,11 @@ class Delta(Message):
     cut: int = 0
     updates: int = 0
 
+    def is_valid(self) -> bool:
+        return 0 <= self.sync < MOST
 
-@numbered(31)
+
+@message(31, _BETWEEN_GROUPS, handled="agree")
 @dataclass(frozen=True, slots=True)
 class MasterValue(Message):
     """Master server -> server: the master's value with Delta number `sync` added.
@@ -135,8 +173,11 @@ class MasterValue(Message):
     sync: int
     updates: int = 0
 
+    def is_valid(self) -> bool:
+        return 0 <= self.sync < MOST
 
-@numbered(32)
+
+@message(32, _BETWEEN_GROUPS, handled="agree")
 @dataclass(frozen=True, slots=True)
 class RingOffer(Message):
     """Server -> server of the right neighbor group: the sender's value of a bucket.
@@ -147,8 +188,11 @@ class RingOffer(Message):
     bucket: int
     sync: int
 
+    def is_valid(self) -> bool:
+        return 0 <= self.sync < MOST
 
-@numbered(33)
+
+@message(33, _BETWEEN_GROUPS, handled="agree")
 @dataclass(frozen=True, slots=True)
 class RingReply(Message):
     """Server of the right neighbor group -> server: the difference to add.
@@ -160,8 +204,11 @@ class RingReply(Message):
     sync: int
     updates: int = 0
 
+    def is_valid(self) -> bool:
+        return 0 <= self.sync < MOST
 
-@numbered(34)
+
+@message(34, _BETWEEN_GROUPS)
 @dataclass(frozen=True, slots=True)
 class Drained(Message):
     """Server -> servers of the same shard in other groups: the sender has finished.
@@ -170,7 +217,7 @@ class Drained(Message):
     """
 
 
-@numbered(35)
+@message(35, Route(Sender.SAME_SHARD, Receiver.FIRST_GROUP, Condition.SERVER_GROUPS))
 @dataclass(frozen=True, slots=True)
 class FinalValue(Message):
     """Master server -> server of group 0: the final value of a bucket.
@@ -184,7 +231,7 @@ class FinalValue(Message):
 # --- end of the job --------------------------------------------------------------------------------------------------
 
 
-@numbered(40)
+@message(40, TO_DATA_SERVICE, FROM_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class ModelBufferValue(Message):
     """Worker -> server (0,0): a buffer of the model as raw bytes.
@@ -201,8 +248,11 @@ class ModelBufferValue(Message):
     group: int
     index: int
 
+    def is_valid(self) -> bool:
+        return -1 <= self.index < MOST
 
-@numbered(41)
+
+@message(41, Route(Sender.MAIN_WORKER, Receiver.FIRST_GROUP))
 @dataclass(frozen=True, slots=True)
 class FinalRequest(Message):
     """Worker (0,0) -> servers of its group: request for the final values.
@@ -212,11 +262,99 @@ class FinalRequest(Message):
 
     round: int
 
+    def is_valid(self) -> bool:
+        return -MOST <= self.round < MOST
 
-@numbered(42)
+
+@message(42, Route(Sender.MAIN_WORKER, Receiver.DATA_SERVICE))
 @dataclass(frozen=True, slots=True)
 class BufferRequest(Message):
     """Worker (0,0) -> server (0,0): request for the model buffers of all groups.
 
     The reply is ModelBufferValue messages, the last one with index -1.
     """
+
+
+# --- processes that replace others, and what was applied so far ------------------------------------------------------
+
+
+@message(23, TO_SERVER, Route(Sender.ALL_WORKERS, Receiver.DATA_SERVICE), FROM_SERVER, FROM_DATA_SERVICE)
+@dataclass(frozen=True, slots=True)
+class WorkerRejoined(Message):
+    """Worker -> its servers and server (0,0): the worker's incarnation.
+
+    It is the first message of a worker of a restarted group. The worker sends nothing else, and ignores all other
+    messages, until all servers have echoed it: messages before the echo may be meant for its predecessor.
+
+    Attributes:
+        begun: in the echo, the server's values are known and need not be sent again.
+    """
+
+    incarnation: int
+    begun: bool = False
+
+    def is_valid(self) -> bool:
+        return 0 <= self.incarnation < MOST_EPOCHS
+
+
+@message(26, TO_COORDINATOR)
+@dataclass(frozen=True, slots=True)
+class AppliedBatchesRequest(Message):
+    """Worker -> its coordinator: request for the progress of a data stream.
+
+    With stream -1 it is the number of steps of the worker's group.
+    """
+
+    stream: int
+
+    def is_valid(self) -> bool:
+        return -1 <= self.stream < MOST
+
+
+@message(27, FROM_COORDINATOR)
+@dataclass(frozen=True, slots=True)
+class AppliedBatchesReply(Message):
+    """Coordinator -> worker: the first `count` batches of the stream are applied.
+
+    No others of it are.
+    """
+
+    stream: int
+    count: int
+
+
+# --- optimizer state -------------------------------------------------------------------------------------------------
+
+
+@message(60, TO_SERVER)
+@dataclass(frozen=True, slots=True)
+class StateRequest(Message):
+    """Worker -> server: request for the optimizer state.
+
+    The server replies with StatePart messages. An empty key marks the last one.
+    """
+
+    round: int
+
+    def is_valid(self) -> bool:
+        return 0 <= self.round < MOST
+
+
+@message(61, TO_SERVER, FROM_SERVER)
+@dataclass(frozen=True, slots=True)
+class StatePart(Message):
+    """One entry of the optimizer state of one piece of a parameter.
+
+    It is a tensor (body, float32 bytes), or a number.
+
+    The last message has no key. Its number is the number of entries before it.
+    """
+
+    round: int
+    bucket: int
+    piece: int
+    number: float
+    key: str
+
+    def is_valid(self) -> bool:
+        return -MOST < self.round < MOST and len(self.key) <= _MAX_KEY

@@ -1,13 +1,27 @@
 """Messages of a training step: values, gradients, and the decision of the servers."""
 
 from dataclasses import dataclass
+from math import inf
 
-from topotrain.core.protocol.codec import Message, numbered
+from topotrain.core.protocol.message import (
+    FROM_COORDINATOR,
+    FROM_SERVER,
+    MOST,
+    MOST_EPOCHS,
+    MOST_SAMPLES,
+    TO_COORDINATOR,
+    TO_SERVER,
+    Message,
+    Receiver,
+    Route,
+    Sender,
+    message,
+)
 
 # --- one step --------------------------------------------------------------------------------------------------------
 
 
-@numbered(10)
+@message(10, TO_SERVER, handled="reduce")
 @dataclass(frozen=True, slots=True)
 class Push(Message):
     """Worker -> server: the local gradient of one bucket.
@@ -29,8 +43,11 @@ class Push(Message):
     present: bytes
     fresh: bool = False
 
+    def is_valid(self) -> bool:
+        return 0 <= self.weight <= MOST_SAMPLES and self.ordinal >= 0
 
-@numbered(7)
+
+@message(7, TO_SERVER)
 @dataclass(frozen=True, slots=True)
 class StepRates(Message):
     """Worker -> server: hyper-parameters as in Commit.
@@ -41,7 +58,7 @@ class StepRates(Message):
     hyper: bytes
 
 
-@numbered(11)
+@message(11, TO_SERVER, handled="reduce")
 @dataclass(frozen=True, slots=True)
 class BackwardEnd(Message):
     """Worker -> server: this backward has ended.
@@ -57,8 +74,11 @@ class BackwardEnd(Message):
     pushed: bytes
     exits: int = 0
 
+    def is_valid(self) -> bool:
+        return 0 <= self.weight <= MOST_SAMPLES and self.ordinal >= 0 and 0 <= self.exits < MOST
 
-@numbered(17)
+
+@message(17, FROM_SERVER, sent="reduce (send)")
 @dataclass(frozen=True, slots=True)
 class BackwardReduced(Message):
     """Server -> worker: this backward is reduced.
@@ -74,7 +94,7 @@ class BackwardReduced(Message):
     written: bytes = b""
 
 
-@numbered(12)
+@message(12, FROM_SERVER, sent="reduce (send)")
 @dataclass(frozen=True, slots=True)
 class ReducedGradient(Message):
     """Server -> worker: the group's mean of one bucket and backward.
@@ -89,7 +109,7 @@ class ReducedGradient(Message):
     present: bytes
 
 
-@numbered(13)
+@message(13, TO_SERVER, handled="reduce")
 @dataclass(frozen=True, slots=True)
 class GradientOverride(Message):
     """Worker -> server: the gradient of a bucket as the script has changed it.
@@ -101,7 +121,7 @@ class GradientOverride(Message):
     bucket: int
 
 
-@numbered(14)
+@message(14, TO_SERVER, handled="commit")
 @dataclass(frozen=True, slots=True)
 class Commit(Message):
     """Worker -> server: the script has called `optimizer.step()`.
@@ -135,8 +155,22 @@ class Commit(Message):
     exits: int = 0
     samples: int = 0
 
+    def is_valid(self) -> bool:
+        clips = self.clip_norm > 0
+        return (
+            0 <= self.step < MOST
+            and 0 <= self.backwards < MOST_EPOCHS
+            and 0 <= self.weight <= MOST_SAMPLES
+            and 0 < self.inv_scale < inf
+            and (self.clip_norm == 0 or clips)  # false for NaN
+            and (not clips or self.clip_type > 0)
+            and 0 <= self.exits < MOST
+            and len(self.marks) % 3 == 0
+            and (not self.marks or (min(self.marks) >= 0 and max(self.marks) < MOST))
+        )
 
-@numbered(15)
+
+@message(15, FROM_SERVER, sent="apply (send)")
 @dataclass(frozen=True, slots=True)
 class Applied(Message):
     """Server -> worker: the step is committed on this server.
@@ -160,7 +194,7 @@ class Applied(Message):
     leaves: bool = False
 
 
-@numbered(16)
+@message(16, TO_SERVER)
 @dataclass(frozen=True, slots=True)
 class Finish(Message):
     """Worker -> server: the script has ended after `steps` steps.
@@ -170,8 +204,11 @@ class Finish(Message):
 
     steps: int
 
+    def is_valid(self) -> bool:
+        return 0 <= self.steps < MOST
 
-@numbered(18)
+
+@message(18, TO_COORDINATOR, FROM_COORDINATOR)
 @dataclass(frozen=True, slots=True)
 class GroupIdle(Message):
     """Worker -> coordinator: the worker's group rests or continues.
@@ -187,8 +224,11 @@ class GroupIdle(Message):
     ordinal: int
     resting: bool
 
+    def is_valid(self) -> bool:
+        return 0 <= self.epoch < MOST_EPOCHS and 0 <= self.ordinal < MOST_EPOCHS
 
-@numbered(19)
+
+@message(19, TO_SERVER)
 @dataclass(frozen=True, slots=True)
 class LoopExited(Message):
     """Worker -> servers: the worker's script has left a loop over the loader early.
@@ -200,11 +240,14 @@ class LoopExited(Message):
     step: int
     backwards: int
 
+    def is_valid(self) -> bool:
+        return 0 <= self.exits < MOST and 0 <= self.step < MOST and 0 <= self.backwards < MOST
+
 
 # --- between the shards of a server group ----------------------------------------------------------------------------
 
 
-@numbered(20)
+@message(20, Route(Sender.GROUP_SERVERS, Receiver.COORDINATOR), names_group=True, handled="decide")
 @dataclass(frozen=True, slots=True)
 class StepVote(Message):
     """Shard -> coordinator: every contribution to this step has arrived.
@@ -230,8 +273,11 @@ class StepVote(Message):
     refused: tuple[int, ...] = ()
     members: tuple[int, ...] = ()
 
+    def is_valid(self) -> bool:
+        return 0 <= self.step < MOST and 0 <= self.applied < MOST and 0 <= self.incarnation < MOST
 
-@numbered(21)
+
+@message(21, Route(Sender.COORDINATOR, Receiver.SHARD), names_group=True, handled="apply")
 @dataclass(frozen=True, slots=True)
 class StepDecision(Message):
     """Coordinator -> shards: decision number `index`: apply a step, or change members.
@@ -262,8 +308,11 @@ class StepDecision(Message):
     refused: tuple[int, ...] = ()
     members: tuple[int, ...] = ()
 
+    def is_valid(self) -> bool:
+        return 0 <= self.index < MOST and 0 <= self.step < MOST and 0 <= self.change <= 7
 
-@numbered(22)
+
+@message(22, Route(Sender.GROUP_SERVERS, Receiver.COORDINATOR))
 @dataclass(frozen=True, slots=True)
 class StepDecisionRequest(Message):
     """Shard -> coordinator: request for all decisions from number `index` on.
@@ -273,33 +322,5 @@ class StepDecisionRequest(Message):
 
     index: int
 
-
-# --- between units, for collectives ----------------------------------------------------------------------------------
-
-
-@numbered(70)
-@dataclass(frozen=True, slots=True)
-class CollectivePart(Message):
-    """Rank -> rank: a part of a collective over one bucket.
-
-    With `up` it is a partial sum of gradients, otherwise the result. The body is a view. Upward it stays valid until a
-    result of the bucket has come down to the sender. Downward it stays valid until the sender has the parts of all
-    ranks of a later reduction of the bucket.
-
-    Attributes:
-        ordinal: the backward. Downward, -1 means new values with their `version`, and otherwise the mean of that
-            backward.
-        weight, count: upward, sum and number of the weights above 0 in the sum.
-        each: upward, the common weight, and the body is the plain sum. 0.0: the body is the weighted sum.
-        present: upward, a bit per piece, the union so far. A part without a body has no gradient of any rank.
-    """
-
-    step: int
-    ordinal: int
-    bucket: int
-    up: bool
-    weight: float
-    count: int
-    each: float
-    present: bytes
-    version: int
+    def is_valid(self) -> bool:
+        return 0 <= self.index < MOST

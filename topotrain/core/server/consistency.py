@@ -1,24 +1,26 @@
-"""Whom a gradient waits for and whom a reader waits for.
+"""Clocks, decisions and applied batches: the consistency of a server group.
 
-One number says it all: `max_staleness` bounds how far a worker group's clock may lead the slowest live group's when it
-starts a step. 0 is bulk-synchronous (a barrier; the groups' updates one after another in group order), k is stale
-synchronous parallel (Ho et al., 2013), unset is fully asynchronous (Downpour: Dean et al., 2012).
+`max_staleness` bounds how far a worker group's clock may lead that of the slowest live group when it starts a step.
+With 0 a job is bulk-synchronous: a barrier, and the groups' updates one after another in group order. With k it is
+stale synchronous parallel (Ho et al., 2013). Without a bound it is fully asynchronous (Downpour: Dean et al., 2012).
 
-A step is applied on all shards of a server group or on none. Shards report that a step is staged; shard 0 decides and
-numbers its decisions; every shard applies them in the order of their numbers. The list of decisions is the whole
-truth: a shard that missed one asks for it by number and never guesses (two-phase commit, Gray 1978; applying one log
-in order everywhere is state-machine replication, Schneider 1990).
+A step is applied on all shards of a server group or on none. Shards vote that a step is staged. Shard 0 decides and
+numbers its decisions, and every shard applies them in the order of their numbers. A shard that missed a decision asks
+for it by number and never guesses. This is two-phase commit (Gray, 1978). To apply one log in order everywhere is
+state-machine replication (Schneider, 1990).
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from topotrain.core.protocol import ProtocolError, StepDecision, StepVote
-from topotrain.core.server.commit_agreement import StepError
+from topotrain.core.server.component_state import State, field_values
+from topotrain.core.server.steps.commit_agreement import StepError
+from topotrain.core.server.steps.step_policy import ALL_WORKERS, StepPolicy
 
 
 class Clocks:
-    """The clock of each worker group of one server group: how many steps it has committed.
+    """The clock of each worker group: the number of steps that it has committed.
 
     Args:
         groups: the worker groups.
@@ -39,23 +41,24 @@ class Clocks:
         self._clock = dict.fromkeys(self._clock, clock)
 
     def go_on(self, clocks: Mapping[int, int]) -> None:
-        """Stand where the groups of an earlier start stood; if there were others, all where its slowest stood."""
+        """Continue the clocks of an earlier start of the job."""
+        # With other groups than then, all start at the slowest clock.
         least = min(clocks.values(), default=0)
         same = clocks.keys() == self._clock.keys()
         self._clock = dict(clocks) if same else dict.fromkeys(self._clock, least)
 
     def leave(self, group: int) -> None:
-        """The group ended, or does not run yet: nobody waits for it."""
+        """The group ended, or does not run yet. No group waits for it."""
         self._away.add(group)
 
     def join(self, group: int, clock: int | None = None) -> None:
-        """The group runs (again): it counts as live, and stands at its entry, or at the given clock."""
+        """The group runs (again): it is live, at its entry or at the given clock."""
         if group in self._away:
             self._clock[group] = self.entry(group) if clock is None else clock
             self._away.discard(group)
 
     def entry(self, group: int) -> int:
-        """Where a group that was away would stand: where the slowest of the others stands, or further."""
+        """The clock at which a group that was away comes back: at least the slowest one."""
         others = [self._clock[g] for g in self.live() if g != group]
         return max([self._clock[group], *([min(others)] if others else [])])
 
@@ -82,6 +85,14 @@ class Clocks:
             return True
         return all(self._clock[g] > self._clock[group] for g in self.live() if g < group)
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"clock": self._clock, "away": self._away}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._clock, self._away = dict(state["clock"]), set(state["away"])
+
 
 RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS, REPLACED = 1, 2, 3, 4, 5, 6, 7  # Apply.change
 
@@ -95,16 +106,16 @@ class _Vote:
     finite: bool = True
     power: float = 0.0
     refused: dict[int, int] = field(default_factory=dict)  # worker -> parameter
-    members: dict[int, frozenset[int]] = field(default_factory=dict)  # shard -> whose contributions it has
+    members: dict[int, frozenset[int]] = field(default_factory=dict)  # shard -> workers complete there
 
     @property
     def common(self) -> frozenset[int]:
-        """Whose contributions all shards have that have said so."""
+        """The workers with contributions that are complete on all shards of the vote."""
         return frozenset.intersection(*self.members.values()) if self.members else frozenset()
 
 
 class DecisionLog:
-    """Shard 0's record of what the shards of its server group apply, and in which order.
+    """Shard 0's record of the decisions of its server group, in order.
 
     Args:
         shards: number of shards.
@@ -121,7 +132,7 @@ class DecisionLog:
         self._next = 0
 
     def staged(self, shard: int, message: StepVote) -> None:
-        """A shard has everything for a step. Said again, it changes nothing."""
+        """A shard has everything for a step. A repeated vote changes nothing."""
         self._applied[shard] = max(self._applied[shard], message.applied)
         self._trim()
         if message.incarnation != self._incarnations.get(message.group, 0):
@@ -142,25 +153,25 @@ class DecisionLog:
                 vote.refused[worker] = max(parameter, vote.refused.get(worker, -1))
 
     def _holds(self, message: StepVote, worker: int) -> bool:
-        """Whether the shard had forgotten what the worker's former process has said, when it said this."""
+        """Whether the shard sent this vote after it forgot the worker's former process."""
         _, decision = self._replaced.get((message.group, worker), (0, -1))
         return message.applied > decision
 
     @property
     def undecided(self) -> int:
-        """Steps that some shard has staged, and of which nothing is decided."""
+        """Steps that a shard has staged, and that are not decided."""
         return len(self._votes)
 
-    def ready(self, enough: Callable[[Collection[int]], bool] = lambda _: True) -> list[tuple[int, int]]:
-        """(group, step) pairs that all shards have staged, in group order.
+    def ready(self, policy: StepPolicy = ALL_WORKERS) -> list[tuple[int, int]]:
+        """The (group, step) pairs that all shards have staged, in group order.
 
-        enough: with backup workers, whether contributions of these of them make a step.
+        policy: which contributions make a step.
         """
         staged = {key: vote for key, vote in self._votes.items() if len(vote.shards) == self._shards}
-        return sorted(key for key, vote in staged.items() if not vote.members or enough(vote.common))
+        return sorted(key for key, vote in staged.items() if not vote.members or policy.enough(vote.common))
 
     def decide(self, group: int, step: int) -> StepDecision:
-        """Record the decision to apply a ready step. It stands from here on."""
+        """Record the decision to apply a ready step. It is final."""
         vote = self._votes.pop((group, step))
         members = tuple(sorted(vote.common))
         counts = {worker: at for worker, at in vote.refused.items() if not members or worker in members}
@@ -172,7 +183,7 @@ class DecisionLog:
         return apply
 
     def decree(self, group: int, step: int, change: int, members: tuple[int, ...] = ()) -> StepDecision:
-        """Record that a group rests, is back or is started again, or what else is no step (see Apply.change).
+        """Record a decision that is not a step (see `StepDecision.change`).
 
         Raises:
             ProtocolError: so much has been decreed that no step can have been decided in between.
@@ -189,7 +200,10 @@ class DecisionLog:
         return [self._log[i] for i in range(max(index, 0), self._next) if i in self._log]
 
     def restart(self, group: int, incarnation: int) -> StepDecision | None:
-        """Record that a group is started again; what was not decided of it is applied nowhere. None: known already."""
+        """Record that a group is started again. None: this is recorded already.
+
+        Its undecided steps are applied nowhere.
+        """
         if not self.adopt(group, incarnation):
             return None
         self._votes = {key: vote for key, vote in self._votes.items() if key[0] != group}
@@ -197,7 +211,10 @@ class DecisionLog:
         return self.decree(group, incarnation, RESTARTS)
 
     def replace(self, group: int, worker: int, incarnation: int) -> StepDecision | None:
-        """Record that one worker has another process; what was not decided of it counts not. None: known already."""
+        """Record that one worker has another process. None: this is recorded already.
+
+        The undecided contributions of the former process do not count.
+        """
         if incarnation <= self._replaced.get((group, worker), (0, -1))[0]:
             return None
         self._replaced[group, worker] = incarnation, self._next
@@ -207,20 +224,42 @@ class DecisionLog:
         return self.decree(group, incarnation, REPLACED, (worker,))
 
     def adopt(self, group: int, incarnation: int) -> bool:
-        """Votes of this incarnation of a group count from here on, and no earlier ones. False: known already."""
+        """Accept only votes of this incarnation of a group. False: this is so already."""
         new = incarnation > self._incarnations.get(group, 0)
         if new:
             self._incarnations[group] = incarnation
         return new
 
     def _trim(self) -> None:
-        """Decisions that every shard has applied will not be asked for again."""
+        """Forget decisions that every shard has applied."""
         for index in [i for i in self._log if i < min(self._applied)]:
             del self._log[index]
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "votes": {key: field_values(vote) for key, vote in self._votes.items()},
+            "log": self._log,
+            "decided": self._decided,
+            "incarnations": self._incarnations,
+            "replaced": self._replaced,
+            "applied": self._applied,
+            "next": self._next,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._votes = {
+            key: _Vote(set(shards), finite, power, dict(refused), dict(members))
+            for key, (shards, finite, power, refused, members) in state["votes"].items()
+        }
+        self._log, self._decided = dict(state["log"]), dict(state["decided"])
+        self._incarnations, self._replaced = dict(state["incarnations"]), dict(state["replaced"])
+        self._applied, self._next = list(state["applied"]), state["next"]
+
 
 class ApplyOrder:
-    """One shard's place in the list of decisions: early ones wait in a drawer."""
+    """One shard's position in the list of decisions. Early decisions are held."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -237,9 +276,17 @@ class ApplyOrder:
             self.next += 1
         return now
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"next": self.next, "early": self._early}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.next, self._early = state["next"], dict(state["early"])
+
 
 class LoopExits:
-    """Whether the workers of a synchronous group leave loops over the data early together, or not at all.
+    """A check that the workers of a synchronous group leave loops at the same step.
 
     A worker that leaves alone would go on with another epoch while the others wait for it. A place is (step, backward
     of it); one that works at, or past, the place where another has left, and has not made that exit, was left alone.
@@ -252,7 +299,11 @@ class LoopExits:
         self._works: dict[int, tuple[int, tuple[int, float]]] = {}
 
     def left(self, worker: int, exits: int, place: tuple[int, float]) -> None:
-        """A worker left a loop, for the `exits`-th time. Raises StepError if another went on there."""
+        """A worker left a loop, for the `exits`-th time.
+
+        Raises:
+            StepError: another worker went on there.
+        """
         made = self._made.setdefault(worker, {})
         if len(made) >= _MOST_EXITS:
             raise StepError(f"worker {worker} left {len(made)} loops that others of its group have not left")
@@ -270,7 +321,7 @@ class LoopExits:
             self._compare(other, worker)
 
     def _forget(self, exits: int) -> None:
-        """So many exits everybody has made: only the next one is compared with anything."""
+        """Forget exits that all workers have made: only the next one is compared."""
         for worker, made in self._made.items():
             self._made[worker] = {number: place for number, place in made.items() if number > exits}
 
@@ -283,6 +334,15 @@ class LoopExits:
                 f"worker {other} goes on; all workers of a synchronous group must leave together, or none"
             )
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"made": self._made, "works": self._works}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._made = {worker: dict(made) for worker, made in state["made"].items()}
+        self._works = dict(state["works"])
+
 
 STATIC = 0x8000_0000  # marks a data stream that is no lease
 EVERYTHING = 1 << 62  # of a stream that is forgotten
@@ -293,21 +353,27 @@ class AppliedBatches:
 
     A step carries the batches it consumed as (stream, first, last). It counts if each range continues its stream.
 
-    A lease is one worker group's, any other stream is that of the reader whose number it has. Of each reader the
+    A lease is one worker group's, any other stream is that of the reader with its number. Of each reader the
     streams of two epochs are kept: it reads one epoch after the other, and a fresh process of it begins in the epoch
     that the former one was in, or in the one before. All that came before that is known.
 
     Args:
         first: all epochs before this one are read already.
-        listed: counts are wanted (`counts`) of all epochs that are not closed; otherwise every reader is by itself.
     """
 
-    def __init__(self, first: int = 0, listed: bool = False) -> None:
+    def __init__(self, first: int = 0) -> None:
         self._last: dict[int, dict[int, int]] = {}
         self._first = first
         self._reads: dict[int, int] = {}  # reader -> the last epoch of which something of it is applied
         self._forgotten: dict[int, int] = {}  # reader -> of epochs before this one nothing is kept
-        self._closed = 0 if listed else EVERYTHING
+        self._closed = EVERYTHING
+
+    def keep_until_closed(self) -> None:
+        """Keep the counts of all epochs (`counts`) until `close`.
+
+        Without this call each reader's last epochs are kept.
+        """
+        self._closed = 0
 
     def verdict(self, marks: tuple[int, ...], group: int = 0) -> str:
         """ "new" to apply, "known" if all of it has been applied before.
@@ -352,7 +418,7 @@ class AppliedBatches:
             self._last[reader] = {s: last for s, last in self._last[reader].items() if s >> 32 >= before}
 
     def count(self, stream: int, group: int = 0) -> int:
-        """How many batches of a stream are applied; of one that is forgotten, EVERYTHING that there was."""
+        """The number of applied batches of a stream. EVERYTHING: the stream is forgotten."""
         reader = _reader(stream, group)
         if stream >> 32 < self._forgotten.get(reader, 0):
             return EVERYTHING
@@ -367,8 +433,24 @@ class AppliedBatches:
         return {stream: last + 1 for known in self._last.values() for stream, last in known.items()}
 
     def reads(self, reader: int) -> int:
-        """The last epoch of which something of a reader is applied: it has no use for those before."""
+        """The last epoch of which a reader's batches are applied."""
         return max(self._first, self._reads.get(reader, 0))
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "last": self._last,
+            "first": self._first,
+            "reads": self._reads,
+            "forgotten": self._forgotten,
+            "closed": self._closed,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._last = {reader: dict(streams) for reader, streams in state["last"].items()}
+        self._reads, self._forgotten = dict(state["reads"]), dict(state["forgotten"])
+        self._first, self._closed = state["first"], state["closed"]
 
 
 def _reader(stream: int, group: int) -> int:
@@ -376,7 +458,7 @@ def _reader(stream: int, group: int) -> int:
 
 
 def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:
-    """What `refused` of a message says: (worker, parameter)."""
+    """The (worker, parameter) pairs in `refused` of a message."""
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 

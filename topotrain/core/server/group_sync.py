@@ -13,8 +13,8 @@ changes nothing.
 
 One object per server. It owns no values: it is shown the bucket's current tensor and changes that in place.
 
-What an exchange brings is how far the groups were apart: it is counted in updates, and measured by one pass over the
-bucket's difference and one over its values (`Distance`).
+The distance of the groups is counted in updates, and measured by one pass over the bucket's difference and one over
+its values (`Distance`).
 """
 
 import math
@@ -26,6 +26,7 @@ import torch
 
 from topotrain.config.sharding import Bucket
 from topotrain.core.protocol import Delta, MasterValue, Message, RingOffer, RingReply
+from topotrain.core.server.component_state import State, field_values
 
 View = Callable[[int], torch.Tensor]
 Out = list[tuple[int, Message]]  # (server group, message)
@@ -33,10 +34,13 @@ Out = list[tuple[int, Message]]  # (server group, message)
 
 @dataclass(slots=True)
 class Distance:
-    """What all exchanges so far have brought to this server: how far it was from the other server groups.
+    """How far this server was from the other server groups, over all exchanges.
 
-    updates: those of other groups that it did not have, over all exchanges; most: by one of them. moved, values: sums
-    of squares of what was added, and of the values it was added to.
+    Attributes:
+        exchanges: the number of exchanges.
+        updates: updates of other groups that the exchanges brought.
+        most: the most updates that one exchange brought.
+        moved, values: sums of squares of the differences, and of the values that they were added to.
     """
 
     exchanges: int = 0
@@ -60,23 +64,24 @@ class Distance:
 
     @property
     def share(self) -> float:
-        """The norm of what an exchange adds over that of the values, both root mean squares over all exchanges."""
+        """The norm of the differences over that of the values, as root mean squares."""
         return math.sqrt(self.moved / self.values) if self.values > 0 else 0.0
 
 
 def _square(tensor: torch.Tensor) -> float:
-    """Of the norm; a half-precision number has no room for it."""
+    """The square of the norm."""
+    # A half-precision number cannot hold it.
     if tensor.dtype in (torch.float32, torch.float64):
         return float(torch.dot(tensor, tensor))
     return float(torch.linalg.vector_norm(tensor if tensor.itemsize > 2 else tensor.float())) ** 2
 
 
 class GroupSync(Protocol):
-    """What a server asks of its neighbors."""
+    """The synchronization of one server with the other server groups."""
 
     @property
     def distance(self) -> Distance:
-        """How far the others were away when they were heard."""
+        """How far the other groups were away at the exchanges."""
         ...
 
     def begin(self) -> None:
@@ -92,7 +97,7 @@ class GroupSync(Protocol):
         ...
 
     def taken(self, group: int, bucket: int) -> int:
-        """The last exchange of a group that is in a bucket which this one masters; 0: none."""
+        """The last exchange of a group in a bucket that this server masters; 0: none."""
         ...
 
     def drain(self) -> Out:
@@ -100,12 +105,20 @@ class GroupSync(Protocol):
         ...
 
     def drained(self) -> bool:
-        """After drain(): nothing of this server is under way any more."""
+        """After `drain`: whether no message of this server is under way."""
+        ...
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
         ...
 
 
 class NoSync:
-    """A single server group, or groups that go their own ways: nothing to agree."""
+    """A single server group, or groups that are not synchronized."""
 
     def __init__(self) -> None:
         self.distance = Distance()
@@ -127,6 +140,12 @@ class NoSync:
 
     def drained(self) -> bool:
         return True
+
+    def state_dict(self) -> State:
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        pass
 
 
 class MasterSync:
@@ -217,7 +236,7 @@ class MasterSync:
         return self._taken.get((group, bucket), 0)
 
     def remainders(self) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """Of each bucket that another group masters: (master, bucket, last exchange, what was added since that)."""
+        """Of each bucket of another master: (master, bucket, last exchange, change since)."""
         for bucket, master in self._masters.items():
             current = self._view(bucket)
             since = self._sent[bucket] if bucket in self._waiting else self._snap[bucket]
@@ -232,13 +251,35 @@ class MasterSync:
     def drained(self) -> bool:
         return self._draining and not self._waiting and not any(self._updates.values())
 
+    def state_dict(self) -> State:
+        return {
+            "snap": self._snap,
+            "sent": self._sent,
+            "updates": self._updates,
+            "round": self._round,
+            "waiting": self._waiting,
+            "taken": self._taken,
+            "made": self._made,
+            "made_by": self._made_by,
+            "seen": self._seen,
+            "distance": field_values(self.distance),
+            "draining": self._draining,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self._snap, self._sent = dict(state["snap"]), dict(state["sent"])
+        self._updates, self._round, self._waiting = dict(state["updates"]), dict(state["round"]), set(state["waiting"])
+        self._taken, self._made, self._made_by = dict(state["taken"]), dict(state["made"]), dict(state["made_by"])
+        self._seen, self._draining = dict(state["seen"]), state["draining"]
+        self.distance = Distance(*state["distance"])
+
 
 class RingSync:
     """Pairwise averaging with the right neighbor in the ring of server groups.
 
     Args:
         group, groups: this server's group, and how many there are (>= 2).
-        buckets, view, sync_freq: as for MasterAgreement.
+        buckets, view, sync_freq: as for MasterSync.
     """
 
     def __init__(self, group: int, groups: int, buckets: Sequence[Bucket], view: View, sync_freq: int) -> None:
@@ -305,3 +346,20 @@ class RingSync:
 
     def drained(self) -> bool:
         return self._draining and not self._waiting
+
+    def state_dict(self) -> State:
+        return {
+            "updates": self._updates,
+            "round": self._round,
+            "waiting": self._waiting,
+            "answers": self._answers,
+            "made": self._made,
+            "seen": self._seen,
+            "distance": field_values(self.distance),
+            "draining": self._draining,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self._updates, self._round, self._waiting = dict(state["updates"]), dict(state["round"]), set(state["waiting"])
+        self._answers, self._made, self._seen = dict(state["answers"]), dict(state["made"]), dict(state["seen"])
+        self.distance, self._draining = Distance(*state["distance"]), state["draining"]

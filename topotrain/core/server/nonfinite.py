@@ -1,24 +1,26 @@
-"""Gradients that are not finite: where one is in a bucket, and who sends them again and again.
+"""Gradients that are not finite: where they are, and which workers send them.
 
-Rule: a push never makes a server's value infinite or NaN. What a step brings is looked at before any shard applies it,
-with what all shards found; who is to blame is looked for only when something was found.
+A push never makes a server's value infinite or NaN. Each shard looks at the gradient of a step before it votes, and no
+shard applies a step in which another one found something. The worker at fault is looked for only then.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from topotrain.config.job import NonFinite
 from topotrain.config.sharding import Bucket
 from topotrain.core.model.finite import all_finite, reals
+from topotrain.core.server.component_state import State
+from topotrain.core.server.ordered_sum import Part
 
 NOBODY = -1  # instead of a worker: the sum is not finite; instead of a parameter: it is a table's
 _MOST_IN_A_ROW = 3
 
 
 def spoiled(bucket: Bucket, present: int, gradient: torch.Tensor) -> int | None:
-    """The segment of one of the bucket's present pieces in which an element is not finite, or None."""
+    """A segment of the bucket's present pieces that is not finite, or None."""
     if all_finite(gradient):
         return None
     for i, piece in enumerate(bucket.pieces):
@@ -28,22 +30,32 @@ def spoiled(bucket: Bucket, present: int, gradient: torch.Tensor) -> int | None:
 
 
 def look(bucket: Bucket, part: torch.Tensor) -> tuple[int | None, bool]:
-    """A segment of a bucket's part that is not finite, or None; and whether a sum with this part must be looked at.
-
-    An element is no larger than the root of the sum of squares, and weights are counts: where that sum fits into the
-    dtype, no weighted sum of such parts is infinite.
-    """
+    """A segment that is not finite, or None; and whether sums need a check."""
     numbers = reals(part)
+    # An element is no larger than the root of the sum of squares, and weights are counts. Where the sum of squares fits
+    # into the dtype, no weighted sum of such parts is infinite.
     if numbers.dtype in (torch.float32, torch.float64) and math.isfinite(torch.dot(numbers, numbers).item()):
         return None, False
     return spoiled(bucket, (1 << len(bucket.pieces)) - 1, part), True
 
 
+def suspects(bucket: Bucket, present: int, total: torch.Tensor, parts: Mapping[int, Part]) -> dict[int, int]:
+    """The workers that make a bucket's sum not finite, each with a segment.
+
+    Empty: the sum is finite. -1: no part explains it.
+    """
+    segment = spoiled(bucket, present, total)
+    if segment is None:
+        return {}
+    found = {w: look(bucket, part)[0] for w, (weight, part) in parts.items() if weight > 0 and part is not None}
+    return {worker: where for worker, where in found.items() if where is not None} or {NOBODY: segment}
+
+
 class NonfiniteLimit:
-    """How many steps in a row had something of a worker that was not finite.
+    """The number of steps in a row in which a worker's gradient was not finite.
 
     Args:
-        policy: kFail: once is too often, and the job ends; else the third time is, and others may go on.
+        policy: kFail: the first time ends the job; else the third time does, and other groups may go on.
     """
 
     def __init__(self, policy: NonFinite) -> None:
@@ -52,18 +64,29 @@ class NonfiniteLimit:
         self._counts: dict[int, dict[int, int]] = {}
 
     def step(self, group: int, workers: Iterable[int]) -> int | None:
-        """A step of the group is over, and these of its workers (or NOBODY) were refused; returns who is too often."""
+        """Count a step that refused these workers. Returns one that is over the limit.
+
+        -1 stands for a sum that no worker's part explains.
+        """
         before = self._counts.get(group, {})
         self._counts[group] = now = {worker: before.get(worker, 0) + 1 for worker in workers}
         return next((worker for worker, count in sorted(now.items(), reverse=True) if count >= self.most), None)
 
     def forget(self, group: int) -> None:
-        """The group is started again."""
+        """Forget a group that is started again."""
         self._counts.pop(group, None)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"counts": self._counts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._counts = {group: dict(counts) for group, counts in state["counts"].items()}
 
 
 def complaint(who: str, parameter: str, step: int, times: int, why: str = "") -> str:
-    """Why a group does not go on. step: counted from 1. why: what may have led there."""
+    """Why a group does not go on. step: counted from 1. why: a possible cause."""
     whose = f"of {parameter}" if parameter else "of a table's rows"
     said = f"the gradient {whose} that {who} pushed" if who else f"the sum of the group's gradients {whose}"
     often = f"in {times} steps in a row, the last of them step {step}" if times > 1 else f"in step {step}"

@@ -1,7 +1,7 @@
-"""The canonical sum of a group's parts: the order is part of the result.
+"""The sum of a group's parts in a fixed order, which is part of the result.
 
 Floating-point addition is not associative. Inside a unit parts are added in rank order, then the units in order
-(`Topology.sum_tree`), whatever the road and whoever arrived first.
+(`Topology.sum_tree`), whatever the transport and the order of arrival.
 """
 
 import math
@@ -20,16 +20,16 @@ def canonical_mean(
     scratch: Callable[[int], torch.Tensor],
     divide: bool = True,
 ) -> None:
-    """Weighted mean (or, with `divide` false, plain sum) of the parts in the canonical order, into `out`.
+    """Write the weighted mean of the parts, added in the canonical order, into `out`.
 
     Args:
         parts: worker index -> (weight, 1-D gradient or None where the worker has none, which counts as zero).
         tree: worker indices by unit, as `Topology.sum_tree` gives them.
-        out: 1-D result; must not overlap a part.
-        scratch: scratch(k) is a 1-D buffer like `out`, k in {0, 1}; asked for only where needed.
-        divide: divide by the sum of all weights. With equal weights the plain sum is divided by their number:
-            multiplying by 1/3 has other bits than dividing by 3.
+        out: 1-D result. It must not overlap a part.
+        scratch: scratch(k) is a 1-D buffer like `out`, k in {0, 1}. It is called only where needed.
+        divide: divide by the sum of all weights; else the result is a plain sum.
     """
+    # With equal weights the plain sum is divided by their number: multiplying by 1/3 has other bits than dividing by 3.
     weights = [weight for weight, _ in parts.values() if weight > 0]
     equal = not divide or len(set(weights)) <= 1
     if divide and len(weights) > 1 and out.dtype is torch.float16:
@@ -56,17 +56,50 @@ def canonical_mean(
         _divide(out, len(weights) if equal else sum(weights))
 
 
-def _with_headroom(parts: Mapping[int, Part], equal: bool, total: float) -> dict[int, Part]:
-    """The parts with weights whose sum is at most 1: in float16 three gradients of 30,000 have no sum.
+class OrderedMean:
+    """The mean, or the sum, of a group's parts, with the memory that it needs.
 
-    By a power of two, which changes no bit above the denormal numbers.
+    Args:
+        tree, divide: as for `canonical_mean`.
     """
+
+    def __init__(self, tree: Tree, divide: bool = True) -> None:
+        self._tree, self._divide = tree, divide
+        self._scratch: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def write(self, parts: Mapping[int, Part], out: torch.Tensor) -> None:
+        """Write the mean of the parts into `out`."""
+        canonical_mean(parts, self._tree, out, lambda k: self._scratch_like(k, out), self._divide)
+
+    def passing(self, parts: Mapping[int, Part]) -> torch.Tensor:
+        """The mean, for a caller that has used it before it asks for the next one."""
+        if len(parts) == 1:
+            ((weight, gradient),) = parts.values()
+            if weight > 0 and gradient is not None:
+                return gradient  # one part needs no sum, and no copy
+        like = next(gradient for _, gradient in parts.values() if gradient is not None)
+        out = self._scratch_like(2, like)
+        self.write(parts, out)
+        return out
+
+    def _scratch_like(self, k: int, like: torch.Tensor) -> torch.Tensor:
+        buffer = self._scratch.get((k, like.dtype))
+        if buffer is None or buffer.numel() < like.numel():
+            buffer = self._scratch[(k, like.dtype)] = torch.empty_like(like)
+        return buffer[: like.numel()]
+
+
+def _with_headroom(parts: Mapping[int, Part], equal: bool, total: float) -> dict[int, Part]:
+    """The parts with smaller weights: the sum of the weights is at most 1."""
+    # In float16 three gradients of 30,000 have no sum.
+    # A power of two changes no bit above the denormal numbers.
     factor = 0.5 ** math.frexp(total)[1]
     return {w: ((1.0 if equal else weight) * factor if weight > 0 else 0.0, g) for w, (weight, g) in parts.items()}
 
 
 def _divide(out: torch.Tensor, by: float) -> None:
-    """In place. By a power of two a product has the quotient's bits, and multiplying is faster than dividing."""
+    """Divide in place."""
+    # With a power of two the product has the bits of the quotient, and multiplying is faster than dividing.
     if math.frexp(by)[0] == 0.5:
         out.mul_(1.0 / by)
     else:

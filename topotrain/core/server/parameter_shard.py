@@ -1,12 +1,11 @@
-"""One shard of a model as its server holds it: values, what the groups have staged, the update, and their arithmetic.
+"""One shard of a model: its values, its gradient sources, and the update.
 
-It is made when the first worker has said which model the job trains. Nothing here decides when something happens:
-`server` does.
+A server makes it when the first worker has described the model. `server` decides when the shard stages, votes and
+updates.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,14 +17,16 @@ from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.finite import all_finite
 from topotrain.core.model.schema import Allocate, FlatBuffers, Schema, effective, typed
+from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate, clip_bounds
-from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.server.component_state import State
+from topotrain.core.server.gradients.backward_means import ArrivalMeans, ReturnedMeans, SharedMemoryMeans
+from topotrain.core.server.gradients.committed_pushes import CommittedPushes
+from topotrain.core.server.gradients.gradient_source import GradientSource, GroupBuffers, ReducedBucket, SourceSettings
 from topotrain.core.server.group_sync import GroupSync, MasterSync, NoSync, RingSync
 from topotrain.core.server.nonfinite import NOBODY
-from topotrain.extensions.collectives.precomputed_gradients import PrecomputedGradients
-from topotrain.extensions.compression.message_filter import ServerEncoding
-
-Arrived = Callable[[int, Bucket, int, torch.Tensor], None]
+from topotrain.core.server.server_codec import ServerBodyCodec
+from topotrain.core.server.server_extension import ExtensionHooks
 
 _MOST_ENTRIES = 32  # of a parameter's state
 
@@ -40,9 +41,9 @@ class StatePosition:
 
 
 class UpdateUnit:
-    """What is updated at once: one bucket, or the whole shard where tensors are kept whole.
+    """The unit of an update: one bucket, or the shard where tensors are kept whole.
 
-    A bucket of its own stays in the processor's cache between the sum, the update and the road. Element-wise
+    A single bucket stays in the processor's cache between the sum, the update and the transport. Element-wise
     optimizers give the same bits either way.
     """
 
@@ -56,7 +57,7 @@ class UpdateUnit:
 
 
 class OptimizerState:
-    """The optimizer's state as messages: told entry by entry and piece by piece, and loaded the same way."""
+    """The optimizer's state as messages, one for each piece of each entry."""
 
     def __init__(self, slice_map: SliceMap, flats: FlatBuffers, units: Sequence[UpdateUnit]) -> None:
         self._map = slice_map
@@ -67,9 +68,9 @@ class OptimizerState:
         self._names: dict[int, set[str]] = {}
 
     def tell(self, number: int, worker: int) -> Iterator[m.Message]:
-        """Every entry of what a worker of this index holds, in answer to its request `number`.
+        """The entries of a worker's parameters, in reply to its request `number`.
 
-        The last part says how many there were.
+        The last part has the number of parts before it.
         """
         parts = 0
         for unit in self._units:
@@ -97,7 +98,7 @@ class OptimizerState:
         return m.StatePart(number, bucket.id, index, 0.0, name, body=body)
 
     def load(self, part: m.StatePart) -> None:
-        """Take one part; an entry counts when its last piece is here."""
+        """Load one part. An entry counts when its last piece is here."""
         bucket = self._map.buckets[part.bucket]
         unit, key, place = self._home[bucket.pieces[part.piece]]
         names = self._names.setdefault(key, set())
@@ -122,20 +123,25 @@ class OptimizerState:
                 loaded = loaded.as_strided(described.shape, described.stride)
             unit.update.load_state(key, part.key, loaded)
 
+    @property
+    def loading(self) -> bool:
+        """Whether parts of an entry have come, and others have not."""
+        return bool(self._loading)
+
 
 @dataclass(slots=True)
 class ParameterShard:
-    """What a server knows once it knows the model. `staging` is by worker group."""
+    """The state of a server that knows the model. `staging` is by worker group."""
 
     schema: Schema
     map: SliceMap
     buckets: tuple[Bucket, ...]
     flats: FlatBuffers
     units: tuple[UpdateUnit, ...]
-    staging: dict[int, GradientStaging]
+    staging: dict[int, GradientSource]
     agreement: GroupSync
     state: OptimizerState
-    encoding: ServerEncoding
+    codec: ServerBodyCodec
     hyper: HyperCheck
     on_arrival: bool = False
     checked: bool = False
@@ -161,7 +167,11 @@ class ParameterShard:
         return self.flats.view("values", self.bucket(number))
 
     def body(self, message: m.Message) -> torch.Tensor:
-        """The body of a message about a bucket, as elements. Raises ProtocolError if it is none, or of another size."""
+        """The body of a message about a bucket, as elements.
+
+        Raises:
+            ProtocolError: there is no body, or it has another size.
+        """
         if message.body is None:
             raise m.ProtocolError(f"{type(message).__name__} without a body")
         return typed(message.body, self.values(getattr(message, "bucket", -1)))
@@ -182,10 +192,14 @@ class ParameterShard:
         return [bucket.id for bucket in self.buckets if self.staging[group].present(bucket)]
 
     def vote(self, group: int, applied: int, incarnation: int = 0) -> m.StepVote:
-        """What this shard has to say about the group's staged step; `applied`: decisions carried out so far."""
+        """This shard's vote on the group's staged step.
+
+        applied: the number of decisions that are carried out here.
+        """
         staging = self.staging[group]
-        if staging.backup:
-            refused, members = self._refused(staging) if self.checked else (), tuple(sorted(staging.complete))
+        members = staging.members
+        if members:
+            refused = self._refused(staging) if self.checked else ()
             return m.StepVote(group, staging.step, True, 0.0, False, applied, incarnation, refused, members)
         commit = staging.commits[0]
         refused = self._refused(staging) if self.checked and not commit.check_finite else ()
@@ -202,19 +216,20 @@ class ParameterShard:
             power = max(norms, default=0.0) if infinity else sum(to_power(norm, commit.clip_type) for norm in norms)
         return m.StepVote(group, staging.step, finite, power, infinity, applied, incarnation)
 
-    def _refused(self, staging: GradientStaging) -> tuple[int, ...]:
-        """Under a GradScaler an overflow is nobody's fault; else this is in `message.StepVote.refused`."""
+    def _refused(self, staging: GradientSource) -> tuple[int, ...]:
+        """`StepVote.refused` of a step that is not under a GradScaler."""
         found = sorted(staging.spoilers().items())
         return tuple(n for worker, key in found for n in (worker, self.map.segments[key].parameter))
 
-    def _may_go_on(self, staging: GradientStaging, refused: tuple[int, ...]) -> bool:
-        """Whether a step may be applied without those workers: their part is in no mean yet, and in no norm."""
+    def _may_go_on(self, staging: GradientSource, refused: tuple[int, ...]) -> bool:
+        """Whether a step may be applied without these workers."""
+        # Their part must be in no mean yet, and in no norm.
         if self.on_arrival:
             return True
         return not staging.visible and NOBODY not in refused[::2] and staging.commits[0].clip_norm <= 0
 
     def refuse(self, group: int, workers: Collection[int]) -> bool:
-        """These workers' gradients of the group's staged step count for nothing; False: so does the step."""
+        """Leave these workers' gradients out of the group's step. False: nothing is left."""
         return self.on_arrival or self.staging[group].refuse(workers)
 
     def parameter(self, number: int) -> str:
@@ -222,9 +237,9 @@ class ParameterShard:
         return self.schema.parameters[number].name if number >= 0 else ""
 
     def apply(self, group: int, hyper: bytes, commit: m.Commit, norm: float, staleness: int = 0) -> Iterator[Bucket]:
-        """Update the values with the group's staged step, unit by unit; yields each bucket once it is new.
+        """Update the values with the group's step. Yields each bucket once it is new.
 
-        staleness: versions since the group was shown values.
+        staleness: versions since the group was sent values.
         """
         factor = step_factor(commit, norm)
         if self.on_arrival:  # the values are new already, and have been shown
@@ -236,7 +251,7 @@ class ParameterShard:
             yield from unit.buckets
 
     def update(self, unit: UpdateUnit, group: int, hyper: bytes, factor: float = 1.0, staleness: int = 0) -> None:
-        """One unit's values take the group's gradient times `factor`, which itself stays as it is."""
+        """Update one unit with the group's gradient times `factor`."""
         staging = self.staging[group]
         grads: dict[int, torch.Tensor | None] = {}
         for bucket in unit.buckets:
@@ -253,12 +268,14 @@ class ParameterShard:
         if any(gradient is not None for gradient in grads.values()):
             unit.update.apply(hyper, grads, staleness)
 
-    def update_now(self, bucket: Bucket, present: int, gradient: torch.Tensor, hyper: bytes) -> None:
-        """One bucket's values take a gradient that has just arrived."""
+    def update_now(self, reduced: ReducedBucket, hyper: bytes) -> None:
+        """Update one bucket's values with a gradient that has just arrived."""
+        bucket, gradient = self.bucket(reduced.bucket), reduced.mean
+        assert gradient is not None
         grads: dict[int, torch.Tensor | None] = {
             piece.segment: gradient[piece.lo - bucket.lo : piece.hi - bucket.lo]
             for i, piece in enumerate(bucket.pieces)
-            if present >> i & 1
+            if reduced.present >> i & 1
         }
         if grads:
             self.units[bucket.id - self.buckets[0].id].update.apply(hyper, grads)
@@ -267,22 +284,63 @@ class ParameterShard:
     def _scaled(gradient: torch.Tensor, factor: float) -> torch.Tensor:
         return gradient if factor == 1.0 else gradient * factor
 
+    def state_dict(self) -> State | None:
+        """Return the state, see `component_state`; None while optimizer state is loaded."""
+        codec = self.codec.state_dict()
+        if self.state.loading or codec is None:
+            return None
+        return {
+            "buffers": list(self._kept_buffers()),
+            "updates": [unit.update.state_dict() for unit in self.units],
+            "staging": {group: staging.state_dict() for group, staging in self.staging.items()},
+            "hyper": self.hyper.state_dict(),
+            "agreement": self.agreement.state_dict(),
+            "codec": codec,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        for name, space, theirs in state["buffers"]:
+            ours = self.flats.flat(name, space)
+            if ours.data_ptr() != theirs.data_ptr():  # a state transfer fills the buffers themselves
+                ours.copy_(theirs)
+        for unit, update in zip(self.units, state["updates"], strict=True):
+            unit.update.load_state_dict(update)
+        for group, staging in self.staging.items():
+            staging.load_state_dict(state["staging"][group])
+        self.hyper.load_state_dict(state["hyper"])
+        self.agreement.load_state_dict(state["agreement"])
+        self.codec.load_state_dict(state["codec"])
+
+    def _kept_buffers(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Yield the buffers that count even without a message, as (name, space, buffer)."""
+        names = {VALUES}
+        for group, staging in self.staging.items():
+            if staging.begun:
+                names |= {f"mean {group}", f"total {group}"}
+            if staging.workers > 1:  # other workers are sent the same values later
+                names.add(f"out {group}")
+        for (name, space), flat in sorted(self.flats.held(), key=lambda held: held[0]):
+            if name in names:
+                yield name, space, flat
+
 
 def norm_of(gradient: torch.Tensor, kind: float) -> float:
-    """Of short floats in float32: in float16 a norm above 65504 would be infinite, and clipping would leave zeros."""
+    """The norm of a gradient."""
+    # In float16 a norm above 65504 would be infinite, and clipping would leave zeros.
     wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
     return float(torch.linalg.vector_norm(gradient, kind, dtype=wide))
 
 
 def global_norm(power: float, commit: m.Commit) -> float:
-    """The norm over all shards from their combined powers; -1 where the step does not clip."""
+    """The norm over all shards, from their combined powers; -1: no clipping."""
     if commit.clip_norm <= 0:
         return -1.0
     return power if commit.clip_type == float("inf") else to_power(power, 1.0 / commit.clip_type)
 
 
 def to_power(number: float, exponent: float) -> float:
-    """As torch has it: what is too large for a double is infinite, and no error."""
+    """`number**exponent`; infinite, as in torch, where a double cannot hold it."""
     try:
         return float(number**exponent)
     except OverflowError:
@@ -290,11 +348,26 @@ def to_power(number: float, exponent: float) -> float:
 
 
 def step_factor(commit: m.Commit, norm: float) -> float:
-    """What a step's gradients are multiplied by; norm: the global one."""
+    """The factor of a step's gradients. norm: the global one."""
     factor = commit.inv_scale
     if 0 < commit.clip_norm < norm:
         factor *= commit.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
     return factor
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMemory:
+    """The memory of a server's shard.
+
+    Attributes:
+        allocate: allocate(numel, dtype) -> zeroed 1-D tensor.
+        shared: workers and servers of a host see one another's memory.
+        windows: parts of parameter buffers that other processes see, too, by name and space.
+    """
+
+    allocate: Allocate
+    shared: bool = False
+    windows: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
 
 def open_model(
@@ -303,36 +376,51 @@ def open_model(
     topology: Topology,
     schema: Schema,
     slice_map: SliceMap,
-    allocate: Allocate,
-    windows: Mapping[tuple[str, int], torch.Tensor],
-    shared: bool,
-    arrived: Arrived,
+    memory: ShardMemory,
+    hooks: ExtensionHooks,
 ) -> ParameterShard:
-    """Make the shard of server `me`; `windows` are its parts of parameter buffers, by name and space.
-
-    arrived: with `apply: kOnArrival`, told (worker group, bucket, pieces, mean) of each mean when it is there.
+    """Make the shard of server `me`.
 
     Raises what the optimizer's class raises for settings that it does not take.
     """
     job = effective(job, schema.parameters)
-    flats = FlatBuffers(slice_map, me.index, allocate)
-    for (name, space), flat in windows.items():
+    flats = FlatBuffers(slice_map, me.index, memory.allocate)
+    for (name, space), flat in memory.windows.items():
         flats.put(name, space, flat)
     buckets = slice_map.buckets_of(me.index)
     correct = corrector(job, groups_apart(topology))
     units = _units(job, schema, slice_map, buckets, flats, correct)
-    encoding = ServerEncoding(job.cluster, slice_map, me.index, flats)
+    codec = hooks.server_codec(slice_map, me.index, flats)
     staging = {}
     for group in topology.worker_groups_of(me.group):
-        reader = me.index % topology.workers_per_group if shared and topology.sees_memory(group) else None
-        staging[group] = _staging(job, topology, group, buckets, flats, reader, arrived, encoding)
+        seen = memory.shared and topology.sees_memory(group)
+        settings = SourceSettings(
+            workers=topology.workers_per_group,
+            tree=topology.sum_tree(group),
+            buckets=buckets,
+            buffers=GroupBuffers(flats, group),
+            visible=job.apply is Apply.kOnArrival or (job.grads is Grads.kVisible and topology.workers_per_group > 1),
+            divide=job.reduce is Reduce.kMean,
+            checked=job.nonfinite is not NonFinite.kAllow,
+            reader=me.index % topology.workers_per_group if seen else None,
+            codec=codec,
+        )
+        staging[group] = hooks.gradient_source(job, slice_map, settings) or _source(job, settings)
     agreement = _agreement(me.group, job, topology, buckets, flats)
     state = OptimizerState(slice_map, flats, units)
     on_arrival = job.apply is Apply.kOnArrival
     hyper = HyperCheck(OptimizerSpec.from_text(schema.optimizer), job.import_)
     checked = job.nonfinite is not NonFinite.kAllow
     home = (schema, slice_map, buckets, flats, units, staging, agreement)
-    return ParameterShard(*home, state, encoding, hyper, on_arrival, checked)
+    return ParameterShard(*home, state, codec, hyper, on_arrival, checked)
+
+
+def _source(job: Job, settings: SourceSettings) -> GradientSource:
+    if job.apply is Apply.kOnArrival:
+        return ArrivalMeans(settings)
+    if not settings.visible:
+        return CommittedPushes(settings)
+    return ReturnedMeans(settings) if settings.reader is None else SharedMemoryMeans(settings)
 
 
 def _units(
@@ -379,39 +467,6 @@ def _bucket(buckets: tuple[Bucket, ...], number: int) -> Bucket:
     if not buckets or not buckets[0].id <= number <= buckets[-1].id:
         raise m.ProtocolError(f"bucket {number} is not mine")
     return buckets[number - buckets[0].id]
-
-
-def _staging(
-    job: Job,
-    topology: Topology,
-    group: int,
-    buckets: tuple[Bucket, ...],
-    flats: FlatBuffers,
-    reader: int | None,
-    arrived: Arrived,
-    encoding: ServerEncoding,
-) -> GradientStaging:
-    on_arrival = job.apply is Apply.kOnArrival
-    workers = topology.workers_per_group
-    staging: Callable[..., GradientStaging] = GradientStaging
-    if topology.collective:
-        hidden = job.grads is Grads.kHidden  # no worker sees a mean that it could hand in
-        staging = partial(PrecomputedGradients, totals=hidden and topology.relayed, foreign=topology.foreign)
-    return staging(
-        workers,
-        topology.sum_tree(group),
-        buckets,
-        lambda name, bucket: flats.view(f"{name} {group}", bucket),
-        lambda name, segment: flats.segment(f"{name} {group}", segment),
-        visible=on_arrival or (job.grads is Grads.kVisible and workers > 1),
-        divide=job.reduce is Reduce.kMean,
-        reader=None if on_arrival else reader,
-        arrived=partial(arrived, group) if on_arrival else None,
-        told=partial(encoding.mean, group),
-        checked=job.nonfinite is not NonFinite.kAllow,
-        sees=reader is not None,
-        backup=job.cluster.backup > 0,
-    )
 
 
 def _agreement(group: int, job: Job, topology: Topology, buckets: tuple[Bucket, ...], flats: FlatBuffers) -> GroupSync:

@@ -1,9 +1,9 @@
-"""Who waits for values, and which values each worker group is shown.
+"""Replies to pulls: when they are sent, and which values each worker group gets.
 
-A reply waits until its group may go on (`consistency.Clocks`). All workers of a group are shown one and the same
-moment, however far apart they are served: where values change between two of its steps, from a snapshot. Workers that
-live in a parameter buffer of their host find the values there (see `shared_windows`), and are told so. A worker is sent
-the buckets that it holds, which in a job whose model is not split are all.
+A reply waits until its group may go on (`consistency.Clocks`). All workers of a group get the values of the same
+moment, however far apart they are served. Where values change between two steps of the group, they come from a copy.
+Workers with a parameter buffer on the server's host find the values there (see `shared_windows`), and get a message
+without a body. A worker is sent the buckets that it holds. Without a split model these are all buckets.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +15,7 @@ from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.protocol import Applied, Fetch, Message, ProtocolError, Values
+from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.parameter_shard import ParameterShard
 
 _MOST_HELD = 64  # replies to one worker
@@ -22,7 +23,7 @@ _MOST_HELD = 64  # replies to one worker
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A reply that waits for its moment; `round` as in message.Values."""
+    """A reply that is not sent yet. `round` is that of its Values."""
 
     worker: Address
     round: int
@@ -31,13 +32,13 @@ class _Held:
 
 
 class PullReplies:
-    """The readers of one server.
+    """The replies of one server.
 
     Args:
-        groups: the worker groups that use it.
-        workers: how many each has.
-        private: one group alone changes the values, by its own steps: it can be shown the values themselves.
-        buffers: group -> name of the parameter buffer that its workers live in; others are sent their values.
+        groups: the worker groups of the server.
+        workers: the number of workers in each.
+        private: only the steps of one group change the values, so that its replies need no copy of them.
+        buffers: group -> name of its workers' parameter buffer. Other groups are sent their values.
         lazy: the workers wait for each bucket by itself.
         apart: a worker may still read one moment when the others have made the next.
     """
@@ -82,31 +83,39 @@ class PullReplies:
         self._held.append(_Held(worker, applied.step, applied, fetch))
 
     def repeat(self, worker: Address, applied: Applied, fetch: bool) -> None:
-        """A worker says again what is applied already; values only if they are still those of that step."""
+        """A worker commits again a step that is applied."""
+        # It gets values only if they are still those of that step.
         self._check_held(worker)
         self.reply(worker, applied, fetch and (self._apart or self._shown.get(worker.group) == applied.step))
 
     def _check_held(self, worker: Address) -> None:
-        """A worker waits for what it asks for; only a road that says things twice makes two questions of one."""
+        """Raise ProtocolError for a worker with too many requests."""
+        # A worker waits for each reply. Only a transport that repeats messages makes two requests of one.
         if sum(held.worker == worker for held in self._held) >= _MOST_HELD:
-            raise ProtocolError(f"{worker} asks on and on for values that it has to wait for")
+            raise ProtocolError(f"{worker} asks on and on for values: {_MOST_HELD} requests wait for replies")
 
     def forget(self, group: int) -> None:
-        """The group's workers are gone; those who come after them number their questions from the start."""
+        """Forget a group with new processes, which number their requests from the start."""
         self._held = [held for held in self._held if held.worker.group != group]
         self._fetched = {worker: asked for worker, asked in self._fetched.items() if worker.group != group}
         for known in (self._shown, self._streamed, self._fixed):
             known.pop(group, None)
 
     def forget_one(self, worker: Address) -> None:
-        """The same of one worker, whose group is still there."""
+        """Forget one worker with a new process."""
         self._held = [held for held in self._held if held.worker != worker]
         self._fetched.pop(worker, None)
 
     def release(
         self, model: ParameterShard, version: int, may_read: Callable[[int], bool]
     ) -> Iterator[tuple[Address, Message]]:
-        """The replies whose time has come. `version` is that of the values now; `may_read(group)` holds a group."""
+        """The replies that may be sent now.
+
+        Args:
+            model: the shard.
+            version: the version of its values.
+            may_read: may_read(group): whether a group may have values now.
+        """
         waiting, self._held = self._held, []
         for held in waiting:
             if not may_read(held.worker.group) or not self._all_wait(held, waiting):
@@ -120,7 +129,7 @@ class PullReplies:
     def stream(
         self, model: ParameterShard, group: int, bucket: Bucket, step: int, version: int
     ) -> Iterator[tuple[Address, Message]]:
-        """A bucket is new in the middle of the group's step: its workers may have it before the others."""
+        """The replies with a bucket that is new before the group's step is complete."""
         if group in self._buffers and not self._lazy:
             return
         known, buckets = self._streamed.get(group, (-1, set()))
@@ -134,7 +143,7 @@ class PullReplies:
             for index in self._owners(model, bucket):
                 yield Address(Role.WORKER, group, index), Values(step, bucket.id, version)
             return
-        model.encoding.show(group, bucket, model.values(bucket.id), anew=False)
+        model.codec.show(group, bucket, model.values(bucket.id), anew=False)
         values = self._message(model, group, bucket, step, version, new=True)
         for index in self._owners(model, bucket):
             yield Address(Role.WORKER, group, index), values
@@ -161,7 +170,7 @@ class PullReplies:
             if step == held.round and bucket.id in early:
                 continue
             if new:
-                model.encoding.show(group, bucket, model.values(bucket.id), anew=held.applied is None)
+                model.codec.show(group, bucket, model.values(bucket.id), anew=held.applied is None)
             # The first of a group has everything shown, for the others too: their moment is this one.
             values = self._message(model, group, bucket, held.round, self.pulled[group], new)
             if held.worker.index in self._owners(model, bucket):
@@ -170,8 +179,8 @@ class PullReplies:
     def _message(
         self, model: ParameterShard, group: int, bucket: Bucket, number: int, version: int, new: bool
     ) -> Values:
-        """What the group is shown of a bucket; new: it is the first of the group's workers that is shown this."""
-        difference = model.encoding.difference(group, bucket)
+        """The values of a bucket for a group. new: no worker of the group has got them."""
+        difference = model.codec.difference(group, bucket)
         if difference is not None:
             return Values(number, bucket.id, version, coded=True, body=difference)
         if self._apart:
@@ -182,21 +191,21 @@ class PullReplies:
         return Values(number, bucket.id, version, body=body)
 
     def _copy(self, model: ParameterShard, bucket: Bucket, version: int) -> torch.Tensor:
-        """A bucket's values at this version, the present one or that which was asked for last."""
+        """A bucket's values at this version: the present one, or that of the last call."""
         known = self._copies.get(bucket.id)
         if known is None or known[0] != version:
             known = self._copies[bucket.id] = version, model.values(bucket.id).clone()
         return known[1]
 
     def show(self, model: ParameterShard, worker: int, number: int, version: int) -> Iterator[Message]:
-        """The values as they are, for one worker. number: what it takes for their round."""
+        """The values as they are, for one worker. number: their round."""
         for bucket in model.buckets:
             if worker in self._owners(model, bucket):
                 body = self._copy(model, bucket, version)
                 yield Values(number, bucket.id, version, body=body)
 
     def _shows_now(self, held: _Held, version: int) -> bool:
-        """Whether this is the first of its group to be shown this moment."""
+        """Whether this is the first worker of its group that gets this moment."""
         group = held.worker.group
         if self._shown.get(group) == held.round:
             return False
@@ -212,9 +221,29 @@ class PullReplies:
             for bucket in model.buckets:
                 if step != held.round or bucket.id not in early:
                     self._fill(model, name, bucket)
-        if held.applied is None or self._lazy:  # else who waits for a step is told by what became of it
+        if held.applied is None or self._lazy:  # else the worker waits for the Applied of its step
             yield held.worker, Values(held.round, -1, version)
 
     def _fill(self, model: ParameterShard, name: str, bucket: Bucket) -> None:
         if name != VALUES:
             model.flats.view(name, bucket).copy_(model.values(bucket.id))
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "copies": self._copies,
+            "pulled": self.pulled,
+            "asked": self.asked,
+            "fetched": self._fetched,
+            "shown": self._shown,
+            "streamed": self._streamed,
+            "fixed": self._fixed,
+            "held": [field_values(held) for held in self._held],
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._copies, self.pulled, self.asked = dict(state["copies"]), dict(state["pulled"]), set(state["asked"])
+        self._fetched, self._shown, self._fixed = dict(state["fetched"]), dict(state["shown"]), dict(state["fixed"])
+        self._streamed = {group: (step, set(buckets)) for group, (step, buckets) in state["streamed"].items()}
+        self._held = [_Held(*values) for values in state["held"]]

@@ -1,21 +1,43 @@
 """What a feature outside the core adds to a server: its own messages, and hooks into the life of a step and of a group.
 
-A server is given its extensions when it is made, and knows none of them by name. `launch.runtime.server_composition` is
-the one place that does. Every method of `ServerExtension` does nothing by default. A server looks once which extension
-overrides which method (`ExtensionHooks`), so that a hook without a user costs an empty loop.
+A server is given its extensions after it is made, and knows none of them by name. `launch.runtime.server_composition`
+is the one place that does. Every method of `ServerExtension` does nothing by default. A server looks once which
+extension overrides which method (`ExtensionHooks`), so that a hook without a user costs an empty loop.
 
 An extension returns what is to be sent. The server sends it at once, in the order of the list, and in the order of the
 extensions where several have something to send.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+from topotrain.config.job import Job
+from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.server.component_state import State
+from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
+from topotrain.core.server.server_codec import ServerBodyCodec
+from topotrain.core.server.steps.step_policy import ALL_WORKERS, StepPolicy
 
 Outbox = Sequence[tuple[Address, m.Message]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A step of a worker group that is over.
+
+    commits: of the workers whose gradients made the step, by index. applied: the reply to them.
+    """
+
+    group: int
+    step: int
+    commits: Mapping[int, m.Commit]
+    applied: m.Applied
 
 
 class ServerExtension:
@@ -25,22 +47,38 @@ class ServerExtension:
     """The types of messages that this extension handles."""
     before_model: tuple[type[m.Message], ...] = ()
     """Those of `messages` that it handles before the server knows the model; the others are held until then."""
-
-    state_types: tuple[type, ...] = ()
-    """Classes of the objects in its fields, by which its state is copied to a second copy of the server.
-
-    Empty: there is nothing to copy as long as `has_begun` is false, and a server cannot be copied while it is true.
-    """
+    observes: tuple[type[m.Message], ...] = ()
+    """Types of messages of which `on_sent` is told."""
+    decrees: tuple[int, ...] = ()
+    """Values of `StepDecision.change` of which `on_decree` is told."""
 
     # --- messages ------------------------------------------------------------------------------------------------
 
-    def place(self, sender: Address, message: m.Message) -> torch.Tensor:
-        """Memory for the body of one of `messages`. Raises ProtocolError for a message that has none."""
+    def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
+        """Memory for the body of one of `messages`, or None (see `Endpoint.place`).
+
+        Raises:
+            ProtocolError: the message has no body.
+        """
         raise m.ProtocolError(f"{type(message).__name__} has no body")
 
     def handle(self, sender: Address, message: m.Message) -> Outbox:
         """Handle one of `messages`. Raises ProtocolError for what no correct peer sends."""
         return ()
+
+    def on_handled(self, extension: "ServerExtension") -> None:
+        """Another extension has handled a message."""
+
+    def accepts(self, sender: Address, message: m.Message) -> bool:
+        """Whether the server handles a message of this sender; False: the message is dropped."""
+        return True
+
+    def may_send(self, to: Address, message: m.Message) -> bool:
+        """Whether the server sends a message to this receiver; False: the message is dropped."""
+        return True
+
+    def on_sent(self, to: Address, message: m.Message) -> None:
+        """The server sends a message of one of the types in `observes`."""
 
     # --- a step --------------------------------------------------------------------------------------------------
 
@@ -55,6 +93,9 @@ class ServerExtension:
         """The shard's vote on a staged step, with what this extension has of the step taken into account."""
         return vote
 
+    def before_decision(self, group: int) -> None:
+        """The coordinator is about to decide a step of this group."""
+
     def apply_step(self, group: int, step: int, commits: Mapping[int, m.Commit], factor: float) -> Outbox:
         """The step counts, and the shard's values have just changed.
 
@@ -62,15 +103,98 @@ class ServerExtension:
         """
         return ()
 
-    def step_over(self, group: int, step: int) -> Outbox:
+    def amend_reply(self, group: int, applied: m.Applied, first: m.Commit) -> m.Applied:
+        """The reply to the workers of a step; first: the commit of the first of them."""
+        return applied
+
+    def step_over(self, result: StepResult) -> Outbox:
         """The step was applied or skipped. What is returned is sent before the replies to the step's workers."""
         return ()
 
-    # --- the life of a group and of the job ------------------------------------------------------------------------
+    def on_decree(self, decision: m.StepDecision) -> Outbox:
+        """A decision whose `change` is one of `decrees` is carried out on this shard."""
+        return ()
+
+    # --- a worker, a group, and the job ------------------------------------------------------------------------------
+
+    def on_lost(self, worker: Address) -> None:
+        """The process of a worker is gone."""
+
+    def on_finish(self, worker: Address) -> None:
+        """The script of a worker has ended."""
+
+    def on_reconnect(self) -> None:
+        """A connection to another server was made anew, and what was sent before may be lost."""
+
+    def reset_group(self, group: int, ended: bool) -> None:
+        """The workers of a group are gone: what they have sent counts only as far as it is applied.
+
+        ended: all their scripts had ended.
+        """
+
+    def reset_worker(self, worker: Address) -> None:
+        """The same of one worker, whose group continues without it."""
+
+    def group_over(self, group: int) -> Outbox:
+        """The workers of a group have left the job, or their scripts have ended. May be called twice."""
+        return ()
 
     def has_begun(self) -> bool:
         """Whether workers have already left something here that no later worker would repeat."""
         return False
+
+    def state_dict(self) -> State | None:
+        """The state, from which a second copy of the server is made, see `component_state`. None: not possible now."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict` of the same extension of another copy."""
+
+    def scripts_over(self) -> bool:
+        """In a job whose workers have described no model: whether all scripts have come to their end."""
+        return False
+
+    def is_done(self) -> bool:
+        """In a job whose workers have described no model: whether nothing is left for this server to do."""
+        return False
+
+    def snapshot_under_way(self) -> int:
+        """The number of the snapshot for which workers leave their states now; 0: none."""
+        return 0
+
+
+class GradientExtension(ServerExtension):
+    """An extension that decides how gradients come together, or how gradients and values travel."""
+
+    def server_codec(self, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> ServerBodyCodec | None:
+        """The encoding of pushes, means and values, if this extension decides that.
+
+        The server asks when it knows the model. shard, flats: the server's part of the model, and its buffers.
+        """
+        return None
+
+    def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource | None:
+        """The source of a worker group's gradients, if this extension decides that.
+
+        The server asks when it knows the model. job: as it is carried out on this model.
+        """
+        return None
+
+    def backward_ended(self, sender: Address, message: m.BackwardEnd) -> Outbox:
+        """A worker has ended a backward of its group's current step."""
+        return ()
+
+    def committed(self, sender: Address, message: m.Commit) -> Outbox:
+        """A worker has committed its group's current step."""
+        return ()
+
+    def route_values(self, worker: Address, values: m.Values) -> Outbox:
+        """Send values to a worker. An extension may send them another way."""
+        return ((worker, values),)
+
+
+class RegroupExtension(ServerExtension):
+    """An extension that takes part when worker groups restart, leave the job, or come to it."""
 
     def refuses_regroup(self) -> str:
         """Why no worker group can restart, leave or join while the others go on; empty: they can."""
@@ -95,45 +219,97 @@ class ServerExtension:
         """The workers of a group are to leave the job after their next step."""
         return ()
 
-    def group_over(self, group: int) -> Outbox:
-        """The workers of a group have left the job, or their scripts have ended. May be called twice."""
-        return ()
-
     def group_returns(self, group: int) -> None:
         """The workers of a group that had left the job are back."""
 
-    def scripts_over(self) -> bool:
-        """In a job whose workers have described no model: whether all scripts have come to their end."""
+
+class ExchangeExtension(ServerExtension):
+    """An extension that takes part in what server groups send each other about their values."""
+
+    def take_exchange(self, sender: Address, message: m.Message, body: torch.Tensor) -> bool:
+        """Another server group has sent this. True: the extension handles it, now or later."""
         return False
 
-    def is_done(self) -> bool:
-        """In a job whose workers have described no model: whether nothing is left for this server to do."""
-        return False
+    def exchanged(self, message: m.Message, body: torch.Tensor) -> None:
+        """The values have just taken what another server group has sent."""
+
+    def amend_exchange(self, message: m.Message) -> m.Message:
+        """A message about this server's values, as it is to be sent to another server group."""
+        return message
+
+    def on_drain(self) -> None:
+        """No worker group of this server group trains any more."""
 
 
 class ExtensionHooks:
     """The extensions of one server by the hooks that they override, in the order of the extensions."""
 
-    def __init__(self, extensions: Sequence[ServerExtension]) -> None:
+    def __init__(self, extensions: Sequence[ServerExtension] = ()) -> None:
+        self.attach(extensions)
+
+    def attach(self, extensions: Sequence[ServerExtension]) -> None:
+        """Find once which extension overrides which method."""
+        self.extensions = tuple(extensions)
+        self.policy = next((each for each in extensions if isinstance(each, StepPolicy)), ALL_WORKERS)
         self.handlers = {kind: extension for extension in extensions for kind in extension.messages}
         self.before_model = frozenset(kind for extension in extensions for kind in extension.before_model)
+        self.on_handled = overriding(extensions, ServerExtension.on_handled)
+        self.accepts = overriding(extensions, ServerExtension.accepts)
+        self.may_send = overriding(extensions, ServerExtension.may_send)
+        observed = {kind for extension in extensions for kind in extension.observes}
+        self.on_sent = {kind: tuple(each for each in extensions if kind in each.observes) for kind in observed}
         self.may_stage = overriding(extensions, ServerExtension.may_stage)
         self.amend_vote = overriding(extensions, ServerExtension.amend_vote)
+        self.before_decision = overriding(extensions, ServerExtension.before_decision)
         self.apply_step = overriding(extensions, ServerExtension.apply_step)
+        self.amend_reply = overriding(extensions, ServerExtension.amend_reply)
         self.step_over = overriding(extensions, ServerExtension.step_over)
-        self.has_begun = overriding(extensions, ServerExtension.has_begun)
-        self.refuses_regroup = overriding(extensions, ServerExtension.refuses_regroup)
-        self.refuses_leave = overriding(extensions, ServerExtension.refuses_leave)
-        self.streams = overriding(extensions, ServerExtension.streams)
-        self.group_restarted = overriding(extensions, ServerExtension.group_restarted)
-        self.group_leaves = overriding(extensions, ServerExtension.group_leaves)
+        changes = {change for extension in extensions for change in extension.decrees}
+        self.on_decree = {change: tuple(each for each in extensions if change in each.decrees) for change in changes}
+        self.on_lost = overriding(extensions, ServerExtension.on_lost)
+        self.on_finish = overriding(extensions, ServerExtension.on_finish)
+        self.on_reconnect = overriding(extensions, ServerExtension.on_reconnect)
+        self.reset_group = overriding(extensions, ServerExtension.reset_group)
+        self.reset_worker = overriding(extensions, ServerExtension.reset_worker)
         self.group_over = overriding(extensions, ServerExtension.group_over)
-        self.group_returns = overriding(extensions, ServerExtension.group_returns)
+        self.has_begun = overriding(extensions, ServerExtension.has_begun)
         self.scripts_over = overriding(extensions, ServerExtension.scripts_over)
         self.is_done = overriding(extensions, ServerExtension.is_done)
+        self.snapshot_under_way = overriding(extensions, ServerExtension.snapshot_under_way)
+        gradients = tuple(each for each in extensions if isinstance(each, GradientExtension))
+        self.server_codecs = overriding(gradients, GradientExtension.server_codec)
+        self.gradient_sources = overriding(gradients, GradientExtension.gradient_source)
+        self.backward_ended = overriding(gradients, GradientExtension.backward_ended)
+        self.committed = overriding(gradients, GradientExtension.committed)
+        self.route_values = next(iter(overriding(gradients, GradientExtension.route_values)), None)
+        regroups = tuple(each for each in extensions if isinstance(each, RegroupExtension))
+        self.refuses_regroup = overriding(regroups, RegroupExtension.refuses_regroup)
+        self.refuses_leave = overriding(regroups, RegroupExtension.refuses_leave)
+        self.streams = overriding(regroups, RegroupExtension.streams)
+        self.group_restarted = overriding(regroups, RegroupExtension.group_restarted)
+        self.group_leaves = overriding(regroups, RegroupExtension.group_leaves)
+        self.group_returns = overriding(regroups, RegroupExtension.group_returns)
+        exchanges = tuple(each for each in extensions if isinstance(each, ExchangeExtension))
+        self.take_exchange = overriding(exchanges, ExchangeExtension.take_exchange)
+        self.exchanged = overriding(exchanges, ExchangeExtension.exchanged)
+        self.amend_exchange = overriding(exchanges, ExchangeExtension.amend_exchange)
+        self.on_drain = overriding(exchanges, ExchangeExtension.on_drain)
+
+    def server_codec(self, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> ServerBodyCodec:
+        """The codec of the first extension that brings one, or the default."""
+        found = (extension.server_codec(slice_map, shard, flats) for extension in self.server_codecs)
+        return next((codec for codec in found if codec is not None), None) or ServerBodyCodec()
+
+    def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource | None:
+        """The gradient source of the first extension that brings one."""
+        found = (extension.gradient_source(job, slice_map, settings) for extension in self.gradient_sources)
+        return next((source for source in found if source is not None), None)
 
 
-def overriding(extensions: Sequence[ServerExtension], method: Callable[..., object]) -> tuple[ServerExtension, ...]:
-    """The extensions whose class has a method of its own in the place of this one of `ServerExtension`."""
+_Extension = TypeVar("_Extension", bound=ServerExtension)
+
+
+def overriding(extensions: Iterable[_Extension], method: Callable[..., object]) -> tuple[_Extension, ...]:
+    """The extensions whose class has a method of its own in the place of this one of a class of extensions."""
     name = method.__name__
     return tuple(extension for extension in extensions if getattr(type(extension), name) is not method)

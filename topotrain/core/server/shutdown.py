@@ -1,10 +1,11 @@
-"""How a job ends on the servers: everybody drains, the masters hand their values to server group 0, worker (0,0) reads.
+"""The end of a job on the servers: the drain, and the final values.
 
-The result of a job is the master view after the drain. A server that has applied its last update says Drained to the
-same shard of the other groups, but only when all it sent was answered, so nothing is under way once all have said it.
-Then each master's value of a bucket is final and goes to server group 0 (with ring averaging every group's value goes
-there and the mean is final). The model's buffers (BatchNorm statistics) take the same road: worker 0 of each group
-leaves them at server (0,0), or the first worker that has them, and worker (0,0) collects them.
+The result of a job is the values of the masters after the drain. A server that has applied its last update sends
+Drained to the same shard of the other groups, when all its messages are answered. Nothing is under way once all servers
+have sent it. Then each master's value of a bucket is final and goes to server group 0, where worker (0,0) reads it.
+With ring averaging the values of all groups go there, and their mean is final. The model's buffers (BatchNorm
+statistics) travel the same way: the first worker of each group that has them leaves them at server (0,0), and worker
+(0,0) collects them.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema
+from topotrain.core.server.component_state import State
 
 Out = list[tuple[Address, m.Message]]
 View = Callable[[Bucket], torch.Tensor]
@@ -24,7 +26,7 @@ _MOST_ASKS = 64
 
 
 class Shutdown:
-    """The end, as one server sees it.
+    """The end of the job on one server.
 
     Args:
         me: the server.
@@ -50,7 +52,7 @@ class Shutdown:
 
     @property
     def done(self) -> bool:
-        """Nothing is left to be said or asked here."""
+        """Whether no message is left to be sent or received here."""
         if self._me.group != 0:
             return self._handed_on
         wanted = {m.FinalRequest, m.BufferRequest} if self._me.index == 0 else {m.FinalRequest}
@@ -68,7 +70,7 @@ class Shutdown:
     def take(
         self, sender: Address, message: m.Message, body: torch.Tensor | None, buckets: Sequence[Bucket], view: View
     ) -> Out:
-        """A message of the end: Drained, Final, FinalAsk, BufferPut or BufferAsk."""
+        """Handle Drained, FinalValue, FinalRequest, ModelBufferValue or BufferRequest."""
         if isinstance(message, m.Drained):
             self._drained.add(sender.group)
         elif isinstance(message, m.FinalValue) and body is not None:
@@ -77,18 +79,18 @@ class Shutdown:
             self._keep_buffer(message, body)
         else:
             if len(self._asks) >= _MOST_ASKS:
-                raise m.ProtocolError(f"{sender} asks on and on for what the end has not brought yet")
+                raise m.ProtocolError(f"{sender}: more than {_MOST_ASKS} requests for final values are held")
             self._asks.append((sender, message))
         return self._advance(buckets, view)
 
     def expect_buffers(self, count: int) -> None:
-        """So many buffers has the model."""
+        """Set the number of the model's buffers."""
         self._buffers_each = count
 
     def forget(self, group: int, ended: bool) -> None:
-        """The workers of a group are gone: others will ask what they have asked, when they can take the answer.
+        """Forget the requests of a group with new processes, which will ask again.
 
-        ended: their scripts had ended. Else others will say what they have said, too.
+        ended: the scripts had ended. Else the new processes send the model's buffers again, too.
         """
         self._asks = [(sender, ask) for sender, ask in self._asks if sender.group != group]
         if not ended:
@@ -96,11 +98,11 @@ class Shutdown:
             self._buffers_here = {key for key in self._buffers_here if key[0] != group}
 
     def away(self, group: int) -> None:
-        """The workers of a group have left the job: nobody waits for theirs."""
+        """The workers of a group have left the job. Their buffers are not waited for."""
         self._away.add(group)
 
     def back(self, group: int) -> None:
-        """They have come back."""
+        """The workers of a group have come back."""
         self._away.discard(group)
 
     def buffer_place(self, message: m.ModelBufferValue, schema: Schema) -> torch.Tensor:
@@ -175,3 +177,27 @@ class Shutdown:
             return None
         found: Out = [(to, m.ModelBufferValue(*key, body=self._buffers[key])) for key in wanted]
         return [*found, (to, m.ModelBufferValue(len(there), -1))]
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "drained": self._drained,
+            "handed_on": self._handed_on,
+            "finals": self._finals,
+            "final": self._final,
+            "asks": self._asks,
+            "answered": {kind.KIND for kind in self._answered},
+            "buffers": self._buffers,
+            "buffers_here": self._buffers_here,
+            "buffers_from": self._buffers_from,
+            "buffers_each": self._buffers_each,
+            "away": self._away,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._drained, self._away = set(state["drained"]), set(state["away"])
+        self._handed_on, self._finals, self._final = state["handed_on"], dict(state["finals"]), state["final"]
+        self._asks, self._answered = list(state["asks"]), set(map(m.kind_of, state["answered"]))
+        self._buffers, self._buffers_here = dict(state["buffers"]), set(state["buffers_here"])
+        self._buffers_from, self._buffers_each = set(state["buffers_from"]), state["buffers_each"]

@@ -1,29 +1,28 @@
-"""How a server comes to its model: described by workers, cut like everybody's, in memory that others may see.
+"""The start of a server: the description of the model, and the memory for it.
 
-Rule: the first description counts, and every other must be the same. Where workers and servers share memory, the first
-server of a group gives the buffers out, and the model is made when they are here.
+The first description counts, and every other must be the same. Where workers and servers share memory, the first
+server of a group allocates the buffers and shows them to the others. A server makes its shard when they are here.
 """
 
 from collections.abc import Callable, Iterable
 
-import torch
-
 from topotrain.config.job import Job
-from topotrain.config.sharding import Bucket, SliceMap
+from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model import shared_windows
 from topotrain.core.model.schema import Allocate, Schema, SchemaParts, difference, slice_map_for
-from topotrain.core.server.parameter_shard import ParameterShard, open_model
+from topotrain.core.server.component_state import State
+from topotrain.core.server.parameter_shard import ParameterShard, ShardMemory, open_model
+from topotrain.core.server.server_extension import ExtensionHooks
 
 
 class Startup:
-    """Of one shard.
+    """The start of one shard.
 
     Args:
         me, job, topology, allocate, shared: as for `server.Server`.
-        arrived: told of each mean that is there (see `model.open_model`).
-        send: called with what is to be said.
+        send: send(to, message).
     """
 
     def __init__(
@@ -33,11 +32,10 @@ class Startup:
         topology: Topology,
         allocate: Allocate,
         shared: bool,
-        arrived: Callable[[int, Bucket, int, torch.Tensor], None],
         send: Callable[[Address, m.Message], None],
     ) -> None:
         self._me, self._job, self._topology, self._allocate = me, job, topology, allocate
-        self._shared, self._arrived, self._send = shared, arrived, send
+        self._shared, self._send = shared, send
         self.buffers = shared_windows.buffers_of(topology, me.group) if shared else {}
         self.schema: Schema | None = None
         self._map: SliceMap | None = None
@@ -48,25 +46,33 @@ class Startup:
         self._parts: dict[Address, SchemaParts] = {}
 
     def part(self, sender: Address, message: m.SchemaPart) -> Schema | None:
-        """Take a part of a description; the whole, once it is here. Raises ProtocolError."""
+        """Keep a part of a description. Returns the whole, once it is here.
+
+        Raises:
+            ProtocolError: the part is not one of a description.
+        """
         schema = self._parts.setdefault(sender, SchemaParts()).take(message)
         if schema is not None:
             del self._parts[sender]
         return schema
 
     def forget(self, workers: Iterable[Address]) -> None:
-        """They are gone, with what they had not said to the end."""
+        """Forget the incomplete descriptions of workers that are gone."""
         for worker in workers:
             self._parts.pop(worker, None)
 
     def describe(self, sender: Address, schema: Schema) -> bool:
-        """Take a description; whether the model may be complete now. Raises ProtocolError for one that cannot be."""
+        """Keep a description. Returns whether the model may be complete now.
+
+        Raises:
+            ProtocolError: no model has this description.
+        """
         first = self.schema is None
         if first or self._map is None:
             try:
                 self._map = slice_map_for(schema.parameters, self._topology)
             except ValueError as error:  # the worker has cut the same before it said so
-                raise m.ProtocolError(f"a model that cannot be: {error}") from error
+                raise m.ProtocolError(f"{sender} describes an impossible model: {error}") from error
             self.schema, self._who_first = schema, self._who(sender)
             self._look_through()
         # A worker of ours has called on all of our servers; another group may know the model before they are there.
@@ -76,7 +82,7 @@ class Startup:
         return first
 
     def difference(self, sender: Address, schema: Schema) -> str:
-        """Between the first description and this one, in words; "": there is none."""
+        """The difference between the first description and this one; "": none."""
         assert self.schema is not None
         return difference(self.schema, schema, self._who_first, self._who(sender))
 
@@ -95,7 +101,7 @@ class Startup:
                 self._send(server, m.SharedBuffer(name, space, body=flat))
 
     def show(self, worker: Address) -> None:
-        """By the first server: show a worker the buffers that it lives in."""
+        """By the first server: send a worker its parameter buffers."""
         assert self._map is not None
         if self._me.index != 0 or worker.group not in self.buffers:
             return
@@ -104,7 +110,7 @@ class Startup:
                 self._send(worker, m.SharedBuffer(name, space, body=flat))
 
     def window(self, message: m.SharedBuffer) -> None:
-        """The first server shows ours of a buffer."""
+        """The first server has sent this shard's part of a buffer."""
         self._early.append(message)
         self._look_through()
 
@@ -118,25 +124,42 @@ class Startup:
 
     @property
     def early(self) -> bool:
-        """Whether memory was shown to us before anybody had described the model."""
+        """Whether memory has come before a description of the model."""
         return bool(self._early)
 
     @property
     def complete(self) -> bool:
-        """Whether all is here that a model is made of."""
+        """Whether the description and all memory of the model are here."""
         if self._map is None:
             return False
         where = (self._topology, self._map, self._me.group, self._me.index)
         return not self.buffers or self._windows.keys() >= shared_windows.expected(*where)
 
-    def open(self) -> ParameterShard:
+    def open(self, hooks: ExtensionHooks) -> ParameterShard:
         """Make the model; raises whatever an optimizer's constructor may."""
         assert self.schema is not None
         assert self._map is not None
-        where = (self._me, self._job, self._topology, self.schema, self._map)
-        return open_model(*where, self._allocate, self._windows, self._shared, self._arrived)
+        memory = ShardMemory(self._allocate, self._shared, self._windows)
+        return open_model(self._me, self._job, self._topology, self.schema, self._map, memory, hooks)
 
-    def mold(self, schema: Schema) -> ParameterShard:
+    def mold(self, schema: Schema, hooks: ExtensionHooks) -> ParameterShard:
         """The model of another copy of this server. Raises ValueError."""
         self.schema, self._map = schema, slice_map_for(schema.parameters, self._topology)
-        return self.open()
+        return self.open(hooks)
+
+    def state_dict(self) -> State | None:
+        """Return the state, see `component_state`.
+
+        None: not possible while shared memory waits for the description.
+        """
+        if self._early:
+            return None
+        parts = {sender: parts.state_dict() for sender, parts in self._parts.items()}
+        return {"who_first": self._who_first, "parts": parts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._who_first, self._parts = state["who_first"], {}
+        for sender, parts in state["parts"].items():
+            self._parts[sender] = SchemaParts()
+            self._parts[sender].load_state_dict(parts)

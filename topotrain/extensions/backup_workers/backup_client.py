@@ -2,50 +2,57 @@
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.client.client_extension import ClientAccess, LateSteps
+from topotrain.core.client.client_extension import ClientExtension
+from topotrain.core.client.client_model import ClientModel
 from topotrain.core.client.client_types import StepOutcome
+from topotrain.core.client.server_channel import ServerChannel
+from topotrain.core.client.value_pull import ValuePull
+from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepCaughtUp, StepMissed
 from topotrain.extensions.backup_workers.quorum import values_round
 
 
-class BackupWorkersClient(LateSteps):
+class BackupWorkersClient(ClientExtension):
     """One worker's part of the rule in `quorum`."""
 
-    messages = (m.StepMissed, m.StepCaughtUp)
+    messages = (StepMissed, StepCaughtUp)
 
     def __init__(self) -> None:
         self._missed = -1  # the last step that was decided without this worker
         self._questions = 0
-        self._answers: dict[Address, m.StepCaughtUp] = {}
+        self._answers: dict[Address, StepCaughtUp] = {}
 
-    def bind(self, client: ClientAccess) -> None:
+    def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
         """As `ClientExtension.bind`."""
-        self._client = client
+        self._channel, self._values = channel, values
 
     def handle(self, sender: Address, message: m.Message) -> None:
         """A step was made without this worker, or a server answers its last question."""
-        if isinstance(message, m.StepMissed):
+        if isinstance(message, StepMissed):
             self._missed = max(self._missed, message.step)
-        elif isinstance(message, m.StepCaughtUp) and message.round == self._questions:
+        elif isinstance(message, StepCaughtUp) and message.round == self._questions:
             self._answers[sender] = message
 
     def missed(self, step: int) -> bool:
-        """As `LateSteps.missed`."""
+        """As `ClientExtension.missed`."""
         return self._missed >= step
 
     def catch_up(self, through: int = -1) -> StepOutcome:
-        """As `LateSteps.catch_up`."""
-        client = self._client
-        with client.waiter.update():
+        """Wait for the values that the others are at, and return which step they are in.
+
+        through: not before all workers are through with the batches of this epoch, as this one is.
+        """
+        channel = self._channel
+        with channel.waiter.update():
             self._questions += 1
             self._answers.clear()
-        with client.receive_values(values_round(self._questions)):
-            client.tell(client.servers[0], m.StepCatchUp(self._questions, through))
-            with client.spans.span("wait for the others"):
-                client.wait_until(lambda: len(self._answers) == len(client.servers))
-        replies = [self._answers[server] for server in client.servers]
+        with self._values.receive_round(values_round(self._questions)):
+            channel.send(channel.servers[0], StepCatchUp(self._questions, through))
+            with channel.spans.span("wait for the others"):
+                channel.wait_until(lambda: len(self._answers) == len(channel.servers))
+        replies = [self._answers[server] for server in channel.servers]
         taken = max(reply.snapshot for reply in replies)
         return StepOutcome(replies[0].version, (), False, -1.0, taken, late=True, next=replies[0].step)
 
     def through(self, epoch: int) -> None:
-        """As `LateSteps.through`."""
-        self._client.mention(self._client.servers[0], m.StepCatchUp(0, epoch))
+        """Tell the servers that this worker wants no more batches of an epoch; never waits."""
+        self._channel.try_send(self._channel.servers[0], StepCatchUp(0, epoch))

@@ -1,20 +1,27 @@
 """Backup workers: a step of a synchronous group is made without the last of its workers (Chen et al., 2016).
 
-Rule: the coordinator decides whose gradients make a step, from what all shards have of it, and its decision names them;
-so the mean is over the same workers on every shard. What anybody else pushed for that step counts for nothing: who
-comes too late is told so, is shown the values as they are between two steps (the same two on every shard), and does the
-batch again. Its data stream is its own, so a batch counts once, whenever it counts.
+Rule: the coordinator decides which workers' gradients make a step, from those that all shards have, and its decision
+names the workers. So the mean is over the same workers on every shard. What other workers have pushed for that step
+does not count. A late worker is told so, is sent the values between two steps (the same two on every shard), and does
+its batch again. Its data stream is its own, so a batch counts once, whenever it counts.
 
-At the end of an epoch the workers that came late have batches left. Who has none waits for them, and is not waited for.
+At the end of an epoch late workers have batches left. A worker without batches waits for them; no step waits for it.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from collections.abc import Collection
 
-from topotrain.config.topology import Address
-from topotrain.core.protocol import Applied, Message, ProtocolError, StepCatchUp, StepDecision, StepMissed
-from topotrain.core.server.consistency import SHOWS, DecisionLog
-from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.config.job import Job
+from topotrain.config.sharding import SliceMap
+from topotrain.config.topology import Address, Topology
+from topotrain.core.protocol import Commit, Message, ProtocolError, StepDecision
+from topotrain.core.server.component_state import State
+from topotrain.core.server.consistency import SHOWS
+from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
+from topotrain.core.server.server import Server
+from topotrain.core.server.server_extension import GradientExtension, Outbox, StepResult
+from topotrain.core.server.steps.step_policy import StepPolicy
+from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepCaughtUp, StepMissed
+from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
 
 _FIRST_ROUND = 1 << 40
 
@@ -89,120 +96,155 @@ class Quorum:
             self._idle.discard(worker)
         return found
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "waiting": self._waiting,
+            "through": self._through,
+            "idle": self._idle,
+            "finished": self._finished,
+            "asked": self._asked,
+            "dead": self._dead,
+        }
 
-class BackupServer(Protocol):
-    """What backup asks of its server."""
-
-    def show(self, worker: Address, number: int, values_round: int, snapshot: int) -> None:
-        """Send a worker the values, and say in which step the group is: the answer to its question of this number."""
-        ...
-
-    def decide(self) -> None:
-        """A step may need fewer contributions than before."""
-        ...
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._waiting, self._through, self._asked = dict(state["waiting"]), dict(state["through"]), dict(state["asked"])
+        self._idle, self._finished, self._dead = set(state["idle"]), set(state["finished"]), set(state["dead"])
 
 
-class BackupWorkers:
-    """What one shard does about the workers of its group that are late.
+class BackupWorkers(GradientExtension, StepPolicy):
+    """The rule of one shard for the late workers of its group.
 
     Args:
-        workers: of the group, in order.
-        spare: how many of them a step does without.
-        home: the server.
-        log: of decisions, in the coordinator.
-        tell: says a decision to all shards.
-        send: says something to a worker.
+        server: the shard.
+        job, topology: the job of the server.
     """
 
-    def __init__(
-        self,
-        workers: tuple[Address, ...],
-        spare: int,
-        home: BackupServer,
-        log: DecisionLog | None,
-        tell: Callable[[StepDecision], None],
-        send: Callable[[Address, Message], None],
-    ) -> None:
-        self._workers, self._spare, self._home = workers, spare, home
-        self._log, self._tell, self._send = log, tell, send
-        self.forget()
+    messages = (StepCatchUp,)
+    decrees = (SHOWS,)
 
-    def forget(self) -> None:
-        """The group is started again."""
+    def __init__(self, server: Server, job: Job, topology: Topology) -> None:
+        self._server = server
+        (self._group,) = server.groups
+        self._workers = topology.workers(self._group)
+        self._spare = job.cluster.backup
+        self._reset()
+
+    def _reset(self) -> None:
         self._quorum = Quorum(len(self._workers), self._spare)
         self._counted: dict[int, int] = {}  # worker -> the last step in which it counted
         self._owed: dict[int, int] = {}  # worker -> the snapshot that it has yet to be told of
+        self._late: list[int] = []  # of the decided step: workers that had committed it, and are no part of it
 
-    def replaced(self, worker: Address, snapshot: int) -> None:
-        """Another process has a worker's place; snapshot: for which its state is wanted, if any."""
+    def reset_group(self, group: int, ended: bool) -> None:
+        """As `ServerExtension.reset_group`."""
+        if group == self._group:
+            self._reset()
+
+    def reset_worker(self, worker: Address) -> None:
+        """As `ServerExtension.reset_worker`."""
         self._counted.pop(worker.index, None)
+        snapshot = max((each.snapshot_under_way() for each in self._server.hooks.snapshot_under_way), default=0)
         if snapshot:
             self._owed[worker.index] = snapshot
-        if self._log is not None:
+        if self._server.decisions.log is not None:
             self._quorum.gone(worker.index)
-            self._show(self._quorum.released())
+            self._announce(self._quorum.released())
+
+    def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
+        """As `GradientExtension.gradient_source`."""
+        return QuorumPushes(settings)
 
     # --- on the coordinator ----------------------------------------------------------------------------------------
 
     def enough(self, members: Collection[int]) -> bool:
-        """Whether these contributions make a step."""
+        """As `StepPolicy.enough`."""
         return len(members) >= self._quorum.needed
 
-    def ask(self, sender: Address, message: StepCatchUp) -> None:
-        """A worker wants to catch up, or is through with an epoch."""
-        self._show(self._quorum.ask(sender.index, message))
+    def handle(self, sender: Address, message: Message) -> Outbox:
+        """A worker asks for the values, or has no batch of an epoch left."""
+        if isinstance(message, StepCatchUp):
+            self._announce(self._quorum.ask(sender.index, message))
+        return ()
 
-    def works(self, sender: Address, marks: tuple[int, ...]) -> None:
-        """A worker has committed a step on these batches (see `message.Commit`)."""
-        if self._log is not None and marks:
-            self._show(self._quorum.works(sender.index, marks[0] >> 32))
+    def on_finish(self, worker: Address) -> None:
+        """As `ServerExtension.on_finish`."""
+        if self._server.decisions.log is not None:
+            self._announce(self._quorum.finish(worker.index))
 
-    def finish(self, sender: Address) -> None:
-        """A worker's script has come to its end."""
-        if self._log is not None:
-            self._show(self._quorum.finish(sender.index))
-
-    def _show(self, found: list[tuple[int, int]]) -> None:
-        if found and self._log is not None:
+    def _announce(self, found: list[tuple[int, int]]) -> None:
+        """Have all shards send these workers the values between the same two steps."""
+        if found:
             members = tuple(number for pair in found for number in pair)
-            self._tell(self._log.decree(self._workers[0].group, 0, SHOWS, members))
-        self._home.decide()
+            self._server.decisions.decree(self._group, 0, SHOWS, members)
+        self._server.decisions.decide()  # a step may need fewer contributions than before
 
     # --- on every shard --------------------------------------------------------------------------------------------
 
-    def choose(self, staging: GradientStaging, decision: StepDecision) -> list[int]:
-        """A step is about to be carried out: only its members' gradients are left. Returns who else had committed it.
+    def accepts_commit(self, sender: Address, message: Commit, step: int) -> bool:
+        """As `StepPolicy.accepts_commit`; the sender of one that is too late is told so."""
+        if self._server.decisions.log is not None and message.marks:
+            self._announce(self._quorum.works(sender.index, message.marks[0] >> 32))
+        if message.step >= step or message.step <= self._counted.get(sender.index, -1):
+            return True
+        self._send_missed(sender, message.step)
+        return False
 
-        Raises ProtocolError for members of whom something is missing here: they cannot have been named.
-        """
+    def choose(self, staging: GradientSource, decision: StepDecision) -> None:
+        """As `StepPolicy.choose`."""
+        assert isinstance(staging, QuorumPushes)
         members = decision.members
-        if not members or list(members) != sorted(staging.complete.intersection(members)):
-            raise ProtocolError(f"step {decision.step} is made of {members}, and {sorted(staging.complete)} are here")
+        if not members or list(members) != sorted(set(staging.members) & set(members)):
+            raise ProtocolError(f"step {decision.step} is made of {members}, and {list(staging.members)} are here")
         self._counted |= dict.fromkeys(members, decision.step)
-        return staging.choose(members)
+        self._late = staging.choose(members)
 
-    def carried_out(self, step: int, members: Mapping[int, object], late: list[int], applied: Applied) -> None:
-        """The step is over; `members` hear of it anyhow, and these had committed it, too."""
-        if applied.snapshot:
-            self._owed = {w.index: applied.snapshot for w in self._workers if w.index not in members}
-        for index in late:
-            self._late(self._workers[index], step)
+    def step_over(self, result: StepResult) -> Outbox:
+        """As `ServerExtension.step_over`: late workers are told that the step was made without them."""
+        snapshot = result.applied.snapshot
+        if snapshot:
+            self._owed = {w.index: snapshot for w in self._workers if w.index not in result.commits}
+        for index in self._late:
+            self._send_missed(self._workers[index], result.step)
+        return ()
 
-    def too_late(self, sender: Address, step: int) -> bool:
-        """A commit of a step that is over; False: the step had counted its gradients."""
-        if step <= self._counted.get(sender.index, -1):
-            return False
-        self._late(sender, step)
-        return True
+    def _send_missed(self, worker: Address, step: int) -> None:
+        # The coordinator alone sends it: all shards have carried out the same decision.
+        if self._server.decisions.log is not None:
+            self._server.queue.send(worker, StepMissed(step))
 
-    def _late(self, worker: Address, step: int) -> None:
-        if self._log is not None:  # one says so: what the others have decided is the same
-            self._send(worker, StepMissed(step))
+    def on_decree(self, decision: StepDecision) -> Outbox:
+        """Some workers are sent the values as they are now.
 
-    def catch_up(self, decision: StepDecision) -> None:
-        """It is time to show some workers the values. Raises ProtocolError for workers that the group does not have."""
+        Raises:
+            ProtocolError: the group does not have these workers, or there are no values yet.
+        """
         flat = decision.members
         if len(flat) % 2 or any(not 0 <= index < len(self._workers) for index in flat[::2]):
             raise ProtocolError(f"values for workers that there are not: {flat}")
         for index, number in zip(flat[::2], flat[1::2], strict=True):
-            self._home.show(self._workers[index], number, values_round(number), self._owed.pop(index, 0))
+            self._show(self._workers[index], number, self._owed.pop(index, 0))
+        return ()
+
+    def _show(self, worker: Address, number: int, snapshot: int) -> None:
+        """Answer a worker's StepCatchUp of this number with the values and the step of its group."""
+        server = self._server
+        if server.model is None:
+            raise ProtocolError(f"{worker} is to be shown values before there are any")
+        for values in server.replies.show(server.model, worker.index, values_round(number), server.version):
+            server.queue.send(worker, values)
+        step = server.model.staging[worker.group].step
+        server.queue.send(worker, StepCaughtUp(number, step, server.version, snapshot))
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As `ServerExtension.state_dict`."""
+        own = {"counted": self._counted, "owed": self._owed, "late": self._late}
+        return {"quorum": self._quorum.state_dict(), **own}
+
+    def load_state_dict(self, state: State) -> None:
+        """As `ServerExtension.load_state_dict`."""
+        self._quorum.load_state_dict(state["quorum"])
+        self._counted, self._owed, self._late = dict(state["counted"]), dict(state["owed"]), list(state["late"])

@@ -1,49 +1,109 @@
-"""With backup workers: a batch is kept until it has counted, and given again where it came too late.
+"""With backup workers: a batch is kept until it has counted, and given again if its step came too late.
 
-Rule: the data itself is kept, for a dataset need not give the same again; so the script must not have changed it.
+The data itself is kept, because a dataset need not give the same data twice. So the script must not change it.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from topotrain.core.client.client_types import StepOutcome
+from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.training.context import Context, PrepareExtension
 from topotrain.training.data.distributed_loader import BatchReplay, BatchSource, DrawnBatch
 from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
 
 
-class BatchOutcomes(Protocol):
-    """Who knows what became of the batches that the script was given."""
+class LateSteps(WorkerExtension):
+    """One worker's steps where the group may make a step without it. Its batch then has to be given again.
+
+    Args:
+        worker: this worker.
+        client: its client's part of the feature.
+    """
+
+    def __init__(self, worker: Worker, client: BackupWorkersClient) -> None:
+        self._worker, self._client = worker, client
+        self._verdict: bool | None = None  # whether the batch that was given last counts; None: not known yet
+        self._losses = worker.tally.loss_state()  # after the last step
 
     def counts_given(self) -> bool | None:
-        """Whether the one that was given last has counted; False: it has to be given again.
+        """Whether the batch that was given last has counted; False: it came too late, and has to be given again.
 
-        None: that is not known yet, or was told before.
+        None: no step was made with it, or this was asked before.
         """
-        ...
+        verdict, self._verdict = self._verdict, None
+        return verdict
 
-    def through(self, epoch: int) -> None:
-        """Nothing is left of an epoch for this worker. Waits until that is so for all."""
-        ...
+    def finish_epoch(self, epoch: int) -> None:
+        """Nothing is left of an epoch for this worker. Waits for all workers, and receives their values."""
+        self._worker.advance(self._client.catch_up(epoch))
+        self._worker.end_epoch()
+
+    # --- calls by the worker
+
+    def before_clip(self) -> None:
+        """As `WorkerExtension.before_clip`."""
+        raise RuntimeError(
+            f"cluster.backup = {self._backup}: the servers cannot clip, since whose gradients make a step is decided "
+            f"before they are added up; clip none, or use cluster.backup: 0"
+        )
+
+    def before_step(self) -> None:
+        """A step that comes too late is done again, so the worker must know which batch it consists of."""
+        batches, backwards = len(self._worker.batches), self._worker.path.backwards
+        if batches != 1 or backwards != 1:
+            raise RuntimeError(
+                f"cluster.backup = {self._backup} needs one batch of the loader and one backward for each "
+                f"optimizer.step(), this one has {batches} and {backwards}: a step that comes too late is "
+                f"done again (no gradient accumulation, no batches ahead; or cluster.backup: 0)"
+            )
+
+    @property
+    def _backup(self) -> int:
+        return self._worker.job.cluster.backup
+
+    def after_commit(self, outcome: StepOutcome | None) -> None:
+        """As `WorkerExtension.after_commit`."""
+        self._verdict = outcome is None or not outcome.late
+        if not self._verdict:
+            self._worker.tally.drop_step(self._worker.batches.last_samples, self._losses)
+
+    def step_reported(self) -> None:
+        """As `WorkerExtension.step_reported`."""
+        self._losses = self._worker.tally.loss_state()
+
+    def leave_epoch(self, epoch: int) -> bool:
+        """As `WorkerExtension.leave_epoch`."""
+        if self.counts_given() is False:
+            self._worker.tally.drop_batch()
+        self._worker.batches.forget()
+        self._client.through(epoch)
+        return True
+
+    def rejoin(self) -> StepOutcome:
+        """As `WorkerExtension.rejoin`."""
+        return self._client.catch_up()
 
 
 class ReplayBatches:
     """What one pass gives a second time.
 
     Args:
-        account: see there.
+        steps: knows which batches counted.
         epoch: of the pass.
     """
 
-    def __init__(self, account: BatchOutcomes, epoch: int) -> None:
-        self._account, self._epoch = account, epoch
+    def __init__(self, steps: LateSteps, epoch: int) -> None:
+        self._steps, self._epoch = steps, epoch
         self._kept: tuple[DrawnBatch, list[tuple[torch.Tensor, int]]] | None = None
 
     def next(self, fresh: BatchSource) -> DrawnBatch:
         """The next batch; `fresh` gives one that was not given before. StopIteration once all workers are through."""
-        if self._account.counts_given() is False and self._kept is not None:
+        if self._steps.counts_given() is False and self._kept is not None:
             found, tensors = self._kept
             if any(tensor._version != version for tensor, version in tensors):
                 raise RuntimeError(
@@ -55,7 +115,7 @@ class ReplayBatches:
         try:
             found = fresh()
         except StopIteration:
-            self._account.through(self._epoch)
+            self._steps.finish_epoch(self._epoch)
             raise
         self._kept = found, [(tensor, tensor._version) for tensor in _tensors(found[2])]
         return found
@@ -65,11 +125,11 @@ class ReplayBatches:
 class LateBatchReplay:
     """Gives batches again whose contribution came too late; as `distributed_loader.BatchReplay` has it."""
 
-    account: BatchOutcomes
+    steps: LateSteps
 
     def begin(self, epoch: int) -> ReplayBatches:
         """The pass of this epoch begins."""
-        return ReplayBatches(self.account, epoch)
+        return ReplayBatches(self.steps, epoch)
 
 
 class BackupExtension(PrepareExtension):
@@ -77,7 +137,11 @@ class BackupExtension(PrepareExtension):
 
     def batch_replay(self, here: Context, worker: Worker) -> BatchReplay | None:
         """As `PrepareExtension` has it."""
-        return LateBatchReplay(worker) if here.place.job.cluster.backup else None
+        if not here.place.job.cluster.backup:
+            return None
+        steps = LateSteps(worker, worker.client.extension(BackupWorkersClient))
+        worker.attach(steps)
+        return LateBatchReplay(steps)
 
 
 def _tensors(data: Any) -> Iterator[torch.Tensor]:

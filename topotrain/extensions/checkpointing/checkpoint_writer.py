@@ -27,7 +27,7 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.events import Counted, Event, Notice, Saved, Unsaved
 from topotrain.core.model.safetensors_layout import FlatFile, bytes_of
 from topotrain.core.optim.state_table import model_file, state_file
-from topotrain.core.protocol import Message, SnapshotPart, SnapshotRequest
+from topotrain.core.protocol import Message
 from topotrain.extensions.checkpointing.checkpoint_reader import (
     ASIDE,
     FOLDER,
@@ -54,6 +54,7 @@ from topotrain.extensions.checkpointing.snapshot_coordinator import (
     WriteSnapshot,
     texts,
 )
+from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
 from topotrain.extensions.tables.table_file_layout import StoredTable, file_of, tables_file
 
 KEPT = 2

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
-from topotrain.core.protocol import Delta, Remainder
+from topotrain.core.protocol import Delta
 from topotrain.core.server.group_sync import MasterSync
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard
+from topotrain.extensions.checkpointing.snapshot_messages import Remainder
 
 
 class CrossGroupCut:

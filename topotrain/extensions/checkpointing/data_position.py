@@ -7,6 +7,7 @@ list before units are formed, so both counts are brought together here.
 
 from collections.abc import Iterable, Mapping
 
+from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import STATIC as STATIC
 from topotrain.training.data.batch_ranges import Runs, origin
 
@@ -69,3 +70,11 @@ class DataPosition:
     def _batches(self, epoch: int, units: Iterable[tuple[int, int]]) -> Runs:
         before = self._before.get(epoch, ())
         return origin(before, ((first * self._unit, last * self._unit) for first, last in units))
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"before": self._before, "first": self._first, "closed": self.closed}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._before, self._first, self.closed = dict(state["before"]), dict(state["first"]), state["closed"]

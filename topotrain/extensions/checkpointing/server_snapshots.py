@@ -14,7 +14,8 @@ from topotrain.config.intervals import Rhythm, wants_snapshots
 from topotrain.config.job import Agreement, Apply, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.optim.state_table import StateError, from_rows, to_rows
-from topotrain.core.protocol import Delta, Lease, Message, ProtocolError, Remainder, SnapshotPart
+from topotrain.core.protocol import Delta, Message, ProtocolError
+from topotrain.core.server.component_state import State
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.data_position import DataPosition
@@ -40,6 +41,8 @@ from topotrain.extensions.checkpointing.snapshot_coordinator import (
     WriteSnapshot,
     texts,
 )
+from topotrain.extensions.checkpointing.snapshot_messages import Remainder, SnapshotPart
+from topotrain.training.data.data_messages import Lease
 
 Send = Callable[[Address, Message], None]
 
@@ -148,9 +151,14 @@ class ServerSnapshots:
         """Why a participant cannot be in a snapshot now; empty: all can."""
         return next((each.unkept for each in self._participants if each.unkept), "")
 
-    def hears_of_states_in(self, extension: object) -> bool:
+    def has_states_from(self, extension: object) -> bool:
         """Whether workers leave their states with this extension."""
         return extension in self._keepers
+
+    @property
+    def due(self) -> bool:
+        """Whether this shard has to freeze now."""
+        return self._due > 0
 
     def states(self) -> tuple[dict[Address, torch.Tensor], dict[Address, torch.Tensor]]:
         """Of workers that leave their states here: those of their last epoch's begin, and those at this snapshot."""
@@ -293,15 +301,8 @@ class ServerSnapshots:
         if self._across and self._announced:
             self._due, self._announced = self._announced, 0
 
-    def freeze(
-        self,
-        model: ParameterShard,
-        facts: Callable[[], Mapping[str, Any]],
-        counts: Callable[[], Mapping[int, int]],
-    ) -> None:
-        """The step is carried out: if a snapshot is due, this is the moment."""
-        if not self._due:
-            return
+    def freeze(self, model: ParameterShard, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
+        """A snapshot is `due`, and the step before it is carried out. facts: for the manifest; counts: of streams."""
         number, self._due = self._due, 0
         self.cut = number
         if self._across and self._crosscut is None:
@@ -311,12 +312,12 @@ class ServerSnapshots:
         if self._work is None:  # a shard whose host writes nothing; the coordinator is told, and drops the snapshot
             self._say(number, FROZEN, {"error": f"{self._me} writes no snapshots"})
             return
-        now = {**facts(), "steps": sorted(self.steps.items()), "reading": sorted(self._reading.items())}
+        now = {**facts, "steps": sorted(self.steps.items()), "reading": sorted(self._reading.items())}
         self._facts = {}
         if self.book is not None:
-            self.book.frozen(number, now, dict(counts()))
+            self.book.frozen(number, now, dict(counts))
         elif self._me.index == 0:
-            self._facts = {"facts": {**now, "counts": sorted(counts().items())}}
+            self._facts = {"facts": {**now, "counts": sorted(counts.items())}}
         if self._freezer is None:
             self._freezer = ShardFreezer(model, self._me.index, self._me.group if self._across else None)
         try:
@@ -412,6 +413,41 @@ class ServerSnapshots:
         for part in texts(number, stage, data):
             part = replace(part, shard=self._me.index)
             self._send(self._leader if self._me.index == 0 else self._servers[0], part)
+
+    def state_dict(self) -> State | None:
+        """Return the state, see `component_state`. None: not possible while a frozen shard waits for its layout."""
+        if self._frozen:
+            return None
+        return {
+            "cut": self.cut,
+            "facts": self._facts,
+            "reading": self._reading,
+            "position": self.position.state_dict(),
+            "closed": self.closed,
+            "coordinator": None if self.book is None else self.book.state_dict(),
+            "steps": self.steps,
+            "texts": self._texts.state_dict(),
+            "passed": self._passed,
+            "pressed": self._pressed,
+            "timed": self._timed,
+            "ends": self._ends,
+            "announced": self._announced,
+            "due": self._due,
+            "laid": self._laid,
+            "untold": self._untold,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.cut, self.closed, self._facts = state["cut"], state["closed"], dict(state["facts"])
+        self._reading, self.steps, self._untold = dict(state["reading"]), dict(state["steps"]), dict(state["untold"])
+        self.position.load_state_dict(state["position"])
+        self._texts.load_state_dict(state["texts"])
+        if self.book is not None:
+            self.book.load_state_dict(state["coordinator"])
+        self._passed, self._pressed, self._timed = state["passed"], state["pressed"], state["timed"]
+        self._ends, self._announced = state["ends"], state["announced"]
+        self._due, self._laid = state["due"], state["laid"]
 
 
 def unread(source: SnapshotSource) -> int:

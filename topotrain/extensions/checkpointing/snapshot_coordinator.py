@@ -23,9 +23,11 @@ import torch
 
 from topotrain.config.topology import Address
 from topotrain.core.optim.state_table import StateError, Table, from_rows, merge, to_rows
-from topotrain.core.protocol import MAX_TEXT, Message, ProtocolError, SnapshotPart
+from topotrain.core.protocol import MAX_TEXT, Message, ProtocolError
+from topotrain.core.server.component_state import State, field_values
 from topotrain.extensions.checkpointing.data_position import STATIC, DataPosition
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard
+from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart
 
 FROZEN, LAYOUT, WRITTEN, PUBLISHED, CUT = 0, 1, 2, 3, 4
 """SnapshotPart.stage."""
@@ -109,6 +111,14 @@ class TextParts:
         if not isinstance(data, dict):
             raise ProtocolError("not about a snapshot")
         return data
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"parts": self._parts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._parts = {key: dict(parts) for key, parts in state["parts"].items()}
 
 
 @dataclass(slots=True)
@@ -266,6 +276,15 @@ class SnapshotCoordinator:
         facts = {**now.facts, "first_epoch": first, "epochs": [[e, list(map(list, r))] for e, r in applied.items()]}
         written = tuple(now.written[server] for server in self._servers)
         self._work(PublishSnapshot(now.number, now.reason, facts, written, dict(deposits)))
+
+    def state_dict(self) -> State:
+        """Return the state without `position`, see `component_state`."""
+        return {"next": self.next, "now": None if self._now is None else field_values(self._now)}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.next, now = state["next"], state["now"]
+        self._now = None if now is None else _UnderWay(*now)
 
 
 def _add_facts(now: _UnderWay, facts: Any) -> None:

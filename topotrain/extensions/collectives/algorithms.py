@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 import torch
 
 from topotrain.config.job import Algorithm
-from topotrain.core.protocol import CollectivePart, ProtocolError
+from topotrain.core.protocol import ProtocolError
+from topotrain.extensions.collectives.collective_messages import CollectivePart
 
 VALUES = -1  # `CollectivePart.ordinal` of a result: the new values of the bucket, not the mean of a backward
 
@@ -106,15 +107,6 @@ def traffic(algorithm: Algorithm, per_home: Sequence[int]) -> tuple[tuple[int, i
                 sent[parent] += nbytes
                 received[rank] += nbytes
     return tuple(zip(sent, received, strict=True))
-
-
-def bytes_per_rank(algorithm: Algorithm, size: int, nbytes: int) -> tuple[tuple[int, int], ...]:
-    """Return `traffic` for `nbytes` bytes that are spread evenly over the homes.
-
-    Every rank sends 2(P-1)/P of the bytes. Under kNaive rank 0 sends (P-1) times the bytes and the others send them
-    once.
-    """
-    return traffic(algorithm, [nbytes * (home + 1) // size - nbytes * home // size for home in range(size)])
 
 
 # --- inputs and outputs ------------------------------------------------------------------------------------------
@@ -209,9 +201,20 @@ class _Spot:
 
 @dataclass(slots=True)
 class _Sum:
+    """The parts of a bucket's last reduction, by rank."""
+
     key: tuple[int, int] = (-1, -1)
     done: bool = True
     parts: dict[int, Contribution] = field(default_factory=dict)
+
+    def begin(self, key: tuple[int, int]) -> None:
+        """Begin a later reduction."""
+        self.key, self.done = key, False
+        self.parts.clear()
+
+    def finish(self) -> None:
+        """All parts are here."""
+        self.done = True
 
 
 class Relay:
@@ -297,14 +300,13 @@ class Relay:
     def _add(self, source: int, step: int, ordinal: int, bucket: int, part: Contribution) -> list[Out]:
         spot, current, key = self._spot(bucket), self._sums.setdefault(bucket, _Sum()), (step, ordinal)
         if key > current.key:
-            current.key, current.done = key, False
-            current.parts.clear()
+            current.begin(key)
         if key < current.key or source in current.parts:
             return []
         current.parts[source] = part
         if len(current.parts) < len(spot.order):
             return []
-        current.done = True
+        current.finish()
         total = self._total(bucket, spot, current.parts)
         if spot.parent == self._rank:
             return [CompleteSum(step, ordinal, bucket, total)]

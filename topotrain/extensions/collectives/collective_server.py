@@ -1,15 +1,15 @@
-"""A server whose gradients are added up on their way from server to server (`cluster { algorithm: … }`).
+"""Collectives on a server: gradients are added up between servers.
 
-Rule: every worker sends all its gradients to the server beside it, its gateway, and to no other. The gateways run the
-algorithm among themselves, one `algorithms.Relay` each, and tell each its own worker what came out. What becomes of the
-sum is the server's business as ever: its worker hands in the shard's gradient as the script left it (`given`). Where no
-worker sees a mean (`grads: kHidden`), nothing comes down, and the gateway of a bucket's home hands the sum in itself.
-New values go the same way down: an all-gather.
+A job asks for this with `cluster { algorithm: … }`. Every worker sends all its gradients to the server beside it, its
+gateway, and to no other. The gateways run the algorithm among themselves, one `algorithms.Relay` each, and each sends
+the means to its own worker. The worker hands in the shard's gradient as the script left it (`precomputed_gradients`).
+
+Where no worker sees a mean (`grads: kHidden`), the sum goes only to the gateway of the bucket's shard, which hands it
+in itself. New values go the same way to the workers: an all-gather.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -20,9 +20,9 @@ from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.model.schema import Allocate, FlatBuffers, torch_dtype
 from topotrain.core.protocol.message_validation import check_bits
-from topotrain.core.server.server import Deliver, Server
-from topotrain.core.server.server_extension import ServerExtension
-from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
+from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
+from topotrain.core.server.server import Server
+from topotrain.core.server.server_extension import GradientExtension, Outbox, StepResult
 from topotrain.extensions.collectives.algorithms import (
     VALUES,
     CollectiveResult,
@@ -34,136 +34,165 @@ from topotrain.extensions.collectives.algorithms import (
     children,
     up,
 )
-from topotrain.extensions.collectives.precomputed_gradients import PrecomputedGradients
+from topotrain.extensions.collectives.collective_messages import CollectivePart
+from topotrain.extensions.collectives.precomputed_gradients import (
+    EditedTotals,
+    Gateway,
+    PrecomputedGradients,
+    RelayedTotals,
+)
+
+
+class TorchCollectiveServer(GradientExtension):
+    """The server's part of a job in which torch.distributed adds up the gradients."""
+
+    def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
+        """As `GradientExtension.gradient_source`."""
+        return EditedTotals(settings, None)
 
 
 @dataclass(slots=True)
 class _Backward:
-    """The means of one backward that this gateway's worker has been told."""
+    """The means of one backward that are in this gateway."""
 
-    told: int = 0
+    count: int = 0
     contributed: int = 0
+
+    def add(self, bits: int) -> None:
+        """Count a bucket. bits: its bit, if it has a mean."""
+        self.count += 1
+        self.contributed |= bits
 
 
 @dataclass(slots=True)
-class _Hidden:
-    """What the worker says of its gradients before it commits: the last push of each bucket counts, none is final."""
+class _HeldPushes:
+    """The pushes of a step before its commit: the last one of each bucket counts."""
 
     pushes: dict[int, m.Push] = field(default_factory=dict)
     commit: m.Commit | None = None
     given: set[int] = field(default_factory=set)
 
 
-class CollectiveServer(Server):
-    """A `Server` that also is its own worker's way into the collective. Arguments as for `Server`."""
+@dataclass(slots=True)
+class _SentValues:
+    """The last step of which a bucket's values were sent, and their readers so far."""
 
-    def __init__(
-        self,
-        me: Address,
-        job: Job,
-        topology: Topology,
-        allocate: Allocate,
-        shared: bool = False,
-        deliver: Deliver | None = None,
-        resumed: SnapshotSource | None = None,
-        extensions: Sequence[ServerExtension] = (),
-    ) -> None:
-        super().__init__(me, job, topology, allocate, shared, deliver, resumed, extensions)
-        self._worker = Address(Role.WORKER, me.group, me.index)
+    step: int
+    workers: set[Address] = field(default_factory=set)
+
+
+class CollectiveServer(GradientExtension):
+    """A server as its own worker's gateway into the collective.
+
+    Args:
+        server: the server.
+        job, topology: the job of the server.
+        allocate: as for `Server`.
+    """
+
+    messages = (CollectivePart, m.Push)
+
+    def __init__(self, server: Server, job: Job, topology: Topology, allocate: Allocate) -> None:
+        self._server = server
+        self._me = server.me
+        self._worker = Address(Role.WORKER, server.me.group, server.me.index)
         self._algorithm = job.cluster.algorithm
+        self._shards = topology.shards
         self._divide = job.reduce is Reduce.kMean
-        self._hidden = job.grads is Grads.kHidden
-        self._waits_for_commit = self._hidden and job.apply is not Apply.kOnArrival
-        self._ways: _Ways | None = None
+        self._allocate = allocate
         self._backwards: dict[tuple[int, int], _Backward] = {}
-        self._held = _Hidden()
-        self._told: dict[int, tuple[int, set[Address]]] = {}  # bucket -> the step of its values, and who was told them
+        self._held = _HeldPushes()
+        self._sent: dict[int, _SentValues] = {}  # by bucket
 
-    # --- the door ------------------------------------------------------------------------------------------------
+    def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
+        """As `GradientExtension.gradient_source`."""
+        self._map = slice_map
+        self._own = frozenset(bucket.id for bucket in settings.buckets)
+        self._relay = _RelayBuffers(slice_map, self._algorithm, self._shards, self._me.index, self._allocate)
+        self._gateway = Gateway(self._me, self._worker, len(slice_map.buckets))
+        on_arrival = job.apply is Apply.kOnArrival
+        self._hidden = job.grads is Grads.kHidden
+        self._waits_for_commit = self._hidden and not on_arrival
+        self._source: PrecomputedGradients
+        if self._hidden:
+            self._source = self._totals = RelayedTotals(settings, self._gateway, on_arrival)
+        else:
+            self._source = EditedTotals(settings, self._gateway)
+        return self._source
 
-    def _handler(self, message: m.Message) -> Callable[..., None]:
-        return _HANDLERS.get(type(message)) or super()._handler(message)
+    # --- messages ------------------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
-        """Where a body is to be received (see `wire.Endpoint.place`)."""
-        self.manners.check(sender, message)
-        if self._model is not None and isinstance(message, m.CollectivePart):
-            self._way.bucket(message.bucket)
-            # What is passed on, or to the worker, is best in memory of our own: a view of a view would be copied.
-            return self._way.relay.place(sender.index, message, viewable and message.up)
-        if self._model is not None and isinstance(message, m.Push):
-            self._check_beside(sender)
-            bucket = self._way.bucket(message.bucket)
-            return None if viewable and not self._way.is_leaf(bucket) else self._way.flats.view("push", bucket)
+        """As `ServerExtension.place`."""
+        if self._server.state.model is None:
+            return None
+        if isinstance(message, CollectivePart):
+            self._relay.bucket(message.bucket)
+            # A part that is passed on is best in memory of this process: a view of a view would be copied.
+            return self._relay.relay.place(sender.index, message, viewable and message.up)
+        if isinstance(message, m.Push):
+            self._gateway.check_sender(sender)
+            bucket = self._relay.bucket(message.bucket)
+            return None if viewable and not self._relay.is_leaf(bucket) else self._relay.flats.view("push", bucket)
         return super().place(sender, message, viewable)
 
-    @property
-    def _way(self) -> "_Ways":
-        if self._ways is None:
-            size = self._topology.shards
-            self._ways = _Ways(self._known.map, self._algorithm, size, self.me.index, self._allocate)
-        return self._ways
-
-    @property
-    def _given(self) -> PrecomputedGradients:
-        staging = self._known.staging[0]
-        assert isinstance(staging, PrecomputedGradients)
-        return staging
-
-    def _check_beside(self, sender: Address) -> None:
-        if sender != self._worker:
-            raise m.ProtocolError(f"{self.me} takes gradients of {self._worker} only, not of {sender}")
+    def handle(self, sender: Address, message: m.Message) -> Outbox:
+        """As `ServerExtension.handle`."""
+        if isinstance(message, m.Push):
+            self._push(sender, message)
+        elif isinstance(message, CollectivePart):
+            bucket = self._relay.bucket(message.bucket)
+            self._relay.elements(bucket, message.body)
+            check_bits(message.present, len(bucket.pieces), f"{sender}: pieces")
+            self._carry_out(self._relay.relay.arrive(sender.index, message))
+        return ()
 
     # --- the worker's part ---------------------------------------------------------------------------------------
 
     def _push(self, sender: Address, message: m.Push) -> None:
-        self._check_beside(sender)
-        staging = self._current(sender, message.step)
-        if staging is None:
+        self._gateway.check_sender(sender)
+        if self._server.steps.current_source(sender, message.step) is None:
             return
-        check_bits(message.present, len(self._way.bucket(message.bucket).pieces), f"{sender}: pieces")
+        check_bits(message.present, len(self._relay.bucket(message.bucket).pieces), f"{sender}: pieces")
         if self._waits_for_commit:
             known = self._held.pushes.get(message.bucket)
             if known is None or known.ordinal < message.ordinal:
                 self._held.pushes[message.bucket] = message
-            self._give_hidden()
+            self._give_committed()
             return
-        self._given.check(sender.index, message.ordinal)
+        self._source.check_ordinal(sender.index, message.ordinal)
         self._add(message.step, message.ordinal, message.bucket, message.weight, message.present, message.body)
 
     def _add(
         self, step: int, ordinal: int, number: int, weight: float, present: bytes, body: torch.Tensor | None
     ) -> None:
-        bucket = self._way.bucket(number)
+        """Add the worker's part of a bucket to the collective."""
+        bucket = self._relay.bucket(number)
         counts = weight if self._divide else float(weight > 0)
         part = Contribution.of(
-            [counts], present or bytes((len(bucket.pieces) + 7) // 8), self._way.elements(bucket, body)
+            [counts], present or bytes((len(bucket.pieces) + 7) // 8), self._relay.elements(bucket, body)
         )
-        self._carry(self._way.relay.local(step, ordinal, number, part))
+        self._carry_out(self._relay.relay.local(step, ordinal, number, part))
 
-    def _backward_end(self, sender: Address, message: m.BackwardEnd) -> None:
-        self._check_beside(sender)
-        if self._current(sender, message.step) is None:
-            return
-        super()._backward_end(sender, message)
+    def backward_ended(self, sender: Address, message: m.BackwardEnd) -> Outbox:
+        """As `GradientExtension.backward_ended`."""
         pushed = bits_to_int(message.pushed)
-        for bucket in self._known.map.buckets:
+        for bucket in self._map.buckets:
             if not pushed >> bucket.id & 1:
                 self._add(message.step, message.ordinal, bucket.id, message.weight, b"", None)
+        return ()
 
-    def _check_pushed(self, sender: Address, message: m.BackwardEnd) -> None:
-        check_bits(message.pushed, len(self._known.map.buckets), f"{sender}: the buckets of a backward")
-
-    def _commit(self, sender: Address, message: m.Commit) -> None:
-        super()._commit(sender, message)
-        if self._waits_for_commit and sender == self._worker and message.step == self._given.step:
+    def committed(self, sender: Address, message: m.Commit) -> Outbox:
+        """As `GradientExtension.committed`."""
+        if self._waits_for_commit and sender == self._worker:
             self._held.commit = self._held.commit or message
-            self._give_hidden()
+            self._give_committed()
+        return ()
 
-    def _give_hidden(self) -> None:
-        """Once the worker has committed, no push can be replaced: its buckets, as they come, are its part."""
+    def _give_committed(self) -> None:
+        """Add the pushes that the worker's commit names, as far as they are here."""
         commit = self._held.commit
-        for bucket in self._known.map.buckets if commit is not None else ():
+        for bucket in self._map.buckets if commit is not None else ():
             if commit is None or bucket.id in self._held.given:
                 continue
             wanted, push = commit.revisions[bucket.id], self._held.pushes.get(bucket.id)
@@ -174,91 +203,88 @@ class CollectiveServer(Server):
                 self._held.given.add(bucket.id)
                 self._add(commit.step, 0, bucket.id, commit.weight, push.present, push.body)
 
-    def _carry_out(self, decision: m.StepDecision) -> None:
-        super()._carry_out(decision)
-        self._held = _Hidden()
+    def step_over(self, result: StepResult) -> Outbox:
+        """As `ServerExtension.step_over`."""
+        self._held = _HeldPushes()
+        return ()
 
     # --- the collective ------------------------------------------------------------------------------------------
 
-    def _hop(self, sender: Address, message: m.CollectivePart) -> None:
-        bucket = self._way.bucket(message.bucket)
-        self._way.elements(bucket, message.body)
-        check_bits(message.present, len(bucket.pieces), f"{sender}: pieces")
-        self._carry(self._way.relay.arrive(sender.index, message))
-
-    def _carry(self, outs: list[Out]) -> None:
+    def _carry_out(self, outs: Sequence[Out]) -> None:
         for out in outs:
             if isinstance(out, SendPart):
-                self._send(Address(Role.SERVER, self.me.group, out.to), out.hop)
+                self._server.queue.send(Address(Role.SERVER, self._me.group, out.to), out.hop)
             elif isinstance(out, CompleteSum):
-                self._total(out)
-            elif out.hop.ordinal == VALUES:
-                hop = out.hop
-                self._send(self._worker, m.Values(hop.step, hop.bucket, hop.version, body=hop.body))
+                self._finish_sum(out)
             else:
-                self._result(out)
+                self._receive_result(out)
 
-    def _total(self, total: CompleteSum) -> None:
-        part, bucket = total.part, self._way.bucket(total.bucket)
+    def _finish_sum(self, total: CompleteSum) -> None:
+        """As the center of a bucket, divide its sum and send it to the others."""
+        part, bucket = total.part, self._relay.bucket(total.bucket)
         if part.body is not None and self._divide and part.divisor != 1.0:
             part.body.div_(part.divisor)
-        outs = self._way.relay.result(total.step, total.ordinal, total.bucket, part.present, part.body)
-        if self._hidden:  # only the home has a use for it
+        outs = self._relay.relay.result(total.step, total.ordinal, total.bucket, part.present, part.body)
+        if self._hidden:  # only the gateway of the bucket's shard has a use for it
             outs = [out for out in outs if isinstance(out, SendPart) and out.to == bucket.shard]
-        self._carry(outs)
-        if not self._hidden or bucket.shard == self.me.index:
-            self._known_here(total.step, total.ordinal, bucket, part.present, part.body)
+        self._carry_out(outs)
+        if not self._hidden or bucket.shard == self._me.index:
+            self._use_mean(total.step, total.ordinal, bucket, part.present, part.body)
 
-    def _result(self, result: CollectiveResult) -> None:
-        hop = result.hop
-        bucket = self._way.bucket(hop.bucket)
-        self._known_here(hop.step, hop.ordinal, bucket, hop.present, self._way.elements(bucket, hop.body))
+    def _receive_result(self, result: CollectiveResult) -> None:
+        part = result.hop
+        if part.ordinal == VALUES:
+            self._server.queue.send(self._worker, m.Values(part.step, part.bucket, part.version, body=part.body))
+        else:
+            bucket = self._relay.bucket(part.bucket)
+            self._use_mean(part.step, part.ordinal, bucket, part.present, self._relay.elements(bucket, part.body))
 
-    def _known_here(self, step: int, ordinal: int, bucket: Bucket, present: bytes, mean: torch.Tensor | None) -> None:
-        """The group's mean of a bucket is in this gateway; without one nobody has a gradient."""
+    def _use_mean(self, step: int, ordinal: int, bucket: Bucket, present: bytes, mean: torch.Tensor | None) -> None:
+        """The group's mean of a bucket is in this gateway; None: no worker has a gradient."""
         if self._hidden:
-            self._given.give(bucket.id, bits_to_int(present), mean)
-            self._try_stage(self._worker.group)
+            reduced = self._totals.give(bucket.id, bits_to_int(present), mean)
+            if reduced is not None:
+                self._server.steps.update_on_arrival(self._worker.group, reduced)
+            self._server.steps.try_stage(self._worker.group)
             return
         backward = self._backwards.setdefault((step, ordinal), _Backward())
-        backward.told += 1
+        backward.add(0 if mean is None else 1 << bucket.id)
         if mean is not None:
-            backward.contributed |= 1 << bucket.id
-            self._send(self._worker, m.ReducedGradient(step, ordinal, bucket.id, present, body=mean))
-        count = len(self._known.map.buckets)
-        if backward.told == count:
+            self._server.queue.send(self._worker, m.ReducedGradient(step, ordinal, bucket.id, present, body=mean))
+        count = len(self._map.buckets)
+        if backward.count == count:
             del self._backwards[step, ordinal]
-            self._given.reduced(ordinal)
-            self._send(self._worker, m.BackwardReduced(step, ordinal, int_to_bits(backward.contributed, count)))
+            self._source.reduced(ordinal)
+            self._server.queue.send(
+                self._worker, m.BackwardReduced(step, ordinal, int_to_bits(backward.contributed, count))
+            )
 
     # --- new values ----------------------------------------------------------------------------------------------
 
-    def _send(self, to: Address, message: m.Message) -> None:
-        """As a server sends; but what a step has made of the values goes to the other workers by way of their gateways.
+    def route_values(self, worker: Address, values: m.Values) -> Outbox:
+        """As `GradientExtension.route_values`. Other workers get them from their gateways."""
+        # A worker that asks alone gets its values directly: they have no number of a step.
+        passed_on = values.round >= 0 and values.bucket in self._own and self._algorithm is not Algorithm.kNaive
+        if passed_on:
+            sent = self._sent.get(values.bucket)
+            if sent is None or sent.step < values.round:
+                sent = self._sent[values.bucket] = _SentValues(values.round)
+                result = self._relay.relay.result
+                self._carry_out(result(values.round, VALUES, values.bucket, b"", values.body, values.version))
+            if worker not in sent.workers:
+                sent.workers.add(worker)
+                if worker != self._worker:
+                    return ()
+        # A worker that is sent the same values a second time gets them directly, too.
+        return ((worker, values),)
 
-        So does not what one worker asks for alone (it has no number of a step), nor what is said a second time.
-        """
-        passed_on = isinstance(message, m.Values) and message.round >= 0 and self._algorithm is not Algorithm.kNaive
-        if passed_on and isinstance(message, m.Values) and message.bucket in range(*self._own_buckets):
-            step, told = self._told.get(message.bucket, (-1, set()))
-            if step < message.round:
-                self._told[message.bucket] = (message.round, told := set())
-                relay = self._way.relay
-                self._carry(relay.result(message.round, VALUES, message.bucket, b"", message.body, message.version))
-            if to not in told:
-                told.add(to)
-                if to != self._worker:
-                    return
-        super()._send(to, message)
-
-    @property
-    def _own_buckets(self) -> tuple[int, int]:
-        buckets = self._known.buckets
-        return (buckets[0].id, buckets[-1].id + 1) if buckets else (0, 0)
+    def state_dict(self) -> None:
+        """Return None: a second copy is not possible."""
+        # Parts of a sum are views of other processes' memory.
 
 
-class _Ways:
-    """One gateway's relay, and the memory that it needs: over the whole model, made once."""
+class _RelayBuffers:
+    """One gateway's relay, and its memory over the whole model."""
 
     def __init__(self, slice_map: SliceMap, algorithm: Algorithm, size: int, rank: int, allocate: Allocate) -> None:
         self._map = slice_map
@@ -277,22 +303,18 @@ class _Ways:
         return self._map.buckets[number]
 
     def is_leaf(self, bucket: Bucket) -> bool:
-        """What this rank's worker has of the bucket is passed on as it is."""
+        """Whether this rank passes its worker's part of the bucket on unchanged."""
         return self._leaf[bucket.shard]
 
     def elements(self, bucket: Bucket, body: torch.Tensor | None) -> torch.Tensor | None:
-        """A body as elements. Raises ProtocolError when it has another size than the bucket."""
+        """A body as elements.
+
+        Raises:
+            ProtocolError: it has another size than the bucket.
+        """
         if body is None:
             return None
         space = self._map.spaces[bucket.space]
         if body.nbytes != (bucket.hi - bucket.lo) * space.itemsize:
             raise m.ProtocolError(f"a body of {body.nbytes} bytes for {bucket.hi - bucket.lo} elements")
         return body.view(torch_dtype(space.dtype))
-
-
-_HANDLERS: Mapping[type[m.Message], Callable[..., Any]] = {
-    m.Push: CollectiveServer._push,
-    m.BackwardEnd: CollectiveServer._backward_end,
-    m.Commit: CollectiveServer._commit,
-    m.CollectivePart: CollectiveServer._hop,
-}

@@ -1,115 +1,215 @@
-"""One group's step on one shard where the gradient comes added up: a collective has made it, and one party hands it in.
+"""Gradient sources of jobs in which a collective adds up the gradients.
 
-Rule: nothing is summed and nothing divided here. Of the shard's gradient each bucket comes once: as an Edit of the one
-worker that stands beside the server, or, where no worker sees a mean (`grads: kHidden`, `apply: kOnArrival`), from the
-gateway itself. All workers still commit the step, and must agree.
+Nothing is summed and nothing divided here. Each bucket of the shard's gradient comes once: from the worker beside the
+server, as the script left it (`EditedTotals`), or from the relay of the server, where no worker sees a mean
+(`RelayedTotals`). All workers still commit the step, and must agree.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from topotrain.config.sharding import Bucket
+from topotrain.config.topology import Address
 from topotrain.core.bitmaps import bits_to_int, per_bucket
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
-from topotrain.core.server.commit_agreement import agree
-from topotrain.core.server.gradient_staging import GradientStaging, ReducedBucket
+from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.server.component_state import State
+from topotrain.core.server.gradients.backward_means import BackwardsOfStep, check_ordinal
+from topotrain.core.server.gradients.gradient_source import (
+    GradientSource,
+    ReducedBucket,
+    SourceSettings,
+    check_revisions,
+)
+from topotrain.core.server.nonfinite import suspects
 
 
-class PrecomputedGradients(GradientStaging):
-    """What one worker group's collective has brought for the current step to one shard.
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A server that takes all gradients of one worker, also those of other shards.
 
-    Args:
-        args, more: as for `GradientStaging`.
-        totals: every bucket is given by `give`; else those come as Edits that the commits name in `edited`, a bit for
-            each piece that has a gradient.
-        foreign: the collective is not ours: when a backward's sum is there, nobody says so.
+    Attributes:
+        server: the server.
+        worker: its worker.
+        buckets: the number of buckets of the whole model.
     """
 
-    def __init__(self, *args: Any, totals: bool, foreign: bool, **more: Any) -> None:
-        self._totals, self._foreign = totals, foreign
-        super().__init__(*args, **more)
+    server: Address
+    worker: Address
+    buckets: int
+
+    def check_sender(self, sender: Address) -> None:
+        """Raise ProtocolError for gradients of another worker."""
+        if sender != self.worker:
+            raise ProtocolError(f"{self.server} takes gradients of {self.worker} only, not of {sender}")
+
+
+class PrecomputedGradients(GradientSource):
+    """The sums of a worker group's collective for the current step of one shard.
+
+    Args:
+        settings: as for `GradientSource`.
+        gateway: the server, where topotrain's own collective goes through it; None with torch.distributed.
+    """
+
+    words: Mapping[str, str] = {"edited": "which parameters have a gradient"}
+
+    def __init__(self, settings: SourceSettings, gateway: Gateway | None) -> None:
+        self._gateway = gateway
+        super().__init__(settings)
 
     def _reset(self) -> None:
         super()._reset()
-        self._given: dict[int, torch.Tensor | None] = {}
+        self._backwards = BackwardsOfStep()
+        self._sums: dict[int, torch.Tensor | None] = {}  # by bucket
+        self._suspects: dict[int, int] = {}
         self._gathered = False
 
-    def push(self, worker: int, message: Push, body: torch.Tensor) -> list[ReducedBucket]:
-        """Nobody's own part has a place here. Raises ProtocolError."""
-        raise ProtocolError(f"a push of worker {worker}, whose gradients are added up elsewhere")
+    # --- arrivals ------------------------------------------------------------------------------------------------
 
-    def end(self, worker: int, message: BackwardEnd) -> list[ReducedBucket]:
+    def check(self, sender: Address, message: BackwardEnd | Commit) -> None:
+        """As `GradientSource.check`."""
+        if self._gateway is None:
+            if isinstance(message, Commit):  # the end of a backward names buckets that no server reads
+                super().check(sender, message)
+        elif isinstance(message, BackwardEnd):
+            self._gateway.check_sender(sender)
+            check_bits(message.pushed, self._gateway.buckets, f"{sender}: the buckets of a backward")
+        else:
+            # The gateway's own worker commits pushes of the whole model.
+            own = sender == self._gateway.worker
+            check_revisions(sender, message, self._gateway.buckets if own else len(self._buckets))
+
+    def check_ordinal(self, worker: int, ordinal: int) -> None:
+        """Raise StepError when a worker that has called step() left out this backward."""
+        if self.visible:
+            check_ordinal(self.commits, worker, ordinal)
+
+    def push(self, worker: int, message: Push, body: torch.Tensor) -> tuple[ReducedBucket, ...]:
+        """Raise ProtocolError: the collective adds up the workers' parts."""
+        raise ProtocolError(f"a push of worker {worker}: a collective adds up the gradients of this group")
+
+    def end(self, worker: int, message: BackwardEnd) -> tuple[ReducedBucket, ...]:
         """The worker beside this server has ended a backward."""
-        super().end(worker, message)
-        if self._foreign:
+        self.check_ordinal(worker, message.ordinal)
+        backward = self._backwards.begin(self.step, message.ordinal)
+        backward.ends.setdefault(worker, message)
+        if self._gateway is None:  # torch.distributed does not tell the servers when a backward's sums are there
             self.reduced(message.ordinal)
-        return []
+        return ()
 
     def reduced(self, ordinal: int) -> None:
-        """The worker beside this server has all means of this backward: it waits for nobody any more."""
-        self._close(self._reduction(ordinal))
-
-    def check(self, worker: int, ordinal: int) -> None:
-        """Raise StepError when a worker that has called step() left out this backward."""
-        self._check_ordinal(worker, ordinal)
-
-    def edit(self, message: GradientOverride, body: torch.Tensor) -> None:
-        """A bucket's gradient; it stays as it is until the step is applied."""
-        self._given.setdefault(message.bucket, body)
-
-    def give(self, number: int, present: int, total: torch.Tensor | None) -> None:
-        """A bucket's gradient with its pieces, or None where nobody has one; it stays until the step is applied."""
-        at = number - self._first
-        if number in self._given:
-            return
-        self._given[number] = total
-        if total is not None and present:
-            if self._arrived is not None and self._checked and self._suspect(at, present, total, {}):
-                present = 0
-            self._present[at] = present
-            if self._arrived is not None:
-                self._arrived(self._buckets[at], present, total)
+        """The worker beside this server has all means of this backward."""
+        self._backwards.close(self._backwards.begin(self.step, ordinal))
 
     def commit(self, worker: int, message: Commit) -> None:
-        """A worker called `optimizer.step()`. Raises StepError when the group's workers disagree."""
-        for other, theirs in self.commits.items():
-            agree(other, theirs, worker, message, {"edited": "which parameters have a gradient"})
-        super().commit(worker, message)
+        """As `GradientSource.commit`."""
+        if worker not in self.commits:
+            super().commit(worker, message)
+            if self.visible:
+                self._backwards.check_commit(worker, message.backwards)
 
-    def try_stage(self) -> bool:
-        """True once, when all workers have committed the step and its gradient is here."""
-        if self.staged or len(self.commits) < self._workers:
-            return False
-        self.staged = self._all_given() if self._totals else self._all_edits()
-        return self.staged
+    @property
+    def waits(self) -> bool:
+        """As `GradientSource.waits`."""
+        return self._backwards.any_open or super().waits
 
-    def _all_given(self) -> bool:
-        return len(self._given) == len(self._buckets)
+    # --- the staged step -----------------------------------------------------------------------------------------
 
-    def _all_edits(self) -> bool:
+    def spoilers(self) -> dict[int, int]:
+        """As `GradientSource.spoilers`."""
+        # No worker is named: its part is not known here.
+        for bucket in self._buckets:
+            if self.present(bucket):
+                self._suspects |= suspects(bucket, self.present(bucket), self.gradient(bucket), {})
+        return self._suspects
+
+    def sum_all(self) -> None:
+        """As `GradientSource.sum_all`."""
+        for bucket in self._buckets if not self._gathered else ():
+            if self.present(bucket):
+                self._buffers.view("mean", bucket).copy_(self.gradient(bucket))
+        self._gathered = True
+
+    def gradient(self, bucket: Bucket) -> torch.Tensor:
+        """As `GradientSource.gradient`."""
+        gradient = self._sums[bucket.id]
+        assert gradient is not None
+        return gradient
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As `GradientSource.state_dict`."""
+        own = {"sums": self._sums, "suspects": self._suspects, "gathered": self._gathered}
+        return {**super().state_dict(), **own, "backwards": self._backwards.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        super().load_state_dict(state)
+        self._backwards.load_state_dict(state["backwards"])
+        self._sums, self._suspects = dict(state["sums"]), dict(state["suspects"])
+        self._gathered = state["gathered"]
+
+
+class EditedTotals(PrecomputedGradients):
+    """The worker beside the server hands in the sums, as its script left them.
+
+    The commits name them in `edited`, with a bit for each piece that has a gradient.
+    """
+
+    def edit(self, message: GradientOverride, body: torch.Tensor) -> None:
+        """Keep a bucket's gradient. It must stay as it is until the step is applied."""
+        self._sums.setdefault(message.bucket, body)
+
+    def _complete(self) -> bool:
         wanted = per_bucket(self._buckets, bits_to_int(self.commits[0].edited))
-        if not all(bucket.id in self._given for bucket, mask in wanted if mask):
+        if not all(bucket.id in self._sums for bucket, mask in wanted if mask):
             return False
         self._present = [mask for _, mask in wanted]
         return True
 
+
+class RelayedTotals(PrecomputedGradients):
+    """The relay of the server hands in the sums.
+
+    Args:
+        settings, gateway: as for `PrecomputedGradients`.
+        on_arrival: a sum is applied when it is there.
+    """
+
+    def __init__(self, settings: SourceSettings, gateway: Gateway, on_arrival: bool) -> None:
+        self._on_arrival = on_arrival
+        super().__init__(settings, gateway)
+
+    def give(self, number: int, present: int, total: torch.Tensor | None) -> ReducedBucket | None:
+        """Keep a bucket's sum, or return it to be applied now.
+
+        The sum must stay as it is until the step is applied.
+
+        Args:
+            number: the bucket.
+            present: the pieces that have a gradient.
+            total: the sum; None: no worker has a gradient.
+        """
+        if number in self._sums:
+            return None
+        self._sums[number] = total
+        if total is None or not present:
+            return None
+        at = number - self._first
+        if self._on_arrival and self._settings.checked:
+            found = suspects(self._buckets[at], present, total, {})
+            self._suspects |= found
+            present = 0 if found else present
+        self._present[at] = present
+        return ReducedBucket(number, present, total) if self._on_arrival else None
+
+    def _complete(self) -> bool:
+        return len(self._sums) == len(self._buckets)
+
     def spoilers(self) -> dict[int, int]:
-        """As `GradientStaging.spoilers`; whose part it was is not known here."""
-        for bucket in self._buckets if self._arrived is None else ():
-            if self.present(bucket):
-                self._suspect(bucket.id - self._first, self.present(bucket), self.gradient(bucket), {})
-        return self._suspects
-
-    def sum_all(self) -> None:
-        """Put the staged step's gradient into one buffer, where a segment of it lies in one piece."""
-        for bucket in self._buckets if not self._gathered else ():
-            if self.present(bucket):
-                self._view("mean", bucket).copy_(self.gradient(bucket))
-        self._gathered = True
-
-    def gradient(self, bucket: Bucket) -> torch.Tensor:
-        """The staged step's gradient of a bucket, 1-D, valid for the pieces in `present`."""
-        gradient = self._given[bucket.id]
-        assert gradient is not None
-        return gradient
+        """As `GradientSource.spoilers`."""
+        return self._suspects if self._on_arrival else super().spoilers()

@@ -1,12 +1,14 @@
-"""Compression in the client of a worker: bodies are encoded, and a commit says which encodings counted."""
+"""Compression in the client of a worker."""
 
 from collections.abc import Sequence
 
 from topotrain.config.job import Cluster
 from topotrain.config.sharding import Bucket, SliceMap
-from topotrain.core.client.body_codec import BodyCodec
-from topotrain.core.client.client_extension import ClientAccess, ClientExtension
+from topotrain.core.client.client_extension import ClientExtension
+from topotrain.core.client.client_model import BodyCodec, ClientModel
 from topotrain.core.client.client_types import StepEnd, StepOutcome
+from topotrain.core.client.server_channel import ServerChannel
+from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.extensions.compression.message_filter import WorkerEncoding
 
@@ -21,9 +23,9 @@ class CompressionClient(ClientExtension):
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
-    def bind(self, client: ClientAccess) -> None:
+    def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
         """As `ClientExtension.bind`."""
-        self._client = client
+        self._me = channel.me
 
     def body_codec(self, slice_map: SliceMap, flats: FlatBuffers, adds: bool, held: Sequence[Bucket]) -> BodyCodec:
         """As `ClientExtension.body_codec`."""
@@ -31,6 +33,6 @@ class CompressionClient(ClientExtension):
         return self._codec
 
     def after_commit(self, end: StepEnd, outcome: StepOutcome) -> None:
-        """What the step pushed counts, unless the step was skipped, or this worker's gradient refused."""
-        refused = any(worker == self._client.me.index for worker, _ in outcome.refused)
+        """As `ClientExtension.after_commit`: the pushes of the step count, or do not."""
+        refused = any(worker == self._me.index for worker, _ in outcome.refused)
         self._codec.step_done(outcome.found_inf or refused, end.weight, end.revisions, end.inv_scale)

@@ -116,13 +116,6 @@ class ErrorFeedback:
         """Discard the last encoding. Without a draft it has already counted."""
         self.drafted = False
 
-    def rescale(self, factor: float) -> None:
-        """Rescale the residual; gradients are `factor` times as large from now on.
-
-        This is for a new loss scale.
-        """
-        self.residual.mul_(factor)
-
 
 class DeltaStream:
     """Sends changing values from one sender to one receiver as differences.

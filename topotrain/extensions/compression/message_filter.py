@@ -1,10 +1,11 @@
-"""Compression as a message's encoding: which bodies travel encoded, and what sender and receiver keep for it.
+"""The encoding of messages: which bodies are encoded, and the state of both sides.
 
-Rule: a server and its workers never work with numbers that the other side does not know. What a push left out is the
-worker's to send later, and so is what a mean left out the server's: the server goes on with the mean that the workers
-see. Values come back as differences to what the worker group has been shown, so its workers stay equal bit for bit.
-Everything else (initial and final values, edits, optimizer state, what server groups say to each other) travels as it
-is, and so does a body whose dtype no codec takes.
+A server and its workers never work with numbers that the other side does not know. The worker sends later the part of a
+gradient that a push left out, and the server that of a mean. The server goes on with the mean that the workers decode.
+Values travel as differences to the last values of the worker group, so its workers stay equal bit for bit.
+
+All other bodies travel as they are: initial and final values, edits, optimizer state, and messages between server
+groups. So do bodies of a dtype that no codec encodes.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ from topotrain.config.job import Cluster
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address
 from topotrain.core.bitmaps import NO_REVISION
-from topotrain.core.client.body_codec import BodyCodec, not_coded
+from topotrain.core.client.client_model import BodyCodec, not_coded
 from topotrain.core.model.schema import FlatBuffers, torch_dtype, typed
 from topotrain.core.protocol import ProtocolError, Push, ReducedGradient, Values
+from topotrain.core.server.server_codec import ServerBodyCodec, body_of
 from topotrain.extensions.compression.codecs import Codec, ScratchMemory
 from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for, working_dtype
 
@@ -25,12 +27,12 @@ _ALIGN = 64  # bytes: codecs read 4-byte words, and a cache line belongs to one 
 
 
 class _Codecs:
-    """How the bodies of each bucket are written, and memory for what is written.
+    """The codec of each bucket, and memory for its encodings.
 
     Args:
         cluster: the settings.
-        slice_map, buckets: the map, and those buckets of it that the resident holds.
-        flats: makes the memory, which roads may show.
+        slice_map, buckets: the map, and the buckets of this worker or server.
+        flats: makes the memory, which transports may show.
     """
 
     def __init__(self, cluster: Cluster, slice_map: SliceMap, buckets: Sequence[Bucket], flats: FlatBuffers) -> None:
@@ -52,13 +54,13 @@ class _Codecs:
         return self._codecs[bucket.space]
 
     def room(self, name: str, bucket: Bucket) -> torch.Tensor:
-        """Exactly the bytes of one encoding of the bucket, 1-D uint8; zero at first, which every codec can read."""
+        """The bytes of one encoding of the bucket, 1-D uint8, zero at first."""
         lo, hi = self._places[bucket.id]
         return self._flats.raw(name, self._total)[lo:hi]
 
 
 class _Sender:
-    """One bucket's gradients on their way: error feedback, and the loss scale that its residual is in."""
+    """The error feedback of one bucket, and the loss scale of its residual."""
 
     def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, room: torch.Tensor) -> None:
         kept = working_dtype(dtype)
@@ -68,7 +70,7 @@ class _Sender:
         self._inverse = 0.0  # 0: nothing has counted yet
 
     def encode(self, bucket: Bucket, present: int, gradient: torch.Tensor, more: bool) -> None:
-        """Write a gradient; the pieces that are not `present` carry nothing, and keep what is left of them."""
+        """Encode a gradient. The residual of pieces that are not `present` is kept."""
         absent = [
             slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
             for i, piece in enumerate(bucket.pieces)
@@ -77,29 +79,32 @@ class _Sender:
         self._feedback.encode(gradient, self.room, more, absent)
 
     def encode_uncounted(self, gradient: torch.Tensor) -> None:
-        """Write a gradient that the receiver is going to give no weight."""
+        """Encode a gradient to which the receiver will give no weight."""
         self._codec.encode(gradient, self.room)
 
     def settle(self, inverse: float) -> None:
-        """What was encoded counts. `inverse`: what its gradients are multiplied by (see message.Commit)."""
+        """The encoded gradients count. inverse: their factor (`Commit.inv_scale`)."""
         if self._feedback.drafted:
             self._feedback.settle(self._inverse / inverse if self._inverse else 1.0)
             self._inverse = inverse
 
     def drop(self) -> None:
-        """What was encoded does not count."""
+        """The encoded gradients do not count."""
         self._feedback.drop()
 
 
 class WorkerEncoding(BodyCodec):
-    """A worker's side. Encodes on the script's thread; decodes on the roads' threads, one message at a time.
+    """The codec of a worker.
+
+    It encodes on the script's thread, and decodes on the threads of the transports, one message at a time.
 
     Args:
         cluster: the settings.
         slice_map: the map.
-        flats: the worker's buffers; values are decoded into "params" in place, means into "mean".
-        adds: every push of a step counts (each backward is a reduction of its own); else the last one of a bucket.
-        held: the buckets that the worker pushes and is sent; None: all.
+        flats: the worker's buffers. Values are decoded into "params" in place, means into "mean".
+        adds: every push of a step counts, since each backward is a reduction of its own. Else the last one of a
+            bucket counts.
+        held: the buckets of this worker. None: all.
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class WorkerEncoding(BodyCodec):
         self._streams: dict[int, DeltaStream] = {}
 
     def push(self, bucket: Bucket, weight: float, present: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The body of a push; `gradient` may change from here on, where it is not the body itself."""
+        """The body of a push. `gradient` may change after the call, unless it is the body."""
         codec = self._out.of(bucket)
         if codec is None:
             return gradient
@@ -129,13 +134,13 @@ class WorkerEncoding(BodyCodec):
             room = self._out.room("coded push", bucket)
             sender = self._senders[bucket.id] = _Sender(codec, gradient.numel(), gradient.dtype, room)
         if self._adds and weight <= 0:
-            sender.encode_uncounted(gradient)  # samples that must not count must not come later, either
+            sender.encode_uncounted(gradient)  # samples that do not count must not be sent later, either
         else:
             sender.encode(bucket, present, gradient, more=self._adds)
         return sender.room
 
     def step_done(self, found_inf: bool, weight: float, revisions: Sequence[int], inv_scale: float) -> None:
-        """The step is committed: what it pushed counts, or does not (arguments as in message.Commit)."""
+        """The step is committed: its pushes count, or do not. Arguments as in `Commit`."""
         nothing = found_inf or (weight <= 0 and not self._adds)
         for number, sender in self._senders.items():
             if nothing or (revisions and revisions[number] == NO_REVISION):
@@ -150,21 +155,21 @@ class WorkerEncoding(BodyCodec):
         return isinstance(message, ReducedGradient) or message.coded
 
     def landing(self, message: ReducedGradient | Values, bucket: Bucket) -> torch.Tensor:
-        """Where such a body is to be received."""
+        """Memory for such a body."""
         return self._in.room(f"coded {type(message).__name__}", bucket)
 
     def mean(self, bucket: Bucket, data: torch.Tensor) -> torch.Tensor:
-        """Decode a mean; stays until the next one of the bucket."""
+        """Decode a mean. It stays until the next one of the bucket."""
         mean = self._flats.view("mean", bucket)
         _decoded(lambda: _codec(self._in, bucket).decode(data, mean))
         return mean
 
     def values(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Bring "params" to what the servers show now, by a difference to what they showed before."""
+        """Add the encoded difference of new values to "params"."""
         _decoded(lambda: self._stream(bucket).decode(data))
 
     def restart(self, bucket: Bucket) -> None:
-        """Values came as they are, and stand in "params"."""
+        """Values came as they are, and are in "params"."""
         if self._differences and self._in.of(bucket) is not None:
             self._stream(bucket).restart(self._flats.view("params", bucket))
 
@@ -176,8 +181,10 @@ class WorkerEncoding(BodyCodec):
         return stream
 
 
-class ServerEncoding:
-    """A server's side, for all its worker groups. For one thread at a time, but for `landing`.
+class ServerEncoding(ServerBodyCodec):
+    """The codec of a server, for all its worker groups.
+
+    One thread at a time may use it. `landing` is an exception.
 
     Args:
         cluster: the settings.
@@ -192,32 +199,34 @@ class ServerEncoding:
         self._taken: dict[tuple[Address, int], tuple[int, int]] = {}  # (step, ordinal) of the last push
         self._means: dict[int, dict[int, _Sender]] = {}  # by group and bucket
         self._streams: dict[tuple[int, int], DeltaStream] = {}
-        self._coded: set[tuple[int, int]] = set()  # what the group was shown last was a difference
+        self._coded: set[tuple[int, int]] = set()  # the last values of the group were a difference
 
     # --- pushes and means ----------------------------------------------------------------------------------------
 
     def landing(self, worker: Address, bucket: Bucket) -> torch.Tensor | None:
-        """Where a worker's push is to be received; None: it is not encoded."""
+        """Memory for a worker's push; None: it is not encoded."""
         name = f"coded push {worker.group}/{worker.index}"
         return None if self._codecs.of(bucket) is None else self._codecs.room(name, bucket)
 
     def push(self, worker: Address, message: Push, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
-        """A worker's gradient as elements like those of `like`. Raises ProtocolError if the body is none."""
-        if message.body is None:
-            raise ProtocolError("Push without a body")
+        """A worker's gradient as elements like those of `like`.
+
+        Raises:
+            ProtocolError: the body is not one.
+        """
+        body = body_of(message)
         codec = self._codecs.of(bucket)
         if codec is None:
-            return typed(message.body, like)
+            return typed(body, like)
         gradient = self._flats.view(f"push {worker.group}/{worker.index}", bucket)
         now = (message.step, message.ordinal)
-        if now > self._taken.get((worker, bucket.id), (-1, -1)):  # else said twice
-            data = message.body
-            _decoded(lambda: codec.decode(data, gradient))
+        if now > self._taken.get((worker, bucket.id), (-1, -1)):  # a repeated push is decoded already
+            _decoded(lambda: codec.decode(body, gradient))
             self._taken[worker, bucket.id] = now
         return gradient
 
     def mean(self, group: int, bucket: Bucket, present: int, mean: torch.Tensor) -> None:
-        """Encode a mean and make it, in place, the one that the group's workers will see."""
+        """Encode a mean, and make it, in place, the one that the workers will decode."""
         codec = self._codecs.of(bucket)
         if codec is None:
             return
@@ -230,7 +239,7 @@ class ServerEncoding:
         codec.decode(sender.room, mean)
 
     def mean_body(self, group: int, bucket: Bucket, mean: torch.Tensor) -> torch.Tensor:
-        """How that mean travels."""
+        """The body of that mean."""
         return mean if self._codecs.of(bucket) is None else self._means[group][bucket.id].room
 
     def step_done(self, group: int, applied: bool, inv_scale: float) -> None:
@@ -242,7 +251,8 @@ class ServerEncoding:
                 sender.drop()
 
     def forget(self, group: int) -> None:
-        """The group's workers are gone. What their means left out stays to be said to those who come after them."""
+        """As `ServerBodyCodec.forget`."""
+        # The residual of the means is kept for the new processes.
         self._taken = {key: taken for key, taken in self._taken.items() if key[0].group != group}
         for sender in self._means.get(group, {}).values():
             sender.drop()
@@ -252,7 +262,7 @@ class ServerEncoding:
     # --- values --------------------------------------------------------------------------------------------------
 
     def show(self, group: int, bucket: Bucket, values: torch.Tensor, anew: bool) -> None:
-        """All workers of the group are being shown these values; anew: as they are, whatever they know."""
+        """As `ServerBodyCodec.show`."""
         codec, key = self._codecs.of(bucket), (group, bucket.id)
         if codec is None or not self._differences:
             return
@@ -266,9 +276,13 @@ class ServerEncoding:
             self._coded.add(key)
 
     def difference(self, group: int, bucket: Bucket) -> torch.Tensor | None:
-        """The body for what was shown last; None: the values travel as they are."""
+        """As `ServerBodyCodec.difference`."""
         coded = (group, bucket.id) in self._coded
         return self._codecs.room(f"coded values {group}", bucket) if coded else None
+
+    def state_dict(self) -> None:
+        """Return None: a second copy is not possible."""
+        # The errors of earlier encodings are not transferred.
 
 
 def _differences(cluster: Cluster) -> bool:

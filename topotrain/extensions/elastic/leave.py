@@ -20,8 +20,8 @@ def leave(here: Context) -> None:
     """After the script has been stopped: what it had under way is over, and what it did is told once more."""
     with suppress(Exception):  # whatever is missing, the others do not miss it
         if here.worker is not None:
-            here.worker.settle()
+            here.worker.client.values.settle()
         if here.loader is not None:
             here.loader.close()
-    if here.parting is not None:
-        here.parting()
+    if here.worker is not None:
+        here.worker.leave_job()

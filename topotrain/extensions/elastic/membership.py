@@ -1,35 +1,52 @@
-"""Who may be heard: a worker group that was started again is a new generation, and its words are not those before it.
+"""Incarnations of worker groups: a group that was started again is another one.
 
-Rule: a group lives and dies as a whole. Its incarnation is 0 at first and rises when its workers are started again. A
-shard that hears of a newer one hears nobody of the group until the coordinator has decreed the change in its log of
-decisions (`consistency`): every shard carries it out between the same two steps, so a step of the dead was applied by
-all or by none. From there on a worker is heard once it has said itself which incarnation it is of. What was applied
-counts for ever, by data stream; everything else that the group had said is forgotten.
+Rule: a group starts and ends as a whole. Its incarnation is 0 at first and rises when its workers are started again. A
+shard that learns of a newer incarnation drops the messages of the group until the coordinator has decreed the change
+in its log of decisions (`consistency`). Every shard carries the change out between the same two steps, so a step of
+the former workers was applied by all shards or by none. From there on the messages of a worker count once it has sent
+its incarnation. Applied batches count for ever, by data stream. Everything else that the group had sent is forgotten.
 
-Where a step can do without some of its workers (`regrouping.singly`), each of them lives and dies by itself, and all
-this is true of one worker: the others go on.
+Where a step needs only some of its workers (`eligibility.singly`), each of them starts and ends by itself. All this is
+then true of one worker, and the others continue.
 
-Groups that use other servers are known to server (0,0), too, which hands out the batches: it asks their coordinator
-how far they came (`AppliedBatchesOfStreams`) before it gives the rest to others.
+Server (0,0), which hands out the batches, knows the groups of other servers, too. It asks their coordinator for their
+progress (`AppliedBatchesOfStreams`) before it gives the rest to other groups.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
-from topotrain.core.protocol import AppliedBatchesOfStreams, Fail, Message, RestartRequest, WorkerRejoined
-from topotrain.core.server.consistency import AWAY, DecisionLog
+from topotrain.core.protocol import (
+    Applied,
+    Commit,
+    Fail,
+    Message,
+    ProtocolError,
+    StepDecision,
+    StepVote,
+    WorkerRejoined,
+)
+from topotrain.core.server.component_state import State, field_values
+from topotrain.core.server.consistency import AWAY, REPLACED, RESTARTS
+from topotrain.core.server.server import Server
+from topotrain.core.server.server_extension import Outbox, RegroupExtension
 from topotrain.extensions.elastic.eligibility import refusal, singly
+from topotrain.extensions.elastic.membership_messages import (
+    AppliedBatchesOfStreams,
+    GroupLeaveRequest,
+    GroupLeft,
+    RestartRequest,
+)
 
 STREAMS = 2000
 """Data streams in one `AppliedBatchesOfStreams`."""
 
 
 Key = int | Address
-"""Who lives and dies together: a worker group, or one worker."""
+"""A worker group, or one worker that starts and ends by itself."""
 
 
 @dataclass(slots=True)
@@ -42,24 +59,24 @@ class _Group:
 
 
 class Members:
-    """The worker groups that one server knows, and whom it hears.
+    """The incarnations of the worker groups that one server knows.
 
     Args:
-        keys: worker groups, or (singly) workers, who live and die by themselves.
+        keys: worker groups, or (singly) workers that start and end by themselves.
     """
 
     def __init__(self, keys: Iterable[Key], singly: bool = False) -> None:
         self._singly = singly
         self._groups = {key: _Group() for key in keys}
         self.changed = False
-        """Some group is not of its first incarnation any more; until then everybody is heard."""
+        """Some group is not of its first incarnation any more; until then all messages count."""
 
     def key(self, worker: Address) -> Key:
-        """With whom a worker lives and dies."""
+        """The unit that starts and ends with a worker."""
         return worker if self._singly else worker.group
 
     def hears(self, worker: Address) -> bool:
-        """Whether a worker's words count, and whether it may be told anything."""
+        """Whether messages from and to a worker count."""
         group = self._groups.get(self.key(worker))
         return group is None or (group.asked == group.incarnation and self.counts(worker))
 
@@ -69,7 +86,7 @@ class Members:
         return not group.asked or worker in group.here
 
     def incarnation(self, key: Key) -> int:
-        """Whose words count here; a group whose workers live by themselves is always the first."""
+        """The incarnation that counts here; 0 for a group of workers that start by themselves."""
         return self._groups[key].incarnation if key in self._groups else 0
 
     def asked(self, key: Key) -> int:
@@ -83,7 +100,7 @@ class Members:
             group.here.add(worker)
 
     def expect(self, key: Key, incarnation: int) -> bool:
-        """Nobody of an earlier incarnation is heard any more. False: that is so already."""
+        """Drop messages of earlier incarnations. False: that is so already."""
         known = self._groups[key]
         new = incarnation > known.asked
         if new:
@@ -92,20 +109,30 @@ class Members:
         return new
 
     def restarted(self, key: Key, incarnation: int) -> list[Address]:
-        """The change is carried out here; returns who waits for that."""
+        """The change is carried out here; returns the workers that wait for that."""
         self.expect(key, incarnation)
         known = self._groups[key]
         known.incarnation = max(known.incarnation, incarnation)
         return sorted(known.here) if known.asked == known.incarnation else []
 
     def deserted(self, group: int, incarnation: int) -> bool:
-        """Whether nobody of this incarnation, or of a later one, has been heard of: those before it have left."""
+        """Whether no worker of this incarnation, or of a later one, has been here."""
         known = self._groups[group]
         return known.asked < incarnation or (known.asked == incarnation and not known.here)
 
     def undone(self) -> list[tuple[Key, int]]:
-        """(who, incarnation) that was heard of, and is not carried out."""
+        """(key, incarnation) of changes that are known, and not carried out."""
         return [(key, known.asked) for key, known in self._groups.items() if known.asked > known.incarnation]
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"groups": {key: field_values(group) for key, group in self._groups.items()}, "changed": self.changed}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        for key, (incarnation, asked, here) in state["groups"].items():
+            self._groups[key] = _Group(incarnation, asked, set(here))
+        self.changed = state["changed"]
 
 
 # --- how far a group of other servers came -----------------------------------------------------------------------
@@ -141,204 +168,284 @@ class CoordinatorAnswers:
         del self._parts[part.group]
         return {s: n for each in known.values() for s, n in zip(each.counts[::2], each.counts[1::2], strict=True)}
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"parts": self._parts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._parts = {group: dict(parts) for group, parts in state["parts"].items()}
+
 
 # --- the change --------------------------------------------------------------------------------------------------
 
 
-class MembershipServer(Protocol):
-    """What a change of members asks of the server."""
-
-    def begun(self, group: int) -> bool:
-        """Whether workers of the group have begun to train here."""
-        ...
-
-    def objection(self) -> str:
-        """Why no group can be started again by itself, as far as only the server knows; empty: they can."""
-        ...
-
-    def ended(self, group: int) -> bool:
-        """Whether all scripts of the group have come to their end."""
-        ...
-
-    def has_finished(self, worker: Address) -> bool:
-        """Whether the script of one has."""
-        ...
-
-    def forget(self, group: int, ended: bool) -> None:
-        """Forget what the group has said."""
-        ...
-
-    def forget_one(self, worker: Address) -> None:
-        """Forget what one worker has said, whose group is still there."""
-        ...
-
-    def count(self, group: int, stream: int) -> int:
-        """How many batches of a data stream of a group are applied."""
-        ...
-
-    def streams(self, group: int) -> Sequence[int]:
-        """Data streams of a group of which `restarted` needs to know how many batches are applied."""
-        ...
-
-    def restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> None:
-        """The workers of a group are gone, and others come in their place."""
-        ...
-
-    def complete(self) -> bool:
-        """Whether the values are known here."""
-        ...
-
-    def is_back(self, group: int) -> None:
-        """Others may have to wait for the group again."""
-        ...
-
-
-class ElasticGroups:
-    """How groups leave and come back, as one server sees it.
+class ElasticGroups(RegroupExtension):
+    """The worker groups that restart, leave and come back, as one server sees them.
 
     Args:
-        me, job, topology: the server's place.
-        home: the server.
-        log: of decisions, in a coordinator.
-        send: says something; to `me`, too.
+        server: the server.
+        job, topology: its job.
     """
 
-    def __init__(
-        self,
-        me: Address,
-        job: Job,
-        topology: Topology,
-        home: MembershipServer,
-        log: DecisionLog | None,
-        send: Callable[[Address, Message], None],
-    ) -> None:
-        self._me, self._job, self._topology, self._home = me, job, topology, home
-        self._log, self._send = log, send
-        self._hands_out = me == (Role.SERVER, 0, 0)  # it hands out the batches of all groups
-        self._ours = topology.worker_groups_of(me.group)
+    messages = (WorkerRejoined, RestartRequest, AppliedBatchesOfStreams, GroupLeaveRequest, GroupLeft)
+    before_model = (WorkerRejoined, RestartRequest, AppliedBatchesOfStreams, GroupLeft)
+    decrees = (RESTARTS, REPLACED, AWAY)
+
+    def __init__(self, server: Server, job: Job, topology: Topology) -> None:
+        self._server, self._me, self._job, self._topology = server, server.me, job, topology
+        self._hands_out = server.me == (Role.SERVER, 0, 0)  # it hands out the batches of all groups
+        self._ours = server.groups
         known = range(topology.worker_groups) if self._hands_out else self._ours
         workers = (worker for group in known for worker in topology.workers(group))
         self.members = Members(workers, True) if singly(job) else Members(known)
+        self._leaving: set[int] = set()  # groups that are to leave after their next step
         self._answers = CoordinatorAnswers()
         self._questions: list[tuple[Address, AppliedBatchesOfStreams]] = []
 
-    def lost(self, worker: Address) -> None:
-        """A worker's process is gone, and so is its group: the others are not to wait until it comes back."""
-        group, home = worker.group, self._home
-        if self._log is None or group not in self._ours or home.ended(group) or home.has_finished(worker):
+    # --- hooks of the server -------------------------------------------------------------------------------------
+
+    def accepts(self, sender: Address, message: Message) -> bool:
+        """As `ServerExtension.accepts`: not what the processes before the last restart have sent."""
+        if not self.members.changed or sender.role is Role.SERVER or isinstance(message, WorkerRejoined):
+            return True
+        return self.members.hears(sender)
+
+    def may_send(self, to: Address, message: Message) -> bool:
+        """As `ServerExtension.may_send`."""
+        return not self.members.changed or to.role is not Role.WORKER or self.members.hears(to)
+
+    def amend_vote(self, vote: StepVote, commits: Mapping[int, Commit]) -> StepVote:
+        """As `ServerExtension.amend_vote`."""
+        incarnation = self.members.incarnation(vote.group)
+        return replace(vote, incarnation=incarnation) if incarnation else vote
+
+    def amend_reply(self, group: int, applied: Applied, first: Commit) -> Applied:
+        """As `ServerExtension.amend_reply`."""
+        return replace(applied, leaves=True) if group in self._leaving else applied
+
+    def handle(self, sender: Address, message: Message) -> Outbox:
+        """As `ServerExtension.handle`."""
+        if isinstance(message, WorkerRejoined):
+            self._returned(sender, message.incarnation)
+        elif isinstance(message, RestartRequest):
+            self._asked(message)
+        elif isinstance(message, GroupLeaveRequest):
+            self._start_leaving(message)
+        elif isinstance(message, GroupLeft):
+            self.leave(message.group, message.incarnation)
+        elif isinstance(message, AppliedBatchesOfStreams):
+            self._receive_counts(sender, message)
+        return ()
+
+    def on_decree(self, decision: StepDecision) -> Outbox:
+        """As `ServerExtension.on_decree`; all decisions before this one are carried out."""
+        group, incarnation = decision.group, decision.step
+        if decision.change == RESTARTS:
+            self._change(group, incarnation, partial(self._count, group), self._server.worker_groups.ended(group))
+            self._answer()
+        elif decision.change == REPLACED:
+            self._replace(decision)
+        else:
+            self._continue_without(group, incarnation)
+        return ()
+
+    def on_lost(self, worker: Address) -> None:
+        """As `ServerExtension.on_lost`: the other groups must not wait until the group comes back."""
+        group, server = worker.group, self._server
+        if server.decisions.log is None or group not in self._ours:
+            return
+        if server.worker_groups.ended(group) or server.has_finished(worker):
             return
         if self.members.counts(worker) and not self._refusal(group):
             key = self.members.key(worker)
             self._expect(key, self.members.asked(key) + 1)
 
-    def take(self, sender: Address, message: WorkerRejoined | RestartRequest | AppliedBatchesOfStreams) -> None:
-        """One message about a group that comes back."""
-        if isinstance(message, WorkerRejoined):
-            self._returned(sender, message.incarnation)
-        elif isinstance(message, RestartRequest):
-            self._asked(message)
-        elif message.group in self._ours:
-            self._questions.append((sender, message))
-            self._answer()
-        elif message.incarnation == self.members.asked(message.group) > self.members.incarnation(message.group):
-            counts = self._answers.take(message)
-            if counts is not None:
-                self._change(message.group, message.incarnation, lambda stream: counts.get(stream, 0), message.ended)
-
-    def carry_out(self, group: int, incarnation: int) -> None:
-        """The coordinator has decreed it, and all decisions before it are carried out."""
-        self._change(group, incarnation, partial(self._home.count, group), self._home.ended(group))
-        self._answer()
-
-    def replace(self, worker: Address, incarnation: int) -> None:
-        """The same of one worker."""
-        self._home.forget_one(worker)
-        for each in self.members.restarted(worker, incarnation):
-            self._welcome(each)
-
-    def leave(self, group: int, incarnation: int) -> None:
-        """In the coordinator: all processes of the group before this incarnation have ended, and none is to follow."""
-        assert self._log is not None
-        if self.members.deserted(group, incarnation):
-            self._asked(RestartRequest(group, incarnation))  # nothing of theirs is applied after this
-            decision = self._log.decree(group, incarnation, AWAY)
-            for server in self._topology.servers(self._me.group):
-                self._send(server, decision)
-
-    def again(self) -> None:
-        """What was said to other servers may have been lost: say again what is not carried out."""
+    def on_reconnect(self) -> None:
+        """As `ServerExtension.on_reconnect`: send again what is not carried out."""
         for key, incarnation in self.members.undone():
             self._ask(key, incarnation)
+
+    def reset_group(self, group: int, ended: bool) -> None:
+        """As `ServerExtension.reset_group`."""
+        self._leaving.discard(group)
+
+    # --- a restart -----------------------------------------------------------------------------------------------
 
     def _returned(self, worker: Address, incarnation: int) -> None:
         group, key = worker.group, self.members.key(worker)
         if incarnation > self.members.asked(key) and group in self._ours:
             why = self._refusal(group)
-            if why and self._home.begun(group):
+            if why and self._has_begun(group):
                 for each in self._topology.workers(group):
-                    self._send(each, Fail(f"worker group {group} was started again, but {why}"))
+                    self._server.queue.send(each, Fail(f"worker group {group} was started again, but {why}"))
                 return
             if why:  # the whole job was: these are the first that are heard here, and there is nothing to forget
-                if self._log is not None:
-                    self._log.adopt(group, incarnation)
-                self._change(group, incarnation, partial(self._home.count, group), False)
+                if self._server.decisions.log is not None:
+                    self._server.decisions.log.adopt(group, incarnation)
+                self._change(group, incarnation, partial(self._count, group), False)
         self._expect(key, incarnation)
         self.members.returned(worker, incarnation)
         if self.members.hears(worker):
             self._welcome(worker)
 
+    def _has_begun(self, group: int) -> bool:
+        """Whether workers of the group have begun to train here."""
+        server = self._server
+        return group in server.replies.asked or any(each.has_begun() for each in server.hooks.has_begun)
+
+    def _count(self, group: int, stream: int) -> int:
+        """How many batches of a data stream of a group are applied."""
+        return self._server.steps.batches.count(stream, group)
+
     def _refusal(self, group: int) -> str:
-        return refusal(self._job, self._topology, group) or self._home.objection()
+        return refusal(self._job, self._topology, group) or self._objection()
+
+    def _objection(self) -> str:
+        """Why no group can be started again alone, as only the extensions know."""
+        return _first(extension.refuses_regroup() for extension in self._server.hooks.refuses_regroup)
 
     def _expect(self, key: Key, incarnation: int) -> None:
         if self.members.expect(key, incarnation):
             self._ask(key, incarnation)
 
     def _ask(self, key: Key, incarnation: int) -> None:
-        """Have the change decreed, or ask those who know when it is."""
+        """Have the change decreed, or ask the coordinator that learns when it is."""
         group, index = (key.group, key.index) if isinstance(key, Address) else (key, -1)
         coordinator = Address(Role.SERVER, self._topology.server_group_of(group), 0)
         if group in self._ours:
-            self._send(coordinator, RestartRequest(group, incarnation, index))
+            self._server.queue.send(coordinator, RestartRequest(group, incarnation, index))
         elif self._hands_out:
-            for question in questions(group, incarnation, self._home.streams(group)):
-                self._send(coordinator, question)
+            streams = [stream for each in self._server.hooks.streams for stream in each.streams(group)]
+            for question in questions(group, incarnation, streams):
+                self._server.queue.send(coordinator, question)
 
     def _asked(self, message: RestartRequest) -> None:
         group, incarnation = message.group, message.incarnation
         if group not in self._ours:
             self._expect(group, incarnation)
             return
-        assert self._log is not None
+        log = self._server.decisions.log
+        assert log is not None
         if message.index < 0:
-            decision = self._log.restart(group, incarnation)
+            decision = log.restart(group, incarnation)
         else:
-            decision = self._log.replace(group, message.index, incarnation)
+            decision = log.replace(group, message.index, incarnation)
         if decision is None:
             return
-        for server in self._topology.servers(self._me.group):
-            self._send(server, decision)
+        self._server.decisions.send(decision)
         if self._me.group:
-            self._send(Address(Role.SERVER, 0, 0), message)
+            self._server.queue.send(Address(Role.SERVER, 0, 0), message)
 
     def _change(self, group: int, incarnation: int, count: Callable[[int], int], ended: bool) -> None:
-        self._home.forget(group, ended)
+        server = self._server
+        server.reset_group(group, ended)
         welcome = self.members.restarted(group, incarnation)
-        self._home.restarted(group, count, ended)
+        for extension in server.hooks.group_restarted:
+            server.queue.send_all(extension.group_restarted(group, count, ended))
         for worker in welcome:
             self._welcome(worker)
 
+    def _replace(self, decision: StepDecision) -> None:
+        """One worker has another process. Raises ProtocolError for a worker that the group does not have."""
+        if len(decision.members) != 1 or not 0 <= decision.members[0] < self._topology.workers_per_group:
+            raise ProtocolError(f"another process for workers {decision.members}")
+        worker = Address(Role.WORKER, decision.group, decision.members[0])
+        self._server.reset_worker(worker)
+        for each in self.members.restarted(worker, decision.step):
+            self._welcome(each)
+
     def _welcome(self, worker: Address) -> None:
-        incarnation = self.members.incarnation(self.members.key(worker))
-        self._send(worker, WorkerRejoined(incarnation, self._home.complete()))
+        server, incarnation = self._server, self.members.incarnation(self.members.key(worker))
+        server.queue.send(worker, WorkerRejoined(incarnation, server.state.complete))
         if worker.group in self._ours:
-            self._home.is_back(worker.group)
+            if server.worker_groups.come_back(worker.group):
+                server.shutdown.back(worker.group)
+                for extension in server.hooks.group_returns:
+                    extension.group_returns(worker.group)
+            server.decisions.rejoin(worker.group)
+
+    # --- how far a group of other servers came -------------------------------------------------------------------
+
+    def _receive_counts(self, sender: Address, message: AppliedBatchesOfStreams) -> None:
+        group, incarnation = message.group, message.incarnation
+        if group in self._ours:
+            self._questions.append((sender, message))
+            self._answer()
+        elif incarnation == self.members.asked(group) > self.members.incarnation(group):
+            counts = self._answers.take(message)
+            if counts is not None:
+                self._change(group, incarnation, lambda stream: counts.get(stream, 0), message.ended)
 
     def _answer(self) -> None:
         waiting, self._questions = self._questions, []
-        for desk, question in waiting:
-            if self.members.incarnation(question.group) < question.incarnation:
-                self._questions.append((desk, question))
+        for sender, question in waiting:
+            group = question.group
+            if self.members.incarnation(group) < question.incarnation:
+                self._questions.append((sender, question))
             else:
-                count = partial(self._home.count, question.group)
-                self._send(desk, answer(question, count, self._home.ended(question.group)))
+                ended = self._server.worker_groups.ended(group)
+                self._server.queue.send(sender, answer(question, partial(self._count, group), ended))
+
+    # --- a group that leaves the job, and may come back ----------------------------------------------------------
+
+    def may_change(self, group: int, wish: str) -> str:
+        """Why the workers of a group cannot leave the job now ("leave"), be given up ("lose"), or come ("join").
+
+        Empty: they can. Only the coordinator knows.
+        """
+        groups, hooks = self._server.worker_groups, self._server.hooks
+        why = self._objection()
+        if why:
+            return why
+        if wish == "join":
+            return "the job is coming to its end" if any(map(groups.ended, self._ours)) else ""
+        if groups.ended(group):
+            return "its scripts have come to their end"
+        why = _first(extension.refuses_leave() for extension in hooks.refuses_leave)
+        if why:
+            return why
+        others = [each for each in self._ours if each != group and groups.runs(each)]
+        return "" if others else "no other group trains that could read what it leaves"
+
+    def _start_leaving(self, message: GroupLeaveRequest) -> None:
+        if message.incarnation < self.members.asked(message.group):
+            return
+        self._leaving.add(message.group)
+        for extension in self._server.hooks.group_leaves:
+            self._server.queue.send_all(extension.group_leaves(message.group))
+
+    def leave(self, group: int, incarnation: int) -> None:
+        """In the coordinator: all processes of the group before this incarnation have ended, and none is to follow."""
+        if self.members.deserted(group, incarnation):
+            self._asked(RestartRequest(group, incarnation))  # nothing of theirs is applied after this
+            self._server.decisions.decree(group, incarnation, AWAY)
+
+    def _continue_without(self, group: int, incarnation: int) -> None:
+        """No other group waits for this one, also at the job's end, unless it has come back already."""
+        if not self.members.deserted(group, incarnation):
+            return
+        server = self._server
+        server.worker_groups.leave(group)
+        server.shutdown.away(group)
+        server.exchange.end_group(group)
+        if server.state.model is not None:
+            server.exchange.drain()
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As `ServerExtension.state_dict`."""
+        members, answers = self.members.state_dict(), self._answers.state_dict()
+        return {"members": members, "answers": answers, "questions": self._questions, "leaving": self._leaving}
+
+    def load_state_dict(self, state: State) -> None:
+        """As `ServerExtension.load_state_dict`."""
+        self.members.load_state_dict(state["members"])
+        self._answers.load_state_dict(state["answers"])
+        self._questions, self._leaving = list(state["questions"]), set(state["leaving"])
+
+
+def _first(texts: Iterable[str]) -> str:
+    """The first text that is not empty; empty: all are."""
+    return next(filter(None, texts), "")

@@ -1,45 +1,48 @@
-"""Who is there: groups that come back, leave and join, backup workers, and two copies of a server."""
+"""Messages about worker groups that restart, leave and join."""
 
 from dataclasses import dataclass
 
-from topotrain.core.protocol.codec import Message, numbered
+from topotrain.core.protocol.message import (
+    MOST_EPOCHS,
+    Message,
+    Receiver,
+    Route,
+    Sender,
+    message,
+)
 
-# --- a worker group that comes back (see `membership`) ---------------------------------------------------------------
-
-
-@numbered(23)
-@dataclass(frozen=True, slots=True)
-class WorkerRejoined(Message):
-    """Worker -> its servers and server (0,0): my group was started again, and I am of its `incarnation`.
-
-    It is the worker's first word, and its only one until all have echoed it; what it hears before may have been meant
-    for its predecessor. begun: in the echo, the server's values are known and need not be given again.
-    """
-
-    incarnation: int
-    begun: bool = False
+_TO_DATA_SERVICE = Route(Sender.COORDINATORS, Receiver.DATA_SERVICE)
+_OWN_PROCESS = Route(Sender.SELF, Receiver.COORDINATOR)
 
 
-@numbered(24)
+@message(24, Route(Sender.GROUP_SERVERS, Receiver.COORDINATOR), _TO_DATA_SERVICE, names_group=True)
 @dataclass(frozen=True, slots=True)
 class RestartRequest(Message):
-    """Shard -> coordinator: let the workers of this incarnation of a group in, and let go of those before them.
+    """Shard -> coordinator: accept the workers of this incarnation of a group, and drop those before them.
 
-    index: of the one worker that is meant; -1: the whole group.
+    Attributes:
+        index: the one worker that is meant. -1: the whole group.
     """
 
     group: int
     incarnation: int
     index: int = -1
 
+    def is_valid(self) -> bool:
+        return 0 <= self.incarnation < MOST_EPOCHS and -1 <= self.index < MOST_EPOCHS
 
-@numbered(25)
+
+@message(25, _TO_DATA_SERVICE, Route(Sender.DATA_SERVICE, Receiver.COORDINATOR), names_group=True)
 @dataclass(frozen=True, slots=True)
 class AppliedBatchesOfStreams(Message):
-    """Server (0,0) -> coordinator of another server group: how far are these data streams of a group that comes back?
+    """Server (0,0) -> coordinator of another server group: request for the progress of data streams.
 
-    Echoed once nothing of an earlier incarnation can be applied any more. counts: flat pairs (stream, batches that are
-    applied; as asked, 0). ended: all scripts of the group had come to their end.
+    The streams belong to a worker group that restarts. The coordinator echoes the message once no step of an earlier
+    incarnation can be applied any more.
+
+    Attributes:
+        counts: flat pairs (stream, number of applied batches). In the request the numbers are 0.
+        ended: all scripts of the group had ended.
     """
 
     group: int
@@ -49,168 +52,34 @@ class AppliedBatchesOfStreams(Message):
     counts: tuple[int, ...]
     ended: bool = False
 
-
-@numbered(26)
-@dataclass(frozen=True, slots=True)
-class AppliedBatchesRequest(Message):
-    """Worker -> its coordinator: how many batches of this data stream are applied? Of stream -1: my group's steps."""
-
-    stream: int
+    def is_valid(self) -> bool:
+        in_bounds = 0 <= self.incarnation < MOST_EPOCHS and 0 <= self.part < self.parts < MOST_EPOCHS
+        return in_bounds and len(self.counts) % 2 == 0
 
 
-@numbered(27)
-@dataclass(frozen=True, slots=True)
-class AppliedBatchesReply(Message):
-    """Coordinator -> worker: the first `count` batches of the stream are applied, and no others of it."""
-
-    stream: int
-    count: int
-
-
-@numbered(28)
+@message(28, _OWN_PROCESS, names_group=True)
 @dataclass(frozen=True, slots=True)
 class GroupLeaveRequest(Message):
-    """A coordinator's own host -> it: this group's workers are to end after their next step. Nobody else says this.
+    """Process of a coordinator -> coordinator: this group's workers are to end after their next step.
 
-    incarnation: which of them are meant; those that come after them, since they have died meanwhile, stay.
+    Attributes:
+        incarnation: the workers that are meant. Workers of a later incarnation stay.
     """
 
     group: int
     incarnation: int
 
 
-@numbered(29)
+@message(29, _OWN_PROCESS, names_group=True)
 @dataclass(frozen=True, slots=True)
 class GroupLeft(Message):
-    """A coordinator's own host -> it: all processes of the group before this incarnation have ended, none follows now.
+    """Process of a coordinator -> coordinator: all processes of the group before this incarnation have ended.
 
-    Nobody else says this.
+    No other process follows now.
     """
 
     group: int
     incarnation: int
 
-
-# --- backup workers (see `backup`) -----------------------------------------------------------------------------------
-
-
-@numbered(36)
-@dataclass(frozen=True, slots=True)
-class StepMissed(Message):
-    """Coordinator -> worker: this step was decided without what you pushed for it; nothing of that counts."""
-
-    step: int
-
-
-@numbered(37)
-@dataclass(frozen=True, slots=True)
-class StepCatchUp(Message):
-    """Worker -> coordinator: show me the values, and tell me which step the group is in; answered by every shard.
-
-    through: not before all others are through with the batches of this epoch, as I am; -1: at once. round: numbers the
-    questions of one worker from 1; 0: it does not ask, it only tells that it is through.
-    """
-
-    round: int
-    through: int
-
-
-@numbered(38)
-@dataclass(frozen=True, slots=True)
-class StepCaughtUp(Message):
-    """Shard -> worker: the values were sent that it asked for with the CatchUp of this round; the group is in `step`.
-
-    snapshot: as in Applied.
-    """
-
-    round: int
-    step: int
-    version: int
-    snapshot: int = 0
-
-
-# --- two copies of a server (see `state_machine`)
-# ----------------------------------------------------------------------
-
-
-@numbered(100)
-@dataclass(frozen=True, slots=True)
-class ResumeConnection(Message):
-    """On a way that was made anew, both sides' first word: so many of your messages have I heard, ever.
-
-    What was said after those is said again. answer: this one answers the other side's. life: a worker's group has been
-    started so often again; an earlier process in its place said, and heard, other messages.
-    """
-
-    heard: int
-    answer: bool = False
-    life: int = 0
-
-
-@numbered(101)
-@dataclass(frozen=True, slots=True)
-class Ack(Message):
-    """Worker <-> server, server <-> server: the first so many of your messages will not be asked for again.
-
-    Not counted itself, as all messages of this section. ask: tell me as much, once both copies have what I said.
-    """
-
-    heard: int
-    ask: bool = False
-
-
-@numbered(102)
-@dataclass(frozen=True, slots=True)
-class ReplicatedEvent(Message):
-    """Server -> its second copy: event number `index` is this; see `state_machine.ReplicatedServer` for the events.
-
-    role, group, number: the address of whom it comes from or is about. count: of event TAKEN. kind, meta: the message
-    that came, whose body is this one's: a view that stays until the event is echoed.
-    """
-
-    event: int
-    index: int
-    role: int
-    group: int
-    number: int
-    count: int
-    kind: int
-    meta: bytes
-
-
-@numbered(103)
-@dataclass(frozen=True, slots=True)
-class ReplicaAck(Message):
-    """Second copy -> server: I have all events up to number `index`. whole: I have become what you were by then."""
-
-    index: int
-    whole: bool = False
-
-
-@numbered(104)
-@dataclass(frozen=True, slots=True)
-class StateTransfer(Message):
-    """Server -> a fresh second copy: part `part` of `parts` of the `nbytes` bytes of all that it is (see `transfer`).
-
-    index: events that are in it. The body is a snapshot.
-    """
-
-    index: int
-    part: int
-    parts: int
-    nbytes: int
-
-
-@numbered(105)
-@dataclass(frozen=True, slots=True)
-class ReplicaReleased(Message):
-    """Server -> its second copy: nothing is left to do, for you neither."""
-
-
-@numbered(106)
-@dataclass(frozen=True, slots=True)
-class ReplicaChecksum(Message):
-    """Second copy -> server: this, a CRC, is what I have found behind event number `index` (see `replica_checksum`)."""
-
-    index: int
-    mark: int
+    def is_valid(self) -> bool:
+        return 0 <= self.incarnation < MOST_EPOCHS

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from topotrain.core.events import Agreed, Event
-from topotrain.core.protocol import GroupLeaveRequest, GroupLeft, Message
+from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
+from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, GroupLeft
 
 WISHES = ("leave", "lose", "join")
 AWAY = "away"
@@ -28,7 +29,7 @@ class LocalServer(Protocol):
         ...
 
     def may_change(self, group: int, wish: str) -> str:
-        """See `Server.may_change`."""
+        """See `ElasticGroups.may_change`."""
         ...
 
 

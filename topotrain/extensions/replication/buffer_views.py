@@ -46,11 +46,9 @@ class BufferViews:
 
     Args:
         flats: the buffers.
-        told: names of buffers that are always sent whole.
     """
 
-    def __init__(self, flats: FlatBuffers, told: frozenset[str]) -> None:
-        self._flats, self._told = flats, told
+    def __init__(self, flats: FlatBuffers) -> None:
         held = [(flat.data_ptr(), key, flat) for key, flat in flats.held() if flat.numel()]
         self._held = sorted(held, key=lambda each: each[0])
         self._starts = [start for start, _, _ in self._held]
@@ -68,18 +66,8 @@ class BufferViews:
         lo = (tensor.data_ptr() - start) // flat.itemsize
         if tensor.dtype != flat.dtype or lo + tensor.numel() > flat.numel():
             return None
-        return self._note(name, space, lo, lo + tensor.numel(), flat)
-
-    def want(self, name: str) -> None:
-        """Record all buffers of this name as in use."""
-        for _, (held, space), flat in self._held:
-            if held == name:
-                self._note(name, space, 0, flat.numel(), flat)
-
-    def _note(self, name: str, space: int, lo: int, hi: int, flat: torch.Tensor) -> BufferRange:
-        if name not in self._told:
-            self._wanted.setdefault((name, space), []).append((lo, hi))
-        return BufferRange(name, space, lo, hi, flat.numel())
+        self._wanted.setdefault((name, space), []).append((lo, lo + tensor.numel()))
+        return BufferRange(name, space, lo, lo + tensor.numel(), flat.numel())
 
     def wanted(self) -> Iterator[tuple[BufferRange, torch.Tensor]]:
         """Yield all ranges in use, each element once."""

@@ -20,15 +20,15 @@ def mark(server: Server, before: int) -> int | None:
 
     The event has raised the version of the values from `before` to the present version.
     """
-    version, model = server.version, server._model
+    version, model = server.version, server.model
     if model is None or version <= before:
         return None
     due = {number % EVERY for number in range(max(before, version - EVERY) + 1, version + 1)}
     buckets = [bucket for bucket in model.buckets if bucket.id % EVERY in due]
     if not buckets and 0 not in due:
         return None
-    clocks = [server.clocks.clock(group) for group in server.groups]
-    counts = sorted(server._streams.counts().items()) if 0 in due else []
+    clocks = [server.worker_groups.clocks.clock(group) for group in server.groups]
+    counts = sorted(server.steps.batches.counts().items()) if 0 in due else []
     found = crc32(repr((version, clocks, counts)).encode())
     for bucket in buckets:
         found = crc32(model.values(bucket.id).view(torch.uint8).numpy().data, found)

@@ -16,6 +16,7 @@ import torch
 from topotrain.comm.transport import Endpoint, TransportError
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.extensions.replication.replication_messages import Ack, ResumeConnection
 from topotrain.extensions.replication.state_machine import OFTEN, ReliableChannel
 
 
@@ -38,6 +39,24 @@ class _Way:
         self.up = False
         self.told = 0
         self.moves = 0
+
+    def open(self) -> None:
+        """Note that there is a connection."""
+        self.up = True
+
+    def close(self) -> None:
+        """Note that the connection has ended, and count the search for the server."""
+        self.up = False
+        self.moves += 1
+
+    def moved(self, moves: int) -> None:
+        """Note that the server has moved this often."""
+        self.moves = max(moves, self.moves)
+
+    def acknowledge(self) -> int:
+        """Return the number of messages received, which is about to be sent."""
+        self.told = self.line.heard
+        return self.told
 
     def say(self, message: m.Message) -> None:
         with self.numbers:
@@ -89,10 +108,10 @@ class ReplicaConnections:
                     self._send(to, message, wait)
 
     def _tell(self, to: Address, way: _Way, ask: bool = False) -> None:
-        way.told = way.line.heard
+        heard = way.acknowledge()
         if way.up:
             with suppress(TransportError):
-                self._send(to, m.Ack(way.told, ask))
+                self._send(to, Ack(heard, ask))
 
     # --- calls by the transport ----------------------------------------------------------------------------------
 
@@ -109,19 +128,19 @@ class ReplicaConnections:
         way = self._ways.get(sender)
         if way is None:
             self._resident.handle(sender, message)
-        elif isinstance(message, m.Ack):
+        elif isinstance(message, Ack):
             way.taken(message.heard)
             self._changed()
-        elif isinstance(message, m.ResumeConnection):
+        elif isinstance(message, ResumeConnection):
             self._resumed(sender, way, message)
         else:
-            way.line.heard += 1
+            way.line.receive()
             self._resident.handle(sender, message)
 
-    def _resumed(self, server: Address, way: _Way, message: m.ResumeConnection) -> None:
+    def _resumed(self, server: Address, way: _Way, message: ResumeConnection) -> None:
         with way.order:
             way.taken(message.heard)
-            way.up = True
+            way.open()
             for kept in list(way.line.kept):
                 with suppress(TransportError):
                     self._send(server, kept)
@@ -136,24 +155,23 @@ class ReplicaConnections:
             return
         if self._leaving and not way.line.kept:
             return
-        way.up = False  # not under `order`: its holder may be blocked in a send on this connection
-        way.moves += 1
+        way.close()  # not under `order`: its holder may be blocked in a send on this connection
         self._redial(peer, way.moves)
 
     # --- connections ---------------------------------------------------------------------------------------------
 
     def begin(self, server: Address) -> None:
         """Note that the first connection to a server is about to be made."""
-        self._ways[server].up = True
+        self._ways[server].open()
 
     def connected(self, server: Address, moves: int) -> None:
         """Resume on a new connection to a server that has moved `moves` times.
 
         The worker sends the number of messages that it has received.
         """
-        self._ways[server].moves = max(moves, self._ways[server].moves)
+        self._ways[server].moved(moves)
         with suppress(TransportError):
-            self._send(server, m.ResumeConnection(self._ways[server].line.heard, life=self._life))
+            self._send(server, ResumeConnection(self._ways[server].line.heard, life=self._life))
 
     def failed(self, server: Address, reason: str) -> None:
         """Report that the server has no other process."""

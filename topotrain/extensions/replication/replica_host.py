@@ -22,17 +22,19 @@ from typing import Protocol
 import torch
 
 from topotrain.comm.backoff import spread
-from topotrain.comm.router import Router, RouterConfig, spoken
+from topotrain.comm.router import Router, RouterConfig, published_kind
 from topotrain.comm.security.handshake import Peer
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.config.topology import Address, Role
-from topotrain.core.profiling.spans import Recorder
-from topotrain.core.protocol import Message, ProtocolError, ReplicaReleased
+from topotrain.core.protocol import Message, ProtocolError
 from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
+from topotrain.extensions.elastic.membership import ElasticGroups
 from topotrain.extensions.replication.replica_placement import ReplicaSet
+from topotrain.extensions.replication.replication_messages import ReplicaReleased
 from topotrain.extensions.replication.state_machine import Out, Primary, ReplicatedServer, Standby
-from topotrain.extensions.replication.state_transfer import portray, restore
+from topotrain.extensions.replication.state_transfer import restore, save
 
 GRACE_S, APART_S = 15.0, 4.0
 """Seconds to wait for a report of an end, and additional seconds per slot.
@@ -80,11 +82,10 @@ class PrimaryEndpoint:
         roads: its transports.
         change: notified when the server may be done.
         trouble: see Trouble.
-        covered: called when the standby has the whole state, with the number of standbys so far.
-        differs, missed: see ReplicaSlot, here without the server.
-        despair: called with a text when the standby was missed for too long.
-        parted: called with another server when the connection to it has ended.
-        grace_s: seconds that count as too long.
+        seat: the interface to the launcher.
+        parted: called with this server and another when the connection between them has ended.
+        grace_s: seconds for which the standby may be missed before this process ends.
+        shadows: the number of standbys so far.
     """
 
     def __init__(
@@ -93,22 +94,27 @@ class PrimaryEndpoint:
         roads: Router,
         change: threading.Condition,
         trouble: Trouble,
-        covered: Callable[[int], None],
-        differs: Callable[[int], None],
-        missed: Callable[[], None],
-        despair: Callable[[str], None],
-        parted: Callable[[Address], None],
+        seat: ReplicaSlot,
+        parted: Callable[[Address, Address], None],
         grace_s: float,
+        shadows: int = 0,
     ) -> None:
         self.lead, self.server = lead, lead.copy.server
-        self.shadows = 0
-        self.aside: SnapshotPort | None = None
-        self._despair, self._differs, self._differed = despair, differs, 0
-        self._missed, self._parted, self._grace_s = missed, parted, grace_s
-        self._roads, self._change, self._trouble, self._covered = roads, change, trouble, covered
+        self.shadows = shadows
+        self._aside: SnapshotPort | None = None
+        self._seat, self._differed = seat, 0
+        self._parted, self._grace_s = parted, grace_s
+        self._roads, self._change, self._trouble = roads, change, trouble
         self._lock = threading.Lock()
         self._told_covered = self._dismissed = False
         self._alarm: threading.Timer | None = None
+
+    def write_snapshots(self, writer: SnapshotWriter, from_another: bool = False) -> None:
+        """Let this process write the server's snapshots.
+
+        `from_another`: another process has done so before.
+        """
+        self._aside = writer.follow(self.lead.me, snapshots_of(self.server), self.poke, from_another)
 
     # --- calls by the transport ----------------------------------------------------------------------------------
 
@@ -130,13 +136,13 @@ class PrimaryEndpoint:
     def lost(self, peer: Address, reason: str) -> None:
         """See `wire.Endpoint.lost`."""
         if peer == self.lead.shadow:
-            if not self._roads.leads(self.lead.me, peer):  # else a new standby is connected already
+            if not self._roads.has_route(self.lead.me, peer):  # else a new standby is connected already
                 self._missing()
         elif peer.role is Role.SERVER:
-            if not self._roads.leads(self.lead.me, peer):  # else there is a new connection already
+            if not self._roads.has_route(self.lead.me, peer):  # else there is a new connection already
                 with self._lock:
                     self.lead.parted(peer)
-                self._parted(peer)
+                self._parted(self.lead.me, peer)
         else:
             self._do(lambda: self.lead.lost(peer) if peer in self.lead.up else [])
 
@@ -154,7 +160,7 @@ class PrimaryEndpoint:
     def may_change(self, group: int, wish: str) -> str:
         """Return why a group may not change now, or "". See `process_host`."""
         with self._lock:
-            return self.server.may_change(group, wish)
+            return self.server.extension(ElasticGroups).may_change(group, wish)
 
     # --- orders of the launcher ----------------------------------------------------------------------------------
 
@@ -190,11 +196,11 @@ class PrimaryEndpoint:
             waits = self.lead.joined and not self._dismissed and self._alarm is None
             if waits:
                 why = f"{self.lead.me} has lost the connection to its second copy, and no end of it was reported"
-                self._alarm = threading.Timer(self._grace_s, self._despair, (why,))
-                self._alarm.daemon = True
+                self._alarm = threading.Timer(self._grace_s, self._seat.despair, (why,))
+                self._alarm.daemon = True  # the process may end while it waits
                 self._alarm.start()
         if waits:
-            self._missed()
+            self._seat.missed(self.lead.me)
         self._look()
 
     def _calm(self) -> None:
@@ -208,7 +214,7 @@ class PrimaryEndpoint:
     def _do(self, what: Callable[[], Out]) -> ProtocolError | None:
         try:
             with self._lock:
-                self.lead.fault = None
+                self.lead.begin()
                 out = what()
                 self._compare()  # the launcher must know of a difference before any message is sent
                 self._say(out)
@@ -225,11 +231,11 @@ class PrimaryEndpoint:
     def _compare(self) -> None:
         if self.lead.differs > self._differed:
             self._differed, self._told_covered = self.lead.differs, False
-            self._differs(self.shadows)
+            self._seat.differs(self.lead.me, self.shadows)
 
     def _hear(self) -> None:
-        if self.aside is not None:
-            for message in self.aside.heard():
+        if self._aside is not None:
+            for message in self._aside.heard():
                 self._say(self.lead.hear(self.lead.me, message))
 
     def _say(self, out: Out) -> None:
@@ -240,7 +246,7 @@ class PrimaryEndpoint:
     def _look(self) -> None:
         if self.lead.covered and not self._told_covered:
             self._told_covered = True
-            self._covered(self.shadows)
+            self._seat.covered(self.lead.me, self.shadows)
         if self.server.done:
             with self._change:
                 self._change.notify_all()
@@ -317,8 +323,7 @@ class StandbyEndpoint:
         """
         self._ended.wait(_END_S)  # the last events of the primary are handled first; they are useful, not necessary
         with self._lock:
-            copy, self._shadow.copy = self._shadow.copy, None
-            self._shadow.over = True
+            copy = self._shadow.succeed()
         if copy is None:
             raise RuntimeError(f"{self._me} must become the primary, but has no state")
         return copy
@@ -340,7 +345,7 @@ class ReplicatedServers:
     """The replicated servers of one process. It replaces `process_host.HostedServers`.
 
     Args:
-        place, roads, trouble, recorder, writer: as there.
+        place, roads, trouble, writer: as there.
         make: makes a server of this job.
         me: the server with the slot of this process.
         seat: the interface to the launcher.
@@ -354,23 +359,21 @@ class ReplicatedServers:
         make: ServerFactory,
         me: Address,
         trouble: Trouble,
-        recorder: Callable[[Address, tuple[int, ...]], Recorder],
         writer: SnapshotWriter | None,
         seat: ReplicaSlot,
         opened: "Callable[[ReplicatedServers], None]" = lambda _: None,
     ) -> None:
         self._opened = opened
-        self._place, self._roads, self._make_server, self._me = place, roads, make, me
-        self._trouble, self._recorder, self._writer = trouble, recorder, writer
-        self._standing, self._covered = dict(seat.standing), seat.covered
-        self._differs, self._despair, self._missed = seat.differs, seat.despair, seat.missed
+        self._place, self._roads, self._make, self._me = place, roads, make, me
+        self._trouble, self._writer = trouble, writer
+        self._seat, self._standing = seat, dict(seat.standing)
         self._grace_s = GRACE_S + APART_S * (me.index % 4)
         self._change = threading.Condition()
         self._servers = place.topology.servers(me.group)
         self._speakers: dict[Address, PrimaryEndpoint] = {}
         self._listeners: dict[Address, StandbyEndpoint] = {}
         self._orders: SimpleQueue[Mapping[int, ReplicaSet]] = SimpleQueue()
-        roads.admit(self._admit)
+        roads.set_admission(self)
 
     # --- start ---------------------------------------------------------------------------------------------------
 
@@ -391,12 +394,9 @@ class ReplicatedServers:
 
     def _begin(self, me: Address) -> tuple[str, ...]:
         """Start a primary in the first process of a server."""
-        copy = ReplicatedServer(partial(self._make, me))
+        speaker = self._speaker(ReplicatedServer(partial(self._make, me)))
         if self._writer is not None:
-            speaker = self._speaker(copy)
-            speaker.aside = self._writer.follow(me, copy.server.snapshots, speaker.poke)
-        else:
-            speaker = self._speaker(copy)
+            speaker.write_snapshots(self._writer)
         urls = self._roads.attach(me, speaker)
         self._roads.publish("door", me, urls)
         if me.index:
@@ -416,26 +416,19 @@ class ReplicatedServers:
         self._roads.publish(f"shadow-{where.shadows}", server, urls)
         return urls
 
-    def _make(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
-        server = self._make_server(me, deliver)
-        server.spans = self._recorder(me, server.groups)
-        return server
-
     def _make_shadow(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
         """Make the server of a standby.
 
         Only the process of the primary writes snapshots, but both servers must act as if they did.
         """
         server = self._make(me, deliver)
-        server.snapshots.follow(lambda work: None)
+        snapshots_of(server).follow(lambda work: None)
         return server
 
-    def _speaker(self, copy: ReplicatedServer) -> PrimaryEndpoint:
-        lead = Primary(copy, portray)
-        me = lead.me
-        told = (partial(self._covered, me), partial(self._differs, me), partial(self._missed, me))
-        ends = (self._despair, partial(self._parted, me), self._grace_s)
-        self._speakers[me] = speaker = PrimaryEndpoint(lead, self._roads, self._change, self._trouble, *told, *ends)
+    def _speaker(self, copy: ReplicatedServer, shadows: int = 0) -> PrimaryEndpoint:
+        lead, ways = Primary(copy, save), (self._roads, self._change, self._trouble)
+        speaker = PrimaryEndpoint(lead, *ways, self._seat, self._parted, self._grace_s, shadows)
+        self._speakers[lead.me] = speaker
         return speaker
 
     def coordinator(self, group: int) -> PrimaryEndpoint | None:
@@ -480,14 +473,13 @@ class ReplicatedServers:
     def _rise(self, server: Address, where: ReplicaSet) -> None:
         """Turn a standby into the primary."""
         copy = self._listeners.pop(server).succeed()
-        speaker = self._speaker(copy)
-        speaker.shadows = where.shadows
+        speaker = self._speaker(copy, where.shadows)
         if self._writer is not None:
-            speaker.aside = self._writer.follow(server, copy.server.snapshots, speaker.poke, from_another=True)
+            speaker.write_snapshots(self._writer, from_another=True)
         urls = self._roads.attach(server, speaker)
         speaker.do(lambda lead: lead.orphaned())
         self._roads.publish("server", server, urls)
-        self._roads.publish(spoken(where.moves), server, urls)
+        self._roads.publish(published_kind(where.moves), server, urls)
         self._opened(self)
 
     def _meet(self, old: Mapping[int, ReplicaSet], new: Mapping[int, ReplicaSet], risen: list[Address]) -> None:
@@ -513,7 +505,7 @@ class ReplicatedServers:
         This host may be the one that is cut off, and another process may be the primary by now. Then the standby
         confirms nothing. A call would take the connection away from the new primary, so the standby is asked first.
         """
-        self._missed(speaker.lead.me)
+        self._seat.missed(speaker.lead.me)
         until = time.monotonic() + self._grace_s
         while self._standing[0].moves == moves and not speaker.done:
             index = speaker.probe()
@@ -523,16 +515,16 @@ class ReplicatedServers:
                     self._call(speaker, moves)
                     return
             if time.monotonic() > until:
-                self._despair(f"{speaker.lead.me} has lost {self._servers[0]}, and no end of it was reported")
+                self._seat.despair(f"{speaker.lead.me} has lost {self._servers[0]}, and no end of it was reported")
 
-    def _admit(self, peer: Peer, there_already: bool) -> None:
+    def admit(self, peer: Peer, connected: bool) -> None:
         """Refuse a former primary that does not know yet that it was replaced."""
         if peer.address in self._speakers:
             raise Refused("FENCED", f"{peer.address} has moved to another process")
 
     def _call(self, speaker: PrimaryEndpoint, moves: int) -> None:
         coordinator = self._servers[0]
-        self._roads.connect(speaker.lead.me, coordinator, spoken(moves), anew=True)
+        self._roads.connect(speaker.lead.me, coordinator, published_kind(moves), anew=True)
         speaker.do(lambda lead: lead.reconnected(coordinator))
 
     def _follow(self, speaker: PrimaryEndpoint, where: ReplicaSet) -> None:

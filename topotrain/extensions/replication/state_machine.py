@@ -21,9 +21,21 @@ import torch
 
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
+from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.consistency import AWAY
 from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
+from topotrain.extensions.elastic.membership_messages import GroupLeft
 from topotrain.extensions.replication.replica_checksum import mark
+from topotrain.extensions.replication.replication_messages import (
+    Ack,
+    ReplicaAck,
+    ReplicaChecksum,
+    ReplicaReleased,
+    ReplicatedEvent,
+    ResumeConnection,
+    StateTransfer,
+)
 
 Out = list[tuple[Address, m.Message]]
 Make = Callable[[Callable[[Address, m.Message], None]], Server]
@@ -33,13 +45,13 @@ WORD, LOST, TAKEN, ORPHANED = 0, 1, 2, 3
 """ReplicatedEvent.event: a message, the end of a worker's process, an ack of a peer, a new primary."""
 
 UNCOUNTED = (
-    m.ResumeConnection,
-    m.Ack,
-    m.ReplicatedEvent,
-    m.ReplicaAck,
-    m.StateTransfer,
-    m.ReplicaReleased,
-    m.ReplicaChecksum,
+    ResumeConnection,
+    Ack,
+    ReplicatedEvent,
+    ReplicaAck,
+    StateTransfer,
+    ReplicaReleased,
+    ReplicaChecksum,
 )
 PART = 16 << 20
 """Bytes of each part of a state transfer. The last may have fewer."""
@@ -69,6 +81,14 @@ class ReliableChannel:
         self.kept.append(message)
         self.said += 1
 
+    def receive(self) -> None:
+        """Count a message that was received."""
+        self.heard += 1
+
+    def restart(self, life: int) -> None:
+        """Note that the other end is of this restart of its group."""
+        self.life = life
+
     def taken(self, count: int) -> None:
         """Drop messages that the other side has confirmed; it has `count` messages.
 
@@ -95,6 +115,26 @@ class ReplicatedServer:
         self.events = 0
         self._before = 0  # the version of the values, one event ago
 
+    def state_dict(self) -> State | None:
+        """Return the state of server and channels, or None if not possible now."""
+        server = self.server.state_dict()
+        if server is None:
+            return None
+        return {
+            "events": self.events,
+            "server": server,
+            "lines": {peer: field_values(line) for peer, line in self.lines.items()},
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.events = state["events"]
+        self.server.load_state_dict(state["server"])
+        self.lines = {
+            peer: ReliableChannel(said, heard, deque(kept), life)
+            for peer, (said, heard, kept, life) in state["lines"].items()
+        }
+
     def take(self, event: int, who: Address, count: int = 0, message: m.Message | None = None) -> Out:
         """Handle the next event and return the messages to send, which are counted.
 
@@ -110,7 +150,7 @@ class ReplicatedServer:
             self.lines.pop(who, None)
             self.server.lost(who)
         elif event == ORPHANED:
-            for part in self.server.snapshots.orphaned():
+            for part in snapshots_of(self.server).orphaned():
                 self.server.handle(self.server.me, part)
         elif message is not None:
             self._hear(who, message)
@@ -119,12 +159,12 @@ class ReplicatedServer:
     def _hear(self, who: Address, message: m.Message) -> None:
         if who != self.server.me:
             line = self.lines.setdefault(who, ReliableChannel())
-            line.heard += 1
+            line.receive()
             if isinstance(message, m.WorkerRejoined) and line.heard == 1:  # first message of a restarted worker
-                line.life = message.incarnation
+                line.restart(message.incarnation)
         self.server.handle(who, message)
-        if isinstance(message, m.GroupLeft) or (isinstance(message, m.StepDecision) and message.change == AWAY):
-            for worker in [worker for worker in self.lines if self.server.misses(worker)]:
+        if isinstance(message, GroupLeft) or (isinstance(message, m.StepDecision) and message.change == AWAY):
+            for worker in [worker for worker in self.lines if self.server.worker_groups.is_away(worker)]:
                 del self.lines[worker]  # the worker will not reconnect
 
     def mark(self) -> int | None:
@@ -154,11 +194,11 @@ class Primary:
 
     Args:
         copy: the state from which it continues.
-        portray: returns the whole state of a copy as bytes (1-D uint8), or None if that is not possible now.
+        save: returns the whole state of a copy as bytes (1-D uint8), or None if that is not possible now.
     """
 
-    def __init__(self, copy: ReplicatedServer, portray: Callable[[ReplicatedServer], torch.Tensor | None]) -> None:
-        self.copy, self._portray = copy, portray
+    def __init__(self, copy: ReplicatedServer, save: Callable[[ReplicatedServer], torch.Tensor | None]) -> None:
+        self.copy, self._save = copy, save
         self.me = copy.server.me
         self.shadow = Address(Role.SHADOW, self.me.group, self.me.index)
         self.up: set[Address] = set()  # peers with a connection
@@ -183,16 +223,20 @@ class Primary:
         self.fault = None
         if sender == self.shadow:
             return self._echoed(message)
-        if isinstance(message, m.ResumeConnection):
+        if isinstance(message, ResumeConnection):
             return self._resumed(sender, message)
         out = self._greet(sender)
-        if isinstance(message, m.Ack):
+        if isinstance(message, Ack):
             out += self._event(TAKEN, sender, message.heard)
             return out + (self._tell(sender) if message.ask else [])
         out += self._event(WORD, sender, 0, message)
         if isinstance(message, m.Commit) or self._heard(sender) >= self._told.get(sender, 0) + OFTEN:
             out += self._tell(sender)
         return out
+
+    def begin(self) -> None:
+        """Forget the fault of an earlier message."""
+        self.fault = None
 
     def lost(self, worker: Address) -> Out:
         """Handle the end of a worker's process.
@@ -216,7 +260,7 @@ class Primary:
     def reconnected(self, server: Address) -> Out:
         """Resume on a new connection to another server."""
         self.up.discard(server)
-        return [(server, m.ResumeConnection(self._heard(server)))]
+        return [(server, ResumeConnection(self._heard(server)))]
 
     def probe(self) -> Out:
         """Make an event without effect, so that the standby confirms it."""
@@ -247,7 +291,7 @@ class Primary:
         return self._release(self.copy.events)
 
     def _join_if_quiet(self) -> Out:
-        data = self._portray(self.copy) if self._wanted else None
+        data = self._save(self.copy) if self._wanted else None
         if data is None:
             return []
         self._wanted, self.joined = False, True
@@ -255,7 +299,7 @@ class Primary:
         index = self._covered_at = self.copy.events
         count = -(-data.numel() // PART)
         return [
-            (self.shadow, m.StateTransfer(index, part, count, data.numel(), body=data[part * PART : (part + 1) * PART]))
+            (self.shadow, StateTransfer(index, part, count, data.numel(), body=data[part * PART : (part + 1) * PART]))
             for part in range(count)
         ]
 
@@ -264,13 +308,13 @@ class Primary:
 
         Confirmations from before its last state transfer are ignored.
         """
-        if isinstance(message, m.ReplicaChecksum):
+        if isinstance(message, ReplicaChecksum):
             found = self._marks.pop(message.index, None)
             if found in (None, message.mark) or not self.covered:
                 return []
             self.differs += 1
             return self.alone() + self.join()
-        if not isinstance(message, m.ReplicaAck):
+        if not isinstance(message, ReplicaAck):
             raise m.ProtocolError(f"{self.shadow} sent {type(message).__name__}, which a second copy never sends")
         if message.whole and message.index == self._covered_at:
             self.covered = self.joined
@@ -300,12 +344,12 @@ class Primary:
             self._marks[self.copy.events] = found
         return out + self._put(said) + (self._join_if_quiet() if self._wanted else [])
 
-    def _forward(self, event: int, who: Address, count: int, message: m.Message | None) -> m.ReplicatedEvent:
+    def _forward(self, event: int, who: Address, count: int, message: m.Message | None) -> ReplicatedEvent:
         kind, meta = m.encode(message) if message is not None else (0, b"")
         body = None if message is None else message.body
         if body is not None and not isinstance(message, _STAYS):
             body = body.clone()  # its memory may be overwritten before it is sent
-        return m.ReplicatedEvent(
+        return ReplicatedEvent(
             event, self.copy.events + 1, int(who.role), who.group, who.index, count, kind, meta, body=body
         )
 
@@ -320,7 +364,7 @@ class Primary:
     def _tell(self, peer: Address) -> Out:
         """Ack the messages of a peer, once the standby has them."""
         self._told[peer] = heard = self._heard(peer)
-        return self._put([(peer, m.Ack(heard))])
+        return self._put([(peer, Ack(heard))])
 
     def _heard(self, peer: Address) -> int:
         line = self.copy.lines.get(peer)
@@ -339,7 +383,7 @@ class Primary:
         self.up.add(sender)
         return out + self._again(sender)
 
-    def _resumed(self, sender: Address, message: m.ResumeConnection) -> Out:
+    def _resumed(self, sender: Address, message: ResumeConnection) -> Out:
         """Handle the reconnect of a peer.
 
         Raises:
@@ -353,7 +397,7 @@ class Primary:
         out += self._event(TAKEN, sender, message.heard)
         self.up.add(sender)
         if not message.answer:
-            out.append((sender, m.ResumeConnection(self._heard(sender), True)))
+            out.append((sender, ResumeConnection(self._heard(sender), True)))
         return out + self._again(sender)
 
     def _again(self, peer: Address) -> Out:
@@ -395,47 +439,56 @@ class Standby:
         Raises:
             ProtocolError: the part of a state transfer is out of order or too large.
         """
-        if isinstance(message, m.StateTransfer):
+        if isinstance(message, StateTransfer):
             left = message.nbytes - message.part * PART
             if left <= 0 or message.part != len(self._parts):
                 raise m.ProtocolError(f"part {message.part} of a state transfer of {message.nbytes} bytes")
             if not message.part:
                 self.copy = None  # replaced by a new copy, because it differed from the primary
             return torch.empty(min(PART, left), dtype=torch.uint8)
-        if isinstance(message, m.ReplicatedEvent) and self.copy is not None:
+        if isinstance(message, ReplicatedEvent) and self.copy is not None:
             return self.copy.server.place(_who(message), m.decode(message.kind, message.meta), False)
         return None
 
-    def receipt(self, message: m.Message) -> m.ReplicaAck | None:
+    def receipt(self, message: m.Message) -> ReplicaAck | None:
         """Return the ack that may be sent before the message is handled."""
-        return m.ReplicaAck(message.index) if isinstance(message, m.ReplicatedEvent) and self.copy is not None else None
+        return ReplicaAck(message.index) if isinstance(message, ReplicatedEvent) and self.copy is not None else None
 
-    def hear(self, message: m.Message) -> m.ReplicaAck | m.ReplicaChecksum | None:
+    def hear(self, message: m.Message) -> ReplicaAck | ReplicaChecksum | None:
         """Handle a message of the primary and return the reply, if any.
 
         Raises:
             ProtocolError: an event is missing, or a part is out of order.
         """
-        if isinstance(message, m.StateTransfer) and message.body is not None:
+        if isinstance(message, StateTransfer) and message.body is not None:
             return self._part(message, message.body)
-        if isinstance(message, m.ReplicaReleased):
+        if isinstance(message, ReplicaReleased):
             self.over = True
-        elif isinstance(message, m.ReplicatedEvent):
+        elif isinstance(message, ReplicatedEvent):
             return self._follow(message)
         return None
 
-    def _part(self, message: m.StateTransfer, body: torch.Tensor) -> m.ReplicaAck | None:
+    def succeed(self) -> ReplicatedServer | None:
+        """End this standby, and return its copy, which becomes the primary.
+
+        None: the standby does not have the state.
+        """
+        copy, self.copy, self.over = self.copy, None, True
+        return copy
+
+    def _part(self, message: StateTransfer, body: torch.Tensor) -> ReplicaAck | None:
         self._parts.append(body)
         if len(self._parts) < message.parts:
             return None
         parts, self._parts = self._parts, []
         copy = ReplicatedServer(self._make)
         self._restore(copy, parts[0] if len(parts) == 1 else torch.cat(parts))
-        copy.events = message.index
+        if copy.events != message.index:
+            raise m.ProtocolError(f"the state after event {copy.events}, in a transfer of event {message.index}")
         self.copy = copy
-        return m.ReplicaAck(message.index, whole=True)
+        return ReplicaAck(message.index, whole=True)
 
-    def _follow(self, message: m.ReplicatedEvent) -> m.ReplicaChecksum | None:
+    def _follow(self, message: ReplicatedEvent) -> ReplicaChecksum | None:
         copy = self.copy
         if copy is None or message.index != copy.events + 1:
             raise m.ProtocolError(f"event {message.index} is not the next event")
@@ -445,8 +498,8 @@ class Standby:
         except m.ProtocolError:  # the primary has refused the message in the same manner
             copy.said()
         found = copy.mark()
-        return None if found is None else m.ReplicaChecksum(message.index, found)
+        return None if found is None else ReplicaChecksum(message.index, found)
 
 
-def _who(message: m.ReplicatedEvent) -> Address:
+def _who(message: ReplicatedEvent) -> Address:
     return Address(Role(message.role), message.group, message.number)

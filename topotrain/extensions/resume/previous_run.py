@@ -118,9 +118,9 @@ def find(here: Context, worker: Worker) -> PreviousRun:
     first = first if past is None else max(first, past.closed)
     later, alive, taken = None, False, 0
     if returned:
-        taken = worker.exchange.extension(DataClient).applied(-1)
+        taken = worker.client.extension(DataClient).applied(-1)
         steps += taken * here.place.job.cluster.n_push
-        left, since = worker.exchange.extension(WorkerStateClient).load()
+        left, since = worker.client.extension(WorkerStateClient).load()
         if left is not None:
             before, own, alive = WorkerState.from_bytes(_bytes(left)), True, True
             first = before.passes

@@ -31,6 +31,7 @@ from topotrain.training.context import Context
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import EpochStart, ShardedLoader
 from topotrain.training.data.map_dataset import ResumePoint
+from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.rng_state import Stand, put_back, stand
 from topotrain.training.worker import Worker
 
@@ -45,7 +46,7 @@ def _leaves(here: Context) -> bool:
     return restarts or takes_snapshots(job, topology)
 
 
-class ScriptResume:
+class ScriptResume(ScriptPosition):
     """Notes where a worker is, and leads a fresh process there; a `distributed_loader.Memory`.
 
     Args:
@@ -72,7 +73,7 @@ class ScriptResume:
         self._marked: tuple[object, ...] = ()
         self._latest: WorkerState | None = None
         self._latest_step = -1
-        worker.tally.steps = self._earlier.steps
+        worker.tally.continue_from(self._earlier.steps)
         if self._earlier.returned:
             worker.rejoin(self._earlier.taken)
         if self._earlier.condition is not None:
@@ -116,7 +117,7 @@ class ScriptResume:
     def opening(self, sight: EpochStart) -> tuple[ResumePoint, bool]:
         """As `distributed_loader.Memory` has it."""
         earlier, condition = self._earlier, self._earlier.condition
-        opening, device = earlier.opening(sight), self._worker.exchange.device
+        opening, device = earlier.opening(sight), self._worker.device
         self._generators, kept_iterator = sight.generators, False
         begin, fresh = {}, sight.fresh
         if condition is not None and earlier.restores(sight.epoch):
@@ -142,7 +143,7 @@ class ScriptResume:
     def opened(self) -> None:
         """As `distributed_loader.Memory` has it."""
         if self._moment:
-            put_back(self._moment, self._generators, self._worker.exchange.device)
+            put_back(self._moment, self._generators, self._worker.device)
         self._moment = {}
 
     # --- leaving it ----------------------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ class ScriptResume:
             self._here.loop_ended()
 
     def _look_whether_it_leaves(self) -> None:
-        if self._worker.leaves or self._worker.exchange.extension(DataClient).leaves:
+        if self._worker.leaves or self._worker.client.extension(DataClient).leaves:
             raise GroupLeaving
 
     def given(self) -> None:
@@ -195,7 +196,7 @@ class ScriptResume:
         """The script has ended: no pass is under way."""
         if self._worker.snapshot and self._worker.lazy:
             self._leave_snapshot()
-        self._worker.settle()
+        self._worker.client.values.settle()
         if self._worker.snapshot:
             passes = self._here.loader.passes if self._here.loader is not None else self._at.passes
             self._at = replace(self._at, passes=max(passes, self.first), begin=self._stand(), draw={})
@@ -209,7 +210,7 @@ class ScriptResume:
         self._now = {}
 
     def _stand(self) -> Stand:
-        return stand(self._generators, self._worker.exchange.device)
+        return stand(self._generators, self._worker.device)
 
     def _whole(self, now: Stand) -> WorkerState:
         tensors: dict[str, torch.Tensor] = {}
@@ -238,8 +239,8 @@ class ScriptResume:
 
     def _leave(self, number: int, condition: WorkerState) -> None:
         data = torch.frombuffer(bytearray(condition.to_bytes()), dtype=torch.uint8)
-        with self._worker.exchange.spans.span("deposit"):
-            self._worker.exchange.extension(WorkerStateClient).save(number, data)
+        with self._worker.client.channel.spans.span("deposit"):
+            self._worker.client.extension(WorkerStateClient).save(number, data)
 
     # --- the script's loop ---------------------------------------------------------------------------------------
 
@@ -272,6 +273,6 @@ class ScriptResume:
         if was is not None:
             self._rates.restore(self._earlier.later or was)
             if self._earlier.own:
-                put_back(was.begin, (), self._worker.exchange.device)
+                put_back(was.begin, (), self._worker.device)
         self._at = replace(self._at, begin=self._stand())
         self._begin()

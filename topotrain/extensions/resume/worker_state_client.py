@@ -4,45 +4,48 @@ import torch
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.client.client_extension import ClientAccess, ClientExtension
-from topotrain.core.client.client_types import present_body
+from topotrain.core.client.client_extension import ClientExtension
+from topotrain.core.client.client_model import ClientModel, present_body
+from topotrain.core.client.server_channel import ServerChannel
+from topotrain.core.client.value_pull import ValuePull
+from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, WorkerStateRequest
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, PartialState, cut, room
 
 
 class WorkerStateClient(ClientExtension):
     """One worker's client of the store (`WorkerStateStore`)."""
 
-    messages = (m.WorkerStatePart,)
+    messages = (WorkerStatePart,)
 
     def __init__(self) -> None:
         self._arrivals: dict[int, PartialState] = {}
         self._loaded: dict[int, torch.Tensor | None] = {}
 
-    def bind(self, client: ClientAccess) -> None:
+    def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
         """As `ClientExtension.bind`."""
-        self._client = client
+        self._channel = channel
 
     def save(self, number: int, data: torch.Tensor) -> None:
         """Leave this worker's state: 1-D uint8 that does not change any more. See `WorkerStatePart`."""
-        for part in cut(self._client.me, number, data):
-            self._client.tell(self._client.desk, part)
+        for part in cut(self._channel.me, number, data):
+            self._channel.send(self._channel.first_server, part)
 
     def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The state that the process before this one left when its last epoch began, and what had changed since."""
-        with self._client.waiter.update():
+        with self._channel.waiter.update():
             self._arrivals.clear()
             self._loaded.clear()
-        self._client.tell(self._client.desk, m.WorkerStateRequest())
-        self._client.wait_until(lambda: self._loaded.keys() >= {EPOCH, SINCE})
+        self._channel.send(self._channel.first_server, WorkerStateRequest())
+        self._channel.wait_until(lambda: self._loaded.keys() >= {EPOCH, SINCE})
         return self._loaded[EPOCH], self._loaded[SINCE]
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
         """Memory for one part. Raises ProtocolError for a part of another worker's state."""
-        return room(self._client.me, message) if isinstance(message, m.WorkerStatePart) else None
+        return room(self._channel.me, message) if isinstance(message, WorkerStatePart) else None
 
     def handle(self, sender: Address, message: m.Message) -> None:
         """A part of the state, or that there is none."""
-        assert isinstance(message, m.WorkerStatePart)
+        assert isinstance(message, WorkerStatePart)
         if not message.parts:
             if message.number in (EPOCH, SINCE):
                 self._loaded[message.number] = None

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 import torch
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Message, ProtocolError, WorkerStatePart, WorkerStateRequest
+from topotrain.core.protocol import Message, ProtocolError
+from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.server_extension import ServerExtension
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant
+from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, WorkerStateRequest
 
 PART = 16 << 20
 """Bytes of a part, but for the last."""
@@ -95,14 +97,15 @@ class WorkerStateStore(ServerExtension, SnapshotParticipant):
     """The deposits of all workers of a job; lives in server (0,0)."""
 
     messages = (WorkerStatePart, WorkerStateRequest)
-    state_types = (_Box, PartialState)
 
     def __init__(self) -> None:
         self._boxes: dict[Address, _Box] = {}
 
-    def place(self, sender: Address, message: Message) -> torch.Tensor:
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         """As `room`, for what a worker says of itself."""
-        return room(sender, message) if isinstance(message, WorkerStatePart) else super().place(sender, message)
+        if isinstance(message, WorkerStatePart):
+            return room(sender, message)
+        return super().place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> Replies:
         """Take a part, or tell what is here."""
@@ -139,3 +142,18 @@ class WorkerStateStore(ServerExtension, SnapshotParticipant):
         for box in self._boxes.values():
             for each in [n for n in box.kept if 0 < n <= number]:
                 del box.kept[each]
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        boxes = {
+            who: (box.kept, {number: field_values(partial) for number, partial in box.coming.items()})
+            for who, box in self._boxes.items()
+        }
+        return {"boxes": boxes}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._boxes = {
+            who: _Box(dict(kept), {number: PartialState(size, list(parts)) for number, (size, parts) in coming.items()})
+            for who, (kept, coming) in state["boxes"].items()
+        }

@@ -1,6 +1,6 @@
 """A worker's door to the tables: open, pull, push.
 
-    door = TableDoor(exchange, topology, job)        # one per worker; needs cluster.nserver_groups = 1
+    door = TableClient(client, topology, job)       # one per worker; needs cluster.nserver_groups = 1
     door.open(TableSpec("words", -1, 64, optimizer=rule_text(SGD([p], lr=0.1)), init="normal 0 0.01"))
     rows = door.pull("words", ids)                   # (n, 64): rows as they are; `pull_async` and `wait` overlap
     door.push("words", ids, gradients)               # rows named twice are added up
@@ -13,9 +13,8 @@ than the parameters had). A worker that pushes to a step table needs a prepared 
 pull sees at least all of this worker's pushes; it waits until every worker of the job has made as many. "async":
 pushes are applied one by one as they come; a pull sees this worker's own.
 
-A key of any shape is a dense table whose rows are blocks of the flat key: `dense_spec`, `give_dense`, `push_dense`,
-`pull_dense`. Rows of a table with init "given" come from `give` (or `give_dense`): it returns when the servers have
-them; let one worker do it, and have the others wait at `barrier`.
+Rows of a table with init "given" come from `give`. It returns when the servers have them. Let one worker do it, and
+have the others wait at `barrier`.
 
 Whatever goes wrong on a server ends the job: the next wait raises `JobError` with the reason.
 """
@@ -23,7 +22,6 @@ Whatever goes wrong on a server ends the job: the next wait raises `JobError` wi
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,19 +32,24 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, StepEnd
 from topotrain.core.client.client_extension import ClientExtension
 from topotrain.extensions.tables.row_optimizers import check_rule
+from topotrain.extensions.tables.table_messages import (
+    MAX_IDS,
+    TABLE_REPLIES,
+    TableAssign,
+    TableBarrier,
+    TableIds,
+    TableList,
+    TableOpen,
+    TablePull,
+    TablePush,
+    TableRows,
+    TableRule,
+    TablesFinished,
+    TableStats,
+    TableStatsRequest,
+    TableStep,
+)
 from topotrain.extensions.tables.table_spec import Ids, TableSpec, pack_ids, unpack_ids
-
-BLOCK = 1 << 14
-"""Elements of a row of a dense key: a multiple of 64, so that an update cut there has the bits of the whole."""
-
-
-def dense_spec(name: str, numel: int, **more: Any) -> TableSpec:
-    """The table of a key of so many elements; `more` are fields of `TableSpec`, such as dtype, mode, init, first.
-
-    Raises ConfigError.
-    """
-    width = max(1, min(numel, BLOCK))
-    return TableSpec(name, max(1, -(-numel // width)), width, dense=True, **{"init": "given", **more})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +82,21 @@ class TableClient(ClientExtension):
     """One worker's door; see above.
 
     Args:
-        exchange: the worker's door to the servers.
+        client: the worker's client of the servers.
         topology, job: its job.
 
     Raises:
         ConfigError: the layout has not just one server group.
     """
 
-    messages = m.TABLE_ANSWERS
+    messages = TABLE_REPLIES
 
-    def __init__(self, exchange: Client, topology: Topology, job: Job) -> None:
+    def __init__(self, client: Client, topology: Topology, job: Job) -> None:
         groups = job.cluster.nserver_groups
         if groups != 1:
             raise ConfigError("cluster.nserver_groups", groups, "must be 1 in a job with tables: a row has one home")
-        self._exchange, self._job = exchange, job
-        self._servers = exchange.servers
+        self._channel, self._job = client.channel, job
+        self._servers = client.channel.servers
         self._shards = topology.shards
         self._tables: dict[str, _Open] = {}
         self._lock = threading.Lock()  # numbers go out in order, also from autograd's threads
@@ -107,13 +110,13 @@ class TableClient(ClientExtension):
         self._barriers: set[tuple[Address, int]] = set()
         self._barriers_met = 0
         self._closed = False
-        exchange.attach(self)
+        client.attach(self)
 
     # --- what servers say ----------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
         """Where rows are to be received. Raises ProtocolError for rows that nobody has asked for."""
-        number = message.round if isinstance(message, m.TableRows) else -1
+        number = message.round if isinstance(message, TableRows) else -1
         pull = self._under_way.get(number)
         if pull is None or number not in pull.rounds:
             return None  # said twice
@@ -122,18 +125,18 @@ class TableClient(ClientExtension):
 
     def handle(self, sender: Address, message: m.Message) -> None:
         """An answer."""
-        if isinstance(message, m.TableOpen):
+        if isinstance(message, TableOpen):
             self._opened.add((sender, message.table))
-        elif isinstance(message, m.TableRows):
+        elif isinstance(message, TableRows):
             pull = self._under_way.pop(message.round, None)
             if pull is not None:
                 del pull.rounds[message.round]
-        elif isinstance(message, m.TableStats):
+        elif isinstance(message, TableStats):
             size = TableSize(message.rows, message.value_bytes, message.state_bytes, message.index_bytes)
             self._sizes[message.round] = size
-        elif isinstance(message, m.TableBarrier):
+        elif isinstance(message, TableBarrier):
             self._barriers.add((sender, message.round))
-        elif isinstance(message, m.TableIds):
+        elif isinstance(message, TableIds):
             self._lists[message.round] = unpack_ids(message.ids)
 
     def before_commit(self, step: int, end: StepEnd) -> None:
@@ -141,7 +144,7 @@ class TableClient(ClientExtension):
         self._steps = step + 1
         if any(table.spec.mode == "step" for table in self._tables.values()):
             for server in self._servers:
-                self._tell(server, m.TableStep, step)
+                self._tell(server, TableStep, step)
 
     # --- tables --------------------------------------------------------------------------------------------------
 
@@ -162,8 +165,8 @@ class TableClient(ClientExtension):
         table = _Open(spec, len(self._tables))
         text = spec.to_text()
         for server in self._servers:
-            self._tell(server, m.TableOpen, table.number, text)
-        self._exchange.wait_until(lambda: all((s, table.number) in self._opened for s in self._servers))
+            self._tell(server, TableOpen, table.number, text)
+        self._channel.wait_until(lambda: all((s, table.number) in self._opened for s in self._servers))
         self._tables[spec.name] = table
 
     def spec(self, name: str) -> TableSpec:
@@ -180,7 +183,7 @@ class TableClient(ClientExtension):
         check_rule(table.spec, text, self._job.import_)
         since = self._steps if table.spec.mode == "step" else table.pushes + 1
         for server in self._servers:
-            self._tell(server, m.TableRule, table.number, since, text)
+            self._tell(server, TableRule, table.number, since, text)
 
     def pull(self, name: str, ids: torch.Tensor | Iterable[int]) -> torch.Tensor:
         """These rows, (number of ids, width); see `pull_async`."""
@@ -202,7 +205,7 @@ class TableClient(ClientExtension):
         ends = np.searchsorted(shards[by_shard], np.arange(self._shards), side="right").tolist()
         seen = self._steps if spec.mode == "step" else table.pushes
         asks: list[tuple[Address, int, bytes]] = []
-        with self._exchange.waiter.update():
+        with self._channel.waiter.update():
             for server, lo, hi in zip(self._servers, [0, *ends], ends, strict=False):
                 for at in range(lo, hi, spec.part_rows):
                     end = min(at + spec.part_rows, hi)
@@ -211,12 +214,12 @@ class TableClient(ClientExtension):
                     self._under_way[self._round] = pull
                     asks.append((server, self._round, pack_ids(ordered[at:end])))
         for server, number, raw in asks:
-            self._tell(server, m.TablePull, table.number, number, seen, raw)
+            self._tell(server, TablePull, table.number, number, seen, raw)
         return pull
 
     def wait(self, pull: PendingPull) -> torch.Tensor:
         """The rows of a pull, in the order of its ids; the tensor is the caller's. Raises JobError, PeerLost."""
-        self._exchange.wait_until(lambda: not pull.rounds)
+        self._channel.wait_until(lambda: not pull.rounds)
         return pull.buffer if pull.order is None else pull.buffer.index_select(0, pull.order)
 
     def push(self, name: str, ids: torch.Tensor | Iterable[int], rows: torch.Tensor) -> None:
@@ -229,14 +232,14 @@ class TableClient(ClientExtension):
         table.pushes += 1
         turn = self._steps if table.spec.mode == "step" else table.pushes
         for server, last, raw, body in self._parts(table.spec, named, values):
-            self._tell(server, m.TablePush, table.number, turn, last, raw, body=body)
+            self._tell(server, TablePush, table.number, turn, last, raw, body=body)
 
     def give(self, name: str, ids: torch.Tensor | Iterable[int], rows: torch.Tensor) -> None:
         """These rows are so from now on, whatever they were; returns when the servers have them."""
         table = self._table(name)
         named, values = self._sorted(table.spec, self._ids(name, ids), rows)
         for server, _, raw, body in self._parts(table.spec, named, values):
-            self._tell(server, m.TableAssign, table.number, raw, body=body)
+            self._tell(server, TableAssign, table.number, raw, body=body)
         self.stats(name)  # answered behind the last of them
 
     def stats(self, name: str) -> list[TableSize]:
@@ -246,8 +249,8 @@ class TableClient(ClientExtension):
         for server in self._servers:
             self._round += 1
             rounds[server] = number = self._round
-            self._tell(server, m.TableStatsRequest, table.number, number)
-        self._exchange.wait_until(lambda: self._sizes.keys() >= set(rounds.values()))
+            self._tell(server, TableStatsRequest, table.number, number)
+        self._channel.wait_until(lambda: self._sizes.keys() >= set(rounds.values()))
         return [self._sizes.pop(rounds[server]) for server in self._servers]
 
     def touched(self, name: str) -> Iterator[torch.Tensor]:
@@ -258,10 +261,10 @@ class TableClient(ClientExtension):
             while more:
                 self._round += 1
                 number = self._round
-                self._tell(server, m.TableList, table.number, number, first)
-                self._exchange.wait_until(lambda r=number: r in self._lists)  # type: ignore[misc]
+                self._tell(server, TableList, table.number, number, first)
+                self._channel.wait_until(lambda r=number: r in self._lists)  # type: ignore[misc]
                 ids = self._lists.pop(number)
-                first, more = first + len(ids), len(ids) == m.MAX_IDS
+                first, more = first + len(ids), len(ids) == MAX_IDS
                 ids = np.sort(ids)
                 for at in range(0, len(ids), table.spec.part_rows):
                     yield torch.from_numpy(ids[at : at + table.spec.part_rows])
@@ -274,43 +277,15 @@ class TableClient(ClientExtension):
         self._barriers_met += 0 if last else 1
         count = -1 if last else self._barriers_met
         for server in self._servers:
-            self._tell(server, m.TableBarrier, count)
-        self._exchange.wait_until(lambda: all((server, count) in self._barriers for server in self._servers))
+            self._tell(server, TableBarrier, count)
+        self._channel.wait_until(lambda: all((server, count) in self._barriers for server in self._servers))
 
     def close(self) -> None:
         """Nothing more about tables; again: nothing. A worker of a job without tables may say it, too."""
         if not self._closed:
             self._closed = True
             for server in self._servers:
-                self._tell(server, m.TablesFinished)
-
-    # --- keys of any shape -----------------------------------------------------------------------------------------
-
-    def give_dense(self, name: str, value: torch.Tensor) -> None:
-        """The whole key is so from now on."""
-        rows = self._blocks(name, value)
-        self.give(name, range(len(rows)), rows)
-
-    def push_dense(self, name: str, value: torch.Tensor) -> None:
-        """Push a whole key."""
-        rows = self._blocks(name, value)
-        self.push(name, range(len(rows)), rows)
-
-    def pull_dense_async(self, name: str) -> PendingPull:
-        """Ask for a whole key; `wait_dense` for it."""
-        return self.pull_async(name, range(self._table(name).spec.rows))
-
-    def wait_dense(self, pull: PendingPull, out: torch.Tensor) -> None:
-        """Copy a key that was pulled into a tensor of its size."""
-        out.copy_(self.wait(pull).view(-1)[: out.numel()].view(out.shape))
-
-    def _blocks(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        spec = self._table(name).spec
-        flat = value.detach().to("cpu", spec.torch_dtype).reshape(-1)
-        short = spec.rows * spec.width - flat.numel()
-        if not 0 <= short < spec.width:
-            raise ValueError(f"{flat.numel()} elements for key {name!r}, which has up to {spec.rows * spec.width}")
-        return (torch.cat([flat, flat.new_zeros(short)]) if short else flat).view(spec.rows, spec.width)
+                self._tell(server, TablesFinished)
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
@@ -366,4 +341,4 @@ class TableClient(ClientExtension):
         with self._lock:
             number = self._numbers[server]
             self._numbers[server] += 1
-            self._exchange.tell(server, kind(number, *said, body=body))
+            self._channel.send(server, kind(number, *said, body=body))

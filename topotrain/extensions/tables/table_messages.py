@@ -1,33 +1,45 @@
-"""Tables (see `table_client`).
+"""Messages about embedding tables (see `table_client`).
 
-`number` counts what one worker says to one server about tables, from 0: the server takes it in this order and once,
-whatever the road does. `table` is the worker's own number for a table. `ids` are rows, each 8 bytes (little-endian),
-at most MAX_IDS; the body has one row for each of them, and is a snapshot.
+In the messages of a worker, `number` counts the worker's messages about tables to this server, from 0. The server
+handles them in this order and once, even if the transport reorders or repeats them. `table` is the worker's own number
+of a table. `ids` are rows, each 8 bytes (little-endian), at most MAX_IDS. The body has one row for each of them, and is
+a snapshot.
 """
 
 from dataclasses import dataclass
 
-from topotrain.core.protocol.codec import Message, numbered
+from topotrain.core.protocol.message import FROM_SERVER, MOST, Message, Receiver, Route, Sender, message
 
 MAX_IDS = 4096
+_ANY_WORKER = Route(Sender.ALL_WORKERS, Receiver.SERVER)
 
 
-@numbered(80)
+@message(80, _ANY_WORKER, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class TableOpen(Message):
-    """Worker -> server: my table number `table` is the one of this description; echoed (without it) when it is made."""
+    """Worker -> server: the worker's number `table` means the table of this description.
+
+    The server echoes the message without the description when the table exists.
+    """
 
     number: int
     table: int
     spec: str
 
+    def is_valid(self) -> bool:
+        return 0 <= self.number < MOST and 0 <= self.table < MOST
 
-@numbered(81)
+
+@message(81, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TablePush(Message):
-    """Worker -> server: a part of a push. turn: the step, or the how-manieth push of the table; last: it is complete.
+    """Worker -> server: a part of a push.
 
-    A push is told to every server, without ids where it has no rows: all count the same pushes.
+    A push goes to every server, without ids where the server has no such rows, so that all count the same pushes.
+
+    Attributes:
+        turn: the step number, or the index of the push of the table.
+        last: this is the last part of the push.
     """
 
     number: int
@@ -36,20 +48,26 @@ class TablePush(Message):
     last: bool
     ids: bytes
 
+    def is_valid(self) -> bool:
+        return 0 <= self.number < MOST and 0 <= self.table < MOST and 0 <= self.turn < MOST
 
-@numbered(82)
+
+@message(82, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TableStep(Message):
-    """Worker -> server: all that I push to the tables of this step has been sent."""
+    """Worker -> server: all pushes of this step to tables were sent."""
 
     number: int
     step: int
 
+    def is_valid(self) -> bool:
+        return 0 <= self.number < MOST and 0 <= self.step < MOST
 
-@numbered(83)
+
+@message(83, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TablePull(Message):
-    """Worker -> server: send me these rows, as they are once `seen` turns are applied."""
+    """Worker -> server: request for these rows, as they are once `seen` turns are applied."""
 
     number: int
     table: int
@@ -57,8 +75,12 @@ class TablePull(Message):
     seen: int
     ids: bytes
 
+    def is_valid(self) -> bool:
+        numbers = (self.number, self.table, self.round, self.seen)
+        return min(numbers) >= 0 and max(numbers) < MOST
 
-@numbered(84)
+
+@message(84, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class TableRows(Message):
     """Server -> worker: the rows of the pull of this round. Snapshot."""
@@ -66,17 +88,20 @@ class TableRows(Message):
     round: int
 
 
-@numbered(85)
+@message(85, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TableAssign(Message):
-    """Worker -> server: these rows are so from now on, whatever they were."""
+    """Worker -> server: new values of these rows."""
 
     number: int
     table: int
     ids: bytes
 
+    def is_valid(self) -> bool:
+        return 0 <= self.number < MOST and 0 <= self.table < MOST
 
-@numbered(86)
+
+@message(86, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TableRule(Message):
     """Worker -> server: from turn `since` on, pushes are applied by this optimizer (`OptimizerSpec.to_text`)."""
@@ -86,21 +111,27 @@ class TableRule(Message):
     since: int
     optimizer: str
 
+    def is_valid(self) -> bool:
+        return 0 <= self.number < MOST and 0 <= self.table < MOST and 0 <= self.since < MOST
 
-@numbered(87)
+
+@message(87, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TableStatsRequest(Message):
-    """Worker -> server: how large is the table; replied with TableStats."""
+    """Worker -> server: request for the size of the table. The reply is TableStats."""
 
     number: int
     table: int
     round: int
 
+    def is_valid(self) -> bool:
+        return 0 <= self.number < MOST and 0 <= self.table < MOST and 0 <= self.round < MOST
 
-@numbered(88)
+
+@message(88, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class TableStats(Message):
-    """Server -> worker: rows that this server holds, and bytes: of their values, optimizer state and index."""
+    """Server -> worker: the number of rows on this server, and the bytes of values, optimizer state and index."""
 
     round: int
     rows: int
@@ -109,42 +140,60 @@ class TableStats(Message):
     index_bytes: int
 
 
-@numbered(89)
+@message(89, _ANY_WORKER, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class TableBarrier(Message):
-    """Worker -> server: I am at barrier number `round`; echoed when all workers of the job are there."""
+    """Worker -> server: the worker is at barrier number `round`. Echoed when all workers of the job are there."""
 
     number: int
     round: int
 
+    def is_valid(self) -> bool:
+        return 0 <= self.number < MOST and -MOST < self.round < MOST
 
-@numbered(90)
+
+@message(90, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TablesFinished(Message):
-    """Worker -> server: nothing more from me about tables."""
+    """Worker -> server: the worker sends nothing more about tables."""
 
     number: int
 
+    def is_valid(self) -> bool:
+        return 0 <= self.number < MOST
 
-@numbered(91)
+
+@message(91, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TableList(Message):
-    """Worker -> server: which rows do you hold, from the `first`-touched one on? Replied with TableIds."""
+    """Worker -> server: request for the rows on this server, from the `first`-touched one on.
+
+    The reply is TableIds.
+    """
 
     number: int
     table: int
     round: int
     first: int
 
+    def is_valid(self) -> bool:
+        numbers = (self.number, self.table, self.round, self.first)
+        return min(numbers) >= 0 and max(numbers) < MOST
 
-@numbered(92)
+
+@message(92, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class TableIds(Message):
-    """Server -> worker: rows, in the order of first touch; at most MAX_IDS, fewer only at the end."""
+    """Server -> worker: rows, in the order of first touch. At most MAX_IDS, and fewer only at the end."""
 
     round: int
     ids: bytes
 
 
-TABLE_ANSWERS = (TableOpen, TableRows, TableStats, TableBarrier, TableIds)
-"""What a server says about tables."""
+TABLE_REQUESTS = (
+    *(TableOpen, TablePush, TableStep, TablePull, TableAssign, TableRule),
+    *(TableStatsRequest, TableBarrier, TableList, TablesFinished),
+)
+"""Messages that a server accepts about tables."""
+TABLE_REPLIES = (TableOpen, TableRows, TableStats, TableBarrier, TableIds)
+"""Messages that a server sends about tables."""

@@ -18,13 +18,30 @@ from topotrain.core import protocol as m
 from topotrain.core.model.finite import all_finite
 from topotrain.core.optim.adapter import clip_bounds
 from topotrain.core.optim.state_table import StateError
-from topotrain.core.protocol.message_validation import TABLE_WORDS
+from topotrain.core.server.component_state import State
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit
 from topotrain.core.server.parameter_shard import norm_of, to_power
-from topotrain.core.server.server_extension import ServerExtension
+from topotrain.core.server.server_extension import RegroupExtension, StepResult
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotParticipant, SnapshotSource
 from topotrain.extensions.elastic.eligibility import TABLES
 from topotrain.extensions.tables.push_modes import KINDS, StepTable, SyncTable, TableShard
+from topotrain.extensions.tables.table_messages import (
+    MAX_IDS,
+    TABLE_REQUESTS,
+    TableAssign,
+    TableBarrier,
+    TableIds,
+    TableList,
+    TableOpen,
+    TablePull,
+    TablePush,
+    TableRows,
+    TableRule,
+    TablesFinished,
+    TableStats,
+    TableStatsRequest,
+    TableStep,
+)
 from topotrain.extensions.tables.table_snapshot import StoredRows, TableCopier
 from topotrain.extensions.tables.table_spec import Ids, TableSpec, difference, pack_ids, unpack_ids
 
@@ -49,7 +66,7 @@ class _Client:
     bye: bool = False
 
 
-class TableServer(ServerExtension, SnapshotParticipant):
+class TableServer(RegroupExtension, SnapshotParticipant):
     """The tables of one server.
 
     Args:
@@ -58,7 +75,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
         source: the snapshot that the job goes on from.
     """
 
-    messages = before_model = TABLE_WORDS
+    messages = before_model = TABLE_REQUESTS
 
     def __init__(self, me: Address, job: Job, topology: Topology, source: SnapshotSource | None = None) -> None:
         self._me = me
@@ -71,7 +88,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
         self._kept = StoredRows(source, me.index, topology.shards)
         self._over: dict[int, int] = {}  # group -> its steps that are over
         self._means: dict[tuple[int, int], Found] = {}
-        self._held: list[tuple[Address, TableShard, m.TablePull]] = []
+        self._held: list[tuple[Address, TableShard, TablePull]] = []
         self._barriers: dict[int, set[Address]] = {}
         self._at_end = False
         self._out: Out = []
@@ -107,10 +124,10 @@ class TableServer(ServerExtension, SnapshotParticipant):
             raise StateError(self.unkept)
         return self._copier.freeze(frozen, self._tables.values())
 
-    def place(self, sender: Address, message: m.Message) -> torch.Tensor:
+    def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where rows are to be received. Raises ProtocolError."""
-        if not isinstance(message, m.TablePush | m.TableAssign):
-            return super().place(sender, message)
+        if not isinstance(message, TablePush | TableAssign):
+            return super().place(sender, message, viewable)
         table = self._table(sender, message.table)
         return torch.empty(len(_ids(table, message.ids)) * table.spec.width, dtype=table.spec.torch_dtype)
 
@@ -158,7 +175,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
 
     # --- tables --------------------------------------------------------------------------------------------------
 
-    def _open(self, sender: Address, client: _Client, message: m.TableOpen) -> None:
+    def _open(self, sender: Address, client: _Client, message: TableOpen) -> None:
         spec = TableSpec.from_text(message.spec)
         known = self._tables.get(spec.name)
         if known is None:
@@ -170,7 +187,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
             self._fail(text, config=True)
             return
         client.tables[message.table] = known
-        self._out.append((sender, m.TableOpen(0, message.table, "")))
+        self._out.append((sender, TableOpen(0, message.table, "")))
 
     def _made(self, spec: TableSpec) -> TableShard:
         if len(self._tables) >= _MAX_TABLES:
@@ -182,7 +199,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
             size = f"{spec.rows} rows of {spec.row_bytes} bytes"
             raise ConfigError("table.rows", size, f"there is no room for it: {error}") from error
 
-    def _rows(self, table: TableShard, message: m.TablePush | m.TableAssign) -> tuple[Ids, torch.Tensor | None]:
+    def _rows(self, table: TableShard, message: TablePush | TableAssign) -> tuple[Ids, torch.Tensor | None]:
         ids = _ids(table, message.ids)
         table.rows.check(ids, unique=True)
         body, width = message.body, table.spec.width
@@ -192,7 +209,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
             )
         return ids, None if body is None else body.view(table.spec.torch_dtype).view(-1, width)
 
-    def _push(self, sender: Address, client: _Client, message: m.TablePush) -> None:
+    def _push(self, sender: Address, client: _Client, message: TablePush) -> None:
         table = self._table(sender, message.table)
         ids, rows = self._rows(table, message)
         if isinstance(table, StepTable) and message.turn < self._over.get(sender.group, 0):
@@ -202,17 +219,17 @@ class TableServer(ServerExtension, SnapshotParticipant):
             self._fail(text, config=False)
         self._answer_held()
 
-    def _give(self, sender: Address, client: _Client, message: m.TableAssign) -> None:
+    def _give(self, sender: Address, client: _Client, message: TableAssign) -> None:
         table = self._table(sender, message.table)
         ids, rows = self._rows(table, message)
         # What a script gives before its first step it had given before the snapshot: what is here is younger.
         if rows is not None and not (table.restored and client.steps == 0):
             table.rows.give(ids, rows)
 
-    def _set_rule(self, sender: Address, client: _Client, message: m.TableRule) -> None:
+    def _set_rule(self, sender: Address, client: _Client, message: TableRule) -> None:
         self._table(sender, message.table).set_rule(sender, message.since, message.optimizer)
 
-    def _pull(self, sender: Address, client: _Client, message: m.TablePull) -> None:
+    def _pull(self, sender: Address, client: _Client, message: TablePull) -> None:
         table = self._table(sender, message.table)
         table.rows.check(_ids(table, message.ids), unique=False)
         if sum(who == sender for who, _, _ in self._held) >= _MAX_HELD:
@@ -231,26 +248,26 @@ class TableServer(ServerExtension, SnapshotParticipant):
             except LookupError as error:
                 self._fail(f"tables: {error.args[0]}", config=False)
                 continue
-            self._out.append((sender, m.TableRows(message.round, body=rows.view(-1) if rows.numel() else None)))
+            self._out.append((sender, TableRows(message.round, body=rows.view(-1) if rows.numel() else None)))
 
     def _may_read(self, sender: Address, table: TableShard, seen: int) -> bool:
         if isinstance(table, StepTable):
             return self._over.get(sender.group, 0) >= seen
         return table.may_read(sender, seen)
 
-    def _stats(self, sender: Address, client: _Client, message: m.TableStatsRequest) -> None:
+    def _stats(self, sender: Address, client: _Client, message: TableStatsRequest) -> None:
         table = self._table(sender, message.table)
         rows = table.rows
         sizes = rows.count, rows.value_bytes, table.state_bytes, rows.index_bytes
-        self._out.append((sender, m.TableStats(message.round, *sizes)))
+        self._out.append((sender, TableStats(message.round, *sizes)))
 
-    def _list(self, sender: Address, client: _Client, message: m.TableList) -> None:
+    def _list(self, sender: Address, client: _Client, message: TableList) -> None:
         ids = self._table(sender, message.table).rows.ids()
         if message.first < 0:
             raise m.ProtocolError(f"rows from number {message.first} on")
-        self._out.append((sender, m.TableIds(message.round, pack_ids(ids[message.first : message.first + m.MAX_IDS]))))
+        self._out.append((sender, TableIds(message.round, pack_ids(ids[message.first : message.first + MAX_IDS]))))
 
-    def _barrier(self, sender: Address, client: _Client, message: m.TableBarrier) -> None:
+    def _barrier(self, sender: Address, client: _Client, message: TableBarrier) -> None:
         if message.round not in self._barriers and len(self._barriers) >= _MAX_BARRIERS:
             raise m.ProtocolError(f"{sender} is at barrier {message.round}, while {len(self._barriers)} are not passed")
         there = self._barriers.setdefault(message.round, set())
@@ -259,7 +276,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
         if len(there) == len(self._workers):
             del self._barriers[message.round]
             self._at_end = self._at_end or message.round < 0
-            self._out += [(worker, m.TableBarrier(0, message.round)) for worker in self._workers]
+            self._out += [(worker, TableBarrier(0, message.round)) for worker in self._workers]
 
     def _check_barriers(self) -> None:
         """Nobody waits for a worker whose script has ended; at the barrier of the end (a round below 0) they come."""
@@ -268,7 +285,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
             if gone and number >= 0:
                 self._fail(f"{gone[0]} ended while {min(there)} waits for all workers at a barrier", config=False)
 
-    def _bye(self, sender: Address, client: _Client, message: m.TablesFinished) -> None:
+    def _bye(self, sender: Address, client: _Client, message: TablesFinished) -> None:
         client.bye = True
         self._check_barriers()
         for table in self._tables.values():
@@ -277,7 +294,7 @@ class TableServer(ServerExtension, SnapshotParticipant):
 
     # --- a step of the model ---------------------------------------------------------------------------------------
 
-    def _step(self, sender: Address, client: _Client, message: m.TableStep) -> None:
+    def _step(self, sender: Address, client: _Client, message: TableStep) -> None:
         client.steps = message.step + 1
 
     @property
@@ -339,15 +356,35 @@ class TableServer(ServerExtension, SnapshotParticipant):
                     self._fail(f"tables: {error}", config=False)
         return self._out
 
-    def step_over(self, group: int, step: int) -> Out:
+    def step_over(self, result: StepResult) -> Out:
         """The step is applied, or skipped: its rows are forgotten, and who waited for it reads."""
         self._out = []
+        group, step = result.group, result.step
         self._means.pop((group, step), None)
         self._over[group] = step + 1
         for table in self._of_steps:
             table.drop(group, step)
         self._answer_held()
         return self._out
+
+    def state_dict(self) -> State | None:
+        """Return the state, see `component_state`. None: not possible once there is a table."""
+        if self._tables:
+            return None
+        clients = {
+            worker: (client.next, client.early, client.early_bytes, client.steps, client.bye)
+            for worker, client in self._clients.items()
+        }
+        return {"clients": clients, "over": self._over, "barriers": self._barriers, "at_end": self._at_end}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._clients = {
+            worker: _Client(number, dict(early), early_bytes, {}, steps, bye)
+            for worker, (number, early, early_bytes, steps, bye) in state["clients"].items()
+        }
+        self._barriers = {number: set(there) for number, there in state["barriers"].items()}
+        self._over, self._at_end = dict(state["over"]), state["at_end"]
 
 
 def _ids(table: TableShard, raw: bytes) -> Ids:
@@ -360,14 +397,14 @@ def _ids(table: TableShard, raw: bytes) -> Ids:
 
 
 _HANDLERS: Mapping[type[m.Message], Callable[..., Any]] = {
-    m.TableOpen: TableServer._open,
-    m.TablePush: TableServer._push,
-    m.TableStep: TableServer._step,
-    m.TablePull: TableServer._pull,
-    m.TableAssign: TableServer._give,
-    m.TableRule: TableServer._set_rule,
-    m.TableStatsRequest: TableServer._stats,
-    m.TableBarrier: TableServer._barrier,
-    m.TableList: TableServer._list,
-    m.TablesFinished: TableServer._bye,
+    TableOpen: TableServer._open,
+    TablePush: TableServer._push,
+    TableStep: TableServer._step,
+    TablePull: TableServer._pull,
+    TableAssign: TableServer._give,
+    TableRule: TableServer._set_rule,
+    TableStatsRequest: TableServer._stats,
+    TableBarrier: TableServer._barrier,
+    TableList: TableServer._list,
+    TablesFinished: TableServer._bye,
 }

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 
 from topotrain.config.job import ConfigError
-from topotrain.core.protocol import MAX_BODY, MAX_IDS, ProtocolError
+from topotrain.core.protocol import MAX_BODY, ProtocolError
+from topotrain.extensions.tables.table_messages import MAX_IDS
 
 Ids = npt.NDArray[np.int64]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from topotrain.comm.router import ConnectTimeouts, Router, RouterConfig
+from topotrain.comm.router import ConnectTimeouts, RetryNotice, Router, RouterConfig
 from topotrain.comm.security.handshake import Identity, Peer
 from topotrain.comm.security.secret import job_key
 from topotrain.comm.store import Store
@@ -90,15 +90,16 @@ def place_of(
     return RouterConfig(job, layout(job.cluster), identity, store, Path(), host, port, meeting)
 
 
-class WaitNotice:
+class WaitNotice(RetryNotice):
     """Prints to stderr which process this one waits for, when that takes long."""
 
     def __init__(self, name: Callable[[Address], str]) -> None:
         self._name = name
         self._due = time.monotonic() + QUIET_S
 
-    def __call__(self, peer: Address, why: str) -> None:
-        self.show(f"{self._name(peer)} ({why})")
+    def retrying(self, peer: Address, reason: str) -> None:
+        """Print the peer that this process waits for."""
+        self.show(f"{self._name(peer)} ({reason})")
 
     def show(self, name: str) -> None:
         """Print that this process waits for another, unless a notice came recently."""
@@ -192,7 +193,7 @@ class ManualServers:
         self._place, self._presence = place, presence
         self._open = False
         self.router = Router(place, ProcessMemory())
-        self.router.admit(self._admit)
+        self.router.set_admission(self)
         self.servers = HostedServers(place, self.router, _zeros, addresses, HostOptions(presence))
 
     def open(self) -> None:
@@ -200,10 +201,11 @@ class ManualServers:
         self.servers.open()
         self._open = True
 
-    def _admit(self, peer: Peer, there_already: bool) -> None:
+    def admit(self, peer: Peer, connected: bool) -> None:
+        """Refuse a second process of one worker, and every worker before the servers are connected."""
         if peer.address.role is not Role.WORKER:
             return
-        if there_already:
+        if connected:
             twice = "is here already: two processes claim to be the same one"
             raise Refused("TWICE", f"{peer.address} {twice}")
         if not self._open:

@@ -32,11 +32,11 @@ from topotrain.core.events import Event, Failed, Final, Metrics, Notice
 from topotrain.launch.agent.remaining_threads import RemainingThreads
 from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, check_there, place_of, tell, understandable
 from topotrain.launch.runtime.child_channel import end_process
+from topotrain.launch.runtime.prepare_composition import prepare_extensions
 from topotrain.launch.runtime.process_exit import ProcessExitHook
 from topotrain.launch.runtime.process_host import HostObserver, HostOptions, WorkerConnections
-from topotrain.launch.runtime.worker_composition import prepare_extensions
 from topotrain.training import context as process
-from topotrain.training.context import Context
+from topotrain.training.context import Connector, Context
 from topotrain.training.finish_job import close, finish, is_complete
 
 __all__ = ["StaticStore", "SharedSettings", "join", "leave"]
@@ -133,7 +133,7 @@ class _WaitObserver(HostObserver):
 
 
 @dataclass(frozen=True, slots=True)
-class _Connector:
+class _Connector(Connector):
     """Opens a worker's connections.
 
     Its errors use the terms of the interface that started the processes.
@@ -259,7 +259,7 @@ class _Joined:
         if not isinstance(self._here.roads, WorkerConnections) or (isinstance(error, JobError) and error.config):
             return str(error)
         exchange, until = self._here.roads.exchange, time.monotonic() + CAUSE_S
-        return exchange.hear_out(lambda: time.monotonic() >= until) or str(exchange.failure or error)
+        return exchange.channel.await_cause(lambda: time.monotonic() >= until) or str(exchange.channel.failure or error)
 
     def _leaving(self, code: Any = None) -> None:
         if code not in (None, 0) and os.getpid() == self._pid:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from topotrain.core.protocol import Message, ProtocolError, numbered
+from topotrain.core.protocol import Message, ProtocolError, message
 
 PART_BYTES = 32 << 10
 """Bytes of one part."""
@@ -22,7 +22,7 @@ _TEXT = 20_000  # the last characters of an event's text are the most useful one
 Words = Mapping[str, Any]
 
 
-@numbered(110)
+@message(110)
 @dataclass(frozen=True, slots=True)
 class UnitPart(Message):
     """A part of a message between two units, or an acknowledgement alone.

@@ -41,10 +41,10 @@ from topotrain.extensions.replication.replica_host import ReplicaSlot
 from topotrain.extensions.replication.replica_placement import standings
 from topotrain.launch.agent.workspace import SPANS, TOKEN_FILE, profiled_step
 from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
+from topotrain.launch.runtime.prepare_composition import prepare_extensions
 from topotrain.launch.runtime.process_exit import ProcessExitHook
 from topotrain.launch.runtime.process_host import HostObserver, HostOptions, WorkerConnections, WorkerConnector, serve
 from topotrain.launch.runtime.unit_commands import FinalSnapshot, ReplicaCommands, SigtermHandler
-from topotrain.launch.runtime.worker_composition import prepare_extensions
 from topotrain.training import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.training.context import Context, enter
 from topotrain.training.final_parameters import NotSaved
@@ -336,8 +336,8 @@ class ProgramGuard:
         explained = isinstance(error, Unfinished | NotSaved | SpoiledResult)
         text = f"{error}\n" if explained else trace
         _write(text, self._log)
-        if kind == "quarantine" and here.parting is not None:
-            here.parting()  # the report of a job that goes on has all of it
+        if kind == "quarantine" and here.worker is not None:
+            here.worker.leave_job()  # the report of a job that goes on has all of it
         plain = explained or kind in ("config", "quarantine")
         words = str(error) if plain else traceback.format_exception_only(error)[-1].strip()
         shown = _users_line(error.__traceback__) if explained or kind == "config" else text

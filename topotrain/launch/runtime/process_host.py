@@ -26,20 +26,24 @@ from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import ConfigError, OnFailure
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.client.client import Client
+from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.model.schema import Allocate
 from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
-from topotrain.extensions.collectives.torch_client import TorchCollectiveClient, TorchCollectiveConfig
+from topotrain.extensions.elastic.membership import ElasticGroups
 from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers, ServerFactory
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.parallel.runtime.network_channel import NetworkChannel
+from topotrain.parallel.runtime.send_buffers import SendBuffers
+from topotrain.training.context import Connections, Connector
 from topotrain.training.worker_profile import ProfileRecorders
 
 # --- servers -----------------------------------------------------------------------------------------------------
@@ -150,7 +154,6 @@ class ServerEndpoint:
         inline: bool = False,
     ) -> None:
         self.server = make(me, self._answer)
-        self.server.spans = options.recorder(me, self.server.groups)
         self.workers: set[Address] = set()
         self._goes_on, self._inline = goes_on, inline
         self._observer = options.observer
@@ -161,7 +164,7 @@ class ServerEndpoint:
         if options.writer is not None:
             # Where a script's thread does the server's work, it reads what is new with the next message.
             poke = (lambda: None) if inline else self.poke
-            self._snapshots = options.writer.follow(me, self.server.snapshots, poke)
+            self._snapshots = options.writer.follow(me, snapshots_of(self.server), poke)
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         with self._lock:
@@ -170,7 +173,7 @@ class ServerEndpoint:
     def handle(self, sender: Address, message: Message) -> None:
         observer = self._observer.connections
         if sender.role is Role.WORKER and sender not in self.workers:
-            self.server.manners.check(sender, message)  # an address that no worker can have is refused
+            self.server.validator.check(sender, message)  # an address that no worker can have is refused
             self.workers.add(sender)
             if observer is not None:
                 observer.on_joined(self.server, sender)
@@ -217,7 +220,7 @@ class ServerEndpoint:
     def may_change(self, group: int, wish: str) -> str:
         """Return why a group cannot leave or join; see `Server.may_change`."""
         with self._lock:
-            return self.server.may_change(group, wish)
+            return self.server.extension(ElasticGroups).may_change(group, wish)
 
     def catch_up(self) -> None:
         """Ask the coordinator for its decisions before there was a connection.
@@ -226,7 +229,7 @@ class ServerEndpoint:
         """
         if self._goes_on and self.server.me.index:
             with self._lock:
-                for to, message in self.server.ask():
+                for to, message in self.server.reconnected():
                     self._answer(to, message)
 
     def _read_snapshots(self) -> None:
@@ -295,7 +298,7 @@ class HostedServers:
     ) -> None:
         self._place, self._router, self._observer = place, router, options.observer
         self._change = threading.Condition()
-        make = partial(hosted_server, place, allocate)
+        make = partial(hosted_server, place, allocate, options)
         goes_on, inline = place.job.on_failure is OnFailure.kContinue, place.topology.inline
         self.endpoints = {
             me: ServerEndpoint(me, make, router, self._change, options, goes_on, inline) for me in addresses
@@ -352,8 +355,8 @@ def serve(
             if slot is None:
                 accepted = "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes"
                 raise ConfigError("cluster.replicas", 2, accepted)
-            make = partial(hosted_server, place, allocate)
-            process = (observer.on_failure, options.recorder, options.writer, slot, observer.on_open)
+            make = partial(hosted_server, place, allocate, options)
+            process = (observer.on_failure, options.writer, slot, observer.on_open)
             copied = ReplicatedServers(place, router, make, addresses[0], *process)
             slot.taken(copied.arrange)
             copied.open(observer.on_serving)
@@ -370,10 +373,16 @@ def serve(
 
 
 def hosted_server(
-    place: RouterConfig, allocate: Allocate, me: Address, deliver: Callable[[Address, Message], None]
+    place: RouterConfig,
+    allocate: Allocate,
+    options: HostOptions,
+    me: Address,
+    deliver: Callable[[Address, Message], None],
 ) -> Server:
     """Make the server at an address of the job of this process."""
-    return make_server(me, place.job, place.topology, allocate, place.shared, deliver, as_manifest(place.resumed))
+    server = make_server(me, place.job, place.topology, allocate, place.shared, deliver, as_manifest(place.resumed))
+    server.record_spans(options.recorder(me, server.groups))
+    return server
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -477,7 +486,7 @@ class InlineWaiter(ConditionWaiter):
             self._router.turn(0.0)
 
 
-class WorkerConnections:
+class WorkerConnections(Connections):
     """A worker's connections to the servers of its group and to server (0,0).
 
     With an inline layout (`Topology.inline`) the worker's process also runs a server.
@@ -507,7 +516,7 @@ class WorkerConnections:
         self._replicas: ReplicaConnections | None = None
         self.exchange = self._client(place, replicated)
         if replicated:
-            servers = dict.fromkeys((*self.exchange.servers, self.exchange.desk))
+            servers = dict.fromkeys((*self.exchange.channel.servers, self.exchange.channel.first_server))
             send = partial(self._router.send, me)
             ways = (send, self._redial, self._notify, place.identity.incarnation)
             self._replicas = ReplicaConnections(servers, self.exchange, *ways)
@@ -526,15 +535,15 @@ class WorkerConnections:
             self._beside.open()
         endpoint = self._replicas or self.exchange
         self._urls = self._router.attach(self.me, endpoint, dial_only=True, inside=self._beside is not None)
-        for server in dict.fromkeys((*self.exchange.servers, self.exchange.desk)):
+        for server in dict.fromkeys((*self.exchange.channel.servers, self.exchange.channel.first_server)):
             if self._beside is not None and server in self._beside.endpoints:
                 self._router.connect_inside(self.me, server)
             elif self._replicas is not None:
                 self._replicas.begin(server)
-                self._router.follow(self.me, server, 0)
+                self._router.connect_moved(self.me, server, 0)
             else:
                 self._router.connect(self.me, server, "server")
-        self.exchange.come_back()
+        self.exchange.rejoin.announce()
 
     # --- servers with two copies
 
@@ -553,7 +562,7 @@ class WorkerConnections:
 
         def dial() -> None:
             try:
-                replicas.connected(server, self._router.follow(self.me, server, moves))
+                replicas.connected(server, self._router.connect_moved(self.me, server, moves))
             except ConnectionLost as error:
                 replicas.failed(server, str(error))
             except (TransportError, TimeoutError) as error:
@@ -562,20 +571,21 @@ class WorkerConnections:
         threading.Thread(target=dial, name=f"to {server}", daemon=True).start()
 
     def _client(self, place: RouterConfig, replicated: bool) -> Client:
+        topology, incarnation = place.topology, place.identity.incarnation
         send = self._send_replicated if replicated else self._send
-        waiter, incarnation, extensions = self._waiter, place.identity.incarnation, client_extensions(place.topology)
-        if not place.topology.foreign:
-            return Client(self.me, place.topology, send, waiter, place.shared, incarnation, extensions)
+        gradients = self._torch_reduction(place) if topology.foreign else None
+        extensions = client_extensions(topology)
+        return Client(self.me, topology, send, self._waiter, place.shared, incarnation, extensions, gradients)
+
+    def _torch_reduction(self, place: RouterConfig) -> GradientExchange:
+        from topotrain.extensions.collectives.torch_reduction import TorchCollectiveConfig, TorchReduction
+
         if not place.sockets.parts or len(set(place.topology.hosts)) > 1:  # no folder that all workers share
-            store: object = TorchStore(within(place.store, f"engine/{self.me.group}"))
-            address = place.host
-        else:
-            # Several jobs may use the folder, and every run has a token of its own.
-            store = str(place.sockets / f"engine-{sha256(b'engine' + place.identity.token).hexdigest()[:16]}")
-            address = ""
-        topology, job, shared = place.topology, place.job, place.shared
-        config = TorchCollectiveConfig(job, store, address)
-        return TorchCollectiveClient(self.me, topology, send, waiter, shared, incarnation, extensions, config)
+            store = TorchStore(within(place.store, f"engine/{self.me.group}"))
+            return TorchReduction(TorchCollectiveConfig(place.job, store, place.host))
+        # Several jobs may use the folder, and every run has a token of its own.
+        folder = f"engine-{sha256(b'engine' + place.identity.token).hexdigest()[:16]}"
+        return TorchReduction(TorchCollectiveConfig(place.job, str(place.sockets / folder)))
 
     @property
     def beside(self) -> ServerProcess | None:
@@ -600,15 +610,15 @@ class WorkerConnections:
                 "a list of addresses names servers only",
             )
         send = partial(self._router.send, self.me)
-        channel = NetworkChannel(self.exchange, send, self._waiter.look, self.allocate)
+        channel = NetworkChannel(self.exchange, send, self._waiter.look, SendBuffers(self.allocate))
         incarnation = self._place.identity.incarnation
         kind = f"worker-{incarnation}" if incarnation else "worker"  # addresses of former processes are of no use
         self._router.publish(kind, self.me, self._urls)
         workers = self._place.topology.workers(self.me.group)
         for peer in workers[: self.me.index]:
             self._router.connect(self.me, peer, kind)
-            channel.greet(peer.index)
-        channel.await_greetings(range(self.me.index + 1, len(workers)))
+            channel.send_hello(peer.index)
+        channel.wait_for_hellos(range(self.me.index + 1, len(workers)))
         return channel
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -644,7 +654,7 @@ class WorkerConnections:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConnector:
+class WorkerConnector(Connector):
     """Opens a worker's connections when the script first needs them."""
 
     options: HostOptions = field(default_factory=HostOptions)

@@ -7,11 +7,12 @@ them. An extension whose package or module is not there is left out, so that a f
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from topotrain.config.job import Job
+from topotrain.config.job import Compression, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.model.schema import Allocate
 from topotrain.core.server.server import Deliver, Server
 from topotrain.core.server.server_extension import ServerExtension
+from topotrain.core.server.steps.step_policy import makes_partial_steps
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.extensions.elastic.eligibility import singly
 
@@ -25,24 +26,57 @@ def make_server(
     deliver: Deliver | None = None,
     resumed: SnapshotSource | None = None,
 ) -> Server:
-    """The server at an address with all extensions that the job asks for; arguments as for `Server`."""
-    kind = Server
-    if topology.relayed:
-        from topotrain.extensions.collectives.collective_server import CollectiveServer
+    """The server at an address with all extensions that the job asks for.
 
-        kind = CollectiveServer
-    extensions = server_extensions(me, job, topology, resumed)
-    return kind(me, job, topology, allocate, shared, deliver, resumed, extensions)
+    The arguments are those of `Server`; resumed: the snapshot that the job starts with.
+    """
+    start = None
+    if resumed is not None:
+        from topotrain.extensions.checkpointing.checkpoint_extension import SnapshotStart
+
+        start = SnapshotStart(resumed)
+    server = Server(me, job, topology, allocate, shared, deliver, start)
+    server.attach(server_extensions(server, job, topology, allocate, resumed))
+    return server
 
 
 def server_extensions(
-    me: Address, job: Job, topology: Topology, resumed: SnapshotSource | None = None
+    server: Server, job: Job, topology: Topology, allocate: Allocate, resumed: SnapshotSource | None = None
 ) -> tuple[ServerExtension, ...]:
-    """The extensions of the server at an address, in order; resumed: the snapshot that the job goes on from."""
-    return tuple(_extensions(me, job, topology, resumed))
+    """The extensions of a server, in order; resumed: the snapshot that the job starts with."""
+    found = list(_extensions(server, job, topology, allocate, resumed))
+    if installed("extensions.elastic.membership"):
+        from topotrain.extensions.elastic.membership import ElasticGroups
+
+        found.append(ElasticGroups(server, job, topology))
+    if installed("extensions.checkpointing.checkpoint_extension"):
+        from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension
+
+        # The last one, so that it freezes what the others have of a step.
+        found.append(CheckpointExtension(server, job, topology, resumed, found))
+    return tuple(found)
 
 
-def _extensions(me: Address, job: Job, topology: Topology, resumed: SnapshotSource | None) -> Iterator[ServerExtension]:
+def _extensions(
+    server: Server, job: Job, topology: Topology, allocate: Allocate, resumed: SnapshotSource | None
+) -> Iterator[ServerExtension]:
+    me = server.me
+    if makes_partial_steps(job):
+        from topotrain.extensions.backup_workers.quorum import BackupWorkers
+
+        yield BackupWorkers(server, job, topology)
+    if topology.relayed:
+        from topotrain.extensions.collectives.collective_server import CollectiveServer
+
+        yield CollectiveServer(server, job, topology, allocate)
+    elif topology.foreign:
+        from topotrain.extensions.collectives.collective_server import TorchCollectiveServer
+
+        yield TorchCollectiveServer()
+    if job.cluster.compression is not Compression.kNone:
+        from topotrain.extensions.compression.compression_server import CompressionServer
+
+        yield CompressionServer(job.cluster)
     if installed("extensions.tables"):
         from topotrain.extensions.tables.table_server import TableServer
 

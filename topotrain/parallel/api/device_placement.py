@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from topotrain.config.job import ConfigError, Placement
 from topotrain.parallel.capture import device_scopes
+from topotrain.parallel.placement.parameter_owners import tables
 from topotrain.training import context as process
 from topotrain.training.parameters.devices import device_of
 
@@ -35,10 +36,12 @@ def device() -> torch.device: ...
 @overload
 def device(name: str) -> AbstractContextManager[None]: ...
 def device(name: str | None = None) -> torch.device | AbstractContextManager[None]:
-    """Without a name: where this worker computes; with one: a scope, `with tt.device("/job:worker/task:1"):`.
+    """Return the device of this worker, or with a name open a scope.
 
-    This worker computes on the GPU that the job's `gpu` field gives it, or one of the machine's in turn; on the CPU
-    where there is none. In an ordinary process on the first GPU, or the CPU. Nothing is moved there by itself.
+    A scope is used as `with tt.device("/job:worker/task:1"):`.
+
+    This worker computes on the GPU that the job's `gpu` field gives it, or one of the machine's in turn. Without a GPU
+    it computes on the CPU. In an ordinary process on the first GPU, or the CPU. Nothing is moved there by itself.
 
     Modules that are made in a scope, and what a forward computes in one, belong to that worker of the group
     (TensorFlow's names: /job:worker/task:1); parameters that are made in "/job:ps/task:0" live on that server. Outside
@@ -53,9 +56,10 @@ def device(name: str | None = None) -> torch.device | AbstractContextManager[Non
 
 
 def place(module: Module, name: str) -> Module:
-    """Give a module, as one piece, to a worker of the group: tt.place(model.head, "/job:worker/task:1").
+    """Give a module, as one piece, to a worker of the group.
 
-    Its forward is not looked into. Returns the module. Outside a job this does nothing.
+    For example `tt.place(model.head, "/job:worker/task:1")`. Its forward is not looked into. Returns the module.
+    Outside a job this does nothing.
 
     Raises:
         ConfigError: it is no module; the name is none, or leaves open which task.
@@ -173,12 +177,13 @@ def _under_construction() -> set[int]:
 
 
 def _give_back(module: nn.Module) -> None:
-    for name in list(module._parameters):
-        parameter = module._parameters[name]
+    parameters, _ = tables(module)
+    for name in list(parameters):
+        parameter = parameters[name]
         # A parameter with further references may be tied to another module: `localise` handles it later.
         if parameter is None or parameter.is_meta or sys.getrefcount(parameter) > _OWN_REFERENCES:
             continue
         like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
         empty = nn.Parameter(like, parameter.requires_grad)
         empty.__dict__.update(parameter.__dict__)  # keep attributes such as the device of its scope
-        module._parameters[name] = empty
+        parameters[name] = empty

@@ -58,7 +58,7 @@ def look(program: str, args: Sequence[str]) -> PreparedArguments:
         ConfigError: the script ends without calling `tt.prepare`.
     """
     plan_only()
-    sys.argv = [program, *args]
+    sys.argv[:] = [program, *args]
     sys.path[0:1] = [str(Path(program).resolve().parent)]
     try:
         with contextlib.redirect_stdout(sys.stderr):

@@ -20,20 +20,21 @@ from torch.utils.hooks import RemovableHandle
 from topotrain.config.job import ConfigError, Job, Placement
 from topotrain.extensions.tables.frontend.embedding import Embedding
 from topotrain.parallel.api import device_placement
-from topotrain.parallel.api.auto_prepare import PlacementRequest, check_room, place_modules
+from topotrain.parallel.api.automatic_placement import place_modules
 from topotrain.parallel.api.dry_run import state_factor
+from topotrain.parallel.api.split_costs import PlacementRequest, check_room
 from topotrain.parallel.api.split_forward import SplitForward
 from topotrain.parallel.capture import device_scopes
 from topotrain.parallel.capture.capture_model import CapturedForward, capture
 from topotrain.parallel.placement.assign_modules import Assignment, assignments
 from topotrain.parallel.placement.parameter_owners import divide
-from topotrain.parallel.runtime.channel import ActivationChannel
 from topotrain.parallel.runtime.gather import entries, gather, give
 from topotrain.parallel.runtime.local_model import LocalModel, localise, restore
+from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
-from topotrain.training.final_parameters import in_one_file, metadata_of
+from topotrain.training.final_parameters import fetch_final, in_one_file, metadata_of
 from topotrain.training.parameters.divided_model import DividedModel
-from topotrain.training.parameters.flat_parameters import ModelParts, describe_model, in_file
+from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
 from topotrain.training.worker import Worker
 
 _ANY = 1 << 16
@@ -50,14 +51,14 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
         ConfigError: the model cannot be split like this, or not in this job.
     """
     job, workers = here.place.job, here.place.topology.workers_per_group
-    said = None
+    captured_early = None
     if not (job.splits or tagged(model)):
-        said = says_where(model) if workers > 1 else None
-        if said is None:
+        captured_early = captured_if_placed(model) if workers > 1 else None
+        if captured_early is None:
             return None
-    if "_orig_mod" in model._modules:
+    if "_orig_mod" in dict(model.named_children()):
         raise ConfigError("tt.prepare", "a compiled model", "a split model must be prepared before torch.compile")
-    captured = said or capture(model)
+    captured = captured_early or capture(model)
     if workers == 1:
         assignments(model, job, _ANY, captured)  # for its errors only
         localise(model, optimizer, divide(model, {}, 1), 0, job.seed)
@@ -67,15 +68,16 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
     topology, unit = here.place.topology, here.place.topology.unit_of(here.me)
     asked = PlacementRequest(job, topology, model, captured, found, None, state_factor(optimizer))
     if job.placement is Placement.kAuto:
-        with _dice_kept(loader):
-            found, chosen = place_modules(asked, loader)
+        with _random_state_kept(loader):
+            chosen = place_modules(asked, loader)
+        found = chosen.found
         if here.is_main:
-            print(chosen.explain(), file=sys.stderr)
+            print(chosen.text, file=sys.stderr)
     division = divide(model, found, workers)
     if not (job.splits or any(share.owners for whole in division.parameters for share in whole.shares)):
         accepted = "names workers for nothing that has parameters: place a module, or write a partition block"
         raise ConfigError("tt.device", None, accepted)
-    with _dice_kept(loader):
+    with _random_state_kept(loader):
         check_room(replace(asked, found=found), loader, topology.hosts[unit] if topology.hosts else 0)
     return SplitModel(
         here, model, optimizer, captured, found, localise(model, optimizer, division, here.me.index, job.seed)
@@ -88,12 +90,12 @@ def tagged(model: nn.Module) -> bool:
     return any(device_scopes.parse(tag).task is not None for tag in tags if tag)
 
 
-def says_where(model: nn.Module) -> CapturedForward | None:
+def captured_if_placed(model: nn.Module) -> CapturedForward | None:
     """Return the captured forward if it names a worker with `tt.device`, else None.
 
     A forward is traced only if its code mentions `tt.device`.
     """
-    if not any(_speaks_of_device(kind) for kind in {type(module) for module in model.modules()}):
+    if not any(_mentions_device(kind) for kind in {type(module) for module in model.modules()}):
         return None
     try:
         captured = capture(model)
@@ -104,18 +106,18 @@ def says_where(model: nn.Module) -> CapturedForward | None:
     return captured if any(device.task is not None and device.job != "ps" for device in found) else None
 
 
-def _speaks_of_device(kind: type[nn.Module]) -> bool:
+def _mentions_device(kind: type[nn.Module]) -> bool:
     code = getattr(kind.forward, "__code__", None)
     if code is None or "device" not in code.co_names:
         return False
-    spoken = [kind.forward.__globals__.get(name) for name in code.co_names]
-    return any(getattr(thing, "__name__", "").partition(".")[0] == "topotrain" for thing in spoken) or any(
-        getattr(thing, "__module__", "") == device_placement.__name__ for thing in spoken
+    named = [kind.forward.__globals__.get(name) for name in code.co_names]
+    return any(getattr(thing, "__name__", "").partition(".")[0] == "topotrain" for thing in named) or any(
+        getattr(thing, "__module__", "") == device_placement.__name__ for thing in named
     )
 
 
 @contextmanager
-def _dice_kept(loader: Any) -> Iterator[None]:
+def _random_state_kept(loader: Any) -> Iterator[None]:
     """Restore the random state of a loader and of torch after the block.
 
     So looking at a batch does not change the order of the batches.
@@ -143,7 +145,7 @@ def _check(job: Job, model: nn.Module) -> None:
 class GroupConnections(Protocol):
     """Connections of a worker that can reach the other workers of its group."""
 
-    def meet_group(self) -> ActivationChannel:
+    def meet_group(self) -> NetworkChannel:
         """Connect all workers of the group, which all call this once."""
         ...
 
@@ -221,12 +223,12 @@ class SplitModel(DividedModel):
         parts, division = self.parts, self._localised.division
         held = entries(division.parameters, parts.tensors) + entries(division.buffers, parts.buffer_tensors)
         if self._here.me.index:
-            give(self._forward.meeting, held, what)
+            give(self._forward.sync, held, what)
             return None
         wholes = (*division.parameters, *division.buffers)
         likes = [torch.empty(whole.shape, dtype=whole.tensor.dtype, device="meta") for whole in wholes]
         found = dict(zip((whole.names[0] for whole in wholes), in_one_file(likes, self._here.workspace), strict=True))
-        gather(self._forward.meeting, held, lambda entry: entry.share.of(found[entry.whole.names[0]]), what)
+        gather(self._forward.sync, held, found, what)
         return found
 
     @property
@@ -248,15 +250,9 @@ class SplitModel(DividedModel):
         Tensors that do not fit in memory are in unlinked files of the workspace.
         """
         folder = self._here.workspace
-        worker.take_final(folder)
-        room = in_file(folder)
-        restore(
-            self._localised,
-            self._optimizer,
-            lambda index: worker.buffers.own("params", index),
-            worker.final_buffers.__getitem__,
-            lambda like: room(like.numel(), like.dtype).as_strided(like.shape, like.stride()),
-        )
+        buffers = fetch_final(worker, folder)
+        values = [worker.buffers.own("params", index) for index in range(len(self.parts.tensors))]
+        restore(self._localised, self._optimizer, values, buffers, folder)
         for hook in self._hooks:
             hook.remove()
         del self._model.forward
@@ -294,7 +290,7 @@ class SplitExtension(PrepareExtension):
 
     def splits(self, model: nn.Module) -> bool:
         """As `PrepareExtension` has it."""
-        return tagged(model) or says_where(model) is not None
+        return tagged(model) or captured_if_placed(model) is not None
 
     def holds_elsewhere(self, here: Context, tensor: torch.Tensor) -> bool:
         """As `PrepareExtension` has it."""

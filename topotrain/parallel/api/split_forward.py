@@ -13,18 +13,20 @@ from topotrain.core.client.client import StepEnd
 from topotrain.parallel.capture.capture_model import CapturedForward
 from topotrain.parallel.placement.assign_modules import Assignment
 from topotrain.parallel.program.build_program import program
-from topotrain.parallel.runtime.channel import STEPPED, ActivationChannel, TensorKey
+from topotrain.parallel.runtime.channel import STEPPED, TensorKey
+from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.parallel.runtime.program_runner import Runner
 from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
 
 _DICE = STEPPED - 1
 """`TensorKey.edge` of messages with the state of torch's random generator."""
 
 
-class SplitForward:
+class SplitForward(WorkerExtension):
     """Replaces `model.forward` in a job.
 
     Programs are built on first use: one for each kind of arguments (dtypes, sizes apart from the samples, values that
@@ -37,34 +39,33 @@ class SplitForward:
         self._model, self._job = model, job
         self._captured, self._found, self._workers = captured, found, workers
         self._runners: dict[object, Runner] = {}
-        self._passage: ActivationChannel | None = None
+        self._channel: NetworkChannel | None = None
         self._weight: Callable[[], float] = lambda: 1.0
         self._last: Runner | None = None
         self.open = False  # a forward has run, and its backward has not begun
         self.inside = False
 
-    def start(self, worker: Worker, passage: ActivationChannel) -> None:
+    def start(self, worker: Worker, channel: NetworkChannel) -> None:
         """Connect to the worker and to the other workers of the group."""
-        self._passage, self._weight = passage, worker.weight
-        self.meeting = _JobMeeting(passage, worker, self._begun)
-        worker.counts = self._counts
-        worker.exchange.extension(DataClient).drawing = self.meeting.draw
-        worker.before_commit.append(self._step)
+        self._channel, self._weight = channel, worker.batches.weight
+        self.sync = _JobSync(channel, worker, self)
+        worker.client.extension(DataClient).observe(self.sync)
+        worker.attach(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the steps of this worker and return the output for its samples."""
-        if self._passage is None:
+        if self._channel is None:
             raise ConfigError("model", None, "is split: it can be called once tt.prepare has returned")
         self.inside = True
         try:
-            runner = self._runner(self._passage, args, kwargs)
+            runner = self._runner(self._channel, args, kwargs)
             if torch.is_grad_enabled():  # a forward without gradients does not count for the step
                 self._last, self.open = runner, True
             return runner(*args, **kwargs)
         finally:
             self.inside = False
 
-    def _runner(self, passage: ActivationChannel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runner:
+    def _runner(self, channel: NetworkChannel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runner:
         samples = samples_of(args, kwargs)
         training = self._model.training
         key = (kind_of(args, kwargs, samples), training if self._captured.by_mode else None)
@@ -76,24 +77,27 @@ class SplitForward:
             self._runners[key] = Runner(
                 cut,
                 self._model,
-                passage,
+                channel,
                 self._weight,
                 job.microbatches,
                 job.schedule.value,
-                self.meeting,
-                self.meeting.dice,
+                self.sync,
+                self.sync.dice,
             )
         return self._runners[key]
 
-    def _counts(self) -> float:
+    def weight(self) -> float:
+        """As `WorkerExtension.weight`."""
         return self._weight() if self._last is None else self._last.counts
 
-    def _begun(self) -> None:
+    def backward_begun(self) -> None:
+        """Note that the backward of the last forward has begun."""
         self.open = False
 
-    def _step(self, step: int, end: StepEnd) -> None:
+    def before_commit(self, step: int, end: StepEnd) -> None:
+        """As `WorkerExtension.before_commit`."""
         self.open = False
-        self.meeting.stepped()
+        self.sync.stepped()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ConfigError("model", None, "is split over several workers and cannot be copied; at the end it is whole")
@@ -102,7 +106,7 @@ class SplitForward:
         self.__deepcopy__(None)
 
 
-class _JobMeeting(WorkerSync):
+class _JobSync(WorkerSync):
     """Synchronizes the forwards of a group in a job.
 
     - The worker is notified of each backward, since it would not notice one that reaches none of its parameters.
@@ -110,30 +114,30 @@ class _JobMeeting(WorkerSync):
       them draws the order of the batches, as the only process of an ordinary script does.
     """
 
-    def __init__(self, passage: ActivationChannel, worker: Worker, begins: Callable[[], None]) -> None:
-        super().__init__(passage)
-        self._begins = begins
+    def __init__(self, channel: NetworkChannel, worker: Worker, forward: SplitForward) -> None:
+        super().__init__(channel)
+        self._forward = forward
         assert isinstance(worker.path, PushPath)  # gradients of a split model are hidden
         self._path = worker.path
-        self.dice = torch.default_generator if passage.me == 0 else torch.Generator()
+        self.dice = torch.default_generator if channel.me == 0 else torch.Generator()
 
     def begun(self) -> None:
         """Notify the worker that a backward begins here."""
         super().begun()
-        self._begins()
+        self._forward.backward_begun()
         self._path.begin()
 
-    def meet(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:
-        """Exchange hellos as `WorkerSync.meet` does.
+    def exchange(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:
+        """Exchange hellos as `WorkerSync.exchange` does.
 
         Worker 0 sends its random state before its hello, so that no worker has to wait for it.
         """
-        passage, key, draws = self.passage, TensorKey(self.forwards, 0, _DICE, False), mine.chance != 0
-        for other in range(1, passage.size if draws and passage.me == 0 else 1):
-            passage.send(other, key, self.dice.get_state())
-        hellos = super().meet(replace(mine, chance=int(draws)))
-        if draws and passage.me != 0:
-            self.dice.set_state(passage.take(0, key)[0])
+        channel, key, draws = self.channel, TensorKey(self.forwards, 0, _DICE, False), mine.chance != 0
+        for other in range(1, channel.size if draws and channel.me == 0 else 1):
+            channel.send(other, key, self.dice.get_state())
+        hellos = super().exchange(replace(mine, chance=int(draws)))
+        if draws and channel.me != 0:
+            self.dice.set_state(channel.receive(0, key)[0])
         return hellos
 
 

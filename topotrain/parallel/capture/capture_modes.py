@@ -6,34 +6,47 @@ Modules report that their mode is read, and functions that make tensors are reco
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
 from topotrain.parallel.capture.source_location import is_leaf
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _MAKERS = (
     *("zeros", "ones", "empty", "full", "eye", "arange", "linspace"),
     *("rand", "randn", "randint", "randperm", "normal"),
 )
 
 
-class CaptureRecorder(Protocol):
-    """The part of a tracer that this module uses."""
+class CaptureRecorder:
+    """Base of the tracer: gets reports of what a capture changes in torch."""
 
-    by_mode: bool
+    def __init__(self) -> None:
+        self.by_mode = False  # the forward depends on the mode of a module
 
-    def recorded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]: ...
+    def mode_read(self) -> None:
+        """Note that the forward depends on the mode of a module."""
+        self.by_mode = True
+
+    def recorded(self, original: _Function) -> _Function:
+        """Wrap len, or a function that makes tensors, to record its calls as nodes."""
+        raise NotImplementedError
 
 
 class TrainingMode(int):
     """A module's `training` during a capture: 0 or 1. It reports tests of its value."""
 
-    tracer: CaptureRecorder
+    def __new__(cls, training: bool, recorder: CaptureRecorder) -> Self:
+        """Make the number."""
+        return super().__new__(cls, training)
+
+    def __init__(self, training: bool, recorder: CaptureRecorder) -> None:
+        self._recorder = recorder
 
     def __bool__(self) -> bool:
-        self.tracer.by_mode = True
+        self._recorder.mode_read()
         return self != 0
 
 
@@ -45,8 +58,7 @@ def prepared(model: nn.Module, tracer: CaptureRecorder, training: bool) -> Itera
     """
     modules = list(model.modules())
     modes = [module.training for module in modules]
-    mode = TrainingMode(training)
-    mode.tracer = tracer
+    mode = TrainingMode(training, tracer)
     inside = {id(inner) for leaf in modules if is_leaf(leaf) for inner in leaf.modules()}
     places = {id(space): space for space in map(_globals, modules) if space is not None}
     lens = [space for space in places.values() if "len" not in space]
@@ -55,9 +67,9 @@ def prepared(model: nn.Module, tracer: CaptureRecorder, training: bool) -> Itera
         for module in modules:
             module.__dict__["training"] = training if id(module) in inside else mode
         for name, maker in makers.items():
-            setattr(torch, name, tracer.recorded(name, maker))
+            setattr(torch, name, tracer.recorded(maker))
         for space in lens:
-            space["len"] = tracer.recorded("len", len)
+            space["len"] = tracer.recorded(len)
         yield
     finally:
         for module, was in zip(modules, modes, strict=True):

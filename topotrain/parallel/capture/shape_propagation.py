@@ -7,7 +7,7 @@ Fake tensors have shapes and no memory. Each value is computed with three number
 - Anything else is unknown for other batch sizes, and refused where it would be needed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -230,8 +230,3 @@ def form(values: Values, counts: tuple[int, ...]) -> TensorShape:
         )
     sizes = tuple(0 if d == dim else n for d, n in enumerate(shapes[0]))
     return TensorShape(SymbolicShape(sizes, dtype, dim, size.per_sample))
-
-
-def every(test: Callable[[Any], bool], values: Values) -> bool:
-    """Return whether `test` holds for every number of samples."""
-    return all(map(test, values))

@@ -6,19 +6,21 @@ depend on the number of samples are then plain Python values for the user's code
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._pytree import tree_leaves
 
 from topotrain.config.job import ConfigError
 from topotrain.parallel.capture import device_scopes
-from topotrain.parallel.capture.capture_modes import TrainingMode
+from topotrain.parallel.capture.capture_modes import CaptureRecorder, TrainingMode
 from topotrain.parallel.capture.op_rules import WRITING
-from topotrain.parallel.capture.shape_propagation import DropoutMasks, FakeEvaluator, every, number
+from topotrain.parallel.capture.shape_propagation import DropoutMasks, FakeEvaluator, number
 from topotrain.parallel.capture.source_location import ADVICE, FIELD, definition, is_leaf, signature, user_line
 
 _ABOUT_SIZE = frozenset(
@@ -55,34 +57,31 @@ class _Valued(fx.Proxy):
         accepted = "writes into a tensor, which cannot be captured; torch.where and torch.cat make a new one"
         raise ConfigError(FIELD, None, accepted, user_line())
 
+    def write(self, operation: Any, other: Any) -> Any:
+        """Record an operation that writes to this value."""
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
     def _refused(self, does: str) -> Exception:
         tracer: Any = self.tracer
         error: Exception = tracer.undecided(self.node, does)
         return error
 
 
-def _writing(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def record(self: _Valued, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", operation, (self, other), {})
-
-    return record
-
-
 for _operation in WRITING:  # fx records `x += y` as `x = x + y`, which is wrong where x has a second name
-    setattr(_Valued, f"__{_operation.__name__}__", _writing(_operation))
+    setattr(_Valued, f"__{_operation.__name__}__", partialmethod(_Valued.write, _operation))
 
 
-class Tracer(fx.Tracer):
+class Tracer(fx.Tracer, CaptureRecorder):
     proxy_buffer_attributes = True
 
     def __init__(self, model: nn.Module, bench: FakeEvaluator | None, given: Mapping[str, Any] | None) -> None:
-        super().__init__()
+        fx.Tracer.__init__(self)
+        CaptureRecorder.__init__(self)
         self._model = model
         self._bench = bench
         self._given = given
         self._busy = False  # a node runs on the bench: nothing is recorded
         self._thread = threading.get_ident()
-        self.by_mode = False
 
     # --- what fx asks ----------------------------------------------------------------------------------------------
 
@@ -155,7 +154,7 @@ class Tracer(fx.Tracer):
             raise NeedsExample(f"{user_line()}: iterates over a value")
         if isinstance(values[0], tuple | list):
             return iter([obj[index] for index in range(len(values[0]))])
-        if isinstance(values[0], torch.Tensor) and every(lambda v: v.dim() > 0, values):
+        if isinstance(values[0], torch.Tensor) and all(v.dim() > 0 for v in values):
             lengths = {value.shape[0] for value in values}
             if len(lengths) == 1:
                 return iter([obj[index] for index in range(lengths.pop())])
@@ -169,7 +168,7 @@ class Tracer(fx.Tracer):
         if self._given is not None:
             assert self._bench is not None
             value = self._given[name]
-            leaves = torch.utils._pytree.tree_leaves(value)
+            leaves = tree_leaves(value)
             if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
                 return value
         node = self.create_node("placeholder", name, (), {})
@@ -187,7 +186,7 @@ class Tracer(fx.Tracer):
         """
         if not isinstance(a, TrainingMode):
             return a
-        self.by_mode = True
+        self.mode_read()
         return int(a) != 0
 
     def _compute(self, node: fx.Node) -> None:
@@ -217,7 +216,7 @@ class Tracer(fx.Tracer):
         if isinstance(first, torch.device):
             self.graph.erase_node(node)
             return torch.device(first.type)  # a GPU's number differs from worker to worker
-        if node.op != "placeholder" and _is_plain(first) and every(lambda v: v == first, values) and self._holds(node):
+        if node.op != "placeholder" and _is_plain(first) and all(v == first for v in values) and self._holds(node):
             self.graph.erase_node(node)
             return first
         whole: Any = self.proxy(node)
@@ -233,7 +232,7 @@ class Tracer(fx.Tracer):
 
         Only a choice (bool) can fail this.
         """
-        numbers = [n for n in node.all_input_nodes if every(lambda v: type(v) in (bool, int, float), n.meta["values"])]
+        numbers = [n for n in node.all_input_nodes if all(type(v) in (bool, int, float) for v in n.meta["values"])]
         if not numbers or not isinstance(node.meta["values"][0], bool):
             return True
         assert self._bench is not None
@@ -251,8 +250,8 @@ class Tracer(fx.Tracer):
             what = f"{does} by the number of samples, which differs from worker to worker"
         return ConfigError(FIELD, None, f"{what}; {ADVICE}", user_line())
 
-    def recorded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap len, or a function that makes tensors, to record its calls as nodes."""
+    def recorded(self, original: Any) -> Any:
+        """As `CaptureRecorder` has it."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # Reader threads of the transports make tensors at the same time. Their calls are not part of the forward.

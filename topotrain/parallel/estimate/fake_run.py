@@ -6,7 +6,7 @@ once, without parameters.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -59,9 +59,9 @@ class StepCost:
 class FakeRun:
     """One worker's pass: costs by step, bytes kept for the backward, peak live bytes."""
 
-    costs: dict[int, StepCost] = field(default_factory=dict)
-    kept: int = 0
-    peak: int = 0
+    costs: Mapping[int, StepCost]
+    kept: int
+    peak: int
 
 
 def rehearse(
@@ -136,15 +136,14 @@ class _Stage:
         self._sizes: dict[int, int] = {}
         self._kept: set[int] = set()
         self._last = _last_uses(program)
-        self._done = FakeRun()
 
     def run(self) -> FakeRun:
+        costs, peak = dict[int, StepCost](), 0
         for at, step in enumerate(self._program.steps):
             if step.layout.on(self._worker):
-                self._done.costs[step.number] = self._step(step)
-                self._done.peak = max(self._done.peak, self._live(at, step))
-        self._done.kept = sum(map(self._sizes.__getitem__, self._kept))
-        return self._done
+                costs[step.number] = self._step(step)
+                peak = max(peak, self._live(at, step))
+        return FakeRun(costs, sum(map(self._sizes.__getitem__, self._kept)), peak)
 
     def _step(self, step: ProgramStep) -> StepCost:
         if step.kind is StepKind.INPUT:

@@ -7,29 +7,17 @@ workers, so all workers find the same.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
-from topotrain.config.job import ConfigError
+from topotrain.config.job import ConfigError, Partition
 from topotrain.parallel.capture import device_scopes
 from topotrain.parallel.capture.capture_model import CapturedForward
+from topotrain.parallel.placement.parameter_owners import tables
 
 _SHOWN = 8
 _DIMS = (-1, 0, 1)
-
-
-class PartitionBlock(Protocol):
-    """A `partition` block of the job file."""
-
-    @property
-    def match(self) -> str: ...
-
-    @property
-    def partition_dim(self) -> int: ...
-
-    @property
-    def location(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +70,7 @@ def assignments(model: nn.Module, job: Any, workers: int, found: CapturedForward
 
 
 class _Assigning:
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[PartitionBlock], workers: int, found: CapturedForward
-    ) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[Partition], workers: int, found: CapturedForward) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._names = {id(module): name for name, module in reversed(self._modules.items())}  # the first of several
         self._blocks = blocks
@@ -127,7 +113,7 @@ class _Assigning:
             if name in self._leaves or self._names[id(module)] in self._leaves:
                 yield name
             else:
-                for own in (*module._parameters, *module._buffers):
+                for own in (name for table in tables(module) for name in table):
                     if getattr(module, own) is not None:
                         yield f"{name}.{own}".lstrip(".")
 
@@ -179,7 +165,7 @@ class _Assigning:
             name = above
         return name
 
-    def _by_block(self, name: str, block: PartitionBlock, unit: str) -> Assignment | None:
+    def _by_block(self, name: str, block: Partition, unit: str) -> Assignment | None:
         if block.location is not None and block.location >= 0:
             return Assignment(-1, block.location)
         if block.partition_dim == -1:
@@ -245,7 +231,7 @@ class _Assigning:
                 self._loads[worker] += tensor.numel() * tensor.element_size()
 
     def _check_blocks(self) -> None:
-        own = {f"{m}.{p}".lstrip(".") for m, module in self._modules.items() for p in module._parameters}
+        own = {f"{m}.{p}".lstrip(".") for m, module in self._modules.items() for p in tables(module)[0]}
         names = [*self._modules, *sorted(own)]
         for number, block in enumerate(self._blocks):
             path = f"partition[{number}]"

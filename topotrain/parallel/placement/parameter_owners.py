@@ -131,6 +131,11 @@ class ParameterOwners:
     passing: tuple[WholeTensor, ...]
 
 
+def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a module's own parameters and buffers: its tables, which may be changed."""
+    return module._parameters, module._buffers
+
+
 def divide(model: nn.Module, assignments: Mapping[str, ModuleAssignment], workers: int) -> ParameterOwners:
     """Find the owners of every parameter and buffer.
 
@@ -147,7 +152,8 @@ def divide(model: nn.Module, assignments: Mapping[str, ModuleAssignment], worker
     seen: dict[int, _Found] = {}
     kinds: dict[int, int] = {}
     for name, module in modules.items():
-        for table in (module._parameters, module._buffers):
+        parameters_of, _ = both = tables(module)
+        for table in both:
             for own, tensor in table.items():
                 if tensor is None:
                     continue
@@ -155,7 +161,7 @@ def divide(model: nn.Module, assignments: Mapping[str, ModuleAssignment], worker
                 full = f"{name}.{own}".lstrip(".")
                 found.add(full, TensorSlot(table, own), _use(module, own, _of(assignments, full)))
                 stored = _PASSING if own in module._non_persistent_buffers_set else _STORED
-                kinds[id(tensor)] = _PARAMETER if table is module._parameters else stored
+                kinds[id(tensor)] = _PARAMETER if table is parameters_of else stored
     wholes = [(kinds[key], found.whole(workers)) for key, found in seen.items()]
     parameters, buffers, passing = (tuple(w for kind, w in wholes if kind == wanted) for wanted in range(3))
     for whole in passing:

@@ -91,7 +91,7 @@ class InferredLayouts:
         if takes_apart(node):
             layout = self.layouts[node.args[0]]  # type: ignore[index]
             return layout, layout
-        assigned = self._said(str(node.target), module)
+        assigned = self._assigned(str(node.target), module)
         if module is not None and assigned is not None:
             self._check_seen(node, assigned)
             if assigned.location is not None:
@@ -101,10 +101,10 @@ class InferredLayouts:
                 return layout, layout if type(module) in _BOTH else WHOLE
             if assigned.dim != 1 or any(True for _ in module.parameters()):
                 return BATCH, BATCH
-        layout = self._follow(node, module)
+        layout = self._propagate(node, module)
         return layout, layout
 
-    def _said(self, name: str, module: nn.Module | None) -> Assignment | None:
+    def _assigned(self, name: str, module: nn.Module | None) -> Assignment | None:
         """Return a module's assignment, which may be that of the layer around it."""
         if module is not None and any(True for _ in (*module.parameters(), *module.buffers())):
             while name not in self._assignments and name:
@@ -113,7 +113,7 @@ class InferredLayouts:
 
     def _attribute(self, name: str) -> ValueLocation:
         owner, _, own = name.rpartition(".")
-        assigned = self._assignments.get(name) or self._said(owner, self._model.get_submodule(owner))
+        assigned = self._assignments.get(name) or self._assigned(owner, self._model.get_submodule(owner))
         if assigned is None:
             return SAME
         if assigned.location is not None:
@@ -131,7 +131,7 @@ class InferredLayouts:
             raise refused(node, accepted)
         return ValueLocation(LocationKind.FEATURE, dim)
 
-    def _follow(self, node: fx.Node, module: nn.Module | None) -> ValueLocation:
+    def _propagate(self, node: fx.Node, module: nn.Module | None) -> ValueLocation:
         location = location_of(node.meta["device"], self._workers, node.meta["line"])
         if location is not None:
             return ValueLocation(LocationKind.AT, worker=location)

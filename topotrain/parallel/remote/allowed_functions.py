@@ -66,7 +66,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = _table()
 """Functions by the names that torch itself gives them (`torch.overrides.resolve_name`)."""
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: object) -> str:
     """Return the name of a function that torch has called.
 
     If the function is not in FUNCTIONS, neither is the name.
@@ -79,4 +79,4 @@ def name_of(function: Callable[..., Any]) -> str:
     return _AGAIN.get(function, name or told)
 
 
-_AGAIN = {function: name for name, function in FUNCTIONS.items()}
+_AGAIN: Mapping[object, str] = {function: name for name, function in FUNCTIONS.items()}

@@ -6,7 +6,7 @@ example. A call with other sizes is recorded again.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -15,12 +15,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from topotrain.config.job import ConfigError
 from topotrain.parallel.capture import device_scopes
 from topotrain.parallel.capture.shape_propagation import flat_weights
 from topotrain.parallel.capture.source_location import definition, line_of, user_line
+from topotrain.parallel.estimate.flop_counter import storage
 from topotrain.parallel.remote.allowed_functions import FUNCTIONS, name_of
 from topotrain.parallel.remote.argument_codec import CallInput, NodeOutput, StateRef
 from topotrain.parallel.remote.graph_description import GraphDescription, GraphNode, TensorForm
@@ -49,7 +50,7 @@ def record(kept: ModelState, args: Sequence[Any], kwargs: Mapping[str, Any], los
         fakes = [_fake(tensor) for tensor in kept.tensors]
         inputs = [_fake(leaf) for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
         waiting = iter(inputs)
-        given = torch.utils._pytree.tree_map(
+        given = tree_map(
             lambda leaf: next(waiting) if isinstance(leaf, torch.Tensor) else leaf, (tuple(args), dict(kwargs))
         )
         recorder = _Recorder(kept, fakes, inputs)
@@ -66,11 +67,12 @@ def record(kept: ModelState, args: Sequence[Any], kwargs: Mapping[str, Any], los
 def quiet() -> Iterator[None]:
     """Silence torch's log of failures on fake tensors, which are also raised."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+    before = log.level
+    log.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        log.disabled = before
+        log.setLevel(before)
 
 
 def _check_loss(output: Any, line: str) -> None:
@@ -168,7 +170,7 @@ class _Recorder(TorchFunctionMode):
 
     def _note(
         self,
-        func: Callable[..., Any],
+        func: object,
         args: Any,
         kwargs: Mapping[str, Any],
         result: Any,
@@ -240,10 +242,10 @@ class _Recorder(TorchFunctionMode):
         """
         if self._home(self._known.get(id(tensor))) != worker:
             self._refuse_write(name, line)
-        self._written[_memory(tensor)] = name
+        self._written[storage(tensor)] = name
 
     def _reads(self, tensor: torch.Tensor, worker: int, line: str) -> None:
-        written = self._written.get(_memory(tensor))
+        written = self._written.get(storage(tensor))
         if written is not None and self._home(self._known.get(id(tensor))) != worker:
             self._refuse_write(written, line)
 
@@ -263,11 +265,6 @@ class _Recorder(TorchFunctionMode):
             ConfigError: the output has more than tensors, numbers, tuples, lists and dicts.
         """
         return self._plain(output, [], "its caller", definition(self._kept.model))
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Return a number that a tensor shares with all its views."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _without_device(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def _part(
         sizes: Mapping[int, Any] = dict(enumerate(rows.shape))
         first, end = even(sizes[step.layout.dim], len(samples))[me]
         rows = rows.narrow(step.layout.dim, first, end - first)
-    return rows.clone()
+    return rows.clone()  # a view would keep the masks of the whole batch in memory
 
 
 def _by_samples(
@@ -238,6 +238,7 @@ class PredrawnMasks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._masks, self._name, self._at = masks, name, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Every dropout of torch draws with this one operation.
         if func is not torch.ops.aten.bernoulli_.float:
             return func(*args, **(kwargs or {}))
         target: torch.Tensor = args[0]

@@ -5,7 +5,7 @@ sent in pieces, and worker 0 acknowledges each piece. At most AHEAD pieces of a 
 not fit in memory, as long as the destinations are elsewhere, such as in a file.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,10 @@ class GatheredTensor:
     share: OwnedPart
     held: torch.Tensor
 
+    def of(self, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return its part of a whole tensor."""
+        return self.share.of(targets[self.whole.names[0]])
+
     @property
     def source(self) -> int:
         """The worker that sends it: worker 0 if it holds the tensor, else the first owner."""
@@ -45,7 +49,7 @@ def entries(wholes: Sequence[WholeTensor], tensors: Sequence[torch.Tensor]) -> l
     ]
 
 
-def give(meeting: WorkerSync, held: Sequence[GatheredTensor], what: str) -> None:
+def give(sync: WorkerSync, held: Sequence[GatheredTensor], what: str) -> None:
     """Send this worker's tensors to worker 0. Other workers than worker 0 call this.
 
     Args:
@@ -54,36 +58,37 @@ def give(meeting: WorkerSync, held: Sequence[GatheredTensor], what: str) -> None
     Raises:
         ConfigError: worker 0 continues without this call.
     """
-    passage = meeting.passage
-    mine = list(_pieces([entry for entry in held if entry.source == passage.me]))
+    channel = sync.channel
+    mine = list(_pieces([entry for entry in held if entry.source == channel.me]))
     for number in range(len(mine) + AHEAD):
+        # Worker 0 acknowledges each piece: so it never holds more than AHEAD pieces of a worker.
         if number >= AHEAD:
-            meeting.take(0, TensorKey(meeting.forwards, number - AHEAD, _PLACED, False), what)
+            sync.receive(0, TensorKey(sync.forwards, number - AHEAD, _PLACED, False), what)
         if number < len(mine):
             entry, rows = mine[number]
             piece = _rowed(entry.held)[rows].clone(memory_format=torch.contiguous_format)
-            passage.send(0, TensorKey(meeting.forwards, number, _PIECE, False), piece.view(-1).view(torch.uint8))
+            channel.send(0, TensorKey(sync.forwards, number, _PIECE, False), piece.view(-1).view(torch.uint8))
 
 
-def gather(
-    meeting: WorkerSync, held: Sequence[GatheredTensor], place: Callable[[GatheredTensor], torch.Tensor], what: str
-) -> None:
-    """Write every tensor to its destination. Worker 0 calls this.
+def gather(sync: WorkerSync, held: Sequence[GatheredTensor], targets: Mapping[str, torch.Tensor], what: str) -> None:
+    """Write every tensor into `targets`, whole tensors by their first names.
+
+    Worker 0 calls this.
 
     Raises:
         ConfigError: another worker continues without this call.
     """
-    passage = meeting.passage
+    channel = sync.channel
     for entry in held:
         if entry.source == 0:
-            place(entry).copy_(entry.held)
-    for source in range(1, passage.size):
+            entry.of(targets).copy_(entry.held)
+    for source in range(1, channel.size):
         coming = _pieces([entry for entry in held if entry.source == source])
         for number, (entry, rows) in enumerate(coming):
-            came = meeting.take(source, TensorKey(meeting.forwards, number, _PIECE, False), what)
-            target = _rowed(place(entry))[rows]
+            came = sync.receive(source, TensorKey(sync.forwards, number, _PIECE, False), what)
+            target = _rowed(entry.of(targets))[rows]
             target.copy_(came.view(target.dtype).view(target.shape))
-            passage.send(source, TensorKey(meeting.forwards, number, _PLACED, False), torch.empty(0))
+            channel.send(source, TensorKey(sync.forwards, number, _PLACED, False), torch.empty(0))
 
 
 def _pieces(held: Sequence[GatheredTensor]) -> Iterator[tuple[GatheredTensor, slice]]:

@@ -8,8 +8,9 @@
 - The script's own parameter objects are kept. Those of other workers lose their memory, and `restore` gives it back.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch.optim import Optimizer
 
 from topotrain.config.sharding import Parameter
 from topotrain.core.model.schema import ModelBuffer
-from topotrain.parallel.placement.parameter_owners import OwnedPart, ParameterOwners, WholeTensor
-from topotrain.parallel.runtime.meta_init import cut_to, materialise
-from topotrain.training.parameters.flat_parameters import HOME, ModelParts
+from topotrain.parallel.placement.parameter_owners import OwnedPart, ParameterOwners, WholeTensor, tables
+from topotrain.parallel.runtime.meta_init import cut_to, drop_memory, materialise, set_memory
+from topotrain.parallel.runtime.send_buffers import private
+from topotrain.training.parameters.flat_parameters import HOME, ModelParts, in_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +78,10 @@ class _Entry:
             for number, share in enumerate(whole.shares)
         ]
         if own < 0 and not whole.tensor.is_meta:
-            _free(whole.tensor)
+            drop_memory(whole.tensor)
         self.current = max(own, 0)
         for place in whole.places:
             place.table[place.name] = self.tensors[self.current]
-
-
-def _free(tensor: torch.Tensor) -> None:
-    tensor.grad = None
-    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def described(whole: WholeTensor, share: OwnedPart) -> Parameter:
@@ -119,12 +116,7 @@ def _absent(model: nn.Module, division: ParameterOwners, me: int) -> dict[nn.Mod
         words = _where(whole.shares)
         if len(whole.shares) > 1 or not whole.shares[0].here(me):
             places |= {id(place.table): words for place in whole.places}
-    return {
-        module: places[id(table)]
-        for module in model.modules()
-        for table in (module._buffers, module._parameters)
-        if id(table) in places
-    }
+    return {module: places[id(table)] for module in model.modules() for table in tables(module) if id(table) in places}
 
 
 def _where(shares: Sequence[OwnedPart]) -> str:
@@ -169,47 +161,49 @@ def _hand_over_state(optimizer: Optimizer, entry: _Entry) -> None:
 
 # --- whole again -----------------------------------------------------------------------------------------------------
 
-Allocate = Callable[[torch.Tensor], torch.Tensor]
-
 
 def restore(
     localised: LocalModel,
     optimizer: Optimizer,
-    parameter: Callable[[int], torch.Tensor],
-    buffer: Callable[[int], torch.Tensor],
-    allocate: Allocate = lambda like: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype),
+    parameters: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    folder: Path | None = None,
 ) -> None:
     """Make the model whole again: the script's objects, with final values.
 
     Args:
         localised: the result of `localise`.
         optimizer: its original groups are restored.
-        parameter, buffer: the final value of an entry of `parts`, by number. A value that was not cut is not copied.
-        allocate: returns memory like a tensor on the meta device, for a parameter that was cut.
+        parameters, buffers: the final values of the entries of `parts`. A value that was not cut is not copied.
+        folder: memory for a parameter that was cut is to be in a file there; None: ordinary memory.
     """
     division = localised.division
-    for wholes, value in ((division.parameters, parameter), (division.buffers, buffer)):
-        first = 0
+    for wholes, values in ((division.parameters, parameters), (division.buffers, buffers)):
+        left = iter(values)
         for whole in wholes:
-            _restore(whole, [value(first + number) for number in range(len(whole.shares))], allocate)
-            first += len(whole.shares)
-    for group, (parameters, names) in zip(optimizer.param_groups, localised.groups, strict=True):
-        group["params"] = parameters
+            _put(whole, _joined(whole, [next(left) for _ in whole.shares], folder))
+    for group, (own, names) in zip(optimizer.param_groups, localised.groups, strict=True):
+        group["params"] = own
         if names is not None:
             group["param_names"] = names
 
 
-def _restore(whole: WholeTensor, values: Sequence[torch.Tensor], allocate: Allocate) -> None:
+def _joined(whole: WholeTensor, values: Sequence[torch.Tensor], folder: Path | None) -> torch.Tensor:
     if len(values) == 1:
-        value = values[0].detach()
-    else:
-        value = allocate(whole.like())
-        for share, part in zip(whole.shares, values, strict=True):
-            share.of(value).copy_(part)
+        return values[0].detach()
+    like, room = whole.like(), private if folder is None else in_file(folder)
+    joined = room(like.numel(), like.dtype).as_strided(like.shape, like.stride())
+    for share, part in zip(whole.shares, values, strict=True):
+        share.of(joined).copy_(part)
+    return joined
+
+
+def _put(whole: WholeTensor, value: torch.Tensor) -> None:
+    """Give the value to the script's own tensor, and put that back into the modules."""
     tensor = whole.tensor
     if tensor.is_meta:
         tensor = whole.made(value)
     elif tensor.data_ptr() != value.data_ptr() or tensor.shape != value.shape:
-        tensor.data = value.to(tensor.device)
+        set_memory(tensor, value.to(tensor.device))
     for place in whole.places:
         place.table[place.name] = tensor

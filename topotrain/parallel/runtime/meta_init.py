@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.placement.parameter_owners import OwnedPart, ParameterOwners, WholeTensor
+from topotrain.parallel.placement.parameter_owners import OwnedPart, ParameterOwners, WholeTensor, tables
 
 
 def cut_to(whole: WholeTensor, share: OwnedPart, tensor: torch.Tensor) -> torch.Tensor:
@@ -21,9 +21,25 @@ def cut_to(whole: WholeTensor, share: OwnedPart, tensor: torch.Tensor) -> torch.
         with torch.no_grad():
             cut = torch.empty_strided(part.shape, part.stride(), dtype=tensor.dtype, device=tensor.device)
             cut.copy_(share.of(tensor))
-        tensor.grad = None
-        tensor.data = cut
+        drop_gradient(tensor)
+        set_memory(tensor, cut)
     return tensor
+
+
+def set_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Make a tensor an alias of another; the object stays the same."""
+    tensor.data = value
+
+
+def drop_gradient(tensor: torch.Tensor) -> None:
+    """Free the gradient of a tensor."""
+    tensor.grad = None
+
+
+def drop_memory(tensor: torch.Tensor) -> None:
+    """Free the memory of a tensor and of its gradient; the object stays."""
+    drop_gradient(tensor)
+    set_memory(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
 
 
 def materialise(model: nn.Module, division: ParameterOwners, me: int, seed: int = 0) -> dict[int, torch.Tensor]:
@@ -42,7 +58,7 @@ def materialise(model: nn.Module, division: ParameterOwners, me: int, seed: int 
     for name, module in reversed(list(model.named_modules())):  # children first, as constructors do
         wanted = [
             (table, own, wholes[id(tensor)])
-            for table in (module._parameters, module._buffers)
+            for table in tables(module)
             for own, tensor in table.items()
             if tensor is not None and tensor.is_meta and id(tensor) in wholes
         ]

@@ -1,6 +1,6 @@
 """Execution of one micro-batch on one worker."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -20,6 +20,7 @@ from topotrain.parallel.program.split_program import (
 from topotrain.parallel.program.worker_program import LocalStep, edges_of, replaced, share, taken_out
 from topotrain.parallel.runtime import dropout
 from topotrain.parallel.runtime.channel import TensorKey
+from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.parallel.runtime.transfers import EdgeTransfer, ForwardMessages, TransferPlan
 
 OWN_SHARE = (LocationKind.BATCH, LocationKind.SAME, LocationKind.OWN)
@@ -122,6 +123,7 @@ class MicroBatchState:
             self.values[ResultRef(stop.step.number)] = value
             for edge in stop.leaves:
                 self._leave(edge, value)
+        # A value that no later step reads would keep its memory until the end of the forward.
         for ref in stop.frees:
             del self.values[ref]
         self.place, self._arrivals = self.place + 1, None
@@ -147,10 +149,11 @@ class MicroBatchState:
     def _leave(self, edge: int, value: Any) -> None:
         if self._stays(edge):
             if self.route.edges[edge].target.on(self.route.me):
-                self.values[ResultRef(self.route.edges[edge].value, edge)] = self._move(edge).take_own(value)
+                self.values[ResultRef(self.route.edges[edge].value, edge)] = self._move(edge).own_part(value)
             return
         move = self._move(edge)
         if edge == self.cold:
+            # No gradient returns over this edge: the backward starts here, from the root.
             self.root, value = value, value.detach()
         token = move.leave(value)
         if token is not None:
@@ -203,27 +206,20 @@ class MicroBatchState:
         return value.narrow(shape.batch, first * shape.per_sample, (end - first) * shape.per_sample)
 
 
-def pipe(flights: Sequence[MicroBatchState], wait_any: Callable[[list[tuple[int, TensorKey]]], None]) -> None:
+def pipe(flights: Sequence[MicroBatchState], channel: NetworkChannel) -> None:
     """Run all micro-batches to the end, the lowest that can run first.
 
     - No micro-batch overtakes the one before it, so modules with state (BatchNorm) see them in order.
     - The end stops run after all steps. Values that arrive there come first in the backward. So a worker that waits for
       their gradient does not wait for backwards of other micro-batches.
     """
-    _run(flights, lambda flight: flight.at_end, wait_any)
-    _run(flights, lambda flight: flight.done, wait_any)
-
-
-def _run(
-    flights: Sequence[MicroBatchState],
-    there: Callable[[MicroBatchState], bool],
-    wait_any: Callable[[list[tuple[int, TensorKey]]], None],
-) -> None:
-    """Run until `there` holds for all micro-batches."""
-    while left := [index for index, flight in enumerate(flights) if not there(flight)]:
-        ran, wanted = one_step(flights, left)
-        if not ran:
-            wait_any(wanted)
+    for only_steps in (True, False):
+        while left := [
+            index for index, flight in enumerate(flights) if not (flight.at_end if only_steps else flight.done)
+        ]:
+            ran, wanted = one_step(flights, left)
+            if not ran:
+                channel.wait_any(wanted)
 
 
 def one_step(flights: Sequence[MicroBatchState], candidates: Iterable[int]) -> tuple[bool, list[tuple[int, TensorKey]]]:

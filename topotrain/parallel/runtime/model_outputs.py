@@ -10,6 +10,7 @@ from topotrain.parallel.program.split_program import LocationKind, Program, Resu
 from topotrain.parallel.program.worker_program import edges_of, rebuilt, references, replaced
 from topotrain.parallel.runtime.microbatch import MicroBatchState
 from topotrain.parallel.runtime.transfers import TieTokens
+from topotrain.parallel.runtime.worker_sync import WorkerSync
 
 
 class OutputMerger:
@@ -70,14 +71,14 @@ def mean(values: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
     return torch.stack(terms).sum() if terms else values[0]
 
 
-def tied(output: Any, tokens: Sequence[torch.Tensor], begun: Callable[[], None], factor: float) -> Any:
+def tied(output: Any, tokens: Sequence[torch.Tensor], sync: WorkerSync, factor: float) -> Any:
     """Tie an output to tokens: a backward from any tensor of it runs all their moves."""
     found = [tensor for tensor in tensors(output) if tensor.is_floating_point() or tensor.is_complex()]
     chosen = [tensor for tensor in found if tensor.requires_grad] or (found if tokens else [])
     if not chosen:
         return output
     distinct = list({id(tensor): tensor for tensor in chosen}.values())
-    results = TieTokens.apply(begun, factor, len(distinct), *distinct, *tokens)  # type: ignore[no-untyped-call]
+    results = TieTokens.apply(sync, factor, len(distinct), *distinct, *tokens)  # type: ignore[no-untyped-call]
     new = {id(tensor): result for tensor, result in zip(distinct, results, strict=True)}
     return mapped(output, lambda tensor: new.get(id(tensor), tensor))
 

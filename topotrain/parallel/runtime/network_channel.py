@@ -1,4 +1,4 @@
-"""The `ActivationChannel` of a job: tensors between workers over the transports.
+"""The channel between the workers of a group: tensors under keys.
 
 - Sending never waits, so two workers cannot block each other.
 - A tensor is copied into a buffer (`send_buffers`), which a receiver on the same host can map. It is sent in parts of
@@ -24,76 +24,85 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import Client, PeerLost
 from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.model.schema import torch_dtype
-from topotrain.core.protocol import Activation, ActivationHello, Message, ProtocolError
+from topotrain.core.protocol import Message, ProtocolError
+from topotrain.parallel.runtime.activation_messages import Activation, ActivationHello
 from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
-from topotrain.parallel.runtime.send_buffers import Allocate, SendBuffers, private
+from topotrain.parallel.runtime.send_buffers import SendBuffers
 
 PART_BYTES = 16 << 20
 
 
 class NetworkChannel(ClientExtension):
-    """One worker's `ActivationChannel`.
+    """One worker's channel to the other workers of its group.
 
     The client delivers messages on transport threads.
 
     Args:
-        exchange: the worker's client.
+        client: the worker's client.
         send: send(to, message). It never waits.
         look: reads messages that have arrived, for transports that read only on demand.
-        allocate: allocates memory for sending, which the transport may share with the receiver.
+        buffers: memory for sending, which the transport may share with the receiver.
     """
 
     messages = (Activation, ActivationHello)
 
     def __init__(
         self,
-        exchange: Client,
+        client: Client,
         send: Callable[[Address, Message], None],
         look: Callable[[], None] = lambda: None,
-        allocate: Allocate = private,
+        buffers: SendBuffers | None = None,
     ) -> None:
-        self.me, self.size = exchange.me.index, exchange.group_size
-        self._exchange, self._send, self._look = exchange, send, look
-        self._group = exchange.me.group
-        self._store, self._slots = ArrivedTensors(), SendBuffers(allocate)
+        self.me, self.size = client.channel.me.index, client.channel.group_size
+        self._channel, self._send, self._look = client.channel, send, look
+        self._group = client.channel.me.group
+        self._store, self._slots = ArrivedTensors(), buffers or SendBuffers()
         # Buffers are lent and messages sent in the same order, whichever thread of autograd sends.
         self._turn = threading.Lock()
         self._read: dict[int, int] = defaultdict(int)  # messages of each worker
-        self._coming: dict[tuple[int, TensorKey], list[torch.Tensor]] = {}
-        self._greeted: set[int] = set()
+        self._coming: dict[tuple[int, TensorKey], list[torch.Tensor]] = {}  # parts of tensors that are not whole yet
+        self._connected: set[int] = set()
         self._left: dict[int, str] = {}
-        exchange.attach(self)
+        client.attach(self)
 
-    # --- meeting -------------------------------------------------------------------------------------------------
+    # --- sync -------------------------------------------------------------------------------------------------
 
-    def greet(self, to: int) -> None:
+    def send_hello(self, to: int) -> None:
         """Send the first message to a worker to which this worker has connected."""
-        self._say(to, ActivationHello())
+        self._post(to, ActivationHello())
 
-    def await_greetings(self, workers: Collection[int]) -> None:
+    def wait_for_hellos(self, workers: Collection[int]) -> None:
         """Wait until these workers have connected to this one.
 
         Raises:
             JobError, PeerLost: the job has failed, or a worker is lost.
         """
-        self._wait(lambda: self._greeted.issuperset(workers), workers)
+        channel = self._channel
+        channel.wait_until(lambda: self._connected.issuperset(workers) or self._any_left(workers))
+        with channel.waiter.update():
+            if not self._connected.issuperset(workers):
+                self._check(workers)
 
     # --- the channel ---------------------------------------------------------------------------------------------
 
     def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool = False) -> None:
-        """Send a tensor, see `ActivationChannel.send`.
+        """Send a tensor under a key without waiting; `tensor` has been read on return.
+
+        Args:
+            grad: in the forward, the sender wants a gradient back. In the backward, there is a gradient. Without one
+                `tensor` is empty, which means zero.
 
         Raises:
             PeerLost: the connection to the worker is lost.
         """
         tensor = tensor.detach()
         if to == self.me:
-            with self._exchange.waiter.update():
-                self._store.put(to, key, tensor.clone(), grad)
+            with self._channel.waiter.update():
+                self._store.put(to, key, tensor.clone(), grad)  # the script may write to its own tensor next
             return
         nbytes = tensor.nbytes
         parts = _parts(nbytes)
-        said = partial(
+        message = partial(
             Activation,
             forward=key.forward,
             micro=key.micro,
@@ -112,57 +121,72 @@ class NetworkChannel(ClientExtension):
                 flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             for part in range(parts):
                 body = flat[part * PART_BYTES : (part + 1) * PART_BYTES] if nbytes else None
-                self._say(to, said(part=part, taken=self._read[to], body=body))
+                self._post(to, message(part=part, taken=self._read[to], body=body))
 
-    def here(self, source: int, key: TensorKey) -> bool:
-        """Return whether `take` would not wait, see `ActivationChannel.here`."""
-        if self._store.here(source, key):
+    def arrived(self, source: int, key: TensorKey) -> bool:
+        """Return whether `receive` would not wait.
+
+        Raises:
+            JobError, PeerLost: as `receive`.
+        """
+        if self._store.has(source, key):
             return True
         self._look()
-        if self._exchange.failure is not None:
-            raise self._exchange.failure
-        with self._exchange.waiter.update():  # a tensor that arrived before the peer left still counts
-            found = self._store.here(source, key)
+        if self._channel.failure is not None:
+            raise self._channel.failure
+        with self._channel.waiter.update():  # a tensor that arrived before the peer left still counts
+            found = self._store.has(source, key)
             if not found:
                 self._check([source])
             return found
 
-    def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
-        """Return a tensor, see `ActivationChannel.take`."""
+    def receive(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
+        """Wait for a tensor and return it and its `grad`.
+
+        Tensors under the same key come in the order they were sent. The tensor belongs to the caller.
+
+        Raises:
+            JobError, PeerLost: the tensor will not arrive.
+        """
         self.wait_any([(source, key)])
-        with self._exchange.waiter.update():
-            return self._store.take(source, key)
+        with self._channel.waiter.update():
+            return self._store.pop(source, key)
 
     def wait_any(self, wanted: Collection[tuple[int, TensorKey]]) -> None:
-        """Wait for one of several tensors, see `ActivationChannel.wait_any`."""
+        """Wait until one of (source, key) has arrived.
+
+        Raises:
+            JobError, PeerLost: as `receive`.
+        """
         if not self._any(wanted):
-            with self._exchange.spans.span("wait for workers"):
-                self._wait(lambda: self._any(wanted), {source for source, _ in wanted})
+            sources = {source for source, _ in wanted}
+            with self._channel.spans.span("wait for workers"):
+                self._channel.wait_until(lambda: self._any(wanted) or self._any_left(sources))
+                with self._channel.waiter.update():
+                    if not self._any(wanted):
+                        self._check(sources)
 
     def _any(self, wanted: Collection[tuple[int, TensorKey]]) -> bool:
-        return any(self._store.here(source, key) for source, key in wanted)
+        return any(self._store.has(source, key) for source, key in wanted)
 
-    def _wait(self, ready: Callable[[], bool], sources: Collection[int]) -> None:
-        self._exchange.wait_until(lambda: ready() or not self._left.keys().isdisjoint(sources))
-        with self._exchange.waiter.update():
-            if not ready():
-                self._check(sources)
+    def _any_left(self, workers: Collection[int]) -> bool:
+        return not self._left.keys().isdisjoint(workers)
 
     def _check(self, sources: Collection[int]) -> None:
         for source in sources:
             if source in self._left:
-                raise PeerLost(f"{self._exchange.me} lost {self._worker(source)}: {self._left[source]}")
+                raise PeerLost(f"{self._channel.me} lost {self._worker(source)}: {self._left[source]}")
 
-    def _say(self, to: int, message: Message) -> None:
+    def _post(self, to: int, message: Message) -> None:
         try:
             self._send(self._worker(to), message)
         except TransportError as error:
-            raise PeerLost(f"{self._exchange.me} lost {self._worker(to)}: {error}") from error
+            raise PeerLost(f"{self._channel.me} lost {self._worker(to)}: {error}") from error
 
     def _worker(self, index: int) -> Address:
         return Address(Role.WORKER, self._group, index)
 
-    # --- calls by the exchange -----------------------------------------------------------------------------------
+    # --- calls by the client -------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: Message) -> torch.Tensor | None:
         """Allocate memory for one part. Raises ProtocolError."""
@@ -175,11 +199,11 @@ class NetworkChannel(ClientExtension):
     def handle(self, sender: Address, message: Message) -> None:
         """Handle a part or a hello, in order. Raises ProtocolError."""
         if isinstance(message, ActivationHello):
-            self._greeted.add(sender.index)
+            self._connected.add(sender.index)
         elif isinstance(message, Activation):
-            self._take_part(sender, message)
+            self._receive_part(sender, message)
 
-    def _take_part(self, sender: Address, message: Activation) -> None:
+    def _receive_part(self, sender: Address, message: Activation) -> None:
         if not self._slots.read(sender.index, message.taken):
             raise ProtocolError(f"{sender} reports {message.taken} messages read, which is not possible")
         self._read[sender.index] += 1
@@ -194,7 +218,10 @@ class NetworkChannel(ClientExtension):
             self._store.put(sender.index, key, _whole(message, came), message.grad)
 
     def on_lost(self, peer: Address, reason: str) -> bool:
-        """Note that a worker will send nothing more. This is a failure only when something is needed from it."""
+        """Note that a worker will send nothing more.
+
+        This is a failure only when something is needed from it.
+        """
         if peer.role is Role.WORKER:
             self._left[peer.index] = reason
         return peer.role is Role.WORKER

@@ -12,7 +12,7 @@ the lowest micro-batch waits for no worker that is in another one. And the lowes
 always start.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from topotrain.parallel.program.split_program import LocationKind, Program, Resu
 from topotrain.parallel.runtime.channel import TensorKey
 from topotrain.parallel.runtime.microbatch import ForwardPass, ForwardSettings, MicroBatchState, one_step
 from topotrain.parallel.runtime.model_outputs import mean
+from topotrain.parallel.runtime.network_channel import NetworkChannel
+from topotrain.parallel.runtime.worker_sync import WorkerSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def in_flight(program: Program, me: int) -> int:
 
 
 class DeferredBackward(Function):
-    """(begun, gradients, loss, anchor, parameters) -> loss, with known gradients.
+    """(sync, gradients, loss, anchor, parameters) -> loss, with known gradients.
 
     The backward gives the gradients to the parameters.
     """
@@ -84,21 +86,22 @@ class DeferredBackward(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        begun: Callable[[], None],
+        sync: WorkerSync,
         gradients: Sequence[torch.Tensor | None],
         loss: torch.Tensor,
         *_: torch.Tensor,
     ) -> Any:
         """Return the loss and store its gradients."""
-        ctx.begun, ctx.gradients = begun, gradients
+        ctx.state = sync, gradients
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
         """Return the gradients, multiplied by the gradient of the loss."""
-        ctx.begun()
+        sync, gradients = ctx.state
+        sync.begun()
         (factor,) = given
-        return None, None, None, None, *(None if g is None else g * factor.to(g.device, g.dtype) for g in ctx.gradients)
+        return None, None, None, None, *(None if g is None else g * factor.to(g.device, g.dtype) for g in gradients)
 
 
 class OneFOneBForward:
@@ -120,9 +123,7 @@ class OneFOneBForward:
         self.losses: list[torch.Tensor] = []
         self.back = 0
 
-    def __call__(
-        self, wait_any: Callable[[list[tuple[int, TensorKey]]], None], begun: Callable[[], None]
-    ) -> torch.Tensor:
+    def __call__(self, channel: NetworkChannel, sync: WorkerSync) -> torch.Tensor:
         """Run all micro-batches forward and back, and return the loss.
 
         The script's backward from the loss adds the gradients to the parameters.
@@ -131,9 +132,9 @@ class OneFOneBForward:
         while self.back < self.trip.micros:
             blocked = self._turn(counts)
             if blocked is not None:
-                wait_any(blocked)
+                channel.wait_any(blocked)
         value = mean(self.losses, counts) if len(counts) > 1 else self.losses[0]
-        loss: torch.Tensor = DeferredBackward.apply(begun, self.gradients, value, self.route.anchor, *self.parameters)  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = DeferredBackward.apply(sync, self.gradients, value, self.route.anchor, *self.parameters)  # type: ignore[no-untyped-call]
         return loss
 
     def _turn(self, counts: Sequence[int]) -> list[tuple[int, TensorKey]] | None:
@@ -163,7 +164,9 @@ class OneFOneBForward:
             return []
         post, move = self.trip.post, flight.departed[-1]
         key = move.key(True)
-        return [(t.target, key) for t in move.outgoing if t.target != post.me and not post.passage.here(t.target, key)]
+        return [
+            (t.target, key) for t in move.outgoing if t.target != post.me and not post.channel.arrived(t.target, key)
+        ]
 
     def _root(self, flight: MicroBatchState) -> torch.Tensor | None:
         root = flight.values[self.loss.ref] if self.loss.edge is None else flight.root

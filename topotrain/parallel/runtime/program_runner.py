@@ -18,9 +18,9 @@ from topotrain.config.field_checks import ConfigError
 from topotrain.parallel.program.split_program import LocationKind, Program, StepKind
 from topotrain.parallel.program.worker_program import digest, given_of
 from topotrain.parallel.runtime import dropout
-from topotrain.parallel.runtime.channel import ActivationChannel
 from topotrain.parallel.runtime.microbatch import ForwardPass, ForwardSettings, MicroBatchState, pipe
 from topotrain.parallel.runtime.model_outputs import OutputMerger, tied
+from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.parallel.runtime.one_f_one_b import OneFOneBForward, loss_of
 from topotrain.parallel.runtime.transfers import ForwardMessages
 from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
@@ -38,12 +38,12 @@ class Runner:
     Args:
         program: the same on all workers of the group.
         model: has the modules and parameters of this worker. Others may be on the meta device.
-        passage: the channel to the other workers of the group.
+        channel: the channel to the other workers of the group.
         weight: returns the weight of this worker's gradient in the present step (its samples).
         microbatches: the maximum number of parts into which each worker's share is cut. All shares have fewer parts if
             a worker has fewer samples.
         schedule: kGPipe or k1F1B.
-        meeting: the `WorkerSync` of this process, if it has several runners (one for training, one for evaluation).
+        sync: the `WorkerSync` of this process, if it has several runners (one for training, one for evaluation).
         generator: draws the masks of dropout.
 
     Raises (from a call):
@@ -55,22 +55,22 @@ class Runner:
         self,
         program: Program,
         model: nn.Module,
-        passage: ActivationChannel,
+        channel: NetworkChannel,
         weight: Callable[[], float],
         microbatches: int = 1,
         schedule: str = GPIPE,
-        meeting: WorkerSync | None = None,
+        sync: WorkerSync | None = None,
         generator: torch.Generator = torch.default_generator,
     ) -> None:
-        if program.workers != passage.size:
+        if program.workers != channel.size:
             raise ConfigError(
-                "split model", None, f"is cut for {program.workers} workers, the group has {passage.size}"
+                "split model", None, f"is cut for {program.workers} workers, the group has {channel.size}"
             )
-        self.program, self.model, self.passage = program, model, passage
-        self.meeting = WorkerSync(passage) if meeting is None else meeting
+        self.program, self.model, self.channel = program, model, channel
+        self.sync = WorkerSync(channel) if sync is None else sync
         self._weight, self._microbatches, self._generator = weight, microbatches, generator
         self._loss = loss_of(program) if schedule == ONE_F_ONE_B else None
-        self._route, self._outputs = ForwardSettings(program, model, passage.me), OutputMerger(program)
+        self._route, self._outputs = ForwardSettings(program, model, channel.me), OutputMerger(program)
         self._digest = digest(program, microbatches, schedule)
         self._signature = signature(type(model).forward)
         self.counts = 0.0
@@ -79,10 +79,10 @@ class Runner:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for this worker's samples, nested as the model does."""
         given = self._bind(args, kwargs)
-        hellos = self.meeting.meet(self._hello(self._samples(given)))
+        hellos = self.sync.exchange(self._hello(self._samples(given)))
         said = [hello.weight for hello in hellos]
         weights = tuple(weight if weight > 0 else 1.0 for weight in said)
-        me = self.passage.me
+        me = self.channel.me
         # Weight 0 counts as 1 here, and `factor` takes the loss of such a worker out of the mean.
         self.counts = weights[me]
         factor = said[me] / weights[me] * (sum(weights) / (sum(said) or math.inf))
@@ -91,13 +91,13 @@ class Runner:
             leaves = [name for name, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad]
             if leaves:
                 raise ConfigError(leaves[0], None, "must not need a gradient where schedule is k1F1B: detach it")
-            return OneFOneBForward(self._route, trip, self._loss, factor)(self.passage.wait_any, self.meeting.begun)
+            return OneFOneBForward(self._route, trip, self._loss, factor)(self.channel, self.sync)
         flights = [MicroBatchState(self._route, trip, micro) for micro in range(trip.micros)]
-        pipe(flights, self.passage.wait_any)
+        pipe(flights, self.channel)
         output = self._outputs.joined(flights, me)
         if not torch.is_grad_enabled():
             return output
-        return tied(output, [token for flight in flights for token in flight.tokens], self.meeting.begun, factor)
+        return tied(output, [token for flight in flights for token in flight.tokens], self.sync, factor)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
         """Return the arguments by name.
@@ -138,8 +138,8 @@ class Runner:
         modes = digest(*(module.training for module in self.model.modules()))
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         return ForwardHello(
-            steps=self.meeting.steps,
-            backwards=self.meeting.backwards,
+            steps=self.sync.steps,
+            backwards=self.sync.backwards,
             samples=samples,
             weight_bits=ForwardHello.bits(float(self._weight())),
             training=int(self.model.training),
@@ -154,9 +154,9 @@ class Runner:
         micros = max(1, min(self._microbatches, *samples))
         drops = {step.number: drop for step in self.program.steps if (drop := dropout.dropout(step, self.model))}
         themselves = dropout.inside(self.program, self.model)
-        masks = dropout.draw(self.program, drops, self.passage.me, samples, micros, self._generator, themselves)
-        forward = self.meeting.forwards - 1
-        post = ForwardMessages(self.passage, forward, weights, self._device(given), self.meeting.wait)
+        masks = dropout.draw(self.program, drops, self.channel.me, samples, micros, self._generator, themselves)
+        forward = self.sync.forwards - 1
+        post = ForwardMessages(self.channel, forward, weights, self._device(given), self.sync)
         mine = [stop.step for stop in self._route.stops if stop.step is not None]
         modules = {step.number: self.model.get_submodule(step.target) for step in mine if step.kind is StepKind.MODULE}
         apart = themselves | {step.number for step in mine if dropout.draws_by_itself(step, self.model)}

@@ -34,6 +34,12 @@ class _Lent:
     parts: int
     kept: bool
 
+    def read(self, most: int) -> int:
+        """Count up to `most` of its parts as read; return how many."""
+        count = min(most, self.parts)
+        self.parts -= count
+        return count
+
 
 class SendBuffers:
     """The send buffers of one worker. Any thread may call it.
@@ -42,7 +48,7 @@ class SendBuffers:
         allocate: allocate(numel, dtype) returns 1-D memory, which is kept until the end.
     """
 
-    def __init__(self, allocate: Allocate) -> None:
+    def __init__(self, allocate: Allocate = private) -> None:
         self._allocate = allocate
         self._lock = threading.Lock()
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size
@@ -74,18 +80,16 @@ class SendBuffers:
                 return False
             self._read[by] = count
             while new:
-                some = min(new, lent[0].parts)
-                lent[0].parts -= some
-                new -= some
+                new -= lent[0].read(new)
                 if not lent[0].parts:
-                    self._take_back(lent.popleft())
+                    self._return(lent.popleft())
         return True
 
     def _slot(self, size: int) -> torch.Tensor:
         free = self._free[size]
         return free.pop() if free else self._allocate(size, torch.uint8)
 
-    def _take_back(self, lent: _Lent) -> None:
+    def _return(self, lent: _Lent) -> None:
         if lent.kept:
             self._free[lent.memory.nbytes].append(lent.memory)
 

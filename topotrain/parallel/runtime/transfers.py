@@ -13,7 +13,7 @@ On worker k, gradients are scaled by W / w_k relative to the group's loss (w: th
 that arrives from worker i is multiplied by w_i / w_k.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import prod
@@ -24,7 +24,9 @@ from torch.autograd import Function
 
 from topotrain.parallel.program.layouts import Box, Transfer, box, sizes_of, transfers, within
 from topotrain.parallel.program.split_program import LayoutEdge
-from topotrain.parallel.runtime.channel import ActivationChannel, ArrivedTensors, TensorKey
+from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
+from topotrain.parallel.runtime.network_channel import NetworkChannel
+from topotrain.parallel.runtime.worker_sync import WorkerSync
 
 
 @dataclass(slots=True)
@@ -34,41 +36,42 @@ class ForwardMessages:
     Messages to the worker itself are not sent but kept in `own`.
     """
 
-    passage: ActivationChannel
+    channel: NetworkChannel
     forward: int
     weights: tuple[float, ...]
     device: torch.device
-    wait: Callable[[int, TensorKey], None]
-    """Returns when the tensor has arrived."""
+    sync: WorkerSync
     own: ArrivedTensors = field(default_factory=ArrivedTensors)
 
     @property
     def me(self) -> int:
         """This worker's index in the group."""
-        return self.passage.me
+        return self.channel.me
 
     def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool) -> None:
-        """Send a tensor to a worker, possibly this one, see `ActivationChannel.send`."""
+        """Send a tensor to a worker, possibly this one, see `NetworkChannel.send`."""
         if to == self.me:
             self.own.put(to, key, _copy(tensor), grad)
         else:
-            self.passage.send(to, key, tensor, grad)
+            self.channel.send(to, key, tensor, grad)
 
-    def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
+    def receive(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         """Return a tensor on the model's device, possibly from this worker itself.
 
-        See `ActivationChannel.take`.
+        See `NetworkChannel.receive`.
         """
         if source == self.me:
-            return self.own.take(source, key)
-        self.wait(source, key)
-        tensor, grad = self.passage.take(source, key)
+            return self.own.pop(source, key)
+        self.sync.wait(source, key)
+        tensor, grad = self.channel.receive(source, key)
         return tensor.to(self.device), grad
 
     def missing(self, move: "EdgeTransfer") -> list[tuple[int, TensorKey]]:
         """Return the incoming tensors of a move that have not arrived yet."""
         key = move.key(False)
-        return [(t.source, key) for t in move.incoming if t.source != self.me and not self.passage.here(t.source, key)]
+        return [
+            (t.source, key) for t in move.incoming if t.source != self.me and not self.channel.arrived(t.source, key)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ class EdgeTransfer:
         arrived, token = ReceiveActivation.apply(anchor, [value], self)  # type: ignore[no-untyped-call]
         return arrived, token
 
-    def take_own(self, value: torch.Tensor) -> torch.Tensor:
+    def own_part(self, value: torch.Tensor) -> torch.Tensor:
         """Return the target's part of a value that this worker has as a whole."""
         return value if self._want == self._have else value[within(_box(self._want), _box(self._have))]
 
@@ -147,7 +150,7 @@ class EdgeTransfer:
     def _assemble(self) -> tuple[torch.Tensor, tuple[Transfer, ...]]:
         want, whole, answers = _box(self._want), None, []
         for transfer in self.incoming:
-            tensor, grad = self.post.take(transfer.source, self.key(False))
+            tensor, grad = self.post.receive(transfer.source, self.key(False))
             if grad:
                 answers.append(transfer)
             if transfer.box == want:
@@ -178,7 +181,7 @@ class EdgeTransfer:
         """
         have, found = _box(self._have), list[tuple[Transfer, torch.Tensor]]()
         for transfer in self.outgoing:
-            gradient, there = self.post.take(transfer.target, self.key(True))
+            gradient, there = self.post.receive(transfer.target, self.key(True))
             if there:
                 factor = self.post.weights[transfer.target] / self.post.weights[self.post.me]
                 found.append((transfer, gradient if factor == 1.0 else gradient * factor))
@@ -233,24 +236,25 @@ class ReceiveActivation(Function):
 
 
 class TieTokens(Function):
-    """(begun, factor, count, results and tokens) -> the first `count`, unchanged.
+    """(sync, factor, count, results and tokens) -> the first `count`, unchanged.
 
-    The backward calls `begun` and multiplies gradients of results by `factor`. Factor 0 gives zeros, even for gradients
-    that are not finite.
+    The backward is counted in `sync`, and multiplies gradients of results by `factor`. Factor 0 gives zeros, even for
+    gradients that are not finite.
     """
 
     @staticmethod
-    def forward(ctx: Any, begun: Callable[[], None], factor: float, count: int, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, sync: WorkerSync, factor: float, count: int, *tensors: torch.Tensor) -> Any:
         """Return an alias of each result. Not a view, because the script may write to it."""
         ctx.set_materialize_grads(False)
-        ctx.begun, ctx.factor, ctx.rest = begun, factor, len(tensors) - count
+        ctx.state = sync, factor, len(tensors) - count
         return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the scaled gradients of the results."""
-        ctx.begun()
-        return None, None, None, *(_scaled(gradient, ctx.factor) for gradient in gradients), *[None] * ctx.rest
+        sync, factor, rest = ctx.state
+        sync.begun()
+        return None, None, None, *(_scaled(gradient, factor) for gradient in gradients), *[None] * rest
 
 
 def _scaled(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:

@@ -12,7 +12,9 @@ from dataclasses import astuple, dataclass
 import torch
 
 from topotrain.config.field_checks import ConfigError
-from topotrain.parallel.runtime.channel import HELLO, STEPPED, ActivationChannel, TensorKey
+from topotrain.parallel.runtime.channel import HELLO, STEPPED, TensorKey
+from topotrain.parallel.runtime.network_channel import NetworkChannel
+from topotrain.training.data.data_client import DrawObserver
 
 _DRAW = STEPPED - 4
 """`TensorKey.edge` of the notice that a worker goes on to other batches. Other files use -3 to -5."""
@@ -54,17 +56,17 @@ class ForwardHello:
         return int(struct.unpack("<q", struct.pack("<d", weight))[0])
 
 
-class WorkerSync:
+class WorkerSync(DrawObserver):
     """Counts forwards, backwards and steps of one worker, and tracks the others'.
 
     All runners of a process that share a channel share this object.
     """
 
-    def __init__(self, passage: ActivationChannel) -> None:
-        self.passage = passage
+    def __init__(self, channel: NetworkChannel) -> None:
+        self.channel = channel
         self.forwards = self.backwards = self.steps = 0
-        self._others = [worker for worker in range(passage.size) if worker != passage.me]
-        self._heard: dict[tuple[int, TensorKey], ForwardHello] = {}
+        self._others = [worker for worker in range(channel.size) if worker != channel.me]
+        self._hellos: dict[tuple[int, TensorKey], ForwardHello] = {}
         self._stepped = dict.fromkeys(self._others, 0)  # by worker: steps with a notice that was read
         self._drawn = _NOWHERE
         self._asked = 0
@@ -79,12 +81,12 @@ class WorkerSync:
 
         Another worker may be waiting for this worker in a forward.
         """
-        word = torch.tensor([self.forwards, self.backwards])
+        notice = torch.tensor([self.forwards, self.backwards])
         for other in self._others:
-            self.passage.send(other, TensorKey(self.steps, 0, STEPPED, False), word)
+            self.channel.send(other, TensorKey(self.steps, 0, STEPPED, False), notice)
         self.steps += 1
 
-    def meet(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:
+    def exchange(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:
         """Send the hello to all workers, and return the hellos of all, by worker.
 
         Raises:
@@ -93,36 +95,36 @@ class WorkerSync:
         key = self._hello(self.forwards)
         self.forwards += 1
         for other in self._others:
-            self.passage.send(other, key, torch.tensor(astuple(mine)))
+            self.channel.send(other, key, torch.tensor(astuple(mine)))
         hellos = []
-        for worker in range(self.passage.size):
-            hello = mine if worker == self.passage.me else self._hear(worker, key)
+        for worker in range(self.channel.size):
+            hello = mine if worker == self.channel.me else self._hello_of(worker, key)
             hellos.append(hello)
         check(hellos)
         for other in self._others:
             for step in range(self._stepped[other], self.steps):
-                self.passage.take(other, TensorKey(step, 0, STEPPED, False))
+                self.channel.receive(other, TensorKey(step, 0, STEPPED, False))
             self._stepped[other] = self.steps
         return tuple(hellos)
 
-    def _hear(self, worker: int, key: TensorKey) -> ForwardHello:
-        word = (worker, TensorKey(self.steps, 0, STEPPED, False))
-        while (worker, key) not in self._heard and not self.passage.here(worker, key):
-            stepped, draws = self.passage.here(*word), self._draws_on(worker)
-            if self.passage.here(worker, key):  # checked again: a hello is sent before the notices that follow it
+    def _hello_of(self, worker: int, key: TensorKey) -> ForwardHello:
+        notice = (worker, TensorKey(self.steps, 0, STEPPED, False))
+        while (worker, key) not in self._hellos and not self.channel.arrived(worker, key):
+            stepped, draws = self.channel.arrived(*notice), self._draws_on(worker)
+            if self.channel.arrived(worker, key):  # checked again: a hello is sent before the notices that follow it
                 break
             if stepped:
-                called = self._word(word)[0]
+                called = self._notice(notice)[0]
                 raise disagreement(
                     f"worker {worker} of the group called the split model {called} times before its optimizer.step() "
-                    f"number {self.steps + 1}, worker {self.passage.me} has called it {self.forwards} times: {HINT}"
+                    f"number {self.steps + 1}, worker {self.channel.me} has called it {self.forwards} times: {HINT}"
                 )
             if draws:
                 raise disagreement(
-                    f"worker {worker} of the group goes on to other batches, worker {self.passage.me} calls the split "
+                    f"worker {worker} of the group goes on to other batches, worker {self.channel.me} calls the split "
                     f"model: {HINT}"
                 )
-            self.passage.wait_any([(worker, key), word, self._draw_word(worker)])
+            self.channel.wait_any([(worker, key), notice, self._draw_notice(worker)])
         return self._read(worker, key)
 
     def wait(self, source: int, key: TensorKey) -> None:
@@ -131,16 +133,16 @@ class WorkerSync:
         Raises:
             ConfigError: the tensor is a gradient, and its sender has continued without a backward.
         """
-        passage = self.passage
-        if passage.here(source, key):
+        channel = self.channel
+        if channel.arrived(source, key):
             return
-        hello, word = (source, self._hello(self.forwards)), (source, TensorKey(self.steps, 0, STEPPED, False))
-        signs: Collection[tuple[int, TensorKey]] = (hello, word) if key.backward else ()
-        while not passage.here(source, key):
+        hello, notice = (source, self._hello(self.forwards)), (source, TensorKey(self.steps, 0, STEPPED, False))
+        signs: Collection[tuple[int, TensorKey]] = (hello, notice) if key.backward else ()
+        while not channel.arrived(source, key):
             signs = self._without_known(signs, source)
-            passage.wait_any([(source, key), *signs])
+            channel.wait_any([(source, key), *signs])
 
-    def take(self, source: int, key: TensorKey, what: str) -> torch.Tensor:
+    def receive(self, source: int, key: TensorKey, what: str) -> torch.Tensor:
         """Return a tensor that belongs to no forward, sent by all workers during `what`.
 
         Raises:
@@ -148,67 +150,69 @@ class WorkerSync:
         """
         signs = (source, self._hello(self.forwards)), (source, TensorKey(self.steps, 0, STEPPED, False))
         while True:
-            went = signs[0] in self._heard or any(self.passage.here(*sign) for sign in signs) or self._draws_on(source)
-            if self.passage.here(source, key):
-                return self.passage.take(source, key)[0]
+            went = (
+                signs[0] in self._hellos or any(self.channel.arrived(*sign) for sign in signs) or self._draws_on(source)
+            )
+            if self.channel.arrived(source, key):
+                return self.channel.receive(source, key)[0]
             if went:
                 raise disagreement(
-                    f"worker {source} of the group goes on with the training, worker {self.passage.me} is in {what}: "
+                    f"worker {source} of the group goes on with the training, worker {self.channel.me} is in {what}: "
                     f"all workers of a group must call it, at the same point of the script"
                 )
-            self.passage.wait_any([(source, key), *signs, self._draw_word(source)])
+            self.channel.wait_any([(source, key), *signs, self._draw_notice(source)])
 
     def draw(self, epoch: int, chunk: int) -> None:
         """Tell worker 0 that this worker needs a part of the order of batches.
 
         Worker 0 makes this order. Without the notice, this worker and worker 0 could wait for each other forever.
         """
-        if self.passage.me == 0:
+        if self.channel.me == 0:
             self._drawn = epoch, chunk
             for other in self._others:
                 self._draws_on(other)  # reads the notices, so that they do not pile up
         else:
-            self.passage.send(0, TensorKey(self._asked, 0, _DRAW, False), torch.tensor([epoch, chunk]))
+            self.channel.send(0, TensorKey(self._asked, 0, _DRAW, False), torch.tensor([epoch, chunk]))
             self._asked += 1
 
     def _draws_on(self, other: int) -> bool:
         """Return whether a worker waits for a part of the order that is not made yet."""
-        word = self._draw_word(other)
-        while self.passage.here(*word):
-            epoch, chunk = self.passage.take(*word)[0].tolist()
-            self._draws[other] = word[1].forward + 1, (epoch, chunk)
-            word = self._draw_word(other)
-        return self.passage.me == 0 and self._draws[other][1] > self._drawn
+        notice = self._draw_notice(other)
+        while self.channel.arrived(*notice):
+            epoch, chunk = self.channel.receive(*notice)[0].tolist()
+            self._draws[other] = notice[1].forward + 1, (epoch, chunk)
+            notice = self._draw_notice(other)
+        return self.channel.me == 0 and self._draws[other][1] > self._drawn
 
-    def _draw_word(self, other: int) -> tuple[int, TensorKey]:
+    def _draw_notice(self, other: int) -> tuple[int, TensorKey]:
         return other, TensorKey(self._draws[other][0], 0, _DRAW, False)
 
     def _without_known(self, signs: Iterable[tuple[int, TensorKey]], source: int) -> list[tuple[int, TensorKey]]:
         left = []
         for sign in signs:
-            if not self.passage.here(*sign) and sign not in self._heard:
+            if not self.channel.arrived(*sign) and sign not in self._hellos:
                 left.append(sign)
                 continue
             if sign[1].edge == HELLO:
                 backwards, does = self._read(*sign, keep=True).backwards, "calls the split model again"
             else:
-                backwards, does = self._word(sign)[1], "goes on to optimizer.step()"
+                backwards, does = self._notice(sign)[1], "goes on to optimizer.step()"
             if backwards < self.backwards:
                 raise disagreement(
-                    f"worker {source} of the group {does} after {backwards} backwards, worker {self.passage.me} is in "
+                    f"worker {source} of the group {does} after {backwards} backwards, worker {self.channel.me} is in "
                     f"its backward number {self.backwards}: {HINT}"
                 )
         return left
 
     def _read(self, worker: int, key: TensorKey, keep: bool = False) -> ForwardHello:
-        hello = self._heard.pop((worker, key), None) or ForwardHello(*self.passage.take(worker, key)[0].tolist())
+        hello = self._hellos.pop((worker, key), None) or ForwardHello(*self.channel.receive(worker, key)[0].tolist())
         if keep:
-            self._heard[worker, key] = hello
+            self._hellos[worker, key] = hello
         return hello
 
-    def _word(self, word: tuple[int, TensorKey]) -> tuple[int, int]:
-        self._stepped[word[0]] = word[1].forward + 1
-        forwards, backwards = self.passage.take(*word)[0].tolist()
+    def _notice(self, notice: tuple[int, TensorKey]) -> tuple[int, int]:
+        self._stepped[notice[0]] = notice[1].forward + 1
+        forwards, backwards = self.channel.receive(*notice)[0].tolist()
         return forwards, backwards
 
     @staticmethod

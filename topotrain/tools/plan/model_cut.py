@@ -10,15 +10,14 @@ from torch import nn
 from topotrain.config.job import ConfigError, Job, Placement, Schedule
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import layout
-from topotrain.parallel.api.auto_prepare import PlacementRequest, bill_of, call_of, needs_of, placed, schema_of
+from topotrain.parallel.api.automatic_placement import place_call
 from topotrain.parallel.api.example_inputs import ExampleInputs, inputs_of, parse_inputs
 from topotrain.parallel.api.prepare_split import tagged
+from topotrain.parallel.api.split_costs import PlacementRequest, bill_of, call_of, needs_of, schema_of
 from topotrain.parallel.capture.capture_model import capture
 from topotrain.parallel.estimate.memory_check import MemoryLimits, check, room
 from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.placement.assign_modules import assignments
-from topotrain.parallel.placement.auto_modules import measure
-from topotrain.parallel.placement.auto_placement import ChosenPlacement
 from topotrain.parallel.placement.parameter_owners import divide
 from topotrain.tools.monitor.graph_report import CutPlan
 
@@ -60,14 +59,11 @@ def cut_of(
     given = parse_inputs(said) if said else inputs_of(model, loader, job.schedule is Schedule.k1F1B)
     call = call_of(job, model, given)
     asked = PlacementRequest(job, layout(job.cluster), model, captured, found, call, state_factor)
-    chosen: ChosenPlacement | None = None
-    here = room()
+    here, words, blocks = room(), "", ""
     if job.placement is Placement.kAuto:
-        times = measure(model, *_real(given)) if measured else None
-        found, chosen = placed(asked, here, times)
+        chosen = place_call(asked, here, _real(given) if measured else None)
+        found, words, blocks = chosen.found, chosen.text, chosen.blocks if measured else ""
     costs = bill_of(asked, found)
-    words = "" if chosen is None else chosen.explain()
-    blocks = chosen.conf() if chosen is not None and measured else ""
     planned = needs_of(asked, found, costs)
     plan = CutPlan(costs, given.told(), planned, here, words, blocks, _warnings(planned, here))
     return ModelCut(plan, schema_of(divide(model, found, workers)))

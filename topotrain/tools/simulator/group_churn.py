@@ -10,7 +10,9 @@ from functools import partial
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import GroupLeaveRequest, GroupLeft, Message
+from topotrain.core.protocol import Message
+from topotrain.extensions.elastic.membership import ElasticGroups
+from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, GroupLeft
 from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.sim_processes import Killed, WorkerProcess
@@ -73,7 +75,7 @@ class ElasticTrial(Trial):
                 self._leave(fault)
 
     def _refused(self, fault: Fault) -> str:
-        return self.server(0, 0).may_change(fault.group, fault.what.value)
+        return self.server(0, 0).extension(ElasticGroups).may_change(fault.group, fault.what.value)
 
     def _leave(self, fault: Fault) -> None:
         self._leaving[fault.group] = fault
@@ -113,7 +115,7 @@ class ElasticTrial(Trial):
         life.kill()
         self.wire.resume(life.me)
         door = self.doors[life.me]
-        for server in sorted({*door.servers, door.desk}):
+        for server in sorted({*door.channel.servers, door.channel.first_server}):
             self._later(partial(self._end, life, server))
 
     def _emptied(self, group: int) -> None:

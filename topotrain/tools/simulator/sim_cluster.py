@@ -128,7 +128,7 @@ class SimCluster:
         waiter, extensions = self.sim.waiter(), client_extensions(self.topology)
         door = Client(me, self.topology, lambda to, x: self.wire.send(me, to, x), waiter, extensions=extensions)
         self.wire.attach(me, door)
-        for server in {*door.servers, door.desk}:
+        for server in {*door.channel.servers, door.channel.first_server}:
             self.wire.connect(me, server, "")
         return door
 
@@ -153,7 +153,7 @@ class SimWorker:
     def __post_init__(self) -> None:
         self.door = self.town.doors[self.me]
         self.flats = FlatBuffers(self.town.map, None, zeros)
-        self.visible = self.door.group_size > 1 and not self.singly
+        self.visible = self.door.channel.group_size > 1 and not self.singly
 
     def open(self, start: float = 0.0) -> "SimWorker":
         """Join the job. Worker (0,0) sends the initial values."""
@@ -161,8 +161,8 @@ class SimWorker:
         if self.me.group == self.me.index == 0:
             for space in self.town.map.spaces:
                 self.flats.flat("local", space.index).fill_(start)
-            self.door.give_initial("local")
-        self.door.fetch()
+            self.door.send_initial("local")
+        self.door.values.fetch()
         return self
 
     def view(self, name: str, index: int) -> torch.Tensor:
@@ -185,7 +185,7 @@ class SimWorker:
         self.town.random.shuffle(buckets)
         for bucket in buckets:
             present = (1 << len(bucket.pieces)) - 1
-            self.door.push(self.steps, ordinal, bucket, 1.0, present, self.flats.view("local", bucket))
+            self.door.gradients.push(self.steps, ordinal, bucket, 1.0, present, self.flats.view("local", bucket))
         return (1 << len(buckets)) - 1
 
     def backward(self, gradient: Sequence[torch.Tensor], ordinal: int = 0) -> list[torch.Tensor]:
@@ -193,8 +193,8 @@ class SimWorker:
 
         Returns the group's mean (or sum), per parameter.
         """
-        self.door.end_backward(self.steps, ordinal, 1.0, self.push(gradient, ordinal))
-        for number, (_, body) in self.door.wait_means()[0].items():
+        self.door.gradients.end_backward(self.steps, ordinal, 1.0, self.push(gradient, ordinal))
+        for number, (_, body) in self.door.gradients.wait_means()[0].items():
             self.flats.view("seen", self.town.map.buckets[number]).copy_(body)
         return [self.view("seen", index).clone() for index in range(len(gradient))]
 
@@ -202,7 +202,7 @@ class SimWorker:
         """Run `optimizer.step()`; `more` are fields of StepEnd."""
         revisions = () if self.visible else (revision,) * len(self.town.map.buckets)
         said = {"backwards": backwards, "weight": 1.0, "fetch": True, "hyper": b"", "marks": ()}
-        outcome = self.door.commit(self.steps, StepEnd(**{**said, "revisions": revisions, **more}))
+        outcome = self.door.steps.commit(self.steps, StepEnd(**{**said, "revisions": revisions, **more}))
         self.steps += 1
         self.outcomes.append(outcome)
         return outcome

@@ -12,8 +12,8 @@ import torch
 
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address, Role
-from topotrain.core import protocol as m
 from topotrain.core.optim.state_table import Table
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
     PUBLISHED,
     WRITTEN,
@@ -22,6 +22,7 @@ from topotrain.extensions.checkpointing.snapshot_coordinator import (
     WriteSnapshot,
     texts,
 )
+from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
 from topotrain.extensions.tables.table_file_layout import StoredTable
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
 from topotrain.tools.simulator.worker_observer import InvariantViolated
@@ -126,12 +127,12 @@ class SimDisks:
         self.published = 0
         first = 1 if before is None else before.number + 1
         for me, house in town.houses.items():
-            house.server.snapshots.follow(lambda what, me=me: self._work(me, what), first)  # type: ignore[misc]
+            snapshots_of(house.server).follow(lambda what, me=me: self._work(me, what), first)  # type: ignore[misc]
 
     def ask(self) -> None:
         """Request a snapshot, as the host's clock does."""
         house: SimServer = self._town.houses[_DESK]
-        self._town.wire.awake(lambda: house.handle(_DESK, m.SnapshotRequest()), _DESK)
+        self._town.wire.awake(lambda: house.handle(_DESK, SnapshotRequest()), _DESK)
 
     def _work(self, me: Address, what: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
         if isinstance(what, DropSnapshot):
@@ -150,7 +151,7 @@ class SimDisks:
             whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
         self._answer(me, texts(what.number, WRITTEN, {"server": str(what.server)}))
 
-    def _answer(self, me: Address, said: list[m.SnapshotPart]) -> None:
+    def _answer(self, me: Address, said: list[SnapshotPart]) -> None:
         def say() -> None:
             for part in said:
                 self._town.houses[me].handle(me, part)

@@ -15,6 +15,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, PeerLost
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
+from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.elastic.eligibility import singly
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
@@ -138,7 +139,7 @@ class TrialScript:
         worker = self._worker
         worker.finish()
         if worker.me == (Role.WORKER, 0, 0):
-            worker.door.final_values()
+            worker.door.values.fetch_final()
             worker.door.buffers.final()
             self.final = worker.values()
 
@@ -213,7 +214,7 @@ class Trial(SimCluster):
         super().__init__(job, seed, weather or WEATHERS[schedule.weather], schema, resumed=self.resumed)
         if before is not None:
             self._follow(before)
-        if not self.server(0, 0).snapshots.refusal:
+        if not snapshots_of(self.server(0, 0)).refusal:
             self.archive = SimDisks(self, self, self.resumed)
         self._open()
 
@@ -261,7 +262,7 @@ class Trial(SimCluster):
         waiter, extensions = CrashableWaiter(life, self.sim), client_extensions(self.topology)
         door = Client(me, self.topology, say, waiter, incarnation=life.incarnation, extensions=extensions)
         self.road.settle(me, door)
-        for server in {*door.servers, door.desk}:
+        for server in {*door.channel.servers, door.channel.first_server}:
             self.wire.connect(me, server, "")
         return door
 
@@ -290,7 +291,7 @@ class Trial(SimCluster):
         self.wire.connect(me, peer, "")
         if me.group == peer.group:
             house = self.houses[me]
-            self.wire.awake(lambda: house.send(house.server.ask()), me)
+            self.wire.awake(lambda: house.send(house.server.reconnected()), me)
 
     def _meet_servers(self) -> None:
         """Do nothing: servers connect to each other when they start."""
@@ -322,7 +323,7 @@ class Trial(SimCluster):
         elif fault.what is FaultKind.PAUSE:
             paused = Address(Role.WORKER, fault.group, fault.index)
             if fault.server >= 0:
-                paused = self.doors[paused].servers[fault.server]
+                paused = self.doors[paused].channel.servers[fault.server]
             self.wire.pause(paused)
             self.sim.at(self.sim.now + fault.away, lambda: self.wire.resume(paused))
         elif fault.what is FaultKind.CRASH:
@@ -355,7 +356,7 @@ class Trial(SimCluster):
         for me in fellows:
             life, door = self.lives[me], self.doors[me]
             self.wire.resume(me)
-            for server in sorted({*door.servers, door.desk}) if not life.over else ():
+            for server in sorted({*door.channel.servers, door.channel.first_server}) if not life.over else ():
                 self._later(lambda life=life, server=server: self._end(life, server))  # type: ignore[misc]
             life.kill()
         lives = [self.lives[me] for me in fellows]
@@ -371,7 +372,7 @@ class Trial(SimCluster):
         life, door = self.lives[worker], self.doors[worker]
         if life.over:
             return
-        server = door.servers[fault.server]
+        server = door.channel.servers[fault.server]
 
         def notice() -> None:
             if self.lives[worker] is life and life.over and not life.dead and worker != self.workers[0]:
@@ -396,7 +397,7 @@ class Trial(SimCluster):
     def _bear(self, fellows: tuple[Address, ...]) -> None:
         self.births.append((self.sim.now, fellows[0].group))
         for me in fellows:
-            for server in sorted({*self.doors[me].servers, self.doors[me].desk}):
+            for server in sorted({*self.doors[me].channel.servers, self.doors[me].channel.first_server}):
                 self._end(self.lives[me], server)  # replaces its connection, if the server has not noticed the end
             self.doors[me] = self._door(me)
             self._start(me)
@@ -406,14 +407,14 @@ class Trial(SimCluster):
 
         def live() -> None:
             try:
-                opens = max(self._opens[server] for server in {*door.servers, door.desk})
+                opens = max(self._opens[server] for server in {*door.channel.servers, door.channel.first_server})
                 if opens > self.sim.now:
                     self.sim.sleep(opens - self.sim.now)
                 if life.over:
                     raise Killed
                 life.admit()
                 if life.incarnation:
-                    door.come_back()
+                    door.rejoin.announce()
                 script = self.script_class(self, SimWorker(self, me, self.singly), life)
                 script.run()
                 self.final = script.final or self.final
@@ -445,9 +446,9 @@ class Trial(SimCluster):
         if self.crashed:
             return self
         for me, house in self.houses.items():
-            if house.server.undecided:
+            if house.server.decisions.undecided:
                 raise InvariantViolated(
-                    f"{me} still waits for votes about {house.server.undecided} steps after the end"
+                    f"{me} still waits for votes about {house.server.decisions.undecided} steps after the end"
                 )
         return self
 

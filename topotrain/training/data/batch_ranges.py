@@ -1,7 +1,7 @@
-"""Runs [first, last) of an epoch's batches: which are done, and which are left.
+"""Ranges [first, last) of an epoch's batches: those that are done, and those left.
 
-Rule: a job that is continued counts the batches that are left from 0 again, in their order, whatever its layout is
-now. `origin` leads back from what it has done to the numbers that the epoch's batches had at first.
+A job that is continued counts the batches that are left from 0 again, in their order, whatever its layout is now.
+`origin` leads back from them to the numbers that the epoch's batches had at first.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +39,7 @@ def left_below(done: Runs, number: int) -> int:
 
 
 def left(items: Iterable[T], done: Runs) -> Iterator[T]:
-    """The items, counted from 0, that are left. No item is asked for before it is needed."""
+    """The items, counted from 0, that are left, each drawn when it is needed."""
     flow, at = iter(items), 0
     for first, last in done:
         yield from islice(flow, first - at)
@@ -50,7 +50,7 @@ def left(items: Iterable[T], done: Runs) -> Iterator[T]:
 
 
 def origin(done: Runs, positions: Iterable[tuple[int, int]]) -> Runs:
-    """`done`, and the batches at these positions (runs of them) among those that were left."""
+    """`done` together with positions (ranges of them) among the batches left then."""
     found = list(done)
     for first, last in positions:
         while first < last:

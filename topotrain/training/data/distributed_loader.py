@@ -1,93 +1,44 @@
-"""The DataLoader that `prepare` gives back: the same batches as the script's own, divided among the workers.
+"""The DataLoader that `prepare` returns: the script's batches, divided.
 
-Rule: every sample once per epoch over all workers. The script's loader is copied with all it was built with, and only
-its sampler is replaced: by one that names this worker's share of each batch of its group. Which batches a group gets
-is one of three ways to divide an epoch:
+Over all workers every sample occurs once per epoch. The script's loader is copied with all its settings, and only its
+sampler is replaced: by one with this worker's share of each batch of its group. An epoch is divided among groups in
+one of three ways:
 
-* "broadcast" (a synchronous job): worker (0,0) draws from the script's sampler as the plain loader would, and tells
-  the others. With one worker in all this is the plain loader, bit for bit.
+* "broadcast" (a synchronous job): worker (0,0) draws from the script's sampler as the plain loader would, and sends
+  the draw to the others. With one worker in all this is the plain loader, bit for bit.
 * "static": all draw the same list from (seed, epoch), and batch b is for group b mod groups.
-* "lease": the same list, from which groups lease runs, so that a slow group takes fewer. A pass ends when nobody holds
-  a batch that might come back: what another group abandons is read here.
+* "lease": the same list, from which groups lease ranges, so that a slow group takes fewer. A pass ends when no group
+  holds a batch that might come back, because batches of a group that leaves early are read here.
 
 A stream (IterableDataset) cannot be drawn from: every worker reads all of it and keeps its part.
 """
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol
 from weakref import ref
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from topotrain.config.job import ConfigError
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.iterable_dataset import IterableEpoch
 from topotrain.training.data.map_dataset import (
     PLAIN,
     STATIC,
-    BatchAccounting,
     BatchPosition,
     DataPlan,
-    DataService,
+    EpochStart,
     LoaderCopy,
     MapEpoch,
     ResumePoint,
+    ResumeRecorder,
 )
 from topotrain.training.data.sampling import epoch_seed, generators_of, index_sampler, samplers
+from topotrain.training.data.step_batches import BatchAccounting
 
-__all__ = ["STATIC", "DataPlan", "DataService", "BatchAccounting", "ResumeRecorder", "ShardedLoader", "EpochStart"]
-
-L = TypeVar("L", bound=BatchAccounting)
-
-
-@dataclass(frozen=True, slots=True)
-class EpochStart:
-    """What a pass is like that is about to begin.
-
-    Args:
-        epoch: its number.
-        drawn: from the dice of worker (0,0)'s script, or from the job's seed.
-        fresh: with a new iterator.
-        generators: the loader's own.
-    """
-
-    epoch: int
-    drawn: Literal["dice", "seed"]
-    fresh: bool
-    generators: tuple[torch.Generator, ...]
-
-
-class ResumeRecorder(Protocol):
-    """Who notes where a worker is, and knows where the one before it was. All is called on the script's thread."""
-
-    @property
-    def first(self) -> int:
-        """Passes before this one are over, and empty."""
-        ...
-
-    def opening(self, sight: EpochStart) -> tuple[ResumePoint, bool]:
-        """A pass is about to begin: how; and whether it was begun with an iterator that was there already."""
-        ...
-
-    def opened(self) -> None:
-        """It has begun, and stands where it was left; no batch was given."""
-        ...
-
-    def asked(self) -> None:
-        """The script asks for a batch."""
-        ...
-
-    def given(self) -> None:
-        """There is one, and the script gets it."""
-        ...
-
-    def ended(self) -> None:
-        """There is none: the pass is over."""
-        ...
-
+__all__ = ["STATIC", "DataPlan", "ResumeRecorder", "ShardedLoader", "EpochStart"]
 
 DrawnBatch = tuple[BatchPosition, int, Any]
 """Where a batch stands, its number of samples, and its data."""
@@ -116,7 +67,9 @@ class BatchReplay(Protocol):
 
 
 class ShardedLoader:
-    """Iterates over this worker's share; everything else (`dataset`, `batch_size`, ...) is the script's own loader's.
+    """Iterates over this worker's share of the batches.
+
+    Other attributes (`dataset`, `batch_size`, ...) are those of the script's loader.
 
     Each `iter()` is an epoch, counted from 0. A loop that is left early gives back what it did not read, at the latest
     when the next one begins. `len()` is the number of batches per epoch, in mode "lease" the nominal one (an equal
@@ -130,7 +83,7 @@ class ShardedLoader:
         self,
         loader: DataLoader[Any],
         plan: DataPlan,
-        desk: DataService,
+        desk: DataClient,
         ledger: BatchAccounting,
         replay: BatchReplay | None = None,
     ) -> None:
@@ -142,7 +95,7 @@ class ShardedLoader:
         self._desk = desk
         self._ledger = ledger
         self._epochs = 0
-        self.memory: ResumeRecorder | None = None
+        self._recorder: ResumeRecorder | None = None
         self._kept: LoaderCopy | None = None
         self._live: Callable[[], _Pass | None] = lambda: None
 
@@ -151,7 +104,7 @@ class ShardedLoader:
             self.close()
         epoch = self._epochs
         self._epochs += 1
-        if self.memory is not None and epoch < self.memory.first:
+        if self._recorder is not None and epoch < self._recorder.first:
             return iter(())
         inner = self._kept or LoaderCopy(self._loader, self._plan)
         if self._loader.persistent_workers:
@@ -163,18 +116,18 @@ class ShardedLoader:
         else:
             feed = MapEpoch(inner, inner.indices, self._plan, self._desk, epoch, opening)
         repeats = None if self._replay is None else self._replay.begin(epoch)
-        live = _Pass(feed, self._ledger, epoch, self.memory, repeats)
+        live = _Pass(feed, self._ledger, epoch, self._recorder, repeats)
         self._live = ref(live)
-        if self.memory is not None:
-            feed.catch_up(self.memory.opened)
+        if self._recorder is not None:
+            feed.catch_up(self._recorder)
         return live
 
     def _opening(self, inner: LoaderCopy, epoch: int) -> ResumePoint:
-        if self.memory is None:
+        if self._recorder is None:
             return PLAIN
         dice = self._plan.alone if inner.indices is None else self._plan.mode == "broadcast"
         generators = tuple(generators_of(self._loader))
-        opening, kept = self.memory.opening(EpochStart(epoch, "dice" if dice else "seed", inner.fresh, generators))
+        opening, kept = self._recorder.opening(EpochStart(epoch, "dice" if dice else "seed", inner.fresh, generators))
         if kept and inner.fresh:  # then it threw no dice at this moment, and now it would
             inner.seed(epoch_seed(self._plan.seed, epoch))
         return opening
@@ -200,11 +153,18 @@ class ShardedLoader:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
-    def note_through(self, between: Callable[[BatchAccounting], L]) -> L:
-        """From the next pass on draws go to `between(ledger)`, which is returned: a ledger around the one so far."""
-        made = between(self._ledger)
-        self._ledger = made
-        return made
+    @property
+    def accounting(self) -> BatchAccounting:
+        """Notes the batches that the script is given."""
+        return self._ledger
+
+    def account_to(self, accounting: BatchAccounting) -> None:
+        """Let this one note the batches from the next pass on."""
+        self._ledger = accounting
+
+    def resume_with(self, recorder: ResumeRecorder | None) -> None:
+        """Resume passes by this recorder. None: the loop cannot be resumed."""
+        self._recorder = recorder
 
     @property
     def under_way(self) -> bool:
@@ -249,7 +209,7 @@ def _check(loader: DataLoader[Any], plan: DataPlan) -> None:
 
 
 def most_workers(loader: DataLoader[Any], per_worker_batch: bool) -> int | None:
-    """How many workers of a group can share this loader; None: any number, as far as is known."""
+    """How many workers of a group can share this loader. None: no limit is known."""
     size, samples = _batch_of(loader) if per_worker_batch else (None, None)
     return None if size is None or samples is None else samples // size
 

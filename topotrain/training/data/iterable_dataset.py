@@ -1,25 +1,28 @@
-"""One pass over a stream (IterableDataset), which has no sampler to divide: every worker reads all, and keeps its part.
+"""One pass over a stream: every worker reads all of it, and keeps its part.
 
-Rule: with several workers the dice that a stream throws come from (seed, epoch), so that all read the same stream and
-can read it again when another group left a part of it. A stream that is different every time is read at most once,
-and what is missing is told.
+A stream is an IterableDataset.
+
+With several workers the random numbers of a stream come from (seed, epoch). So all read the same stream, and can read
+it again when another group left a part of it. A stream that is different every time is read at most once, and missing
+batches are reported.
 """
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from topotrain.training.data.batch_ranges import left_below, nth
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import (
     PLAIN,
-    BatchAccounting,
     BatchPosition,
     DataPlan,
-    DataService,
     LeaseIterator,
     LoaderCopy,
     ResumePoint,
+    ResumeRecorder,
 )
 from topotrain.training.data.sampling import epoch_seed, leading, share_of_loaded
+from topotrain.training.data.step_batches import BatchAccounting
 from topotrain.training.rng_state import RngState
 
 _END = object()
@@ -39,37 +42,38 @@ class _Reader:
         seed, noted = epoch_seed(plan.seed, epoch), opening.dice if opening.drawn == "dice" else None
         # Processes of the loader have dice of their own; without them the stream would share the script's.
         own = is_own(plan, opening)
-        self._dice = None if own or inner.loader.num_workers else RngState(seed if noted is None else noted)
+        self._dice: AbstractContextManager[object] = nullcontext()
+        if not own and not inner.loader.num_workers:
+            self._dice = RngState(seed if noted is None else noted)
         if not own and noted is None:
             inner.seed(seed)
         elif not own and noted is not None:
             inner.seed_from(noted)
-        self._batches = self._with_dice(lambda: iter(inner.loader))
+        with self._dice:
+            self._batches = iter(inner.loader)
 
     def batch(self, number: int) -> Any:
         """Batch `number` >= `at` of the stream; _END beyond the last."""
         batch = _END
         while not self._ended and self.at <= number:
-            batch = self._with_dice(lambda: next(self._batches, _END))
+            with self._dice:
+                batch = next(self._batches, _END)
             self._ended = batch is _END
             self.at += not self._ended
         return batch
 
-    def _with_dice(self, do: Callable[[], Any]) -> Any:
-        if self._dice is None:
-            return do()
-        with self._dice:
-            return do()
-
 
 class IterableEpoch:
-    """As `MapEpoch`, for a stream. A lease is requested when everything before it was read, so a request may wait."""
+    """One pass over a stream, with the interface of `MapEpoch`.
+
+    A lease is requested when everything before it was read, so a request may wait.
+    """
 
     def __init__(
         self,
         inner: LoaderCopy,
         plan: DataPlan,
-        desk: DataService,
+        desk: DataClient,
         ledger: BatchAccounting,
         epoch: int,
         opening: ResumePoint = PLAIN,
@@ -96,14 +100,14 @@ class IterableEpoch:
             place, unit = self._leased(self._leases)
         return (place, *unit)
 
-    def catch_up(self, then: Callable[[], None]) -> None:
+    def catch_up(self, recorder: ResumeRecorder) -> None:
         """As `MapEpoch.catch_up`."""
         if self._opening.restored and self._front is not None and self._leases is None:
             self._front.batch(nth(self._opening.done, self._first(self._place(self._seq).number)) - 1)
-        then()
+        recorder.opened()
 
     def tell(self) -> None:
-        """Nothing is drawn: everybody reads the same."""
+        """Do nothing: all workers read the same stream, so there is no draw to send."""
 
     def leave(self) -> None:
         """As `MapEpoch.leave`."""
@@ -130,9 +134,9 @@ class IterableEpoch:
                 return place, unit
             if went_by:
                 self._ledger.lost(place.stream, leases.last - place.number)
+                leases.drop_rest()
             else:
-                leases.total = self._units_read()
-            leases.at = leases.last
+                leases.end_at(self._units_read())
 
     def _units_read(self) -> int:
         read = left_below(self._opening.done, self._front.at) if self._front else 0

@@ -1,12 +1,12 @@
-"""Who reads which batches: one queue per epoch, from which worker groups lease runs of consecutive batches.
+"""The queue of an epoch's batches, from which worker groups lease ranges.
 
-Rule: a batch is handed out once, unless the group that holds it gives it back. A lease belongs to a group: the worker
-that asks first decides, and every other worker of the group is told the same. Whoever finds the queue empty may wait:
-a group can still leave the epoch early, and what it leaves behind has to be read by somebody. An epoch is over when
-every batch has been handed out and every worker has passed every lease of its group.
+* A batch is handed out once, unless the group that holds it gives it back.
+* A lease belongs to a group. The first request of a worker decides it, and the group's other workers get the same.
+* A worker that finds the queue empty may wait, because a group can leave the epoch early, and its batches must be read.
+* An epoch is over when every batch has been handed out and every worker has passed every lease of its group.
 
-Lengths follow guided self-scheduling (Polychronopoulos and Kuck, 1987): long runs first, single batches at the end,
-so that a slow group takes fewer and nobody waits long for it.
+Lengths follow guided self-scheduling (Polychronopoulos and Kuck, 1987): long ranges first, single batches at the end.
+So a slow group takes fewer batches, and the wait for it at the end is short.
 """
 
 from bisect import insort
@@ -14,17 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import (
-    DrawnBatches,
-    DrawRequest,
-    Fail,
-    Lease,
-    LeaseRelease,
-    LeaseRequest,
-    Message,
-    ProtocolError,
-)
-from topotrain.core.server.server_extension import ServerExtension
+from topotrain.core.protocol import Fail, Message, ProtocolError
+from topotrain.core.server.component_state import State, field_values
+from topotrain.core.server.server_extension import RegroupExtension
+from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 
 LONGEST = 32  # batches in a lease: a group that dies or leaves gives back at most this many
 _MOST_EPOCHS = 1 << 16  # open at a time: one that groups leave early stays so
@@ -37,7 +30,10 @@ Replies = list[tuple[Address, Message]]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Batches [first, last) of the epoch; `lease` numbers the leases of an epoch over all groups."""
+    """Batches [first, last) of the epoch, as one lease.
+
+    `lease` numbers the leases of an epoch over all groups.
+    """
 
     lease: int
     first: int
@@ -47,7 +43,10 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """A group left an epoch after `position` batches: who said so first, and the leases that it had then."""
+    """A group left an epoch after `position` batches.
+
+    witness: the worker that said so first. table: the leases that the group had then.
+    """
 
     position: int
     witness: Address
@@ -56,7 +55,10 @@ class _Leaving:
 
 @dataclass(slots=True)
 class _Epoch:
-    """One open epoch. `freed` is sorted; everything from `frontier` on was never handed out."""
+    """One open epoch.
+
+    `freed` is sorted. Batches from `frontier` on were never handed out.
+    """
 
     total: int = -1
     digest: int = 0
@@ -94,6 +96,15 @@ class _Epoch:
         self.leases += 1
         return _Run(self.leases - 1, first, min(last, first + length))
 
+    def take_held(self) -> list[tuple[Address, LeaseRequest]]:
+        """The requests that have no reply yet; those that get none now are appended again."""
+        held, self.held = self.held, []
+        return held
+
+    def name_digest(self, digest: int, witness: Address) -> None:
+        """A worker is the first to name the hash of the epoch's list."""
+        self.digest, self.witness = digest, witness
+
     def give_back(self, runs: list[tuple[int, int]]) -> None:
         """Put runs back into the queue; neighbors become one run again."""
         merged: list[tuple[int, int]] = []
@@ -108,7 +119,10 @@ class _Epoch:
         self.freed = merged
 
     def restart(self, group: int, applied: Callable[[int], int]) -> None:
-        """The group is gone: what it has not finished of its leases is free. applied: batches that count, by lease."""
+        """The group is gone, and the unread part of its leases is free.
+
+        applied: batches that count, by lease.
+        """
         rest = [(run.first + applied(run.lease), run.last) for run in self.tables.pop(group, [])]
         self.give_back(rest)
         self.left.pop(group, None)
@@ -117,13 +131,39 @@ class _Epoch:
         self.held = [(worker, ask) for worker, ask in self.held if worker.group != group]
 
     def learn(self, total: int) -> None:
-        """The number of batches is known now. A stream that differs from group to group counts as its longest."""
+        """The number of batches is known now.
+
+        A stream that differs from group to group counts as its longest.
+        """
         if total > self.total:
             self.total = total
             self.give_back([])
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        state = dict(zip(_Epoch.__slots__, field_values(self), strict=True))
+        state["tables"] = {group: list(map(field_values, table)) for group, table in self.tables.items()}
+        state["left"] = {
+            group: (left.position, left.witness, list(map(field_values, left.table)))
+            for group, left in self.left.items()
+        }
+        return state
 
-class LeaseQueue(ServerExtension):
+    @classmethod
+    def from_state(cls, state: State) -> "_Epoch":
+        """Return the epoch of a `state_dict`."""
+        epoch = cls(**state)
+        epoch.freed, epoch.held, epoch.gone = list(epoch.freed), list(epoch.held), set(epoch.gone)
+        epoch.passed = dict(epoch.passed)
+        epoch.tables = {group: [_Run(*run) for run in table] for group, table in state["tables"].items()}
+        epoch.left = {
+            group: _Leaving(position, witness, tuple(_Run(*run) for run in table))
+            for group, (position, witness, table) in state["left"].items()
+        }
+        return epoch
+
+
+class LeaseQueue(RegroupExtension):
     """The queue of every open epoch; lives in server (0,0).
 
     Args:
@@ -148,7 +188,9 @@ class LeaseQueue(ServerExtension):
         self._draws = DrawnChunks(groups * workers - 1, singly)
 
     def handle(self, sender: Address, message: Message) -> Replies:
-        """Take one message; the answers, also to earlier messages that were held. A Fail answers a contradiction.
+        """Handle one message. Returns replies, also to earlier messages that were held.
+
+        A contradiction between workers is replied to with Fail.
 
         Raises:
             ProtocolError: a message that no correct worker sends.
@@ -165,14 +207,14 @@ class LeaseQueue(ServerExtension):
         raise ProtocolError(f"{type(message).__name__} is no question about batches")
 
     def group_over(self, group: int) -> Replies:
-        """All scripts of the group have ended: no worker waits for it any more. May be called twice."""
+        """All scripts of the group have ended. It may be called twice."""
         self._finished.add(group)
         if group == 0:
             self._warming = False
         return self._settle_all()
 
     def group_leaves(self, group: int) -> Replies:
-        """The group is to leave the job: it is given no more leases, and whoever waits for one is told to go."""
+        """The group is to leave the job: it gets no more leases, and no longer waits."""
         self._parting.add(group)
         return self._settle_all()
 
@@ -181,13 +223,13 @@ class LeaseQueue(ServerExtension):
         self._finished.discard(group)
 
     def refuses_leave(self) -> str:
-        """What a group leaves unread can be given to others only where batches are leased."""
+        """Why a group cannot leave: others can get its batches only from leases."""
         if self._newest:
             return ""
-        return "no batch is handed out by lease yet: who leaves now may leave what nobody else reads"
+        return "no batch is handed out by lease yet: no other group may read the batches of a group that leaves now"
 
     def streams(self, group: int) -> list[int]:
-        """The data streams that a group has begun in open epochs: one for each of its leases."""
+        """The data streams that a group has begun in open epochs, one for each lease."""
         return [
             (number << 32) | run.lease for number, epoch in self._epochs.items() for run in epoch.tables.get(group, ())
         ]
@@ -214,12 +256,12 @@ class LeaseQueue(ServerExtension):
 
     @property
     def open_epochs(self) -> tuple[int, ...]:
-        """Epochs whose tables are kept. A group that leaves early is ahead, so there may be several."""
+        """Epochs with leases; several, if a group left one early and is ahead."""
         return tuple(self._epochs)
 
     @property
     def kept_chunks(self) -> int:
-        """Chunks of worker (0,0)'s draws that somebody has yet to fetch or to put."""
+        """How many chunks of draws are still to be sent or fetched."""
         return len(self._draws)
 
     def _ask(self, sender: Address, ask: LeaseRequest) -> Replies:
@@ -248,7 +290,7 @@ class LeaseQueue(ServerExtension):
         return epoch < self._floor or epoch in self._over
 
     def _close(self) -> Replies:
-        """Epochs that every worker has left behind are over, whatever was not read of them.
+        """End the epochs that every worker has left behind, read or not.
 
         The one before a worker's newest stays open: a fresh process in its place may begin there.
         """
@@ -293,7 +335,7 @@ class LeaseQueue(ServerExtension):
     def _settle(self, number: int) -> Replies:
         """Answer every held question that has an answer now, the oldest first."""
         epoch, replies = self._epochs[number], []
-        held, epoch.held = epoch.held, []
+        held = epoch.take_held()
         for sender, ask in held:
             answer = self._answer(epoch, sender, ask)
             if answer is None:
@@ -332,7 +374,7 @@ class LeaseQueue(ServerExtension):
         return epoch.remaining() == 0 and all(self._is_done(epoch, group) for group in epoch.tables)
 
     def _is_done(self, epoch: _Epoch, group: int) -> bool:
-        """Nobody of the group will still read a batch of its leases, or give one back."""
+        """Whether no worker of the group will read or give back a batch of its leases."""
         leases = len(epoch.table(group))
         if leases == 0 or group in self._finished:
             return True
@@ -341,6 +383,27 @@ class LeaseQueue(ServerExtension):
             worker in epoch.gone or epoch.passed.get(worker, 0) >= leases
             for worker in (Address(Role.WORKER, group, i) for i in range(self._workers))
         )
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "warming": self._warming,
+            "finished": self._finished,
+            "parting": self._parting,
+            "floor": self._floor,
+            "over": self._over,
+            "newest": self._newest,
+            "epochs": {number: epoch.state_dict() for number, epoch in self._epochs.items()},
+            "draws": self._draws.state_dict(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._warming, self._floor, self._over = state["warming"], state["floor"], set(state["over"])
+        self._finished, self._parting = set(state["finished"]), set(state["parting"])
+        self._newest = dict(state["newest"])
+        self._epochs = {number: _Epoch.from_state(epoch) for number, epoch in state["epochs"].items()}
+        self._draws.load_state_dict(state["draws"])
 
 
 def _lease(ask: LeaseRequest, run: _Run) -> Lease:
@@ -355,7 +418,7 @@ def _contradiction(epoch: _Epoch, sender: Address, ask: LeaseRequest) -> str:
     if not ask.digest:
         return ""
     if not epoch.digest:
-        epoch.digest, epoch.witness = ask.digest, sender
+        epoch.name_digest(ask.digest, sender)
         return ""
     if ask.digest == epoch.digest:
         return ""
@@ -366,7 +429,7 @@ def _contradiction(epoch: _Epoch, sender: Address, ask: LeaseRequest) -> str:
 
 
 def _position(table: Sequence[_Run], free: LeaseRelease) -> int:
-    """How many batches the group consumed before it left; -1: no such place in its leases."""
+    """How many batches the group read; -1: there is no such place in its leases."""
     before = sum(run.last - run.first for run in table[: free.ordinal])
     if 0 <= free.ordinal < len(table):
         run = table[free.ordinal]
@@ -375,7 +438,10 @@ def _position(table: Sequence[_Run], free: LeaseRelease) -> int:
 
 
 def _disagreement(epoch: _Epoch, sender: Address, position: int) -> str:
-    """Another worker of the group left elsewhere, or has read beyond the place where the sender left; empty: none."""
+    """Why a worker's exit from an epoch does not fit its group; empty: it does.
+
+    Another worker left elsewhere, or has read beyond the place where the sender left.
+    """
     left = epoch.left.get(sender.group)
     if left:
         same = position == left.position
@@ -406,13 +472,14 @@ class _Chunk:
 
 
 class DrawnChunks:
-    """What worker (0,0) drew from the script's own sampler, for `askers` other workers. Kept until all have it.
+    """Chunks of worker (0,0)'s draws, for `askers` other workers.
 
-    It draws epoch after epoch. Where its group has started again, the first that it draws is the one it was in: those
-    before are over, and whoever died before it had begun this one is told that nothing of them is left.
+    A chunk is kept until all have it. Worker (0,0) draws one epoch after the other. If its group has restarted, its
+    first draw is for the epoch that it was in. Earlier epochs are over, and a request for one of them gets the reply
+    that nothing of it is left.
 
-    keeps: a worker may start again alone, in the epoch in which it last had a batch, and ask for that one once more.
-    What all are past by more than an epoch is not asked for again.
+    keeps: a worker may restart alone, in the epoch in which it had its last batch, and request that epoch once more. No
+    worker requests an epoch that all have left by more than one.
     """
 
     def __init__(self, askers: int, keeps: bool = False) -> None:
@@ -423,7 +490,7 @@ class DrawnChunks:
         self._drawn = 0
 
     def put(self, put: DrawnBatches) -> Replies:
-        """A chunk is there: answer those who wait for it. Raises ProtocolError if it was another one before."""
+        """Store a chunk and reply to waiting workers. Raises ProtocolError."""
         key = (put.epoch, put.chunk)
         chunk = self._chunk(key)
         if chunk.put not in (None, put):
@@ -454,7 +521,7 @@ class DrawnChunks:
         return self._serve(key)
 
     def _forget(self, epoch: int) -> None:
-        """Nobody asks for what is before this epoch."""
+        """No worker asks for chunks before this epoch."""
         for key in [key for key in self._chunks if key[0] < epoch]:
             put = self._chunks.pop(key).put
             self._drawn -= 0 if put is None else _numbers(put)
@@ -479,5 +546,20 @@ class DrawnChunks:
             del self._chunks[key]
         return replies
 
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "keeps": self._keeps,
+            "newest": self._newest,
+            "first": self._first,
+            "chunks": {key: field_values(chunk) for key, chunk in self._chunks.items()},
+            "drawn": self._drawn,
+        }
 
-LeaseQueue.state_types = (_Run, _Leaving, _Epoch, _Chunk, DrawnChunks)
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._keeps, self._newest, self._first = state["keeps"], dict(state["newest"]), state["first"]
+        self._chunks = {
+            key: _Chunk(put, set(fetched), list(held)) for key, (put, fetched, held) in state["chunks"].items()
+        }
+        self._drawn = state["drawn"]

@@ -1,10 +1,11 @@
-"""One pass over a loader with a sampler: which batches, in which order, and this worker's share of each.
+"""One pass over a loader with a sampler: this worker's share of each batch.
 
-Rule: the script's loader is copied with all it was built with, and only its sampler is replaced, by one that names
-this worker's share of each batch. A loader with processes of its own runs ahead of the script, so what was drawn and
-what was read are two things: leases are given back from what was read, and the sampler never waits for a lease.
+The script's loader is copied with all its settings, and only its sampler is replaced. A loader with processes of its
+own runs ahead of the script, so some batches are drawn and not read yet. Leases are given back from what was read, and
+the sampler never waits for a lease.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
@@ -12,13 +13,14 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from topotrain.core.server.consistency import STATIC as STATIC
 from topotrain.training.data.batch_ranges import Runs, left
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.sampling import (
     Chunk,
     announced,
@@ -47,14 +49,14 @@ class DataPlan:
 
     Args:
         group, groups, index, workers: worker `index` of the `workers` in group `group` of `groups`.
-        shares: claims of the group's workers on a batch, in any unit; empty: equal.
-        mode: see `data`; "broadcast" needs groups = 1.
+        shares: claims of the group's workers on a batch, in any unit. Empty: equal.
+        mode: see `distributed_loader`. "broadcast" needs groups = 1.
         per_worker_batch: the loader's batch is a worker's, not the group's.
         seed: the job's.
         min_share: samples below which a share goes to fewer workers; 2 for models with BatchNorm.
         is_main: worker (0,0).
-        own_streams: with backup workers, each worker's batches count by themselves, and one that came too late is given
-            again; in rounds only.
+        own_streams: with backup workers (in rounds only), each worker's batches count by themselves, and a batch that
+            came too late is given again.
     """
 
     group: int
@@ -81,7 +83,7 @@ class DataPlan:
 
     @property
     def in_rounds(self) -> bool:
-        """One unit of the epoch is `workers` batches, one for each worker, instead of one batch to divide."""
+        """Whether a unit of the epoch is one batch for each worker, and not one to divide."""
         return self.per_worker_batch and self.workers > 1
 
     def bounds(self, samples: int) -> tuple[int, int]:
@@ -89,51 +91,12 @@ class DataPlan:
         return cut(samples, self.workers, self.shares, self.min_share)[self.index]
 
 
-class DataService(Protocol):
-    """The way to the lease book in server (0,0). Every call is made on the script's thread."""
-
-    def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
-        """Ask and wait for the answer: (lease, first, last) as in `message.Lease`."""
-        ...
-
-    def applied(self, stream: int) -> int:
-        """Ask and wait: how many batches of a stream are applied, where another process has worked on it before."""
-        ...
-
-    def free(self, epoch: int, ordinal: int, first: int) -> None:
-        """Tell that the group has left the epoch. Must not wait: it may be called when an iterator is collected."""
-        ...
-
-    def put_draw(self, epoch: int, chunk: int, end: bool, sizes: tuple[int, ...], indices: tuple[int, ...]) -> None:
-        """Worker (0,0): tell the others a chunk of the draw."""
-        ...
-
-    def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        """The others: wait for a chunk: (sizes, indices, end)."""
-        ...
-
-
-class BatchAccounting(Protocol):
-    """Who keeps account of the batches that the script was given."""
-
-    def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
-        """The script gets batch `seq` (from 0) of a stream: weight 0 is a repeat that must not count.
-
-        stream: (epoch << 32) | lease, or what `DataPlan.stream` says.
-        """
-        ...
-
-    def left_early(self, epoch: int, batches: int) -> None:
-        """The script left the loop after this many batches. Must not wait, as `DataService.free`."""
-        ...
-
-    def lost(self, stream: int, batches: int) -> None:
-        """Batches of a lease that the stream, read again, no longer has."""
-        ...
-
-
 class BatchPosition(NamedTuple):
-    """Where a batch stands: in its stream; in lease `ordinal` of the group; in the epoch; whether it ends the lease."""
+    """The position of a batch.
+
+    stream, seq: its stream, and its number there. ordinal: its lease, of those of the group. number: in the epoch.
+    last: it ends the lease.
+    """
 
     stream: int
     seq: int
@@ -143,7 +106,7 @@ class BatchPosition(NamedTuple):
 
 
 class _After(Enum):
-    """What is left to do once a batch is loaded."""
+    """The work that remains when a batch is loaded."""
 
     NOTHING = 0
     COUNT = 1  # the key named a whole batch: count its samples
@@ -158,18 +121,18 @@ class _Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """How a pass begins of which something was read before: by a process before this one, or in the job's earlier life.
+    """The beginning of a pass that an earlier process had begun.
 
     Args:
-        done: batches that were applied in the earlier life, by their numbers in the epoch as it was drawn then. What
-            is left counts from 0 again.
-        returned: this job's servers know how much of what is left is applied: a process before this one saw to it.
-        drawn: the epoch was drawn from worker (0,0)'s dice, or from the seed, and now everybody draws it again;
-            empty: the plan's own way, with dice that stand where they stood.
-        dice: where worker (0,0)'s stood, for drawn "dice".
+        done: batches that an earlier start of the job has applied, by their numbers in the epoch as it was drawn then.
+            The batches that are left count from 0 again.
+        returned: the servers know how many of the batches that are left are applied. An earlier process read them.
+        drawn: all workers draw the epoch again, from the generators of worker (0,0) or from the seed. Empty: the plan's
+            own way, with the generators as they are.
+        dice: state of worker (0,0)'s generators, for drawn "dice".
         fresh: the loader's iterator was a new one then.
-        again: what is left out is loaded all the same, for the dice of the loader's processes.
-        restored: the dice of this process are put back once the pass has begun.
+        again: batches that are left out are loaded all the same, for the generators of the loader's processes.
+        restored: the generators of this process are restored once the pass has begun.
     """
 
     done: Runs = ()
@@ -184,6 +147,58 @@ class ResumePoint:
 PLAIN = ResumePoint()
 
 
+@dataclass(frozen=True, slots=True)
+class EpochStart:
+    """A pass that is about to begin.
+
+    Args:
+        epoch: its number.
+        drawn: from the generators of worker (0,0)'s script, or from the job's seed.
+        fresh: with a new iterator.
+        generators: the loader's own.
+    """
+
+    epoch: int
+    drawn: Literal["dice", "seed"]
+    fresh: bool
+    generators: tuple[torch.Generator, ...]
+
+
+class ResumeRecorder(ABC):
+    """Records the position of a worker's script, and knows that of an earlier process.
+
+    All methods are called on the script's thread.
+    """
+
+    @property
+    @abstractmethod
+    def first(self) -> int:
+        """Number of the first pass that is not over. Earlier passes are empty."""
+
+    @abstractmethod
+    def opening(self, sight: EpochStart) -> tuple[ResumePoint, bool]:
+        """How a pass begins.
+
+        Also returns whether an earlier process began it with an iterator that it had already.
+        """
+
+    @abstractmethod
+    def opened(self) -> None:
+        """The pass has reached the position of the earlier process; no batch was given."""
+
+    @abstractmethod
+    def asked(self) -> None:
+        """The script asks for a batch."""
+
+    @abstractmethod
+    def given(self) -> None:
+        """The script gets the batch that it asked for."""
+
+    @abstractmethod
+    def ended(self) -> None:
+        """There is no batch left: the pass is over."""
+
+
 # --- the copied loader -------------------------------------------------------------------------------------------
 
 
@@ -192,15 +207,23 @@ def _nothing() -> Iterator[Any]:
 
 
 class _Indices:
-    """Stands in for the copied loader's sampler, and notes what each batch is that the loader will give."""
+    """The copied loader's sampler. It notes the position of each batch it yields."""
 
     def __init__(self) -> None:
-        self.open: Callable[[], Iterator[tuple[_Mark, Any]]] = _nothing
+        self._open: Callable[[], Iterator[tuple[_Mark, Any]]] = _nothing
         self.marks: deque[_Mark] = deque()
+
+    def open(self, draw: Callable[[], Iterator[tuple[_Mark, Any]]]) -> None:
+        """Give the loader what this draws, when it begins to iterate."""
+        self._open = draw
+
+    def close(self) -> None:
+        """Give the loader nothing more."""
+        self._open = _nothing
 
     def __iter__(self) -> Iterator[Any]:
         self.marks = deque()
-        return self._noted(self.open(), self.marks)  # opens now: plain samplers may draw in iter() already
+        return self._noted(self._open(), self.marks)  # opens now: plain samplers may draw in iter() already
 
     @staticmethod
     def _noted(drawn: Iterator[tuple[_Mark, Any]], marks: deque[_Mark]) -> Iterator[Any]:
@@ -210,18 +233,24 @@ class _Indices:
 
 
 class _Ahead(Iterator[Any]):
-    """What a sampler draws, without the first so many; these are drawn when it is told to, or with the next one."""
+    """A sampler's draw without its first items, which `skip` or `next` draw."""
 
-    def __init__(self, drawn: Iterator[Any], skipped: int, then: Callable[[], None]) -> None:
-        self._drawn, self._skipped, self._then = drawn, skipped, then
+    def __init__(self, drawn: Iterator[Any], skipped: int, recorder: ResumeRecorder | None) -> None:
+        self._drawn, self._skipped, self._recorder = drawn, skipped, recorder
         self._begun = False
+
+    def catch_up(self, recorder: ResumeRecorder) -> None:
+        """Draw them now, and tell the recorder so."""
+        self._recorder = recorder
+        self.skip()
 
     def skip(self) -> None:
         if not self._begun:
             self._begun = True
             for _ in islice(self._drawn, self._skipped):
                 pass
-            self._then()
+            if self._recorder is not None:
+                self._recorder.opened()
 
     def __next__(self) -> Any:
         self.skip()
@@ -230,7 +259,7 @@ class _Ahead(Iterator[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _CollateShare:
-    """Collates this worker's part of a stream's batch, and says how many of its samples count."""
+    """Collates this worker's part of a stream's batch, and counts its samples."""
 
     collate: Callable[[Any], Any]
     plan: DataPlan
@@ -243,7 +272,10 @@ class _CollateShare:
 
 
 class LoaderCopy:
-    """A copy of the script's loader with our sampler in it; DataLoader forbids to set attributes the usual way."""
+    """A copy of the script's loader with another sampler.
+
+    DataLoader does not allow to set attributes the usual way.
+    """
 
     def __init__(self, loader: DataLoader[Any], plan: DataPlan) -> None:
         self.original = loader
@@ -267,7 +299,7 @@ class LoaderCopy:
         self._set("generator", torch.Generator().manual_seed(seed))
 
     def seed_from(self, dice: Stand) -> None:
-        """The same, with the seeds that a worker's loader gave whose dice stood there."""
+        """Give the processes the seeds of a worker with generators in this state."""
         generator = torch.Generator()
         generator.set_state(dice.get("own 0", dice["torch"]) if self.original.generator else dice["torch"])
         self._set("generator", generator)
@@ -289,7 +321,7 @@ class LoaderCopy:
 class LeaseIterator:
     """The leases of this group in one epoch, one after the other."""
 
-    def __init__(self, desk: DataService, epoch: int, total: int, digest: int) -> None:
+    def __init__(self, desk: DataClient, epoch: int, total: int, digest: int) -> None:
         self._desk, self._epoch, self._digest = desk, epoch, digest
         self.total = total
         self.passed = 0  # leases whose last batch the script has done with
@@ -297,7 +329,10 @@ class LeaseIterator:
         self.stream = self.first = self.at = self.last = 0
 
     def ask(self, wait: bool) -> bool:
-        """Get the next lease; False: there is none now. With `wait` all that was leased must be read; False: over."""
+        """Get the next lease. False: there is none now, or with `wait`, no more.
+
+        With `wait`, all leased batches must have been read.
+        """
         if wait:
             self.passed = self.asked  # also where the last batch failed to load and the script went on
         lease, first, last = self._desk.lease(self._epoch, self.asked, self.total, self._digest, self.passed, wait)
@@ -312,6 +347,23 @@ class LeaseIterator:
         place = BatchPosition(self.stream, self.at - self.first, self.asked - 1, self.at, self.at + 1 == self.last)
         self.at += 1
         return place
+
+    def read(self, place: BatchPosition) -> None:
+        """The script is given this batch, so all leases before it are read.
+
+        Its own lease is read if this is the lease's last batch.
+        """
+        # A lease is finished with its last batch; a bool is 0 or 1.
+        self.passed = place.ordinal + place.last
+
+    def end_at(self, total: int) -> None:
+        """The stream ends after so many batches, so the lease does, too."""
+        self.total = total
+        self.drop_rest()
+
+    def drop_rest(self) -> None:
+        """Take nothing more of this lease."""
+        self.at = self.last
 
     def leave(self, unread: BatchPosition | None) -> None:
         """Give back everything from `unread` (None: from the next batch) on."""
@@ -331,7 +383,7 @@ class MapEpoch:
         inner: LoaderCopy,
         indices: _Indices,
         plan: DataPlan,
-        desk: DataService,
+        desk: DataClient,
         epoch: int,
         opening: ResumePoint = PLAIN,
     ) -> None:
@@ -345,23 +397,26 @@ class MapEpoch:
             self._again = False
         self._untold: list[tuple[int, Chunk]] = []
         self._ahead: _Ahead | None = None
-        self._then: Callable[[], None] = lambda: None
+        self._recorder: ResumeRecorder | None = None
         self._leases: LeaseIterator | None = None
         if handed_out:
             places: Callable[[], Iterator[tuple[BatchPosition, Any]]] = self._broadcast
         else:
             batches = list(left(self._listed(self._drawn()), opening.done))
+            # All of it: leases name batches by their number in this list.
             units = list(self._units(batches))
             places = partial(self._dealt, units)
             if plan.mode == "lease":
                 self._leases = LeaseIterator(desk, epoch, len(units), digest(batches))
                 places = partial(self._leased, self._leases, units)
-        indices.open = lambda: map(self._own, places())
+        indices.open(lambda: map(self._own, places()))
         self._reopen: Callable[[], Iterator[Any]] = lambda: iter(inner.loader)
         self._batches = self._reopen()
 
-    def catch_up(self, then: Callable[[], None]) -> None:
-        """Come to where the pass was when its place was noted, and call `then`: all dice are thrown up to there.
+    def catch_up(self, recorder: ResumeRecorder) -> None:
+        """Go to the batch that an earlier process had reached.
+
+        The recorder is told when all random numbers up to there are drawn.
 
         A loader that makes its iterator only when it is asked for a batch does both at that moment.
         """
@@ -369,17 +424,17 @@ class MapEpoch:
             for _ in range(self._units_done()):
                 self._load()
         elif self._opening.restored and self._plan.mode == "broadcast" and not self._opening.drawn:
-            self._then = then
+            self._recorder = recorder
             if self._ahead is not None:
-                self._ahead.skip()
+                self._ahead.catch_up(recorder)
             return
-        then()
+        recorder.opened()
 
     def next(self) -> tuple[BatchPosition, int, Any]:
-        """The next batch: its place, how many samples count, the data. StopIteration at the end of the epoch."""
+        """The next batch: position, samples that count, data. Raises StopIteration."""
         data, mark = self._load()
         if self._leases is not None:
-            self._leases.passed = mark.place.ordinal + mark.place.last
+            self._leases.read(mark.place)
         if mark.after is _After.SLICE:
             data, samples = share_of_loaded(data, self._plan.bounds, self._plan.min_share)
         else:
@@ -421,18 +476,19 @@ class MapEpoch:
         self.end()
 
     def end(self) -> None:
-        """Let go of the loader's iterator at once: its processes are not to wait for the garbage collector."""
+        """Release the loader's iterator, so that its processes end at once."""
         self._batches = _nothing()
-        self._reopen = self._indices.open = _nothing
+        self._reopen = _nothing
+        self._indices.close()
 
     def _listed(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Batches as lists, whatever the sampler makes of them; with `batch_size=None` a tuple is a key."""
+        """Batches as lists, whatever the sampler yields; a tuple may be a key."""
         if self._plan.alone or self._original.batch_sampler is None:
             return iter(batches)
         return (batch if is_list(batch) else list(batch) for batch in batches)
 
     def _units(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """What is divided among the workers: a batch, a key, or with `per_worker_batch` a list of them."""
+        """The units that are divided: batches, keys, or one batch for each worker."""
         if not self._plan.in_rounds:
             return iter(batches)
         flow = iter(batches)
@@ -460,7 +516,7 @@ class MapEpoch:
             return self._placed(self._units(batches), -self._units_done())
         done = self._opening.done
         first = done[0][1] if done and done[0][0] == 0 else 0
-        self._ahead = _Ahead(iter(batches), first, lambda: self._then())
+        self._ahead = _Ahead(iter(batches), first, self._recorder)
         rest = tuple((a - first, b - first) for a, b in done if a)
         return self._placed(self._units(left(self._ahead, rest) if rest else self._ahead), 0)
 
@@ -483,7 +539,7 @@ class MapEpoch:
         return -(-batches // self._plan.workers) if self._plan.in_rounds else batches
 
     def _drawn(self) -> list[Any]:
-        """The epoch as everybody draws it."""
+        """The epoch as all workers draw it."""
         if self._opening.drawn == "dice" and self._opening.dice is not None:
             return draw_again(self._original, self._opening.dice, self._opening.fresh)
         return draw_epoch(self._original, self._plan.seed, self._epoch)

@@ -1,7 +1,7 @@
-"""Batches as lists of indices: drawn, dealt to the workers of a group, sent in chunks, sliced after loading.
+"""Batches as lists of indices: draws, shares of workers, and chunks of a draw.
 
-Rule: a share is a run of consecutive samples of the group's batch, in rank order, so that the shares put together are
-the batch. A worker without a share repeats samples at weight 0: its collectives and its BatchNorm keep working, its
+A share is a range of consecutive samples of the group's batch, in rank order, so that the shares together are the
+batch. A worker without a share repeats samples at weight 0. Its collectives and its BatchNorm keep working, and its
 gradient does not count.
 """
 
@@ -40,10 +40,10 @@ Chunk = tuple[tuple[int, ...], tuple[int, ...], bool]
 
 @lru_cache(maxsize=256)
 def cut(samples: int, workers: int, shares: tuple[float, ...] = (), min_share: int = 1) -> Bounds:
-    """[lo, hi) of each worker in a batch of `samples`; equal shares without `shares`, else in their proportion.
+    """[lo, hi) of each worker in a batch of `samples`.
 
-    A share below `min_share` goes to the others: the worker with the smallest claim (of equals the last) gets (0, 0),
-    until everybody has enough or one worker is left.
+    Shares are equal, or in proportion to `shares`. A share below `min_share` goes to the others: the worker with the
+    smallest claim (of equals the last) gets (0, 0), until every share is large enough or one worker is left.
     """
     claims = shares or (1,) * workers
     active = list(range(workers))
@@ -62,7 +62,7 @@ def cut(samples: int, workers: int, shares: tuple[float, ...] = (), min_share: i
 
 
 def is_list(index: Any) -> bool:
-    """Whether a sampler's item names several samples (a batch), or is the key of one item."""
+    """Whether a sampler's item is a batch of samples, and not the key of one item."""
     return isinstance(index, list | numpy.ndarray | torch.Tensor) and getattr(index, "ndim", 1) == 1
 
 
@@ -83,7 +83,7 @@ def share_of(batch: Any, bounds: tuple[int, int], min_share: int) -> tuple[Any, 
 
 
 def leading(data: Any) -> int | None:
-    """Length of the leading dimension that all tensors and arrays in `data` share; None: they share none."""
+    """The leading dimension of all tensors and arrays in `data`. None: they differ."""
     lengths = {len(leaf) for leaf in _leaves(data)}
     return lengths.pop() if len(lengths) == 1 else None
 
@@ -101,10 +101,13 @@ def _leaves(data: Any) -> Iterator[Any]:
 
 
 def share_of_loaded(data: Any, bounds: Callable[[int], tuple[int, int]], min_share: int) -> tuple[Any, int]:
-    """A worker's part of a loaded batch, and how many of its samples count; `bounds(n)`: its part of n samples.
+    """A worker's part of a loaded batch, and how many of its samples count.
 
-    Every tensor, array, and list of n plain values is sliced. Dicts, lists, tuples and named tuples are kept; other
-    values are given to everybody.
+    Every tensor, array, and list of n plain values is sliced. Dicts, lists, tuples and named tuples are kept. All
+    workers get the other values.
+
+    Args:
+        bounds: bounds(n) is the worker's part of n samples.
 
     Raises:
         ConfigError: the tensors have no common leading dimension.
@@ -145,7 +148,10 @@ def _pick(data: Any, which: slice | list[int], samples: int) -> Any:
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """One number of 63 bits for an epoch of a job; epochs of different jobs do not meet as `seed + epoch` would."""
+    """The seed of an epoch, of 63 bits.
+
+    With `seed + epoch`, epochs of different jobs would have the same seed.
+    """
     return int.from_bytes(blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -157,12 +163,14 @@ def samplers(loader: DataLoader[Any]) -> list[Any]:
 
 
 def index_sampler(loader: DataLoader[Any]) -> Any:
-    """What the loader asks for indices: its batch sampler, or with `batch_size=None` its sampler."""
+    """The sampler that the loader iterates over: the batch sampler, if it has one."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def draw_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
-    """All index lists of an epoch, a function of (seed, epoch) only. No random number generator is moved by it.
+    """All index lists of an epoch, a function of (seed, epoch) only.
+
+    The state of no random number generator changes.
 
     `set_epoch` is called where a sampler has it.
     """
@@ -183,7 +191,9 @@ def draw_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
 
 
 def draw_again(loader: DataLoader[Any], dice: Stand, fresh: bool) -> list[Any]:
-    """All index lists of an epoch that worker (0,0) drew as a plain loader does, from where its dice stood then.
+    """All index lists of an epoch that worker (0,0) drew as a plain loader does.
+
+    `dice` is the state of its generators before the draw.
 
     fresh: the loader's iterator was a new one, which throws its dice once itself. No generator is moved.
     """
@@ -212,7 +222,10 @@ def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
 
 
 def digest(batches: Iterable[Any]) -> int:
-    """Hash of an epoch's index lists, 63 bits and never 0; 0 where the indices are no integers."""
+    """Hash of an epoch's index lists, 63 bits and never 0.
+
+    0: the indices are no integers.
+    """
     batches = [batch if is_list(batch) else [batch] for batch in batches]
     try:
         numbers = array("q", map(len, batches))
@@ -223,7 +236,9 @@ def digest(batches: Iterable[Any]) -> int:
 
 
 def draws_at_once(loader: DataLoader[Any]) -> bool:
-    """Whether drawing the next batches early changes nothing: torch's own samplers throw all their dice at first.
+    """Whether drawing the next batches early changes nothing.
+
+    It changes nothing for torch's own samplers, which draw all random numbers at first.
 
     Any other sampler is asked one batch at a time, as the plain loader asks it: it may look at the training, or
     share a random number generator with it.
@@ -241,7 +256,10 @@ def draws_at_once(loader: DataLoader[Any]) -> bool:
 
 
 def announced(batches: Iterator[Any], at_once: bool, put: Callable[[int, Chunk], None]) -> Iterator[Any]:
-    """Worker (0,0): the batches as drawn, each told to the others (`put(number, chunk)`) before it is used."""
+    """Worker (0,0): the batches as drawn, each sent to the others before it is used.
+
+    put(number, chunk) sends a chunk.
+    """
     number, end = 0, False
     while not end:
         run: list[Any] = []
@@ -258,7 +276,9 @@ def announced(batches: Iterator[Any], at_once: bool, put: Callable[[int, Chunk],
 
 
 def pack(batches: Sequence[Any], end: bool) -> Iterator[Chunk]:
-    """(sizes, indices, end) of at most CHUNK numbers each. A batch that goes on in the next chunk has size -n.
+    """Chunks (sizes, indices, end) of at most CHUNK numbers each.
+
+    A batch that continues in the next chunk has size -n.
 
     Raises:
         ConfigError: an index is no integer of 64 bits.
@@ -294,7 +314,10 @@ def _integers(batch: Any) -> list[int]:
 
 
 def received(get: Callable[[int], Chunk]) -> Iterator[Any]:
-    """The other workers: the batches that worker (0,0) announced; `get(number)` waits for a chunk."""
+    """The other workers: the batches that worker (0,0) has sent.
+
+    get(number) waits for a chunk.
+    """
     number, end = 0, False
     begun: list[int] = []
     while not end:

@@ -1,32 +1,30 @@
-"""Where the script of a worker stands, and how a fresh process gets there."""
+"""The position of a worker's script, and how a fresh process gets there."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
 
-from topotrain.training.data.distributed_loader import ResumeRecorder
+from topotrain.training.data.map_dataset import ResumeRecorder
 
 
-class ScriptPosition(ResumeRecorder, Protocol):
-    """What `tt.epochs`, `tt.keep` and the end of a job ask of the feature that resumes scripts."""
+class ScriptPosition(ResumeRecorder):
+    """The feature that resumes scripts, for `tt.epochs`, `tt.keep` and a job's end."""
+
+    in_epochs: bool
+    """Whether the script is in the middle of a loop over `tt.epochs`."""
 
     @property
+    @abstractmethod
     def steps(self) -> int:
         """Steps that this worker had taken before this process began."""
-        ...
 
-    @property
-    def in_epochs(self) -> bool:
-        """Whether the script is in the middle of a loop over `tt.epochs`."""
-        ...
-
+    @abstractmethod
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs of `range(count)` that are left."""
-        ...
 
+    @abstractmethod
     def restore_kept(self, name: str) -> None:
         """Load what an object of `tt.keep` held, if there was one of this name."""
-        ...
 
+    @abstractmethod
     def finish(self) -> None:
         """The script has ended."""
-        ...

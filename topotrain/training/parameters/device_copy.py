@@ -8,7 +8,7 @@ The device copies concurrently only from and to memory with pages that cannot mo
 pinned in place. Small buffers, and those that the driver refuses to pin, get a pinned *bounce* buffer.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
 
@@ -20,16 +20,19 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class CopyEvent(Protocol):
-    """A point in a copier's work."""
+class ImmediateEvent:
+    """The event of a copier that copies at once."""
 
     def query(self) -> bool:
-        """Return whether it has been reached."""
-        ...
+        """Return True."""
+        return True
 
     def synchronize(self) -> None:
-        """Wait until it has been reached."""
-        ...
+        """Return at once."""
+
+
+CopyEvent = ImmediateEvent | torch.cuda.Event
+"""A point in a copier's work. `query` returns whether it was reached, and `synchronize` waits for it."""
 
 
 class DeviceCopier(Protocol):
@@ -73,17 +76,6 @@ class DeviceCopier(Protocol):
         ...
 
 
-class ImmediateEvent:
-    """The event of a copier that copies at once."""
-
-    def query(self) -> bool:
-        """Return True."""
-        return True
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-
 class ImmediateCopier:
     """Copies at once: for parameters on the CPU beside others on a GPU."""
 
@@ -115,15 +107,27 @@ class ImmediateCopier:
         """Do nothing."""
 
 
+class PinningDriver:
+    """The GPU driver's functions that pin host memory."""
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        """Return whether it could pin this memory."""
+        if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)) == 0:  # type: ignore[no-untyped-call]
+            return True
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # clears the driver's error, which the next kernel would report otherwise
+        return False
+
+    def unpin(self, address: int) -> None:
+        """Unpin memory that was pinned."""
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
 class PinnedStorages:
-    """Pinned host memory of the process. Whole storages are pinned, each once.
+    """Pinned host memory of the process. Whole storages are pinned, each once."""
 
-    Args:
-        register, unregister: functions of address and size. `register` returns whether it succeeded.
-    """
-
-    def __init__(self, register: Callable[[int, int], bool], unregister: Callable[[int], None]) -> None:
-        self._register, self._unregister = register, unregister
+    def __init__(self, driver: PinningDriver) -> None:
+        self._driver = driver
         self._known: dict[int, tuple[bool, torch.UntypedStorage]] = {}  # keeps the storage, so its address stays in use
 
     def pinned(self, view: torch.Tensor) -> bool:
@@ -131,7 +135,7 @@ class PinnedStorages:
         storage = view.untyped_storage()
         address = storage.data_ptr()
         if address not in self._known:
-            worked = storage.nbytes() >= WORTH_PINNING and self._register(address, storage.nbytes())
+            worked = storage.nbytes() >= WORTH_PINNING and self._driver.pin(address, storage.nbytes())
             self._known[address] = worked, storage
         return self._known[address][0]
 
@@ -139,7 +143,7 @@ class PinnedStorages:
         """Unpin everything."""
         for address, (worked, _) in self._known.items():
             if worked:
-                self._unregister(address)
+                self._driver.unpin(address)
         self._known.clear()
 
 
@@ -206,17 +210,5 @@ class CudaCopier:
 
 def ferries(devices: Iterable[torch.device]) -> dict[torch.device, DeviceCopier]:
     """Return a copier for each device. CPU parameters are copied directly."""
-    pins = PinnedStorages(_pin, _unpin)
+    pins = PinnedStorages(PinningDriver())
     return {d: CudaCopier(d, pins) if d.type == "cuda" else ImmediateCopier() for d in dict.fromkeys(devices)}
-
-
-def _pin(address: int, nbytes: int) -> bool:
-    if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)) == 0:  # type: ignore[no-untyped-call]
-        return True
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")  # clears the driver's error, which the next kernel would report otherwise
-    return False
-
-
-def _unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -9,99 +9,154 @@ Servers read and write the flat buffers, which are always in host memory.
 In a split model, a tensor on the meta device is a parameter of another worker. It is ignored here.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
 
+from topotrain.config.sharding import Bucket
+from topotrain.core.client.step_exchange import GradientExchange
+from topotrain.core.client.value_pull import ValueObserver
 from topotrain.training.parameters.device_copy import CopyEvent, DeviceCopier, ferries
 
-View = Callable[[str, int], torch.Tensor]  # (flat buffer, parameter) -> its view there, in its shape and strides
+
+class ParameterViews(ABC):
+    """The parameters' places in the flat buffers."""
+
+    @abstractmethod
+    def view(self, name: str, index: int) -> torch.Tensor:
+        """Return a parameter's view of a flat buffer, with its shape and strides."""
+
+    @abstractmethod
+    def own(self, name: str, index: int) -> torch.Tensor:
+        """Return the same memory as a tensor with its own storage and version counter.
+
+        torch.save and pickle would write the whole storage of a view.
+        """
 
 
-class ParameterHolder(Protocol):
+@dataclass(frozen=True, slots=True)
+class QueuedPush:
+    """A bucket's push that waits until its gradients have arrived in "local"."""
+
+    gradients: GradientExchange
+    step: int
+    ordinal: int
+    bucket: Bucket
+    weight: float
+    present: int
+    body: torch.Tensor
+    fresh: bool
+
+    def send(self) -> None:
+        """Push the bucket."""
+        self.gradients.push(self.step, self.ordinal, self.bucket, self.weight, self.present, self.body, self.fresh)
+
+
+class ParameterHolder(ABC):
     """Access of a worker to the memory of its parameters, which are named by index."""
 
+    def __init__(self, tensors: Sequence[nn.Parameter]) -> None:
+        self._tensors = tensors
+
+    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Set `.grad` of a parameter."""
+        self._tensors[index].grad = gradient
+
+    @abstractmethod
     def move(self) -> None:
         """Take the first values from "params"."""
-        ...
 
+    @abstractmethod
     def address(self, index: int) -> int:
         """Return the address that a parameter must have after `move`."""
-        ...
 
+    @abstractmethod
     def renew(self) -> None:
         """Take new values from "params"."""
-        ...
 
+    @abstractmethod
     def settle(self) -> None:
         """Wait until "params" may be written."""
-        ...
 
+    @abstractmethod
     def send(self, index: int, gradient: torch.Tensor) -> None:
         """Copy a gradient into "local". It may arrive later, see `then`."""
-        ...
 
+    @abstractmethod
     def keep(self, index: int) -> None:
         """Note that `.grad` was sent, so it may become a view of "local"."""
-        ...
 
-    def then(self, call: Callable[[], None]) -> None:
-        """Call `call` when everything sent so far has arrived.
+    @abstractmethod
+    def then(self, push: QueuedPush) -> None:
+        """Send a push when everything copied so far has arrived.
 
-        The call happens at once, or during a later call of `then` or `drain`.
+        It is sent at once, or during a later call of `then` or `drain`.
         """
-        ...
 
+    @abstractmethod
     def drain(self) -> None:
         """Wait until everything sent has arrived and all calls were made."""
-        ...
 
+    @abstractmethod
     def show(self, earlier: Mapping[int, torch.Tensor | None]) -> None:
         """Set `.grad` of each named parameter to its earlier value plus "grad".
 
         The earlier value is None if there was none.
         """
-        ...
 
+    @abstractmethod
     def bring(self, name: str, gradients: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
         """Return gradients in host memory.
 
         They are the same tensors, or copies in the flat buffer of that name.
         """
-        ...
 
+    @abstractmethod
     def value(self, index: int) -> torch.Tensor:
         """Return a parameter's value, which may be changed without counting as an edit."""
-        ...
 
+    @abstractmethod
     def room(self, name: str, index: int) -> torch.Tensor:
         """Return memory like the parameter on its device, zeroed at the first call.
 
         Later calls return the same memory.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Release resources at the end of the job. Parameters stay readable."""
-        ...
 
 
-class HostParameters:
+class HolderUpdates(ValueObserver):
+    """Keeps a holder up to date with "params"."""
+
+    def __init__(self, holder: ParameterHolder) -> None:
+        self._holder = holder
+
+    def before_values(self) -> None:
+        """As `ValueObserver.before_values`."""
+        self._holder.settle()
+
+    def after_values(self) -> None:
+        """As `ValueObserver.after_values`."""
+        self._holder.renew()
+
+
+class HostParameters(ParameterHolder):
     """Parameters in the flat buffers.
 
     Args:
         tensors: the parameters.
-        view: returns their views in the flat buffers.
-        own: returns the same as tensors with storages of their own. torch.save and pickle would write the whole storage
-            of a view.
+        views: their places in the flat buffers.
     """
 
-    def __init__(self, tensors: Sequence[nn.Parameter], view: View, own: View) -> None:
-        self._tensors, self._view, self._own = tensors, view, own
+    def __init__(self, tensors: Sequence[nn.Parameter], views: ParameterViews) -> None:
+        super().__init__(tensors)
+        self._view, self._own = views.view, views.own
 
     def move(self) -> None:
         """Give each parameter memory in "params"."""
@@ -133,11 +188,11 @@ class HostParameters:
         """
         gradient = self._tensors[index].grad
         if gradient is not None and gradient.grad_fn is None:
-            self._tensors[index].grad = self._own("local", index)
+            self.set_gradient(index, self._own("local", index))
 
-    def then(self, call: Callable[[], None]) -> None:
-        """Call at once."""
-        call()
+    def then(self, push: QueuedPush) -> None:
+        """Send at once: the gradients are here."""
+        push.send()
 
     def drain(self) -> None:
         """Do nothing: copies are synchronous."""
@@ -146,7 +201,7 @@ class HostParameters:
         """Set `.grad` to "grad" itself, or add "grad" to the script's own tensor."""
         for index, before in earlier.items():
             mean = self._view("grad", index)
-            self._tensors[index].grad = mean if before is None else before.add_(mean)
+            self.set_gradient(index, mean if before is None else before.add_(mean))
 
     def bring(self, name: str, gradients: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
         """Return the gradients themselves."""
@@ -166,14 +221,14 @@ class HostParameters:
 
 @dataclass(slots=True)
 class _Arrival:
-    """Copies in flight: events, bounce buffers to copy from, and a call afterwards."""
+    """Copies in flight: events, bounce buffers to copy from, and a push afterwards."""
 
     marks: list[CopyEvent]
     landing: list[tuple[torch.Tensor, torch.Tensor]]  # (view of a flat buffer, bounce buffer)
-    call: Callable[[], None]
+    push: QueuedPush | None
 
 
-class DeviceParameters:
+class DeviceParameters(ParameterHolder):
     """Parameters on devices, each on its own. They keep their memory there.
 
     Only `drain`, `bring` and `settle` wait for a device. There is no thread of its own. A copy that arrives while hooks
@@ -181,19 +236,20 @@ class DeviceParameters:
     nothing else to do.
 
     Args:
-        tensors, view: as for `HostParameters`.
-        ferries_for: makes a copier for each device.
+        tensors, views: as for `HostParameters`.
+        copiers: a copier for each device. None: those of this machine.
     """
 
     def __init__(
         self,
         tensors: Sequence[nn.Parameter],
-        view: View,
-        ferries_for: Callable[[Iterable[torch.device]], dict[torch.device, DeviceCopier]] = ferries,
+        views: ParameterViews,
+        copiers: Mapping[torch.device, DeviceCopier] | None = None,
     ) -> None:
-        self._tensors, self._view = tensors, view
+        super().__init__(tensors)
+        self._view = views.view
         self._here = {index: tensor for index, tensor in enumerate(tensors) if not tensor.is_meta}
-        self._ferries = ferries_for(tensor.device for tensor in self._here.values())
+        self._ferries = copiers or ferries(tensor.device for tensor in self._here.values())
         self._ferry = {index: self._ferries[tensor.device] for index, tensor in self._here.items()}
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._places: dict[tuple[str, int], torch.Tensor] = {}
@@ -232,17 +288,20 @@ class DeviceParameters:
     def keep(self, index: int) -> None:
         """Do nothing: `.grad` stays on the device."""
 
-    def then(self, call: Callable[[], None]) -> None:
-        """Queue the call, and make all calls that are due, in order."""
-        landing, self._landing = self._landing, []
-        self._arrivals.append(_Arrival([ferry.mark() for ferry in self._ferries.values()], landing, call))
+    def then(self, push: QueuedPush) -> None:
+        """Queue the push, and send all pushes that are due, in order."""
+        self._queue(push)
         while self._arrivals and all(mark.query() for mark in self._arrivals[0].marks):
             self._arrive()
 
+    def _queue(self, push: QueuedPush | None) -> None:
+        landing, self._landing = self._landing, []
+        self._arrivals.append(_Arrival([ferry.mark() for ferry in self._ferries.values()], landing, push))
+
     def drain(self) -> None:
-        """Wait for each copy in turn, and make its call while later copies are in flight."""
+        """Wait for each copy in turn, and send its push while later copies are in flight."""
         if self._landing:
-            self.then(_nothing)
+            self._queue(None)
         while self._arrivals:
             self._arrive()
 
@@ -252,7 +311,8 @@ class DeviceParameters:
             mark.synchronize()
         for view, place in arrival.landing:
             view.copy_(place)
-        arrival.call()
+        if arrival.push is not None:
+            arrival.push.send()
 
     def show(self, earlier: Mapping[int, torch.Tensor | None]) -> None:
         """Set `.grad` to a new tensor on the device, or add to the script's own tensor."""
@@ -260,13 +320,13 @@ class DeviceParameters:
         self._out("grad", means)
         with torch.no_grad():
             for index, before in earlier.items():
-                self._tensors[index].grad = means[index] if before is None else before.add_(means[index])
+                self.set_gradient(index, means[index] if before is None else before.add_(means[index]))
 
     def bring(self, name: str, gradients: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
         """Return complete copies."""
         for index, gradient in gradients.items():
             self._home(name, index, gradient)
-        self.then(_nothing)
+        self._queue(None)
         self.drain()
         return {index: self._view(name, index) for index in gradients}
 
@@ -319,15 +379,11 @@ class DeviceParameters:
             ferry.out(rows)
 
 
-def mirror_for(tensors: Sequence[nn.Parameter], view: View, own: View) -> ParameterHolder:
+def mirror_for(tensors: Sequence[nn.Parameter], views: ParameterViews) -> ParameterHolder:
     """Return the holder of these parameters.
 
     If any parameter is on a device, parameters are copied. Otherwise they are views of the flat buffers.
     """
     if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
-        return DeviceParameters(tensors, view)
-    return HostParameters(tensors, view, own)
-
-
-def _nothing() -> None:
-    pass
+        return DeviceParameters(tensors, views)
+    return HostParameters(tensors, views)

@@ -1,4 +1,4 @@
-"""A model that is divided over the workers of a group, as the training loop and the end of a job use it."""
+"""A model that is divided over the workers of a group."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -32,11 +32,11 @@ class DividedModel(ABC):
 
     @abstractmethod
     def start(self, worker: Worker) -> None:
-        """Connect the workers of the group. The worker has started, and the model can be called afterwards."""
+        """Connect the workers of the group; then the model can be called."""
 
     @abstractmethod
     def weight_said(self) -> None:
-        """The script gives the weight of the next backward. Raises RuntimeError after its forward."""
+        """The script sets the next weight. Raises RuntimeError after its forward."""
 
     @abstractmethod
     def is_of(self, model: nn.Module) -> bool:
@@ -44,7 +44,9 @@ class DividedModel(ABC):
 
     @abstractmethod
     def gather(self, what: str) -> dict[str, torch.Tensor] | None:
-        """The whole model by first names on worker 0 of the group, None on the others. All workers call it together.
+        """The whole model by first names on worker 0 of the group, None on the others.
+
+        All workers call it together.
 
         Args:
             what: what the workers do, for the error where another worker goes on without the call.

@@ -21,7 +21,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.core.model.safetensors_layout import NAMES
 from topotrain.core.model.schema import Allocate, FlatBuffers, ModelBuffer
-from topotrain.training.parameters.device_parameters import HostParameters, mirror_for
+from topotrain.training.parameters.device_parameters import HostParameters, ParameterViews, mirror_for
 
 DEVICES = ("cpu", "cuda")
 HOME = "topotrain_home"
@@ -113,7 +113,7 @@ def _dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-class ModelBuffers:
+class ModelBuffers(ParameterViews):
     """The flat buffers of one worker, and the views of each parameter in them.
 
     Args:
@@ -128,7 +128,7 @@ class ModelBuffers:
         self.flats = flats
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         self._own: dict[tuple[str, int], torch.Tensor] = {}
-        self.mirror = mirror_for(parts.tensors, self.view, self.own)
+        self.mirror = mirror_for(parts.tensors, self)
         self._versions: list[int] = []
         self._tables = [table for table, _, _ in parts.owners]
         self._names = [name for _, name, _ in parts.owners]
@@ -186,12 +186,12 @@ class ModelBuffers:
         self._versions = self._count_edits()
 
     def _count_edits(self) -> list[int]:
-        return [tensor._version for tensor in self._parts.tensors]
+        return [version_of(tensor) for tensor in self._parts.tensors]
 
     def edited(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that the script has changed since `remember`."""
         for tensor, version in zip(self._parts.tensors, self._versions, strict=True):
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 yield tensor
 
     def check(self, names: Iterable[Parameter]) -> None:
@@ -223,11 +223,16 @@ class ModelBuffers:
                     f"parameter {parameter.name} is no longer in the memory where topotrain put it: "
                     f".to() and p.data = … must come before tt.prepare"
                 )
-            if tensor._version != self._versions[index]:
+            if version_of(tensor) != self._versions[index]:
                 raise RuntimeError(
                     f"parameter {parameter.name} was changed outside optimizer.step(): the servers hold its value, "
                     f"so the change would be lost; load or edit parameters before tt.prepare"
                 )
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place. torch has no public name for it."""
+    return int(tensor._version)
 
 
 def in_file(folder: Path) -> Allocate:

@@ -1,6 +1,6 @@
 """Hooks that send gradients when autograd has computed them.
 
-There are several paths. The job chooses one (see `gradient_staging`).
+There are several paths. The job chooses one (see `core.server.gradients`).
 
 - *MeanPath* (a synchronous group, `grads: kVisible`): each backward is reduced over the group, so that `p.grad` is the
   group's mean when `backward()` returns. A hook before accumulation sets the earlier `.grad` aside and registers a
@@ -17,69 +17,50 @@ then leaves at a later hook, or at the end of the backward. With several devices
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.core.bitmaps import NO_REVISION
-from topotrain.core.client.client import Client
-from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
+from topotrain.core.client.step_exchange import GradientExchange
+from topotrain.core.optim.adapter import HyperEncoder
+from topotrain.training.data.step_batches import StepBatches
+from topotrain.training.parameters.device_parameters import QueuedPush
+from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, version_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-class GradientPath(Protocol):
-    """The part of a gradient path that a worker's step uses."""
+class GradientPath(ABC):
+    """Common code of all paths: pieces of parameters, and full buckets.
 
-    backwards: int
-    private: bool
-
-    @property
-    def sent(self) -> list[torch.Tensor | None]:
-        """This worker's own gradients after the last backward, by parameter.
-
-        None: another worker holds the parameter.
-        """
-        ...
-
-    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
-        """Send all remaining gradients.
-
-        Returns (revisions, edited bitmap, dropped bitmap) for the commit.
-        """
-        ...
-
-    def after_step(self) -> None:
-        """Prepare for the next step, after this one was applied."""
-        ...
-
-    def go_to(self, step: int) -> None:
-        """Continue at this step. The group made the steps before it without this worker."""
-        ...
-
-
-class _Hooks:
-    """Common code of all paths: pieces of parameters, and full buckets."""
+    Args:
+        parts, slice_map: the model.
+        buffers: the worker's flat buffers.
+        gradients: adds up gradients over the group.
+        batches: knows the weight of this worker's gradient.
+    """
 
     def __init__(
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        exchange: Client,
+        gradients: GradientExchange,
         slice_map: SliceMap,
-        weight: Callable[[], float],
+        batches: StepBatches,
     ) -> None:
         self._tensors = parts.tensors
         self._parameters = parts.parameters
         self._buffers = buffers
         self._flats = buffers.flats
         self._mirror = buffers.mirror
-        self._exchange = exchange
+        self._gradients = gradients
         self._map = slice_map
-        self._weight = weight
+        self._batches = batches
         self._step = 0
         self._task: int | None = None
         self.private = False
@@ -114,11 +95,29 @@ class _Hooks:
 
         tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
 
-    def _after(self, index: int, tensor: torch.Tensor) -> None:
-        raise NotImplementedError
+    @contextmanager
+    def keep_private(self) -> Iterator[None]:
+        """Inside, a backward sends nothing, and `.grad` is this worker's own."""
+        self.private = True
+        try:
+            yield
+        finally:
+            self.private = False
 
+    @abstractmethod
+    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+        """Send all remaining gradients.
+
+        Returns (revisions, edited bitmap, dropped bitmap) for the commit.
+        """
+
+    @abstractmethod
+    def _after(self, index: int, tensor: torch.Tensor) -> None:
+        """Autograd is done with this parameter."""
+
+    @abstractmethod
     def _end(self) -> None:
-        raise NotImplementedError
+        """The backward is over."""
 
     def _trainable_pieces(self, bucket: Bucket) -> int:
         """Return a bitmap of the bucket's pieces with parameters that may get a gradient."""
@@ -136,18 +135,14 @@ class _Hooks:
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return False
-        self._exchange.settle()  # buffers of the last step may still be read, and are about to be overwritten
+        self._gradients.values.settle()  # buffers of the last step may still be read, and are about to be overwritten
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish_backward(task))
         return True
 
     def _finish_backward(self, task: int) -> None:
-        self._check_task(task)
         self._task = None
         self._end()
-
-    def _check_task(self, task: int) -> None:
-        """Check that the backward that ends is the one that began last."""
 
     def _copy_local(self, index: int, gradient: torch.Tensor) -> list[Bucket]:
         """Copy a gradient into "local" and return the buckets that are full now."""
@@ -169,10 +164,10 @@ class _Hooks:
                 full.append(bucket)
         return full
 
-    def _send(self, number: int, bucket: Bucket, present: int, **how: bool) -> None:
+    def _send(self, number: int, bucket: Bucket, present: int, fresh: bool = False) -> None:
         """Send a bucket of "local" as soon as all its gradients have arrived there."""
-        step, weight, body = self._step, self._weight(), self._flats.view("local", bucket)
-        self._mirror.then(lambda: self._exchange.push(step, number, bucket, weight, present, body, **how))
+        body, weight = self._flats.view("local", bucket), self._batches.weight()
+        self._mirror.then(QueuedPush(self._gradients, self._step, number, bucket, weight, present, body, fresh))
 
     def _zero_absent(self, bucket: Bucket) -> None:
         """Zero the pieces without a gradient."""
@@ -205,23 +200,23 @@ class _Hooks:
         self._step = step
 
 
-class MeanPath(_Hooks):
+class MeanPath(GradientPath):
     """Reduces every backward, so that `p.grad` is the group's mean."""
 
     def __init__(
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        exchange: Client,
+        gradients: GradientExchange,
         slice_map: SliceMap,
-        weight: Callable[[], float],
+        batches: StepBatches,
     ) -> None:
         self._aside: dict[int, torch.Tensor] = {}
         self._union = [0] * len(slice_map.buckets)
         self._sums: dict[int, torch.Tensor] = {}
         self._own_sums = False
         self._open = False  # a backward has begun and has not ended
-        super().__init__(parts, buffers, exchange, slice_map, weight)
+        super().__init__(parts, buffers, gradients, slice_map, batches)
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
         def before(_: torch.Tensor) -> None:
@@ -240,7 +235,7 @@ class MeanPath(_Hooks):
             local = self._buffers.view("local", index)
             alias = tensor.grad.data_ptr() == local.data_ptr()  # left by a backward that raised; soon overwritten
             self._aside[index] = tensor.grad.clone() if alias else tensor.grad
-            tensor.grad = None
+            self._mirror.set_gradient(index, None)
 
     def _begin(self) -> None:
         self._give_up()
@@ -256,8 +251,8 @@ class MeanPath(_Hooks):
         if not self._open:
             return
         self._mirror.drain()
-        self._exchange.end_backward(self._step, self.backwards, self._weight(), self._pushed)
-        means, written = self._exchange.wait_means()
+        self._gradients.end_backward(self._step, self.backwards, self._batches.weight(), self._pushed)
+        means, written = self._gradients.wait_means()
         for number, (present, mean) in means.items():
             self._sum(self._map.buckets[number], present, mean)
         self._note_written(written)
@@ -270,12 +265,13 @@ class MeanPath(_Hooks):
         self._arrived = [0] * len(self._arrived)
         self._pushed = 0
 
-    def _check_task(self, task: int) -> None:
+    def _finish_backward(self, task: int) -> None:
         if task != self._task:
             raise RuntimeError(
                 "a backward ran inside another one, and both have gradients: reentrant checkpointing does that, "
                 "use torch.utils.checkpoint.checkpoint(…, use_reentrant=False)"
             )
+        super()._finish_backward(task)
 
     def _keep_sums(self) -> None:
         """Copy the running sums to a separate buffer, before new means overwrite them."""
@@ -295,14 +291,11 @@ class MeanPath(_Hooks):
 
     def _push(self, bucket: Bucket) -> None:
         self._pushed |= 1 << bucket.id
-        fresh = self._exchange.windowed and self._is_fresh(bucket)
+        fresh = self._gradients.model.windowed and self._is_fresh(bucket)
         self._send(self.backwards, bucket, self._arrived[bucket.id], fresh=fresh)
 
     def _is_fresh(self, bucket: Bucket) -> bool:
-        """Return whether no parameter of the bucket has an earlier `.grad`.
-
-        Earlier means from before this backward.
-        """
+        """Return whether the bucket's parameters had no `.grad` before this backward."""
         for i, index in enumerate(self._owners[bucket.id]):
             arrived = self._arrived[bucket.id] >> i & 1
             if index in self._aside or not (arrived or self._tensors[index].grad is None):
@@ -313,14 +306,14 @@ class MeanPath(_Hooks):
         if not any(self._arrived):
             # autograd.grad() calls the first hook, too, but accumulates nothing.
             for index, gradient in self._aside.items():
-                self._tensors[index].grad = gradient
+                self._mirror.set_gradient(index, gradient)
             self._close()
             return
         for bucket in self._rest():
             self._push(bucket)
         self._mirror.drain()
-        self._exchange.end_backward(self._step, self.backwards, self._weight(), self._pushed)
-        means, written = self._exchange.wait_means()
+        self._gradients.end_backward(self._step, self.backwards, self._batches.weight(), self._pushed)
+        means, written = self._gradients.wait_means()
         shown = self._add(means)
         shown.update(dict.fromkeys(self._note_written(written)))
         self._mirror.show(shown)
@@ -355,7 +348,9 @@ class MeanPath(_Hooks):
         return {index: self._add_to(index, rows) for index, rows in fresh.items()}
 
     def _sum(self, bucket: Bucket, present: int, mean: torch.Tensor) -> None:
-        if self._exchange.windowed or self._exchange.gives:  # "grad" itself counts, so nothing has to be compared
+        if (
+            self._gradients.model.windowed or self._gradients.model.sends_own_shard
+        ):  # "grad" itself counts, so nothing has to be compared
             self._union[bucket.id] |= present
             return
         if not self._union[bucket.id]:
@@ -404,31 +399,28 @@ class MeanPath(_Hooks):
             mine = self._buffers.view("grad", index)
             if left[index].data_ptr() != mine.data_ptr():
                 mine.copy_(left[index])
-            if not has or self._exchange.gives:
+            if not has or self._gradients.model.sends_own_shard:
                 edited |= self._bits(index)
-            elif not self._exchange.windowed:
+            elif not self._gradients.model.windowed:
                 edited |= self._edited(index)
-        if not self._exchange.windowed:
+        if not self._gradients.model.windowed:
             self._send_edits(step, edited)
         return (), edited, dropped
 
     def _bits(self, index: int) -> int:
         bits = 0
         for bucket, i in self._pieces[index]:
-            bits |= self._exchange.piece_bit(bucket, i)
+            bits |= self._gradients.model.piece_bit(bucket, i)
         return bits
 
     def _edited(self, index: int) -> int:
-        """Return the pieces of a parameter that differ from the sum of the means.
-
-        The comparison is bit for bit.
-        """
+        """Return the pieces of a parameter that differ in bits from the sum of means."""
         bits = 0
         for bucket, i in self._pieces[index]:
             piece = bucket.pieces[i]
             part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
             if not self._same_bits(self._flats.view("grad", bucket)[part], self._sums[bucket.id][part]):
-                bits |= self._exchange.piece_bit(bucket, i)
+                bits |= self._gradients.model.piece_bit(bucket, i)
         return bits
 
     def _send_edits(self, step: int, edited: int) -> None:
@@ -436,12 +428,12 @@ class MeanPath(_Hooks):
 
         All workers report in their commit which buckets were changed.
         """
-        workers, mine = self._exchange.group_size, self._exchange.me.index
+        workers, mine = self._gradients.channel.group_size, self._gradients.channel.me.index
         for bucket in self._map.buckets if edited else ():
-            changed = any(edited & self._exchange.piece_bit(bucket, i) for i in range(len(bucket.pieces)))
-            sender = bucket.shard if self._exchange.gives else bucket.id % workers
+            changed = any(edited & self._gradients.model.piece_bit(bucket, i) for i in range(len(bucket.pieces)))
+            sender = bucket.shard if self._gradients.model.sends_own_shard else bucket.id % workers
             if changed and sender == mine:
-                self._exchange.edit(step, bucket, self._flats.view("grad", bucket))
+                self._gradients.edit(step, bucket, self._flats.view("grad", bucket))
 
     def after_step(self) -> None:
         super().after_step()
@@ -450,7 +442,7 @@ class MeanPath(_Hooks):
         self._own_sums = False
 
 
-class PushPath(_Hooks):
+class PushPath(GradientPath):
     """Lets autograd accumulate, and sends the sum during the step's last backward.
 
     The last backward is guessed from the step before.
@@ -465,16 +457,16 @@ class PushPath(_Hooks):
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        exchange: Client,
+        gradients: GradientExchange,
         slice_map: SliceMap,
-        weight: Callable[[], float],
+        batches: StepBatches,
         compare: bool,
         eager: bool = True,
     ) -> None:
         self._compare = compare
         # If the servers read this memory itself at step(), edits need not be found. If an edit is an error, the version
         # of the tensor shows it. Otherwise `.grad` must stay apart from the sent gradient, to be compared with it.
-        self._sees = eager and (exchange.windowed or not compare)
+        self._sees = eager and (gradients.model.windowed or not compare)
         self._guess = 1 if eager else 0
         self._eager = eager
         self._revision = [NO_REVISION] * len(slice_map.buckets)
@@ -482,7 +474,7 @@ class PushPath(_Hooks):
         self._unsent = [False] * len(slice_map.buckets)  # "local" is newer than what was pushed
         self._pushes = [0] * len(slice_map.buckets)  # in this step; numbers the revisions
         self._versions: dict[int, tuple[int, int]] = {}
-        super().__init__(parts, buffers, exchange, slice_map, weight)
+        super().__init__(parts, buffers, gradients, slice_map, batches)
 
     def begin(self) -> None:
         """Begin a backward that may reach no parameter of this worker (a split model)."""
@@ -500,7 +492,7 @@ class PushPath(_Hooks):
             self._mirror.keep(index)
         for bucket, _ in self._pieces[index]:
             self._unsent[bucket.id] = True
-        self._versions[index] = (id(tensor.grad), tensor.grad._version)
+        self._versions[index] = (id(tensor.grad), version_of(tensor.grad))
         if self.backwards == self._guess - 1:
             for bucket in full:
                 self._push(bucket, self._arrived[bucket.id])
@@ -539,7 +531,7 @@ class PushPath(_Hooks):
 
     def _check_edit(self, index: int, gradient: torch.Tensor) -> None:
         known = self._versions.get(index)
-        if not self._compare and known is not None and known != (id(gradient), gradient._version):
+        if not self._compare and known is not None and known != (id(gradient), version_of(gradient)):
             raise RuntimeError(
                 f"the gradient of {self._parameters[index].name} was changed, but with grads: kHidden it was sent "
                 f"already; use grads: kVisible, tt.clip_grad_norm_, or updater {{ clip_norm: … }} in the job file"
@@ -579,30 +571,30 @@ class PushPath(_Hooks):
         self._versions.clear()
 
 
-class ArrivalPath(_Hooks):
+class ArrivalPath(GradientPath):
     """Sends buckets that servers apply during the backward (`apply: kOnArrival`).
 
     A bucket is applied when all workers have pushed it. So a step has one backward, and an applied gradient cannot be
     taken back. Anything that would need that is an error here.
 
     Args:
-        rates: returns the optimizer's present hyper-parameters.
+        hyper: returns the optimizer's present hyper-parameters.
     """
 
     def __init__(
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        exchange: Client,
+        gradients: GradientExchange,
         slice_map: SliceMap,
-        weight: Callable[[], float],
-        rates: Callable[[], bytes],
+        batches: StepBatches,
+        hyper: HyperEncoder,
     ) -> None:
-        self._rates = rates
-        self._said = b""
+        self._hyper = hyper
+        self._sent_hyper = b""
         self._open = False
         self._versions: dict[int, tuple[int, int]] = {}
-        super().__init__(parts, buffers, exchange, slice_map, weight)
+        super().__init__(parts, buffers, gradients, slice_map, batches)
 
     def _after(self, index: int, tensor: torch.Tensor) -> None:
         if self.private or tensor.grad is None:
@@ -611,7 +603,7 @@ class ArrivalPath(_Hooks):
             self._begin()
         full = self._copy_local(index, tensor.grad)
         self._mirror.keep(index)
-        self._versions[index] = (id(tensor.grad), tensor.grad._version)
+        self._versions[index] = (id(tensor.grad), version_of(tensor.grad))
         for bucket in full:
             self._push(bucket)
 
@@ -625,10 +617,10 @@ class ArrivalPath(_Hooks):
         self._open = True
         self._arrived = [0] * len(self._arrived)
         self._pushed = 0
-        rates = self._rates()
-        if rates != self._said:
-            self._said = rates
-            self._exchange.rates(rates)
+        rates = self._hyper()
+        if rates != self._sent_hyper:
+            self._sent_hyper = rates
+            self._gradients.set_rates(rates)
 
     def _push(self, bucket: Bucket) -> None:
         self._pushed |= 1 << bucket.id
@@ -638,19 +630,19 @@ class ArrivalPath(_Hooks):
         for bucket in self._rest():
             self._push(bucket)
         self._mirror.drain()
-        self._exchange.end_backward(self._step, 0, self._weight(), self._pushed)
+        self._gradients.end_backward(self._step, 0, self._batches.weight(), self._pushed)
         self.backwards = 1
         self._open = False
 
     def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
-        if self.backwards and self._rates() != self._said:
+        if self.backwards and self._hyper() != self._sent_hyper:
             raise RuntimeError(
                 "the optimizer's hyper-parameters changed between backward() and step(), but with apply: kOnArrival "
                 "the gradients are applied already: change them after step()"
             )
         for index, tensor in enumerate(self._tensors):
             gradient = tensor.grad
-            now = None if gradient is None else (id(gradient), gradient._version)
+            now = None if gradient is None else (id(gradient), version_of(gradient))
             if now != self._versions.get(index):
                 raise RuntimeError(
                     f"the gradient of {self._parameters[index].name} is not what backward() left, but with apply: "

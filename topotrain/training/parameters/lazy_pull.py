@@ -18,7 +18,7 @@ def wait_by_layer(model: nn.Module, worker: Worker) -> None:
     """Let each module's forward wait for its parameters, and `state_dict()` for all."""
     number = {id(tensor): index for index, tensor in enumerate(worker.parts.tensors)}
     for module in model.modules():
-        indices = [number[id(p)] for p in module._parameters.values() if p is not None and id(p) in number]
+        indices = [number[id(p)] for p in module.parameters(recurse=False) if id(p) in number]
         buckets = frozenset(
             piece.bucket
             for index in indices
@@ -26,5 +26,5 @@ def wait_by_layer(model: nn.Module, worker: Worker) -> None:
             for piece in worker.map.pieces_of(segment.id)
         )
         if buckets:
-            module.register_forward_pre_hook(lambda *_, wanted=buckets: worker.exchange.wait_for(wanted))
-    model.register_state_dict_pre_hook(lambda *_: worker.settle())  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(lambda *_, wanted=buckets: worker.client.values.wait_for(wanted))
+    model.register_state_dict_pre_hook(lambda *_: worker.client.values.settle())  # type: ignore[no-untyped-call]

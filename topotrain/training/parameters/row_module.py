@@ -1,4 +1,4 @@
-"""A module whose rows are no parameters of the model."""
+"""A module with rows that are no parameters of the model."""
 
 from abc import ABC, abstractmethod
 
@@ -7,8 +7,8 @@ from torch.optim import Optimizer
 
 
 class RowModule(nn.Module, ABC):
-    """A module whose rows are stored outside the model's parameters, such as `tt.Embedding`."""
+    """A module with rows outside the model's parameters, such as `tt.Embedding`."""
 
     @abstractmethod
     def follow(self, optimizer: Optimizer) -> None:
-        """In an ordinary process: `step()` updates the rows, and `zero_grad()` drops their gradients."""
+        """In an ordinary process: let `step()` update rows, `zero_grad()` clear them."""

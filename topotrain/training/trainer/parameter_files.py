@@ -113,7 +113,7 @@ def _load(places: dict[str, torch.Tensor], path: str) -> str:
 
 
 def _elsewhere(tensor: torch.Tensor) -> bool:
-    """Return whether the script has assigned a tensor to another worker, which loads it."""
+    """Return whether another worker holds, and loads, a tensor."""
     here = process.current()
     return here is not None and any(extension.holds_elsewhere(here, tensor) for extension in here.extensions)
 

@@ -135,7 +135,7 @@ class TrainerCallbacks:
         write = self._rhythms["checkpoint"].freq > 0 and (last or self._rhythms["checkpoint"].due(step))
         due = [] if last else [self._held[kind] for kind in KINDS if self._rhythms[kind].due(step)]
         if (write or due) and self._here is not None and self._here.worker is not None:
-            self._here.worker.settle()
+            self._here.worker.client.values.settle()
         if due:
             self._test(step, due)
         if write and self._checkpoints is not None:

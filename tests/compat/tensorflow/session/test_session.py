@@ -5,10 +5,10 @@ The clusters here are real ones on threads of this process: every task has its l
 
 import json
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 import topotrain as tt
+from topotrain.comm.request_reply import RequestChannel
+from topotrain.comm.transport.frame import BODY, Header
 from topotrain.compat.tensorflow.session import session_server
-from topotrain.compat.tensorflow.session.session_protocol import MAX_BODY, SessionClosed, SessionConnection, call
+from topotrain.compat.tensorflow.session.session_protocol import SessionClosed, SessionConnection, call
 from topotrain.compat.tensorflow.session.session_server import SessionServer
 from topotrain.compat.tensorflow.session.session_task import TaskAddress
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import JobError
+from topotrain.core.message_limits import MAX_BODY
 from topotrain.core.optim.adapter import OptimizerSpec, describe, remake
 from topotrain.parallel.program.split_program import LocationKind
 from topotrain.parallel.remote.allowed_functions import FUNCTIONS, name_of
@@ -315,42 +318,57 @@ def test_hostile_states_are_refused(data):
 def pair() -> Iterator[tuple[socket.socket, SessionConnection]]:
     one, other = socket.socketpair()
     with one, other:
-        yield one, SessionConnection(other)
+        yield one, SessionConnection(RequestChannel(other))
 
 
-def frame(text: bytes, body: int = 0) -> bytes:
-    return struct.pack("<4sIQ", b"ttSe", len(text), body) + text
+def frame(payload: bytes, kind: int = 1, number: int = 1, size: int | None = None, meta: bytes = b"") -> bytes:
+    size = len(payload) if size is None else size
+    return Header(BODY if size else 0, kind, len(meta), size, 0, number).pack() + meta + payload
 
 
-LIES = b'{"words":{},"tensors":[["float32",[1000000]]]}'
+LIES = frame(b'{"words":{},"tensors":[["float32",[1000000]]]}')
+HUGE = frame(b'{"words":{},"tensors":[["float32",[4294967296]],["float32",[17179869184]]]}')
 
 
 @pytest.mark.parametrize(
     "raw",
     [
-        b"GET / HTTP/1.1\r\n\r\n",
-        struct.pack("<4sIQ", b"ttSe", 0xFFFFFFFF, 0),
-        frame(b"{}", MAX_BODY + 1),
+        b"GET / HTTP/1.1\r\n\r\n" * 3,
+        frame(b"", size=0xFFFFFFFF),
+        frame(b"{}", size=MAX_BODY + 1),
         frame(b"{}"),
+        frame(b'{"words":{},"tensors":[]}', kind=2),
+        frame(b'{"words":{},"tensors":[]}', number=2),
+        frame(b'{"words":{},"tensors":[]}', meta=b"x"),
         frame(b'{"words":1,"tensors":[]}'),
         frame(b'{"words":{},"tensors":[1]}'),
-        frame(LIES, 4),
-        frame(LIES, 4_000_000),  # and then nothing comes
+        LIES + frame(bytes(4), kind=2, number=2),
+        LIES + frame(bytes(4_000_000), kind=1, number=2),
+        LIES + frame(bytes(4_000_000), kind=2, number=3),
+        LIES + frame(b"", kind=2, number=2, size=4_000_000),  # and then nothing comes
+        HUGE,
     ],
 )
 def test_hostile_frames_end_the_connection(raw):
-    with pair() as (sock, talk):
+    with pair() as (sock, talk), ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(suppressing, sock, raw)
+        with pytest.raises(SessionClosed):
+            talk.receive()
+        talk.close()  # a frame that was refused may not have been read to its end
+        sending.result()
+
+
+def suppressing(sock: socket.socket, raw: bytes) -> None:
+    with suppress(OSError):
         sock.sendall(raw)
         sock.shutdown(socket.SHUT_WR)
-        with pytest.raises(SessionClosed):
-            talk.hear()
 
 
 def test_frames_carry_words_and_tensors():
     tensors = [torch.randn(3, 2).t(), torch.tensor(True), torch.empty(0, 4, dtype=torch.int64), torch.arange(5).half()]
     with pair() as (sock, talk):
-        SessionConnection(sock).say({"do": "run"}, tensors)
-        words, came = talk.hear()
+        SessionConnection(RequestChannel(sock)).send({"do": "run"}, tensors)
+        words, came = talk.receive()
     assert words == {"do": "run"}
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, came, strict=True))
 
@@ -510,7 +528,7 @@ def test_a_second_client_is_refused_and_one_that_vanishes_frees_the_cluster(town
     session.run(tt.train.minimize(model, optimizer), *batches(6)[0])
     with pytest.raises(ConfigError, match="belongs to the session of another client"):
         tt.Session(town.target())
-    session._talk.close()  # as the system does it for a process that was killed
+    session._connection.close()  # as the system does it for a process that was killed
     monkeypatch.setattr(session_server, "GRACE_S", 30.0)
     trained(town.target(), Mlp, (4,))
 
@@ -531,8 +549,8 @@ def test_a_stranger_that_has_the_token_and_talks_nonsense_disturbs_nobody(town):
     host, port = town.cluster["worker"][0].split(":")
     for words in ({}, {"do": 3}, {"do": "begin", "meet": {"name": 1}}, {"do": "begin"}):
         talk = call(host, int(port), bytes.fromhex(TOKEN))
-        talk.say(words)
-        assert "error" in talk.hear()[0]
+        talk.send(words)
+        assert "error" in talk.receive()[0]
         talk.close()
     trained(town.target(), Mlp, (4,))
 

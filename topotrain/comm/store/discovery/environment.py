@@ -9,7 +9,8 @@ A process that finds an old URL in torch's store (of a start before a restart) r
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,20 +20,18 @@ from topotrain.comm.store.key_validation import StoreError
 from topotrain.comm.store.store_base import Store
 from topotrain.comm.store.store_url import ACCEPTED, StoreUrl, parse
 from topotrain.comm.store.tcp_store import AccessDenied, TcpStore
-from topotrain.comm.store.tcp_store_handshake import is_loopback, resolve, shown
+from topotrain.comm.transport.tcp_socket import InvalidHost, is_loopback, resolve, url_of
 
 if TYPE_CHECKING:
     from topotrain.comm.store.tcp_store_server import TcpServer
 
 VARIABLE, HOST = "TOPOTRAIN_RENDEZVOUS", "TOPOTRAIN_HOST"
-TOLD = "topotrain/store"
+PUBLISHED = "topotrain/store"
 """The key in torch's store."""
-MEETING_S = 60.0
+RENDEZVOUS_S = 60.0
 """Seconds in which the unit of rank 0 has to serve its store."""
 _PROBE_S = 2.0  # for a store to answer
 _PAUSE = 0.25
-
-Open = Callable[[str, bytes | None, float, Mapping[str, str]], Store]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +49,24 @@ class MasterAddress:
     reach: str  # the address at which others reach this machine, if it is set
 
 
-def find(url: StoreUrl, environ: Mapping[str, str], secret: bytes | None, patience: float, opens: Open) -> Store:
-    """Open the store that env:// stands for. Raises StoreError."""
-    named = _named(url, environ)
-    if named:
-        return opens(named, secret, patience, environ)
+def find(url: StoreUrl, environ: Mapping[str, str], secret: bytes | None, patience: float) -> Store:
+    """Open the store at MASTER_ADDR, where env:// stands for that. Raises StoreError."""
     master = _master(url, environ)
     secret = load_secret(environ) if secret is None else secret
     if not master.torch:
         return TcpStore(master.host, master.port, secret, patience)
-    return _told(master, secret, patience)
+    return _find_published(master, secret, patience)
 
 
 def host(url: StoreUrl, environ: Mapping[str, str], secret: bytes | None) -> "TcpServer | None":
     """See `topotrain.comm.store.host_store`."""
     if url.scheme == "env":
-        named = _named(url, environ)
+        named = named_url(url, environ)
         if named:
             return host(parse(named), environ, secret)
         master = _master(url, environ)
         if master.torch:
-            return _tell(master, load_secret(environ) if secret is None else secret)
+            return _serve_published(master, load_secret(environ) if secret is None else secret)
         return _serve(master.host, master.port, load_secret(environ) if secret is None else secret)
     if url.scheme != "tcp":
         return None
@@ -95,7 +91,11 @@ def _serve(name: str, port: int, secret: bytes) -> "TcpServer | None":
         return None
 
 
-def _named(url: StoreUrl, environ: Mapping[str, str]) -> str:
+def named_url(url: StoreUrl, environ: Mapping[str, str]) -> str:
+    """Return the URL of TOPOTRAIN_RENDEZVOUS, "" if it is not set.
+
+    Raises StoreError.
+    """
     named = environ.get(VARIABLE, "")
     if named and parse(named).scheme == "env":
         raise url.fail(
@@ -121,14 +121,15 @@ def _master(url: StoreUrl, environ: Mapping[str, str]) -> MasterAddress:
     )
 
 
-def _tell(master: MasterAddress, secret: bytes) -> "TcpServer":
+def _serve_published(master: MasterAddress, secret: bytes) -> "TcpServer":
     """Serve a store at the master's address, and publish its URL in torch's store."""
     from topotrain.comm.store.tcp_store_server import TcpServer
 
     store = _torch_store(master)
     server = TcpServer(master.reach or ("127.0.0.1" if _is_local(master) else master.host), 0, secret)
     try:
-        _ask(master, lambda: store.set(_key(master), server.url))
+        with _torch_errors(master):
+            store.set(_key(master), server.url)
     except BaseException:
         server.close()
         raise
@@ -138,16 +139,16 @@ def _tell(master: MasterAddress, secret: bytes) -> "TcpServer":
 def _is_local(master: MasterAddress) -> bool:
     try:
         return master.alone or is_loopback(resolve(master.host, 0)[1])
-    except OSError:
+    except (OSError, InvalidHost):
         raise StoreError(f"MASTER_ADDR = {master.host!r}: no such host") from None
 
 
-def _told(master: MasterAddress, secret: bytes, patience: float) -> Store:
+def _find_published(master: MasterAddress, secret: bytes, patience: float) -> Store:
     """Open the store at the URL that torch's store holds, once it answers."""
-    store, until = _torch_store(master), time.monotonic() + MEETING_S
+    store, until = _torch_store(master), time.monotonic() + RENDEZVOUS_S
     while True:
-        text = _ask(master, lambda: store.get(_key(master))).decode()
-        url = parse(text)
+        with _torch_errors(master):
+            url = parse(store.get(_key(master)).decode())
         found = TcpStore(url.host, url.port, secret, _PROBE_S)
         try:
             found.keys("no-such-key")
@@ -168,17 +169,20 @@ def _torch_store(master: MasterAddress) -> Any:
     import torch.distributed as dist
 
     make: Any = vars(dist)["TCPStore"]  # re-exported without being declared in its type stubs
-    deadline = timedelta(seconds=MEETING_S)
-    return _ask(master, lambda: make(master.host, master.port, None, False, deadline, wait_for_workers=False))
+    deadline = timedelta(seconds=RENDEZVOUS_S)
+    with _torch_errors(master):
+        return make(master.host, master.port, None, False, deadline, wait_for_workers=False)
 
 
 def _key(master: MasterAddress) -> str:
-    return f"{TOLD}/{master.attempt}"
+    return f"{PUBLISHED}/{master.attempt}"
 
 
-def _ask(master: MasterAddress, question: Callable[[], Any]) -> Any:
+@contextmanager
+def _torch_errors(master: MasterAddress) -> Iterator[None]:
+    """Raise StoreError for an error of torch's store."""
     try:
-        return question()
+        yield
     except RuntimeError as error:
-        where = shown(master.host, master.port)
+        where = url_of(master.host, master.port)
         raise StoreError(f"torch's store at {where} does not answer: {str(error).splitlines()[0]}") from None

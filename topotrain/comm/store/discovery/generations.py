@@ -28,64 +28,64 @@ def join(store: Store, rank: int, size: int, timeout: float) -> str:
         StoreError: the store cannot be used.
     """
     until = time.monotonic() + timeout
-    return _lead(store, size, until) if rank == 0 else _follow(store, rank, size, until)
+    return _propose(store, size, until) if rank == 0 else _agree(store, rank, size, until)
 
 
-def _lead(store: Store, size: int, until: float) -> str:
+def _propose(store: Store, size: int, until: float) -> str:
     ranks = range(1, size)
     while True:
-        said = {rank: _heard(store, rank, until) for rank in ranks}
+        values = {rank: _watch_rank(store, rank, until) for rank in ranks}
         name = f"room-{secrets.token_hex(8)}"
-        call = {"room": name, "numbers": {str(rank): _read(value)["number"] for rank, value in said.items()}}
-        store.set(_ROUND, json.dumps(call | {"open": False}).encode())
-        if all(_agrees(store, rank, said[rank], name, until) for rank in ranks):
-            store.set(_ROUND, json.dumps(call | {"open": True}).encode())
+        proposal = {"room": name, "numbers": {str(rank): _read(value)["number"] for rank, value in values.items()}}
+        store.set(_ROUND, json.dumps(proposal | {"open": False}).encode())
+        if all(_agrees(store, rank, values[rank], name, until) for rank in ranks):
+            store.set(_ROUND, json.dumps(proposal | {"open": True}).encode())
             for rank in ranks:
-                store.delete(_desk(rank))
+                store.delete(_rank_key(rank))
             return name
 
 
-def _heard(store: Store, rank: int, until: float, known: bytes | None = None) -> bytes:
+def _watch_rank(store: Store, rank: int, until: float, known: bytes | None = None) -> bytes:
     try:
-        return store.watch(_desk(rank), _left(until), known)
+        return store.watch(_rank_key(rank), _left(until), known)
     except TimeoutError:
         raise TimeoutError(f"rank {rank} has not come in time") from None
 
 
-def _agrees(store: Store, rank: int, said: bytes, name: str, until: float) -> bool:
+def _agrees(store: Store, rank: int, values: bytes, name: str, until: float) -> bool:
     """Whether the rank agrees to the prefix.
 
     False when it was restarted and has another number now.
     """
-    number = _read(said)["number"]
+    number = _read(values)["number"]
     while True:
-        heard = _read(said)
-        if heard["number"] != number:
+        value = _read(values)
+        if value["number"] != number:
             return False
-        if heard["room"] == name:
+        if value["room"] == name:
             return True
-        said = _heard(store, rank, until, said)
+        values = _watch_rank(store, rank, until, values)
 
 
-def _follow(store: Store, rank: int, size: int, until: float) -> str:
+def _agree(store: Store, rank: int, size: int, until: float) -> str:
     number = secrets.token_hex(8)
-    store.set(_desk(rank), json.dumps({"number": number, "room": ""}).encode())
+    store.set(_rank_key(rank), json.dumps({"number": number, "room": ""}).encode())
     known: bytes | None = None
     while True:
         try:
             known = store.watch(_ROUND, _left(until), known)
         except TimeoutError:
             raise TimeoutError(f"rank {rank} of {size} was not called by rank 0 in time") from None
-        call = _read(known)
-        if call["numbers"].get(str(rank)) != number:
+        proposal = _read(known)
+        if proposal["numbers"].get(str(rank)) != number:
             continue
-        name: str = call["room"]
-        if call["open"]:
+        name: str = proposal["room"]
+        if proposal["open"]:
             return name
-        store.set(_desk(rank), json.dumps({"number": number, "room": name}).encode())
+        store.set(_rank_key(rank), json.dumps({"number": number, "room": name}).encode())
 
 
-def _desk(rank: int) -> str:
+def _rank_key(rank: int) -> str:
     return f"ranks/{rank}"
 
 

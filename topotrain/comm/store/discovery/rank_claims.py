@@ -28,21 +28,21 @@ class RankClaim:
     Args:
         store: for these claims alone.
         number: the rank.
-        says: text that the other processes may read.
+        text: text that the other processes may read.
 
     Raises:
         RankTaken: a live process has claimed the rank.
         StoreError: the store cannot be used.
     """
 
-    def __init__(self, store: Store, number: int, says: str) -> None:
-        self._store, self.number, self._says = store, number, says
+    def __init__(self, store: Store, number: int, text: str) -> None:
+        self._store, self.number, self._text = store, number, text
         self._name, self._beats = secrets.token_hex(8), 0
         self._first: dict[int, bytes] = {}
         self._over = threading.Event()
         self._value = self._next()
-        self._take()
-        self._thread = threading.Thread(target=self._keep, name=f"seat {number}", daemon=True)
+        self._claim()
+        self._thread = threading.Thread(target=self._renew, name=f"rank claim {number}", daemon=True)
         self._thread.start()
 
     def others(self) -> dict[int, str]:
@@ -74,9 +74,9 @@ class RankClaim:
 
     def _next(self) -> bytes:
         self._beats += 1
-        return json.dumps({"name": self._name, "beats": self._beats, "says": self._says}).encode()
+        return json.dumps({"name": self._name, "beats": self._beats, "says": self._text}).encode()
 
-    def _take(self) -> None:
+    def _claim(self) -> None:
         known: bytes | None = None
         while not self._store.compare_and_set(self._key, None, self._value, LIFE_S):
             there = self._store.get(self._key)
@@ -85,7 +85,7 @@ class RankClaim:
             known = there or known
             time.sleep(_PAUSE_S)
 
-    def _keep(self) -> None:
+    def _renew(self) -> None:
         while not self._over.wait(BEAT_S):
             value = self._next()
             with suppress(StoreError):  # the store is not needed while training goes on
@@ -99,14 +99,14 @@ class RankClaim:
 class PollingStore(PrefixStore):
     """A part of a store that watches the other claims while it waits.
 
-    `watch` calls `look` every `BEAT_S` seconds, which may raise.
+    `watch` calls `check_others` every `BEAT_S` seconds, which may raise.
     """
 
-    def __init__(self, store: Store, prefix: str, seat: RankClaim) -> None:
+    def __init__(self, store: Store, prefix: str, claim: RankClaim) -> None:
         super().__init__(store, prefix)
-        self._seat = seat
+        self._own = claim
 
-    def look(self, others: dict[int, str]) -> None:
+    def check_others(self, others: dict[int, str]) -> None:
         """Judge the texts of the others; may raise."""
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
@@ -119,4 +119,4 @@ class PollingStore(PrefixStore):
             except TimeoutError:
                 if left <= BEAT_S:
                     raise TimeoutError(f"nothing new under {key!r} within {timeout:g} s") from None
-            self.look(self._seat.others())
+            self.check_others(self._own.others())

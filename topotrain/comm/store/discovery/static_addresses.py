@@ -10,6 +10,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from topotrain.comm.store.key_validation import StoreError, check_key
+from topotrain.comm.transport.tcp_socket import is_loopback, url_of
 
 _KEY = re.compile(r"(?:server|door)/(\d+)/(\d+)")
 _ACCEPTED = "must be HOST:PORT, such as 10.0.0.1:7164 or [::1]:7164"
@@ -57,7 +58,8 @@ class StaticStore:
         found = _KEY.fullmatch(key)
         if found is None:
             raise StoreError(f"{key}: a list of addresses holds nothing but the servers'")
-        return url_of(*self.place(int(found[1]), int(found[2]))).encode()
+        host, port = self.place(int(found[1]), int(found[2]))
+        return url_of(host, port, "tcp" if is_loopback(host) else "tls").encode()
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
         """Return the URL at once. Raises StoreError for a value that will never be there."""
@@ -117,15 +119,6 @@ def numeric(host: str) -> str:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise StoreError(f"host {host!r}: not an address, and the name is not known here ({error.strerror})") from None
-
-
-def url_of(host: str, port: int) -> str:
-    """Return the URL of a numeric address.
-
-    An address that other machines can reach is encrypted (tls://).
-    """
-    scheme = "tcp" if ipaddress.ip_address(host).is_loopback else "tls"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def as_data(store: StaticStore) -> Mapping[str, object]:

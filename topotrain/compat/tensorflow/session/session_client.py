@@ -75,7 +75,7 @@ class Session:
 
     def __init__(self, target: str = "") -> None:
         self._target = target
-        self._talk: SessionConnection | None = None
+        self._connection: SessionConnection | None = None
         self._kept: ModelState | None = None
         self._trained: TrainOp | None = None
         self._graphs: dict[object, tuple[int, bool]] = {}
@@ -84,7 +84,7 @@ class Session:
         self._began = False
         self._over = ""
         if target:
-            self._talk = _connected(target)
+            self._connection = _connected(target)
             told, _ = self._ask({"do": "open"})
             self._cluster = TaskCluster(told["workers"], told["servers"], told["task"])
 
@@ -135,7 +135,7 @@ class Session:
 
         Does nothing the second time.
         """
-        if self._talk is None or self._over:
+        if self._connection is None or self._over:
             return
         try:
             self.pull()
@@ -233,10 +233,10 @@ class Session:
     def _ask(
         self, said: Mapping[str, Any], tensors: "list[torch.Tensor] | tuple[()]" = ()
     ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        assert self._talk is not None
+        assert self._connection is not None
         try:
-            self._talk.say(said, tensors)
-            told, found = self._talk.hear()
+            self._connection.send(said, tensors)
+            told, found = self._connection.receive()
         except SessionClosed as error:
             self._end("the cluster is gone")
             raise JobError(f"{self._target} is gone: {error}", False) from error
@@ -258,8 +258,8 @@ class Session:
     def _end(self, why: str) -> None:
         if not self._over:
             self._over = why
-            if self._talk is not None:
-                self._talk.close()
+            if self._connection is not None:
+                self._connection.close()
 
 
 # --- in this process -------------------------------------------------------------------------------------------------

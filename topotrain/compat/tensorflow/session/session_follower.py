@@ -19,7 +19,7 @@ from topotrain.launch.by_hand.manual_server import serve, tell
 
 def follow(
     me: TaskAddress,
-    talk: SessionConnection,
+    connection: SessionConnection,
     said: Mapping[str, Any],
     tensors: Sequence[torch.Tensor],
     counts: Sequence[int],
@@ -30,7 +30,7 @@ def follow(
     """Take part in one session. Raises SessionClosed.
 
     Args:
-        talk: to the first worker. said, tensors: its first message.
+        connection: to the first worker. said, tensors: its first message.
         counts: how many workers and ps tasks there are. host: where others reach this task.
         run: runs a function that takes as long as the session, on a thread of its choice, and returns after it.
     """
@@ -40,19 +40,19 @@ def follow(
             raise ConfigError("cluster", counts, "must be the same ClusterSpec in all tasks")
         part = None if me.job == "ps" else part_of(meet, me.index, said, tensors)
     except Exception as error:
-        talk.say(failed(me, error, None).told())
+        connection.send(failed(me, error, None).told())
         return
-    talk.say({})
-    talk.hear()  # all tasks have agreed: begin
+    connection.send({})
+    connection.receive()  # all tasks have agreed: begin
     if part is None:
-        _serve(me, talk, meet, host, secret, run)
+        _serve(me, connection, meet, host, secret, run)
     else:
-        _Following(me, talk, part).follow(secret, host)
+        _Following(me, connection, part).follow(secret, host)
 
 
 def _serve(
     me: TaskAddress,
-    talk: SessionConnection,
+    connection: SessionConnection,
     meet: SessionRendezvous,
     host: str,
     secret: bytes,
@@ -67,10 +67,10 @@ def _serve(
         except (JobError, TransportError, StoreError, ConfigError) as error:
             why.append(str(error))
 
-    talk.say({})
+    connection.send({})
     run(be_server)
     try:
-        talk.hear()
+        connection.receive()
         tell(f"{me}: {OVER}")
     except SessionClosed:
         tell(f"{me}: {OVER}: {why[-1]}")
@@ -79,17 +79,17 @@ def _serve(
 class _Following:
     """A worker that carries out the requests of the session's first worker."""
 
-    def __init__(self, me: TaskAddress, talk: SessionConnection, part: SessionWorker) -> None:
-        self._me, self._talk, self._part = me, talk, part
+    def __init__(self, me: TaskAddress, connection: SessionConnection, part: SessionWorker) -> None:
+        self._me, self._connection, self._part = me, connection, part
 
     def follow(self, secret: bytes, host: str) -> None:
         """Carry out requests until the session's end."""
         why = f"{self._me}: the session's first worker is gone"
         try:
             self._part.enter(secret, host)
-            self._talk.say({})
+            self._connection.send({})
             while True:
-                said, _ = self._talk.hear()
+                said, _ = self._connection.receive()
                 if said.get("do") == "end":
                     why = OVER
                     return
@@ -101,7 +101,7 @@ class _Following:
             why = str(found)
             self._part.leave(found.bare)  # before the reply: the first worker may be waiting for this one
             with suppress(SessionClosed):
-                self._talk.say(found.told())
+                self._connection.send(found.told())
         finally:
             self._part.leave(why)
             tell(f"{self._me}: {OVER}" + ("" if why == OVER else f": {why}"))
@@ -111,16 +111,16 @@ class _Following:
             try:
                 self._part.learn(said["number"], said["description"], said["loss"])
             except ConfigError as error:
-                self._talk.say(failed(self._me, error, None).told())
+                self._connection.send(failed(self._me, error, None).told())
                 return
-            self._talk.say({})
+            self._connection.send({})
         elif said["do"] == "run":
             dice = said["dice"]
             self._part.run(said["number"], (), None if dice is None else _unpacked(dice), said["settings"])
-            self._talk.say({})
+            self._connection.send({})
         else:
             found = self._part.values()
-            self._talk.say({"numbers": list(found)}, list(found.values()))
+            self._connection.send({"numbers": list(found)}, list(found.values()))
 
 
 def _unpacked(text: Any) -> torch.Tensor:

@@ -17,9 +17,9 @@ from topotrain.compat.tensorflow.session.session_task import (
     TaskFailed,
     check_values,
     failed,
-    hear,
     numbers_of,
     part_of,
+    receive_reply,
 )
 from topotrain.compat.tensorflow.session.task_graph import OVER, SessionRendezvous, SessionWorker
 from topotrain.config.job import ConfigError
@@ -32,14 +32,14 @@ class SessionLeader:
     """Serves the client of a session, leads the other tasks, and does its own part.
 
     Args:
-        talk: to the client.
+        connection: to the client.
         tasks: all of the cluster's. me: this one. host: where others reach it.
     """
 
     def __init__(
-        self, talk: SessionConnection, tasks: Sequence[TaskAddress], me: TaskAddress, host: str, secret: bytes
+        self, connection: SessionConnection, tasks: Sequence[TaskAddress], me: TaskAddress, host: str, secret: bytes
     ) -> None:
-        self._talk, self._tasks, self._me, self._host, self._secret = talk, tasks, me, host, secret
+        self._connection, self._tasks, self._me, self._host, self._secret = connection, tasks, me, host, secret
         self._others: dict[TaskAddress, SessionConnection] = {}
         self._part: SessionWorker | None = None
         self._store: StoreService | None = None
@@ -48,8 +48,10 @@ class SessionLeader:
         """Serve until the client closes the session, or is gone, or a step fails."""
         why = f"the client of {self._me} is gone"
         try:
-            self._talk.say({"workers": self._count("worker"), "servers": self._count("ps"), "task": self._me.index})
-            why = self._hear_out() or OVER
+            self._connection.send(
+                {"workers": self._count("worker"), "servers": self._count("ps"), "task": self._me.index}
+            )
+            why = self._serve_requests() or OVER
         except SessionClosed:
             pass
         finally:
@@ -57,15 +59,15 @@ class SessionLeader:
             tell(f"{self._me}: {OVER}" + ("" if why == OVER else f": {why}"))
         if why == OVER:
             with suppress(SessionClosed):
-                self._talk.say({})
+                self._connection.send({})
 
-    def _hear_out(self) -> str:
+    def _serve_requests(self) -> str:
         """Carry out the client's requests; return why the session had to end.
 
         "": the client has closed it. Raises SessionClosed.
         """
         while True:
-            said, tensors = self._talk.hear()
+            said, tensors = self._connection.receive()
             if said.get("do") == "close":
                 return ""
             try:
@@ -75,11 +77,11 @@ class SessionLeader:
                 over = said.get("do") != "learn" or not found.config  # a description may be refused
                 if over:
                     self._end(str(found))
-                self._talk.say({**found.told(), "over": over})
+                self._connection.send({**found.told(), "over": over})
                 if over:
                     return str(found)
                 continue
-            self._talk.say(*answer)
+            self._connection.send(*answer)
 
     def _count(self, job: str) -> int:
         return sum(task.job == job for task in self._tasks)
@@ -117,12 +119,12 @@ class SessionLeader:
         for task in self._tasks:
             if task != self._me:
                 numbers = numbers_of(states, task.index) if task.job == "worker" else []
-                self._others[task] = talk = self._call(task)
-                self._say(task, talk, {**shared, "numbers": numbers}, [tensors[n] for n in numbers])
-        for task, talk in self._others.items():
-            hear(task, talk)
-        for task, talk in self._others.items():
-            self._say(task, talk, {"do": "go"})
+                self._others[task] = connection = self._call(task)
+                self._send(task, connection, {**shared, "numbers": numbers}, [tensors[n] for n in numbers])
+        for task, connection in self._others.items():
+            receive_reply(task, connection)
+        for task, connection in self._others.items():
+            self._send(task, connection, {"do": "go"})
         self._part = part
         self._all(self._others, lambda: part.enter(self._secret, self._host))
 
@@ -133,11 +135,15 @@ class SessionLeader:
         except (OSError, TransportError, StoreError) as error:
             raise TaskFailed(f"{task} at {task.address} cannot be reached from {self._me}: {error}") from error
 
-    def _say(
-        self, task: TaskAddress, talk: SessionConnection, said: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()
+    def _send(
+        self,
+        task: TaskAddress,
+        connection: SessionConnection,
+        said: Mapping[str, Any],
+        tensors: Sequence[torch.Tensor] = (),
     ) -> None:
         try:
-            talk.say(said, tensors)
+            connection.send(said, tensors)
         except SessionClosed as error:
             raise TaskFailed(f"{task} is gone: {error}", cause=False) from error
 
@@ -145,9 +151,9 @@ class SessionLeader:
         self, said: Mapping[str, Any], own: Callable[[], Any]
     ) -> tuple[Any, list[tuple[dict[str, Any], list[torch.Tensor]]]]:
         """Have all workers do it, this one too. Raises the error that explains most."""
-        workers = {task: talk for task, talk in self._others.items() if task.job == "worker"}
-        for task, talk in workers.items():
-            self._say(task, talk, said)
+        workers = {task: connection for task, connection in self._others.items() if task.job == "worker"}
+        for task, connection in workers.items():
+            self._send(task, connection, said)
         return self._all(workers, own, goes_on=said["do"] == "learn")
 
     def _all(
@@ -164,9 +170,9 @@ class SessionLeader:
             failures.append(failed(self._me, error, self._part))
             if not goes_on and self._part is not None:
                 self._part.leave(failures[0].bare)  # the others may be waiting for this one
-        for task, talk in others.items():
+        for task, connection in others.items():
             try:
-                replies.append(hear(task, talk))
+                replies.append(receive_reply(task, connection))
             except TaskFailed as error:
                 failures.append(error)
         if failures:
@@ -180,11 +186,11 @@ class SessionLeader:
         return {"numbers": list(found)}, list(found.values())
 
     def _end(self, why: str) -> None:
-        for talk in self._others.values():
+        for connection in self._others.values():
             if why == OVER:
                 with suppress(SessionClosed):
-                    talk.say({"do": "end"})
-            talk.close()
+                    connection.send({"do": "end"})
+            connection.close()
         self._others.clear()
         if self._part is not None:
             self._part.leave(why)

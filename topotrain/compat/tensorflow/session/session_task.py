@@ -73,10 +73,10 @@ def numbers_of(states: Sequence[StateDescription], worker: int) -> list[int]:
     return [number for number, state in enumerate(states) if state.worker == worker]
 
 
-def hear(task: TaskAddress, talk: SessionConnection) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def receive_reply(task: TaskAddress, connection: SessionConnection) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Return a task's reply. Raises TaskFailed where it failed, or is gone."""
     try:
-        said, tensors = talk.hear()
+        said, tensors = connection.receive()
     except SessionClosed as error:
         raise TaskFailed(f"{task} is gone: {error}", cause=False) from error
     if "error" in said:

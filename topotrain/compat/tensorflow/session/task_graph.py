@@ -17,7 +17,7 @@ from topotrain.comm.store import Store, open_store
 from topotrain.comm.transport import TransportError
 from topotrain.config.job import Cluster, ConfigError, Job, Road
 from topotrain.config.topology import Address, Role
-from topotrain.core.client.client import JobError, PeerLost
+from topotrain.core.client.client import JobError, PeerLost, StepEnd
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.optim.adapter import OptimizerSpec, remake
 from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, place_of
@@ -25,13 +25,14 @@ from topotrain.launch.runtime.process_host import WorkerConnections
 from topotrain.parallel.estimate.memory_check import room
 from topotrain.parallel.remote.graph_description import GraphDescription, StateDescription
 from topotrain.parallel.remote.graph_replayer import OutputCollector, WorkerModel, program
-from topotrain.parallel.runtime.channel import ActivationChannel
 from topotrain.parallel.runtime.local_model import localise
+from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.parallel.runtime.program_runner import Runner
 from topotrain.parallel.runtime.worker_sync import WorkerSync
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
 
 OVER = "the session is over"
 _LEAST_ROOM = 64 << 20  # bytes that a value may always have, whatever memory the machine reports
@@ -135,12 +136,12 @@ class SessionWorker:
             lambda slice_map: FlatBuffers(slice_map, None, roads.allocate),
         )
         self._worker.start()
-        self._passage: ActivationChannel = roads.meet_group()
+        self._channel: NetworkChannel = roads.meet_group()
         adopt(self._optimizer, self._worker)
-        self._worker.scatter_state()
+        self._worker.server_state.scatter()
         assert isinstance(self._worker.path, PushPath)
-        self._meeting = _Meeting(self._passage, self._worker.path.begin)
-        self._worker.before_commit.append(lambda *_: self._meeting.stepped())
+        self._sync = _SessionSync(self._channel, self._worker.path.begin)
+        self._worker.attach(self._sync)
 
     def learn(self, number: int, data: Any, loss: bool) -> None:
         """Keep a description to be run under this number. Raises ConfigError."""
@@ -150,7 +151,7 @@ class SessionWorker:
         box = None if loss else OutputCollector()
         most = max(_LEAST_ROOM, room().least() or 0)
         cut = program(description, self._states, self._meet.workers, self._meet.first, box, most)
-        runner = Runner(cut, self._model, self._passage, lambda: 1.0, meeting=self._meeting, generator=self._dice)
+        runner = Runner(cut, self._model, self._channel, lambda: 1.0, sync=self._sync, generator=self._dice)
         self._graphs[number] = _Graph(runner, box, description)
 
     def run(self, number: int, inputs: Sequence[torch.Tensor], dice: torch.Tensor | None, settings: str) -> Any:
@@ -210,8 +211,8 @@ class SessionWorker:
     def reason(self, error: BaseException) -> str:
         """Return the text of an error, with the cause if a server knows it."""
         if isinstance(error, JobError | PeerLost | TransportError) and self._roads is not None:
-            exchange, until = self._roads.exchange, time.monotonic() + _CAUSE_S
-            return exchange.hear_out(lambda: time.monotonic() >= until) or str(exchange.failure or error)
+            channel, until = self._roads.exchange.channel, time.monotonic() + _CAUSE_S
+            return channel.await_cause(lambda: time.monotonic() >= until) or str(channel.failure or error)
         return words(error)
 
     def leave(self, why: str) -> None:
@@ -225,20 +226,24 @@ class SessionWorker:
             self._store.close()
 
 
-class _Meeting(WorkerSync):
+class _SessionSync(WorkerSync, WorkerExtension):
     """Worker synchronization that also starts a push without own gradients.
 
     A worker would not notice a backward that reaches none of its parameters.
     """
 
-    def __init__(self, passage: ActivationChannel, begins: Callable[[], None]) -> None:
-        super().__init__(passage)
+    def __init__(self, channel: NetworkChannel, begins: Callable[[], None]) -> None:
+        super().__init__(channel)
         self._begins = begins
 
     def begun(self) -> None:
         """Note that a backward begins here."""
         super().begun()
         self._begins()
+
+    def before_commit(self, step: int, end: StepEnd) -> None:
+        """As `WorkerExtension.before_commit`."""
+        self.stepped()
 
 
 def words(error: BaseException) -> str:

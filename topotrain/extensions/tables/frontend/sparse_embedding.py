@@ -23,6 +23,7 @@ from topotrain.extensions.tables.row_optimizers import check_rule, rule_text
 from topotrain.extensions.tables.table_spec import TableSpec
 from topotrain.training.context import Context
 from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
 
 _CHUNK_BYTES = 16 << 20
 
@@ -87,7 +88,7 @@ def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
     return list(found.values())
 
 
-class RowPaths:
+class RowPaths(WorkerExtension):
     """Pushes and pulls rows of one worker.
 
     They are rows of its sparse weights and of its `tt.Embedding`s.
@@ -148,10 +149,10 @@ class RowPaths:
     def follow(self, worker: Worker) -> None:
         """Push rows with the steps of the worker."""
         if self._weights or self._tables:
-            worker.before_commit.append(self.push)
+            worker.attach(self)
             forget_with(worker.optimizer, self._tables)
 
-    def push(self, step: int, end: StepEnd) -> None:
+    def before_commit(self, step: int, end: StepEnd) -> None:
         """Push the gradients of rows, as this worker's part of a step."""
         if end.check_finite and self._tables:
             raise RuntimeError(f"a GradScaler does not see the rows of a tt.Embedding ({self._tables[0].name})")

@@ -236,7 +236,7 @@ class JobTables:
         """See `TableBackend`."""
         return [
             {"server": str(server), "rows": size.rows, "bytes": size.value_bytes + size.state_bytes + size.index_bytes}
-            for server, size in zip(self._here.connect().exchange.servers, self.door.stats(name), strict=True)
+            for server, size in zip(self._here.connect().exchange.channel.servers, self.door.stats(name), strict=True)
         ]
 
     def barrier(self) -> None:

@@ -1,0 +1,95 @@
+"""docs/journey-batch.md against a traced run: one batch passes the functions that the page names, in order."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from in_process_job import Trainer, building, job_of, run_local
+from journey_pages import PACKAGE, check_is_function, check_order, stops_in
+from torch.utils.data import DataLoader, TensorDataset
+
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Message
+from topotrain.training.data.data_client import DataClient
+from topotrain.training.data.data_messages import Lease, LeaseRequest
+from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
+
+PAGE = Path(__file__).parents[2] / "docs" / "journey-batch.md"
+READER = Address(Role.WORKER, 0, 0)
+
+
+def stops() -> list[str]:
+    """The functions that the page's list names, one per stop."""
+    return stops_in(PAGE.read_text(encoding="utf-8"))
+
+
+class Tracer:
+    """Notes the package's functions that are called for a lease or for the reader's batch, each once."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self._reader: int | None = None
+        self._of_thread = threading.local()
+
+    def watch(self, read: Callable[[], object]) -> None:
+        """Note what this call enters on its thread, and what its messages enter on others."""
+        self._reader = threading.get_ident()
+        try:
+            read()
+        finally:
+            self._reader = None
+
+    def profile(self, frame: FrameType, event: str, _: Any) -> None:
+        path = frame.f_code.co_filename
+        if event not in ("call", "return") or not path.startswith(str(PACKAGE)):
+            return
+        stack = self._of_thread.__dict__.setdefault("stack", [False])
+        if event == "return":
+            if len(stack) > 1:
+                stack.pop()
+            return
+        message = frame.f_locals.get("message")
+        if isinstance(message, Message):
+            stack.append(isinstance(message, Lease | LeaseRequest))
+        else:
+            stack.append(stack[-1] or (len(stack) == 1 and threading.get_ident() == self._reader))
+        name = f"{Path(path).stem}.{frame.f_code.co_qualname}"
+        if stack[-1] and self._reader is not None and name not in self.seen:
+            self.seen.append(name)
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[str]:
+    """The functions that the first batch of a group passes."""
+    tracer = Tracer()
+
+    def script(t: Trainer) -> None:
+        plan = DataPlan(t.me.group, 2, 0, 1, (), "lease", False, 0, 1, t.me == READER)
+        data = TensorDataset(torch.arange(96.0))
+        client = t.worker.client.extension(DataClient)
+        batches = iter(ShardedLoader(DataLoader(data, batch_size=8), plan, client, t.worker))
+        if t.me == READER:
+            tracer.watch(lambda: next(batches))
+        batches.close()
+
+    before = threading.getprofile()
+    threading.setprofile(tracer.profile)
+    try:
+        run_local(job_of(nworker_groups=2, nworkers_per_group=1, nservers_per_group=1), building(), script)
+    finally:
+        threading.setprofile(before)
+    return tracer.seen
+
+
+def test_every_stop_is_a_function_of_the_package() -> None:
+    assert len(stops()) >= 12
+    for stop in stops():
+        check_is_function(stop, PAGE)
+
+
+def test_the_batch_passes_the_stops_in_the_order_of_the_page(seen: list[str]) -> None:
+    check_order(stops(), seen, PAGE)

@@ -1,0 +1,33 @@
+"""The numbered lists of functions on the pages that follow one thing through the package (docs/journey*.md)."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import topotrain
+
+PACKAGE = Path(topotrain.__file__).parent
+
+
+def stops_in(text: str) -> list[str]:
+    """The functions that a list names, such as "gradient_staging.GradientStaging.push", one per stop."""
+    return re.findall(r"^\d+\. `([\w./]+)`", text, re.MULTILINE)
+
+
+def check_is_function(stop: str, page: Path) -> None:
+    """Raises AssertionError if the package has no such function."""
+    module, _, names = stop.partition(".")
+    (path,) = PACKAGE.rglob(f"{module}.py")
+    found: Any = import_module(".".join(("topotrain", *path.relative_to(PACKAGE).with_suffix("").parts)))
+    for name in names.split("."):
+        assert hasattr(found, name), f"docs/{page.name} names {stop}, and there is no {name}"
+        found = getattr(found, name)
+    assert callable(found), stop
+
+
+def check_order(stops: list[str], passed: list[str], page: Path) -> None:
+    """Raises AssertionError unless a run has passed all stops of a page, first calls in the order of the page."""
+    missing = [stop for stop in stops if stop not in passed]
+    assert not missing, f"docs/{page.name} names {missing}; the run passed:\n" + "\n".join(passed)
+    assert [function for function in passed if function in stops] == stops

@@ -1,0 +1,58 @@
+"""The restart of a worker: the announcement, and messages for the earlier process."""
+
+from topotrain.config.topology import Address
+from topotrain.core import protocol as m
+from topotrain.core.client.client_extension import ClientExtension
+from topotrain.core.client.client_types import StepEnd
+from topotrain.core.client.server_channel import ServerChannel
+
+
+class Rejoin(ClientExtension):
+    """One worker's return to its servers.
+
+    Args:
+        channel: the worker's channel to its servers.
+        incarnation: of the worker's group. At 0 no server has to be told of a return.
+    """
+
+    messages = (m.WorkerRejoined,)
+
+    def __init__(self, channel: ServerChannel, incarnation: int) -> None:
+        self._channel, self._incarnation = channel, incarnation
+        self._pending = {*channel.servers, channel.first_server} if incarnation else set()
+        self._ahead: set[Address] = set()
+
+    def announce(self) -> None:
+        """Tell all servers of the restart and wait for their replies. Raises JobError."""
+        # Sorted, so that a simulation of the same seed sends in the same order.
+        for server in sorted(self._pending):
+            self._channel.send(server, m.WorkerRejoined(self._incarnation))
+        self._channel.wait_until(lambda: not self._pending)
+
+    def admits(self, sender: Address, message: m.Message) -> bool:
+        """Whether a message is for this process.
+
+        Until a server knows of the restart, most of its messages are for the earlier process.
+        """
+        return sender not in self._pending or isinstance(message, m.WorkerRejoined | m.Fail)
+
+    def handle(self, sender: Address, message: m.Message) -> None:
+        """A server knows of the return of this process, or of an earlier one."""
+        assert isinstance(message, m.WorkerRejoined)
+        if sender in self._pending and message.incarnation == self._incarnation:
+            self._pending.discard(sender)
+            if message.begun:
+                self._ahead.add(sender)
+
+    def is_ahead(self, server: Address) -> bool:
+        """Whether the server is ahead of a script that has just restarted.
+
+        Its values and state are newer then.
+
+        This ends with the worker's first step.
+        """
+        return server in self._ahead
+
+    def before_commit(self, step: int, end: StepEnd) -> None:
+        """With its first step the script is as far as the servers."""
+        self._ahead.clear()

@@ -1,0 +1,304 @@
+"""The exchange of one worker's step: gradients, means of its group, commit.
+
+`GradientExchange` is the contract of the gradients. `ServerReduction` sends them to servers, which add them up.
+`StepCommit` announces a step to the servers and waits until all have applied it.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from topotrain.config.sharding import Bucket
+from topotrain.config.topology import Address
+from topotrain.core import protocol as m
+from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
+from topotrain.core.client.client_extension import ClientExtension, ClientHooks
+from topotrain.core.client.client_model import ClientModel, present_body
+from topotrain.core.client.client_types import StepEnd, StepOutcome
+from topotrain.core.client.server_channel import ServerChannel
+from topotrain.core.client.value_pull import ValuePull
+from topotrain.core.model.schema import typed
+from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.server.consistency import pairs
+
+Means = dict[int, tuple[int, torch.Tensor]]
+"""Bucket number -> bitmap of its pieces, and their mean as a 1-D view that stays until the next push."""
+
+
+class GradientExchange:
+    """How the workers of a group add up the gradients of a backward, or of a step.
+
+    A subclass has `push`, `end_backward` and `wait_means`. The other methods do nothing, or the same in all.
+    """
+
+    def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
+        """The client of this worker is made of these."""
+        self.channel, self.model, self.values = channel, model, values
+
+    def start(self, device: torch.device) -> None:
+        """All workers of the group have the first values of a model on this device."""
+
+    def push(
+        self,
+        step: int,
+        ordinal: int,
+        bucket: Bucket,
+        weight: float,
+        present: int,
+        body: torch.Tensor,
+        fresh: bool = False,
+    ) -> None:
+        """Contribute a bucket's local gradient.
+
+        The body must stay until the mean is here, or the step committed.
+
+        present: bitmap of the bucket's pieces. fresh: in shared memory, the mean may be written into "grad".
+        """
+        raise NotImplementedError
+
+    def end_backward(self, step: int, ordinal: int, weight: float, pushed: int) -> None:
+        """This worker's backward is over; `pushed` is a bitmap over all buckets."""
+        raise NotImplementedError
+
+    def wait_means(self) -> tuple[Means, int]:
+        """Wait for the group's means of this backward.
+
+        The number is a bitmap of the pieces with a mean that is in "grad" already. Raises JobError, PeerLost.
+        """
+        raise NotImplementedError
+
+    def before_commit(self, step: int, end: StepEnd) -> StepEnd:
+        """The worker is about to commit a step. Returns what the servers are told of it."""
+        return end
+
+    def edit(self, step: int, bucket: Bucket, body: torch.Tensor) -> None:
+        """Send a bucket's gradient as the script left it."""
+        with self.channel.spans.span("push (edit)", step=step + 1, bucket=bucket.id):
+            self.channel.send(self.model.server_of(bucket), m.GradientOverride(step, bucket.id, body=body))
+
+    def set_rates(self, hyper: bytes) -> None:
+        """Set the hyper-parameters of later gradients that are applied on arrival."""
+        for server in self.channel.servers:
+            self.channel.send(server, m.StepRates(hyper))
+
+    def place(self, sender: Address, message: m.ReducedGradient, viewable: bool) -> torch.Tensor | None:
+        """Where a server's mean is to be received."""
+        return None
+
+    def on_mean(self, sender: Address, message: m.ReducedGradient) -> None:
+        """A server has sent the mean of a bucket."""
+
+    def on_reduced(self, sender: Address, message: m.BackwardReduced) -> None:
+        """A server has sent the means of all its buckets of a backward."""
+
+    def close(self) -> None:
+        """The worker leaves."""
+
+
+class ServerReduction(GradientExchange):
+    """The servers add up: buckets are pushed to them, and they reply with the means."""
+
+    def __init__(self) -> None:
+        self._backward: tuple[int, int] | None = None  # (step, ordinal) of the awaited means
+        self._means: Means = {}
+        self._reduced: dict[Address, m.BackwardReduced] = {}
+
+    def push(
+        self,
+        step: int,
+        ordinal: int,
+        bucket: Bucket,
+        weight: float,
+        present: int,
+        body: torch.Tensor,
+        fresh: bool = False,
+    ) -> None:
+        """Send a bucket's local gradient to the server that adds it up."""
+        self._backward = (step, ordinal)
+        self.values.expect_early(step)
+        bits = int_to_bits(present, len(bucket.pieces))
+        with self.channel.spans.span("push", step=step + 1, ordinal=ordinal, bucket=bucket.id):
+            body = self.model.codec.push(bucket, weight, present, body)
+            message = m.Push(step, ordinal, bucket.id, weight, bits, fresh, body=body)
+            self.channel.send(self.model.reducer_of(bucket), message)
+
+    def end_backward(self, step: int, ordinal: int, weight: float, pushed: int) -> None:
+        """As `GradientExchange.end_backward`."""
+        self._backward = (step, ordinal)
+        for server in self.model.reducers:
+            lo, count = self.model.reduced_by(server)
+            # Each server gets only the part of the bitmap with the buckets that it adds up.
+            bits = int_to_bits(pushed >> lo & (1 << count) - 1, count)
+            self.channel.send(server, m.BackwardEnd(step, ordinal, weight, bits, self.channel.exits))
+
+    def wait_means(self) -> tuple[Means, int]:
+        """As `GradientExchange.wait_means`."""
+        with self.channel.spans.span("wait for means"):
+            self.channel.wait_until(self._all_reduced)
+        with self.channel.waiter.update():
+            # From here on a mean that is delivered twice is dropped.
+            self._backward = None
+            written = self._written()
+            self._reduced.clear()
+            means, self._means = self._means, {}
+        return means, written
+
+    def _all_reduced(self) -> bool:
+        if len(self._reduced) < len(self.model.reducers):
+            return False
+        # A bucket to which no worker contributed has no mean, so the servers say how many there are.
+        return len(self._means) == sum(bits_to_int(done.contributed).bit_count() for done in self._reduced.values())
+
+    def _written(self) -> int:
+        bits = 0
+        for server, done in self._reduced.items():
+            if done.written:
+                bits |= bits_to_int(done.written) << self.model.first_piece[self.model.reduced_by(server)[0]]
+        return bits
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def place(self, sender: Address, message: m.ReducedGradient, viewable: bool) -> torch.Tensor | None:
+        """Where a mean is to be received.
+
+        A mean in memory that this worker can see needs no other place.
+        """
+        if viewable:
+            return None
+        bucket = self.model.bucket(sender, message.bucket)
+        if self.model.codec.is_coded(message, bucket):
+            return self.model.codec.landing(message, bucket)
+        return self.model.flats.view("mean", bucket)
+
+    def on_mean(self, sender: Address, message: m.ReducedGradient) -> None:
+        """The mean of a bucket is here."""
+        if not self._is_awaited(message):
+            return
+        bucket, body = self.model.bucket(sender, message.bucket), present_body(message)
+        check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
+        if self.model.codec.is_coded(message, bucket):
+            body = self.model.codec.mean(bucket, body)
+        else:
+            # Bodies arrive as bytes. The dtype is that of the parameters.
+            body = typed(body, self.model.flats.view("params", bucket))
+        self._means[bucket.id] = (bits_to_int(message.present), body)
+
+    def on_reduced(self, sender: Address, message: m.BackwardReduced) -> None:
+        """A server has sent the means of all its buckets of a backward."""
+        if self._is_awaited(message):
+            buckets = self.model.reduced_by(sender)[1]
+            check_bits(message.contributed, buckets, f"{sender}: the buckets of a backward")
+            self._reduced[sender] = message
+
+    def _is_awaited(self, message: m.ReducedGradient | m.BackwardReduced) -> bool:
+        # A transport may deliver a message twice, and the second one after the backward has ended.
+        return self.model.is_open and (message.step, message.ordinal) == self._backward
+
+
+class StepCommit:
+    """Commits the steps of one worker."""
+
+    def __init__(
+        self,
+        channel: ServerChannel,
+        model: ClientModel,
+        values: ValuePull,
+        gradients: GradientExchange,
+        hooks: ClientHooks,
+    ) -> None:
+        self._channel, self._model, self._values = channel, model, values
+        self._gradients, self._hooks = gradients, hooks
+        self._applied: dict[Address, m.Applied] = {}
+
+    def commit(self, step: int, end: StepEnd) -> StepOutcome:
+        """Commit a step and wait until it is applied, and with `fetch` for its values."""
+        self.begin(step, end)
+        return self.finish(step, end)
+
+    def begin(self, step: int, end: StepEnd) -> None:
+        """Commit a step everywhere. `finish` or `finish_later` must follow."""
+        self._values.settle()
+        # Sums that are made only now must be complete before the servers learn of the step.
+        end = self._gradients.before_commit(step, end)
+        for extension in self._hooks.before_commit:
+            extension.before_commit(step, end)
+        # Replies to earlier steps may arrive twice, and must not count for this one.
+        self._applied.clear()
+        self._values.begin_step(step, end.fetch)
+        for server in self._channel.servers:
+            self._channel.send(server, self._commit_for(server, step, end))
+
+    def finish_later(self, step: int, end: StepEnd, settled: Callable[[StepOutcome], None]) -> None:
+        """Go on at once.
+
+        `settled` gets the outcome when `ValuePull.settle` is called next, on its thread.
+        """
+        self._values.defer(lambda: settled(self.finish(step, end)))
+
+    def finish(self, step: int, end: StepEnd) -> StepOutcome:
+        """Wait until the step is applied. Raises JobError, PeerLost.
+
+        With `fetch` it also waits for the new values.
+        """
+        with self._channel.spans.span("wait for apply"):
+            self._channel.wait_until(lambda: self._overtaken(step) is not None or self._is_applied(step))
+        # The servers drop a commit that comes too late, so no reply to it will come.
+        late = self._overtaken(step)
+        if late is not None:
+            return late.catch_up()
+        self._values.end_step(end.fetch)
+        outcome = self._outcome()
+        for extension in self._hooks.after_commit:
+            extension.after_commit(end, outcome)
+        return outcome
+
+    def on_applied(self, sender: Address, message: m.Applied) -> None:
+        """A server has applied, or skipped, a step."""
+        known = self._applied.get(sender)
+        if known is None or known.step < message.step:
+            self._applied[sender] = message
+
+    def _overtaken(self, step: int) -> ClientExtension | None:
+        """The extension that knows that the group has made this step without this worker."""
+        return next((extension for extension in self._hooks.missed if extension.missed(step)), None)
+
+    def _is_applied(self, step: int) -> bool:
+        return sum(applied.step == step for applied in self._applied.values()) == len(self._channel.servers)
+
+    def _outcome(self) -> StepOutcome:
+        replies = [self._applied[server] for server in self._channel.servers]
+        return StepOutcome(
+            version=replies[0].version,
+            staleness=tuple(reply.staleness for reply in replies),
+            found_inf=any(reply.found_inf for reply in replies),
+            norm=replies[0].norm,
+            snapshot=max(reply.snapshot for reply in replies),
+            refused=tuple(pairs(replies[0].refused)),
+            leaves=any(reply.leaves for reply in replies),
+        )
+
+    def _commit_for(self, server: Address, step: int, end: StepEnd) -> m.Commit:
+        model = self._model
+        buckets, (low, number) = model.map.buckets_of(server.index), model.reduced_by(server)
+        first = model.first_piece[buckets[0].id if buckets else 0]
+        pieces = sum(len(bucket.pieces) for bucket in buckets)
+        # The bitmaps are over all pieces. Each server gets its own part.
+        mask = (1 << pieces) - 1
+        revisions = end.revisions[low : low + number] if end.revisions else (NO_REVISION,) * number
+        return m.Commit(
+            step=step,
+            backwards=end.backwards,
+            weight=end.weight,
+            inv_scale=end.inv_scale,
+            check_finite=end.check_finite,
+            clip_norm=end.clip_norm,
+            clip_type=end.clip_type,
+            fetch=end.fetch,
+            revisions=bytes(revisions),
+            edited=int_to_bits(end.edited >> first & mask, pieces),
+            dropped=int_to_bits(end.dropped >> first & mask, pieces),
+            hyper=end.hyper,
+            marks=end.marks,
+            exits=self._channel.exits,
+            samples=end.samples,
+        )

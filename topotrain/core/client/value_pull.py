@@ -1,0 +1,188 @@
+"""Pulls: requests for values in numbered rounds, received in the buffer "params"."""
+
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+
+import torch
+
+from topotrain.config.topology import Address
+from topotrain.core import protocol as m
+from topotrain.core.client.client_model import ClientModel, present_body
+from topotrain.core.client.server_channel import ServerChannel
+from topotrain.core.model.schema import typed
+
+
+class ValueObserver:
+    """Actions around a change of "params". Each method does nothing here."""
+
+    def before_values(self) -> None:
+        """ "params" is about to be written."""
+
+    def after_values(self) -> None:
+        """ "params" has new values."""
+
+
+class ValuePull:
+    """The values that one worker waits for.
+
+    A step's values are the round of its number; other rounds have negative numbers. Values of another round than the
+    awaited one are dropped, because a transport may deliver a message twice.
+    """
+
+    def __init__(self, channel: ServerChannel, model: ClientModel) -> None:
+        self._channel, self._model = channel, model
+        self._observer = ValueObserver()
+        self._round: int | None = None
+        self._here: set[int] = set()  # buckets of the awaited round
+        self._awaited = 0
+        self._fetches = 0  # equal on all workers of the group, so that they are shown the same moment
+        self._lazy = False
+        self._early = False
+        self._deferred: Callable[[], None] | None = None
+
+    def open(self, streams: bool, lazy: bool) -> None:
+        """The model is known.
+
+        streams: gradients are applied on arrival, and values may come back before the step is committed.
+        lazy: `pull: kLazy`, the servers announce each bucket when it is new.
+        """
+        self._awaited = len(self._model.held)
+        self._lazy = lazy
+        self._early = streams and (lazy or not self._model.windowed)
+
+    def observe(self, observer: ValueObserver) -> None:
+        """Call this observer around each later change of "params"."""
+        self._observer = observer
+
+    # --- rounds --------------------------------------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        """Wait for current values of all slices that this worker holds, in "params"."""
+        self.settle()
+        self._fetches += 1
+        with self.receive_round(-1 - self._fetches):
+            for server in self._channel.servers:
+                self._channel.send(server, m.Fetch(self._fetches))
+
+    def fetch_final(self) -> None:
+        """Worker (0,0): wait for the job's whole result, in the flat buffer "params"."""
+        self._fetches += 1
+        # Without splitting this is what the worker holds anyway.
+        self._awaited = len(self._model.map.buckets)
+        with self.receive_round(-1 - self._fetches):
+            for server in self._channel.servers:
+                self._channel.send(server, m.FinalRequest(-1 - self._fetches))
+        self._awaited = len(self._model.held)
+
+    @contextmanager
+    def receive_round(self, number: int) -> Iterator[None]:
+        """The block asks for values; at its end the round of this number is in "params".
+
+        Raises JobError, PeerLost.
+        """
+        self._observer.before_values()
+        self._expect(number)
+        yield
+        self._wait()
+        self._observer.after_values()
+
+    def expect_early(self, step: int) -> None:
+        """A step's gradients are pushed: new values may come before its backward is over."""
+        if self._early:
+            self._expect(step)
+
+    def begin_step(self, step: int, fetch: bool) -> None:
+        """A step is about to be committed, with or without a pull of its values."""
+        if fetch:
+            self._observer.before_values()
+        if self._arrives(fetch):
+            self._expect(step)
+
+    def end_step(self, fetch: bool) -> None:
+        """A step is applied; wait for its values."""
+        if self._arrives(fetch):
+            self._wait()
+        if fetch:
+            self._observer.after_values()
+
+    def _arrives(self, fetch: bool) -> bool:
+        """Whether values of a step are awaited.
+
+        In shared memory the values are new when the step is applied. Lazily they are announced by bucket.
+        """
+        return fetch and (self._lazy or not self._model.windowed)
+
+    def _expect(self, number: int) -> None:
+        # Values pushed early may be here already, and clearing them would lose them.
+        if self._round != number:
+            with self._channel.waiter.update():
+                self._here.clear()
+                self._round = number
+
+    def _wait(self) -> None:
+        with self._channel.spans.span("wait for values"):
+            self._channel.wait_until(lambda: len(self._here) == self._awaited)
+        self._round = None
+
+    # --- lazy pulls ----------------------------------------------------------------------------------------------
+
+    def defer(self, end: Callable[[], None]) -> None:
+        """Values of a step may still come when its commit returns.
+
+        `settle` calls `end`, on its thread.
+        """
+        self._deferred = end
+
+    def settle(self) -> None:
+        """Wait until a lazily committed step is applied, and all its values are here."""
+        if self._deferred is not None:
+            # Cleared first, so that an end that fails is not run again.
+            end, self._deferred = self._deferred, None
+            end()
+
+    def wait_for(self, buckets: Set[int]) -> None:
+        """Wait for the new values of these buckets only (numbers).
+
+        Returns at once unless a lazily committed step is still to bring them.
+        """
+        if self._deferred is not None and not buckets <= self._here:
+            with self._channel.spans.span("wait for values"):
+                self._channel.wait_until(lambda: buckets <= self._here)
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def place(self, sender: Address, message: m.Values, viewable: bool) -> torch.Tensor | None:
+        """Where values are to be received."""
+        bucket = self._model.bucket(sender, message.bucket)
+        if self._model.codec.is_coded(message, bucket):
+            return None if viewable else self._model.codec.landing(message, bucket)
+        # Values of another round must not overwrite the parameters.
+        return self._model.flats.view("params" if message.round == self._round else "unwanted", bucket)
+
+    def on_values(self, sender: Address, message: m.Values) -> None:
+        """A bucket is here, or all buckets of a server (a negative number)."""
+        with self._channel.spans.span("pull", round=message.round, bucket=message.bucket):
+            if message.round != self._round:
+                return
+            if message.bucket < 0:
+                # In shared memory one message announces all buckets of a server.
+                self._here.update(self._model.held_by[sender.index])
+            else:
+                self._land(sender, message)
+
+    def _land(self, sender: Address, message: m.Values) -> None:
+        model, bucket = self._model, self._model.bucket(sender, message.bucket)
+        if message.body is None and model.windowed:
+            self._here.add(bucket.id)
+            return
+        body = present_body(message)
+        if model.codec.is_coded(message, bucket):
+            if bucket.id not in self._here:  # a difference that is delivered twice must not count twice
+                model.codec.values(bucket, body)
+        else:
+            target = model.flats.view("params", bucket)
+            if body.data_ptr() != target.data_ptr():
+                target.copy_(typed(body, target))
+            if message.version >= 0:  # final values have none, and no difference follows them
+                model.codec.restart(bucket)
+        self._here.add(bucket.id)

@@ -1,0 +1,1 @@
+"""The gradient of a step, from the parts of a worker group."""

@@ -1,0 +1,433 @@
+"""Gradient sources in which every backward is a reduction of its own.
+
+The sum of a bucket is taken in a fixed order (`ordered_sum`), so it is taken once the parts of all workers are there.
+That needs a buffer per worker, and is why parts are kept until then.
+
+`ReturnedMeans` sends each mean back to the workers. The step's gradient is the running sum of the means, with the
+script's edits written over it. `SharedMemoryMeans` writes the means into the memory of the workers. `ArrivalMeans`
+gives each mean to the update as soon as it is there (`apply: kOnArrival`).
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from topotrain.config.sharding import Bucket
+from topotrain.config.topology import Address
+from topotrain.core.bitmaps import bits_to_int, per_bucket, per_piece
+from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
+from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.server.component_state import State, field_values
+from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings
+from topotrain.core.server.nonfinite import NOBODY, spoiled, suspects
+from topotrain.core.server.ordered_sum import Part
+from topotrain.core.server.steps.commit_agreement import StepError
+
+IN_CACHE = 1 << 17
+"""Elements of a bucket that are added, divided and copied before the next ones: a core's cache holds them meanwhile."""
+
+_MOST_OPEN = 64  # backwards of a step: a worker that ends one waits, as a rule, until all have ended it
+
+
+@dataclass(slots=True)
+class Backward:
+    """One backward of the group."""
+
+    pushes: dict[int, dict[int, tuple[Push, torch.Tensor]]] = field(default_factory=dict)  # by bucket and worker
+    ends: dict[int, BackwardEnd] = field(default_factory=dict)
+    done: int = 0  # bit per bucket of the shard
+    contributed: int = 0  # bit per bucket of the shard
+    written: dict[int, int] = field(default_factory=dict)  # place of a bucket -> its pieces in the workers' memory
+    closed: bool = False
+
+    def take(self, bucket: int, bit: int) -> dict[int, tuple[Push, torch.Tensor]]:
+        """Mark a bucket as reduced. Returns its pushes, by worker."""
+        self.done |= bit
+        return self.pushes.pop(bucket, {})
+
+    def contribute(self, bit: int) -> None:
+        """A bucket has a mean that is sent, or applied."""
+        self.contributed |= bit
+
+    def close(self) -> bool:
+        """Mark the backward as over. Returns whether it was open."""
+        was_open, self.closed = not self.closed, True
+        return was_open
+
+
+class BackwardsOfStep:
+    """The backwards of one step, by ordinal."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Backward] = {}
+        self._closed = 0
+
+    def get(self, ordinal: int) -> Backward | None:
+        """A backward that has begun."""
+        return self._known.get(ordinal)
+
+    def begin(self, step: int, ordinal: int) -> Backward:
+        """A backward, which may have begun.
+
+        Raises:
+            ProtocolError: too many others are not over.
+        """
+        known = self._known.get(ordinal)
+        if known is None:
+            # The bound keeps a faulty worker from filling the server's memory.
+            if len(self._known) - self._closed >= _MOST_OPEN:
+                raise ProtocolError(f"backward {ordinal} of step {step}, while {_MOST_OPEN} others are not over")
+            known = self._known[ordinal] = Backward()
+        return known
+
+    def close(self, backward: Backward) -> None:
+        """Every bucket of a backward is reduced."""
+        self._closed += backward.close()
+
+    @property
+    def any_begun(self) -> bool:
+        """Whether anything of a backward is here."""
+        return bool(self._known)
+
+    @property
+    def any_open(self) -> bool:
+        """Whether a worker has ended a backward that is not over."""
+        return any(backward.ends and not backward.closed for backward in self._known.values())
+
+    def check_commit(self, worker: int, backwards: int) -> None:
+        """Raise StepError if a worker is in a later backward than this commit names."""
+        for ordinal, backward in self._known.items():
+            if ordinal >= backwards:
+                later = next(iter([*backward.ends, *(w for p in backward.pushes.values() for w in p)]))
+                _refuse_backward(worker, backwards, later, ordinal)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"known": {ordinal: field_values(one) for ordinal, one in self._known.items()}, "closed": self._closed}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._closed = state["closed"]
+        self._known = {
+            ordinal: Backward({bucket: dict(by) for bucket, by in pushes.items()}, dict(ends), *values)
+            for ordinal, (pushes, ends, *values) in state["known"].items()
+        }
+
+
+def check_ordinal(commits: Mapping[int, Commit], worker: int, ordinal: int) -> None:
+    """Raise StepError if a worker's backward is one that a committed worker left out."""
+    for other, commit in commits.items():
+        if ordinal >= commit.backwards:
+            _refuse_backward(other, commit.backwards, worker, ordinal)
+
+
+def _refuse_backward(done: int, backwards: int, later: int, ordinal: int) -> None:
+    raise StepError(
+        f"unequal numbers of backwards in one step: worker {done} of the group called step() after {backwards}, "
+        f"worker {later} is in backward number {ordinal + 1}; all workers of a group must run the same backwards "
+        f"(or make one private: `with tt.local():`)"
+    )
+
+
+class BackwardMeans(GradientSource):
+    """Reduces every backward by itself."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._backwards = BackwardsOfStep()
+        self._suspects: dict[int, int] = {}  # workers with parts that were not finite, and the segment
+
+    # --- arrivals ------------------------------------------------------------------------------------------------
+
+    def check(self, sender: Address, message: BackwardEnd | Commit) -> None:
+        """As `GradientSource.check`."""
+        if isinstance(message, BackwardEnd):
+            check_bits(message.pushed, len(self._buckets), f"{sender}: the buckets of a backward")
+        else:
+            super().check(sender, message)
+
+    def push(self, worker: int, message: Push, body: torch.Tensor) -> Iterable[ReducedBucket]:
+        """As `GradientSource.push`. A second push of a bucket in a backward is ignored."""
+        check_ordinal(self.commits, worker, message.ordinal)
+        backward = self._backwards.begin(self.step, message.ordinal)
+        if backward.done >> (message.bucket - self._first) & 1:
+            return ()
+        backward.pushes.setdefault(message.bucket, {}).setdefault(worker, (message, body))
+        return self._ready(backward, (message.bucket,))
+
+    def end(self, worker: int, message: BackwardEnd) -> Iterable[ReducedBucket]:
+        """As `GradientSource.end`."""
+        check_ordinal(self.commits, worker, message.ordinal)
+        backward = self._backwards.begin(self.step, message.ordinal)
+        if worker in backward.ends:
+            return ()
+        backward.ends[worker] = message
+        return self._ready(backward, [bucket.id for bucket in self._buckets])
+
+    def commit(self, worker: int, message: Commit) -> None:
+        """As `GradientSource.commit`."""
+        if worker not in self.commits:
+            super().commit(worker, message)
+            self._backwards.check_commit(worker, message.backwards)
+
+    # --- the means -----------------------------------------------------------------------------------------------
+
+    def _ready(self, backward: Backward, buckets: Sequence[int]) -> Iterable[ReducedBucket]:
+        return tuple(self._reduce(backward, buckets))
+
+    def _reduce(self, backward: Backward, buckets: Sequence[int]) -> Iterator[ReducedBucket]:
+        for bucket in buckets:
+            bit = 1 << (bucket - self._first)
+            if backward.done & bit:
+                continue
+            parts = self._parts(backward, bucket, bit)
+            if parts is None:
+                continue
+            pushes = backward.take(bucket, bit)
+            present = 0
+            for push, _ in pushes.values():
+                present |= bits_to_int(push.present)
+            if not present:
+                continue
+            reduced = self._sum(bucket, present, parts, [push for push, _ in pushes.values()])
+            if reduced.mean is not None:
+                backward.contribute(bit)
+            else:
+                backward.written[bucket - self._first] = present
+            yield reduced
+
+    def _parts(self, backward: Backward, bucket: int, bit: int) -> dict[int, Part] | None:
+        """The parts of a bucket in worker order, or None while a worker's is missing."""
+        pushes = backward.pushes.get(bucket, {})
+        parts: dict[int, Part] = {}
+        for worker in range(self.workers):
+            if worker in pushes:
+                parts[worker] = (pushes[worker][0].weight, pushes[worker][1])
+            elif worker in backward.ends and not bits_to_int(backward.ends[worker].pushed) & bit:
+                parts[worker] = (backward.ends[worker].weight, None)
+            else:
+                return None
+        return parts
+
+    @abstractmethod
+    def _sum(self, bucket: int, present: int, parts: Mapping[int, Part], pushes: Sequence[Push]) -> ReducedBucket:
+        """Reduce a bucket of which all parts are here, at least one with a gradient."""
+
+    def _suspect(self, bucket: Bucket, present: int, total: torch.Tensor, parts: Mapping[int, Part]) -> bool:
+        """Note the workers that make a sum not finite. False: it is finite, or unchecked."""
+        found = suspects(bucket, present, total, parts) if self._settings.checked else {}
+        self._suspects |= found
+        return bool(found)
+
+    def closed(self, ordinal: int) -> tuple[int, int] | None:
+        """As `GradientSource.closed`."""
+        backward = self._backwards.get(ordinal)
+        # A shard without buckets waits for all workers, too: a worker that still computes expects no answer.
+        if backward is None or backward.closed or len(backward.ends) < self.workers:
+            return None
+        if backward.done != (1 << len(self._buckets)) - 1:
+            return None
+        self._backwards.close(backward)
+        return backward.contributed, per_piece(self._buckets, backward.written)
+
+    # --- the staged step -----------------------------------------------------------------------------------------
+
+    @property
+    def waits(self) -> bool:
+        """As `GradientSource.waits`."""
+        return self._backwards.any_open or super().waits
+
+    @property
+    def begun(self) -> bool:
+        """As `GradientSource.begun`."""
+        return self._backwards.any_begun or super().begun
+
+    def _complete(self) -> bool:
+        commit = self.commits[0]
+        full = (1 << len(self._buckets)) - 1
+        for ordinal in range(commit.backwards):
+            backward = self._backwards.get(ordinal)
+            if backward is None or backward.done != full:
+                return False
+        edited = bits_to_int(commit.edited)
+        if not self._take_edits(edited):
+            return False
+        changes = zip(
+            per_bucket(self._buckets, edited), per_bucket(self._buckets, bits_to_int(commit.dropped)), strict=True
+        )
+        for at, ((_, new), (_, gone)) in enumerate(changes):
+            self._present[at] = (self._present[at] | new) & ~gone
+        return True
+
+    def _take_edits(self, edited: int) -> bool:
+        """Write the edits of the committed step over its gradient.
+
+        Returns False while one is not here. edited: a bit per piece.
+        """
+        return True
+
+    def _find_spoilers(self, made_of: Mapping[int, Mapping[int, Part]]) -> dict[int, int]:
+        """`spoilers`, of these buckets of the shard, each with the parts of its last mean."""
+        found: dict[int, int] = {}
+        for at, parts in made_of.items():
+            bucket, present = self._buckets[at], self._present[at]
+            segment = spoiled(bucket, present, self.gradient(bucket)) if present else None
+            if segment is not None:
+                self._suspects |= suspects(bucket, present, self.gradient(bucket), parts)
+                found[NOBODY] = segment
+        named = {worker: where for worker, where in self._suspects.items() if worker != NOBODY}
+        return (named or found) if found else {}
+
+    def state_dict(self) -> State:
+        """As `GradientSource.state_dict`."""
+        return {**super().state_dict(), "backwards": self._backwards.state_dict(), "suspects": self._suspects}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        super().load_state_dict(state)
+        self._backwards.load_state_dict(state["backwards"])
+        self._suspects = dict(state["suspects"])
+
+
+class ReturnedMeans(BackwardMeans):
+    """Sends every mean to the workers, and receives changed gradients."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._edits: dict[int, torch.Tensor] = {}
+        self._in_total: set[int] = set()  # places of buckets with their running sum in "total"
+        self._doubtful: set[int] = set()  # places of buckets that may not be finite when the step is staged
+
+    def edit(self, message: GradientOverride, body: torch.Tensor) -> None:
+        """As `GradientSource.edit`."""
+        self._edits.setdefault(message.bucket, body)
+
+    def _sum(self, bucket: int, present: int, parts: Mapping[int, Part], pushes: Sequence[Push]) -> ReducedBucket:
+        at = bucket - self._first
+        described = self._buckets[at]
+        mean = self._buffers.view("mean", described)
+        earlier = self._present[at] != 0
+        if earlier and at not in self._in_total:
+            # A second mean is about to overwrite the first: the running sum moves to a buffer of its own.
+            self._buffers.view("total", described).copy_(mean)
+            self._in_total.add(at)
+        self._mean.write(parts, mean)
+        if earlier or self._suspect(described, present, mean, parts):
+            self._doubtful.add(at)
+        # The server goes on with the mean that the workers decode, so that both have the same numbers.
+        self._settings.codec.mean(self._settings.group, described, present, mean)
+        if earlier:
+            self._buffers.view("total", described).add_(mean)
+        self._present[at] |= present
+        return ReducedBucket(bucket, present, mean)
+
+    def _take_edits(self, edited: int) -> bool:
+        changed = per_bucket(self._buckets, edited)
+        if edited and not all(bucket.id in self._edits for bucket, mask in changed if mask):
+            return False
+        for at in self._in_total:  # a segment's gradient must lie in one piece of memory
+            self._buffers.view("mean", self._buckets[at]).copy_(self._buffers.view("total", self._buckets[at]))
+        self._in_total.clear()
+        for at, (bucket, mask) in enumerate(changed):
+            target = self._buffers.view("mean", bucket)
+            self._doubtful |= {at} if mask else set()
+            for i, piece in enumerate(bucket.pieces):
+                if mask >> i & 1:
+                    part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
+                    target[part] = self._edits[bucket.id][part]
+        return True
+
+    def spoilers(self) -> dict[int, int]:
+        """As `GradientSource.spoilers`."""
+        return self._find_spoilers({at: {} for at in sorted(self._doubtful)})
+
+    def state_dict(self) -> State:
+        """As `GradientSource.state_dict`."""
+        own = {"edits": self._edits, "in_total": self._in_total, "doubtful": self._doubtful}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        super().load_state_dict(state)
+        self._edits, self._in_total = dict(state["edits"]), set(state["in_total"])
+        self._doubtful = set(state["doubtful"])
+
+
+class SharedMemoryMeans(BackwardMeans):
+    """Writes the means into the memory of the workers.
+
+    The update reads the memory of one worker, with the changes that its script has made.
+
+    Args:
+        settings: the settings; `reader` is that worker.
+    """
+
+    def __init__(self, settings: SourceSettings) -> None:
+        super().__init__(settings)
+        self._buffer = f"grad {settings.reader}"
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._last: dict[int, Mapping[int, Part]] = {}  # by place of a bucket: the parts of its last mean
+
+    def _sum(self, bucket: int, present: int, parts: Mapping[int, Part], pushes: Sequence[Push]) -> ReducedBucket:
+        at = bucket - self._first
+        self._last[at] = parts
+        self._present[at] |= present
+        # A worker that already has gradients of the step in its memory adds the mean to them by itself.
+        if len(pushes) == self.workers and all(push.fresh for push in pushes):
+            self._write(at, parts)
+            return ReducedBucket(bucket, present, None)
+        mean = self._buffers.view("mean", self._buckets[at])
+        self._mean.write(parts, mean)
+        self._suspect(self._buckets[at], present, mean, parts)
+        return ReducedBucket(bucket, present, mean)
+
+    def _write(self, at: int, parts: Mapping[int, Part]) -> None:
+        """Write a mean right into the "grad" of every worker."""
+        first, *others = (self._buffers.view(f"grad {worker}", self._buckets[at]) for worker in range(self.workers))
+        # Block by block: the sum is still in the cache when it is copied.
+        for lo in range(0, first.numel(), IN_CACHE):
+            here = slice(lo, lo + IN_CACHE)
+            block = {w: (weight, None if g is None else g[here]) for w, (weight, g) in parts.items()}
+            self._mean.write(block, first[here])
+            for other in others:
+                other[here].copy_(first[here])
+
+    def spoilers(self) -> dict[int, int]:
+        """As `GradientSource.spoilers`."""
+        # A script may have changed any gradient in its memory, so all are looked at.
+        return self._find_spoilers({at: self._last.get(at, {}) for at in range(len(self._buckets))})
+
+    def state_dict(self) -> State:
+        """As `GradientSource.state_dict`."""
+        return {**super().state_dict(), "last": self._last}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        super().load_state_dict(state)
+        self._last = dict(state["last"])
+
+
+class ArrivalMeans(BackwardMeans):
+    """Gives every mean to the update when it is there, and keeps none.
+
+    `push` and `end` give a mean before they take the next one, which overwrites it.
+    """
+
+    def _ready(self, backward: Backward, buckets: Sequence[int]) -> Iterable[ReducedBucket]:
+        return self._reduce(backward, buckets)  # lazily: the caller applies a mean before the next one is made
+
+    def _sum(self, bucket: int, present: int, parts: Mapping[int, Part], pushes: Sequence[Push]) -> ReducedBucket:
+        at = bucket - self._first
+        mean = self._mean.passing(parts)
+        if self._suspect(self._buckets[at], present, mean, parts):
+            present = 0
+        self._present[at] |= present
+        return ReducedBucket(bucket, present, mean)
+
+    def spoilers(self) -> dict[int, int]:
+        """As `GradientSource.spoilers`. The parts of these workers were not applied."""
+        return self._suspects

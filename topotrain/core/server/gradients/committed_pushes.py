@@ -1,0 +1,155 @@
+"""The gradient source in which the sum is taken once per step.
+
+A push replaces the worker's earlier push of the bucket.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from topotrain.config.sharding import Bucket
+from topotrain.core.bitmaps import NO_REVISION, bits_to_int, per_bucket
+from topotrain.core.protocol import Push
+from topotrain.core.server.component_state import State
+from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings
+from topotrain.core.server.nonfinite import NOBODY, look, spoiled
+from topotrain.core.server.ordered_sum import Part
+
+
+class CommittedPushes(GradientSource):
+    """Adds up the pushes that the workers' commits name, when all have committed.
+
+    Where no part of the server needs the whole gradient, each bucket is added up when the update reads it: the sum is
+    then still in the processor's cache.
+    """
+
+    def __init__(self, settings: SourceSettings) -> None:
+        # A script may still change a gradient that is read in its worker's memory.
+        stays = settings.reader is None or settings.workers > 1
+        self._looks_early = settings.checked and stays
+        super().__init__(settings)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._pushes: dict[int, dict[int, tuple[Push, torch.Tensor]]] = {}  # by bucket and worker
+        self._unsummed: set[int] = set()  # places of buckets with parts that have not been added up
+        self._looked: dict[tuple[int, int], tuple[int | None, bool]] = {}  # by (place of bucket, worker)
+
+    def forget(self, worker: int) -> None:
+        """As `GradientSource.forget`."""
+        super().forget(worker)
+        for pushes in self._pushes.values():
+            pushes.pop(worker, None)
+        self._looked = {key: seen for key, seen in self._looked.items() if key[1] != worker}
+
+    def push(self, worker: int, message: Push, body: torch.Tensor) -> tuple[ReducedBucket, ...]:
+        """Keep a worker's gradient of a bucket, unless a later one is here."""
+        pushes = self._pushes.setdefault(message.bucket, {})
+        old = pushes.get(worker)
+        if old is None or old[0].ordinal < message.ordinal:
+            pushes[worker] = (message, body)
+            if self._looks_early:  # while it is in the processor's cache
+                at = message.bucket - self._first
+                self._looked[at, worker] = look(self._buckets[at], body)
+        return ()
+
+    @property
+    def begun(self) -> bool:
+        """As `GradientSource.begun`."""
+        return bool(self._pushes) or super().begun
+
+    # --- the staged step -----------------------------------------------------------------------------------------
+
+    def _complete(self) -> bool:
+        if not all(map(self._has_all, self.commits)):
+            return False
+        self._find_present(self.commits)
+        return True
+
+    def _has_all(self, worker: int) -> bool:
+        """Whether every push that a worker's commit names is here."""
+        revisions = self.commits[worker].revisions
+        for at, bucket in enumerate(self._buckets):
+            held = self._pushes.get(bucket.id, {}).get(worker)
+            if revisions[at] != NO_REVISION and (held is None or held[0].ordinal < revisions[at]):
+                return False
+        return True
+
+    def _find_present(self, workers: Collection[int]) -> None:
+        """Fill `_present` for a step of these workers. Nothing is added up yet."""
+        for at, (bucket, dropped) in enumerate(per_bucket(self._buckets, bits_to_int(self.first.dropped))):
+            self._present[at] = 0
+            for worker in workers:
+                if self.commits[worker].revisions[at] != NO_REVISION:
+                    self._present[at] |= bits_to_int(self._pushes[bucket.id][worker][0].present)
+            if self._present[at]:
+                self._unsummed.add(at)
+            self._present[at] &= ~dropped
+
+    def _parts(self, at: int) -> dict[int, Part]:
+        held = self._pushes.get(self._buckets[at].id, {})
+        parts: dict[int, Part] = {}
+        for worker, commit in self.commits.items():
+            has = commit.revisions[at] != NO_REVISION
+            parts[worker] = (commit.weight, held[worker][1] if has else None)
+        return parts
+
+    def spoilers(self) -> dict[int, int]:
+        """As `GradientSource.spoilers`."""
+        found: dict[int, int] = {}
+        for at in sorted(self._unsummed):
+            bucket, large = self._buckets[at], False
+            parts = self._parts(at)
+            for worker, (weight, part) in parts.items():
+                if weight > 0 and part is not None:
+                    segment, is_large = self._look(at, worker, part)
+                    large = large or is_large
+                    if segment is not None:
+                        found[worker] = segment
+            if large and len(parts) > 1:  # finite parts may have an infinite sum
+                total = torch.empty_like(self._buffers.view("mean", bucket))
+                self._mean.write({worker: part for worker, part in parts.items() if worker not in found}, total)
+                segment = spoiled(bucket, self._present[at], total)
+                found |= {} if segment is None else {NOBODY: segment}
+        return found
+
+    def _look(self, at: int, worker: int, part: torch.Tensor) -> tuple[int | None, bool]:
+        """`nonfinite.look`, which may have been asked when the part arrived."""
+        seen = self._looked.get((at, worker)) if self._looks_early else None
+        return look(self._buckets[at], part) if seen is None else seen
+
+    def refuse(self, workers: Collection[int]) -> bool:
+        """As `GradientSource.refuse`."""
+        for worker in workers:
+            self.commits[worker] = replace(self.commits[worker], weight=0.0)
+        self._find_present([worker for worker in self.commits if worker not in workers])
+        return any(commit.weight > 0 for commit in self.commits.values())
+
+    # --- the gradient --------------------------------------------------------------------------------------------
+
+    def sum_all(self) -> None:
+        """As `GradientSource.sum_all`."""
+        for at in self._unsummed:
+            self._mean.write(self._parts(at), self._buffers.view("mean", self._buckets[at]))
+        self._unsummed.clear()
+
+    def gradient(self, bucket: Bucket) -> torch.Tensor:
+        """As `GradientSource.gradient`."""
+        at = bucket.id - self._first
+        if at in self._unsummed:
+            return self._mean.passing(self._parts(at))
+        return self._buffers.view("mean", bucket)
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As `GradientSource.state_dict`."""
+        own = {"pushes": self._pushes, "unsummed": self._unsummed, "looked": self._looked}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        super().load_state_dict(state)
+        self._pushes = {bucket: dict(by) for bucket, by in state["pushes"].items()}
+        self._unsummed, self._looked = set(state["unsummed"]), dict(state["looked"])

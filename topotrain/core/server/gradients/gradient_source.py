@@ -1,0 +1,262 @@
+"""The gradient of a worker group's step on one shard: the contract of its sources.
+
+A source collects what the workers send for a step, tells when the step has all that it needs, and then gives the
+step's gradient bucket by bucket. `ParameterShard` has one source per worker group. The sources of the core are in
+`committed_pushes` and `backward_means`; an extension may bring another (`GradientExtension.gradient_source`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from topotrain.config.sharding import Bucket, Segment
+from topotrain.config.topology import Address
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
+from topotrain.core.server.component_state import State
+from topotrain.core.server.ordered_sum import OrderedMean, Tree
+from topotrain.core.server.server_codec import ServerBodyCodec
+from topotrain.core.server.steps.commit_agreement import agree
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBuffers:
+    """The buffers of one worker group on a shard, by name.
+
+    "mean" and "total" are sums. "grad 3" is the memory of worker 3, where the server can see it.
+    """
+
+    flats: FlatBuffers
+    group: int
+
+    def view(self, name: str, bucket: Bucket) -> torch.Tensor:
+        """A bucket's part of a buffer, 1-D."""
+        return self.flats.view(f"{name} {self.group}", bucket)
+
+    def segment(self, name: str, segment: Segment) -> torch.Tensor:
+        """A segment's part of a buffer, in the shape that the update needs."""
+        return self.flats.segment(f"{name} {self.group}", segment)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSettings:
+    """The settings of one worker group's gradient source on one shard.
+
+    Attributes:
+        workers: the number of workers in the group.
+        tree: the order of the sum.
+        buckets: the shard's buckets, with consecutive ids.
+        buffers: the group's buffers on the shard.
+        visible: every backward is a reduction of its own, with a mean.
+        divide: a mean, or a plain sum.
+        checked: a gradient that is not finite is looked for.
+        reader: the server reads this worker's gradients in the worker's own memory. None: all gradients are sent.
+        codec: how means travel.
+    """
+
+    workers: int
+    tree: Tree
+    buckets: Sequence[Bucket]
+    buffers: GroupBuffers
+    visible: bool = False
+    divide: bool = True
+    checked: bool = False
+    reader: int | None = None
+    codec: ServerBodyCodec = field(default_factory=ServerBodyCodec)
+
+    @property
+    def group(self) -> int:
+        """The worker group."""
+        return self.buffers.group
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedBucket:
+    """A bucket of a backward, with its mean.
+
+    `mean` is a view that stays until the group pushes the bucket again. None: the mean is in the memory of all workers
+    already.
+    """
+
+    bucket: int
+    present: int
+    mean: torch.Tensor | None
+
+
+class GradientSource(ABC):
+    """The gradient of one worker group's current step on one shard."""
+
+    words: Mapping[str, str] = {}
+    """Names of fields of a commit in the error of workers that disagree, where they differ from the usual ones."""
+    may_differ: Collection[str] = ()
+    """Fields in which the commits of a step may differ."""
+
+    def __init__(self, settings: SourceSettings) -> None:
+        self.workers = settings.workers
+        self.visible = settings.visible
+        self._settings = settings
+        self._buckets = settings.buckets
+        self._buffers = settings.buffers
+        self._first = settings.buckets[0].id if settings.buckets else 0
+        self._buffer = "mean"  # the name of the buffer that the update reads
+        self._mean = OrderedMean(settings.tree, settings.divide)
+        self.step = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._present = [0] * len(self._buckets)  # by bucket: its pieces that have a gradient
+        self.commits: dict[int, Commit] = {}
+        self.staged = False
+        self.members: tuple[int, ...] = ()
+        """The workers with complete contributions, if a step may be made of some. Empty: a step needs all workers."""
+
+    def next_step(self) -> None:
+        """Forget the parts of a step that was applied or skipped."""
+        self.step += 1
+        self._reset()
+
+    def restart(self) -> None:
+        """Forget all that is not applied: the group is started again at step 0."""
+        self.step = 0
+        self._reset()
+
+    def forget(self, worker: int) -> None:
+        """Forget what a worker has sent for the step. Another process has its place."""
+        self.commits.pop(worker, None)
+
+    # --- arrivals ------------------------------------------------------------------------------------------------
+
+    def check(self, sender: Address, message: BackwardEnd | Commit) -> None:
+        """Check the end of a backward, or a commit.
+
+        Raises:
+            ProtocolError: no correct worker sends it.
+        """
+        if isinstance(message, BackwardEnd):
+            raise ProtocolError(f"{sender} ends a backward, where what is pushed counts when it is committed")
+        check_revisions(sender, message, len(self._buckets))
+
+    @abstractmethod
+    def push(self, worker: int, message: Push, body: torch.Tensor) -> Iterable[ReducedBucket]:
+        """Keep a worker's gradient of a bucket.
+
+        Returns the means that became ready. The caller must read all of them.
+        """
+
+    def end(self, worker: int, message: BackwardEnd) -> Iterable[ReducedBucket]:
+        """End a worker's backward. It has no gradient in the buckets that were not pushed."""
+        return ()
+
+    def edit(self, message: GradientOverride, body: torch.Tensor) -> None:
+        """Keep a bucket's gradient as the script left it. Most sources have no use for it."""
+        return
+
+    def commit(self, worker: int, message: Commit) -> None:
+        """Keep a worker's commit of the step.
+
+        Raises:
+            StepError: the group's workers disagree.
+        """
+        if worker in self.commits:
+            return
+        self.commits[worker] = message
+        for other, theirs in self.commits.items():
+            agree(other, theirs, worker, message, self.words, self.may_differ)
+
+    def closed(self, ordinal: int) -> tuple[int, int] | None:
+        """The end of a backward: buckets with a mean, and pieces in the workers' memory.
+
+        Both are bitmaps. They are returned once per backward that all workers are in, when each bucket is reduced.
+        """
+        return None
+
+    # --- the staged step -----------------------------------------------------------------------------------------
+
+    @property
+    def waits(self) -> bool:
+        """Whether a worker has sent all it can, and waits for another worker of the group."""
+        return bool(self.commits) and not self.staged
+
+    def try_stage(self) -> bool:
+        """True once, when every contribution to the step is here."""
+        if self.staged or len(self.commits) < self.workers:
+            return False
+        self.staged = self._complete()
+        return self.staged
+
+    @abstractmethod
+    def _complete(self) -> bool:
+        """Whether the gradient of the committed step is here. Fills `_present`."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything of the step is here."""
+        return bool(self.commits) or self.staged
+
+    @property
+    def first(self) -> Commit:
+        """The commit of the first worker that counts. In most of its fields all agree."""
+        return self.commits[min(self.commits)]
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """The data batches of the staged step."""
+        return self.first.marks
+
+    @abstractmethod
+    def spoilers(self) -> dict[int, int]:
+        """The workers with a gradient that is not finite, each with a segment of it.
+
+        -1: the sum is not finite, and no worker's part explains it.
+        """
+
+    def refuse(self, workers: Collection[int]) -> bool:
+        """Leave these workers' parts out of the staged step. False: nothing would be left."""
+        return False
+
+    # --- the gradient --------------------------------------------------------------------------------------------
+
+    def sum_all(self) -> None:
+        """Put the staged step's gradient into one buffer, each segment in one piece."""
+        return
+
+    def gradient(self, bucket: Bucket) -> torch.Tensor:
+        """The staged step's gradient of a bucket, 1-D.
+
+        It is valid for the pieces in `present`, and until the next call.
+        """
+        return self._buffers.view(self._buffer, bucket)
+
+    def segment(self, segment: Segment) -> torch.Tensor:
+        """The staged step's gradient of a segment, after `sum_all`."""
+        return self._buffers.segment(self._buffer, segment)
+
+    def present(self, bucket: Bucket) -> int:
+        """Bitmap of the bucket's pieces that have a gradient in this step."""
+        return self._present[bucket.id - self._first]
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`. The shard has the group's buffers."""
+        return {
+            "present": self._present,
+            "commits": self.commits,
+            "staged": self.staged,
+            "members": self.members,
+            "step": self.step,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._present, self.commits = list(state["present"]), dict(state["commits"])
+        self.staged, self.members, self.step = state["staged"], state["members"], state["step"]
+
+
+def check_revisions(sender: Address, message: Commit, buckets: int) -> None:
+    """Raise ProtocolError for a commit with another number of revisions than this."""
+    if len(message.revisions) != buckets:
+        said = f"revisions of {len(message.revisions)} buckets"
+        raise ProtocolError(f"{sender}: the commit of step {message.step}: {said}")

@@ -1,0 +1,1 @@
+"""Steps of worker groups on one server: from what workers push to new values."""

@@ -1,0 +1,107 @@
+"""Messages between copies of a server, and of channels that survive a reconnect.
+
+The replication channel handles them itself, so they have no routes, and they are not counted on the channel.
+"""
+
+from dataclasses import dataclass
+
+from topotrain.core.protocol.message import Message, message
+
+
+@message(100)
+@dataclass(frozen=True, slots=True)
+class ResumeConnection(Message):
+    """First message of both sides on a new connection: messages received so far.
+
+    The other side sends the messages after these again.
+
+    Attributes:
+        answer: this message answers the one of the other side.
+        life: the number of restarts of the sender's worker group. An earlier process of the worker has sent and
+            received other messages.
+    """
+
+    heard: int
+    answer: bool = False
+    life: int = 0
+
+
+@message(101)
+@dataclass(frozen=True, slots=True)
+class Ack(Message):
+    """Worker or server -> server, and back: the first `heard` messages are safe.
+
+    The receiver may drop them.
+
+    Attributes:
+        ask: request for such an ack, once both copies have the sender's messages.
+    """
+
+    heard: int
+    ask: bool = False
+
+
+@message(102)
+@dataclass(frozen=True, slots=True)
+class ReplicatedEvent(Message):
+    """Primary -> standby: event number `index`. `state_machine` describes the events.
+
+    Attributes:
+        role, group, number: the address from which the event comes, or which it is about.
+        count: the number of acknowledged messages.
+        kind, meta: the message of the event. Its body is this message's body: a view that stays valid until the event
+            is acknowledged.
+    """
+
+    event: int
+    index: int
+    role: int
+    group: int
+    number: int
+    count: int
+    kind: int
+    meta: bytes
+
+
+@message(103)
+@dataclass(frozen=True, slots=True)
+class ReplicaAck(Message):
+    """Standby -> primary: all events up to number `index` have arrived.
+
+    Attributes:
+        whole: the standby has the primary's state as of this event.
+    """
+
+    index: int
+    whole: bool = False
+
+
+@message(104)
+@dataclass(frozen=True, slots=True)
+class StateTransfer(Message):
+    """Primary -> new standby: a part of the state (see `state_transfer`). Snapshot.
+
+    Attributes:
+        index: the number of events that are in the state.
+        part, parts, nbytes: this is part number `part` of `parts`, of `nbytes` bytes in all.
+    """
+
+    index: int
+    part: int
+    parts: int
+    nbytes: int
+
+
+@message(105)
+@dataclass(frozen=True, slots=True)
+class ReplicaReleased(Message):
+    """Primary -> standby: the job is over for both."""
+
+
+@message(106)
+@dataclass(frozen=True, slots=True)
+class ReplicaChecksum(Message):
+    """Standby -> primary: checksum after event number `index` (`replica_checksum`)."""
+
+    index: int
+    mark: int

@@ -1,0 +1,39 @@
+"""Messages by which a worker's next process gets the state of the one before it (see `worker_state_store`)."""
+
+from dataclasses import dataclass
+
+from topotrain.core.protocol.message import FROM_DATA_SERVICE, MOST, TO_DATA_SERVICE, Message, message
+
+
+@message(62, TO_DATA_SERVICE, FROM_DATA_SERVICE)
+@dataclass(frozen=True, slots=True)
+class WorkerStatePart(Message):
+    """Worker -> server (0,0): part `part` of `parts` of the worker's state of `nbytes` bytes; and back on request.
+
+    All parts except the last have `worker_state_store.PART` bytes. A reply has the states -1 and -2, and for a missing
+    state one message with parts = 0. The body is a snapshot.
+
+    Attributes:
+        number: -1: the state in which the worker's last epoch began. -2: the changes since then. From 1 on: the state
+            at this snapshot.
+    """
+
+    group: int
+    index: int
+    number: int
+    part: int
+    parts: int
+    nbytes: int
+
+    def is_valid(self) -> bool:
+        numbers = (self.group, self.index, self.part, self.parts, self.nbytes)
+        return min(numbers) >= 0 and max(numbers) < MOST
+
+
+@message(63, TO_DATA_SERVICE)
+@dataclass(frozen=True, slots=True)
+class WorkerStateRequest(Message):
+    """Worker -> server (0,0): request for the state of the worker's former process.
+
+    The server replies with WorkerStatePart messages.
+    """

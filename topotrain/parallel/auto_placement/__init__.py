@@ -1,0 +1,1 @@
+"""Automatic placement; nothing but `api.automatic_placement` imports it."""

@@ -1,0 +1,67 @@
+"""Checks of gradients: finite, and unchanged while a step reads them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from topotrain.config.topology import Address, Role
+from topotrain.core.client.client_types import StepOutcome
+from topotrain.core.model.finite import all_finite
+from topotrain.core.server.nonfinite import NOBODY
+from topotrain.training.parameters.flat_parameters import ModelParts, version_of
+from topotrain.training.worker_stats import SkippedStep
+
+Gradients = Sequence[torch.Tensor | None]  # by parameter
+
+
+class NonfiniteGradients:
+    """Finds them for one worker."""
+
+    def __init__(self, me: Address, parts: ModelParts) -> None:
+        self._me, self._parts = me, parts
+
+    def find(self, gradients: Gradients) -> str:
+        """The name of a parameter with such a gradient, or ""."""
+        for described, gradient in zip(self._parts.parameters, gradients, strict=True):
+            if gradient is not None and not all_finite(gradient.reshape(-1)):
+                return described.name
+        return ""
+
+    def skipped(self, step: int, outcome: StepOutcome, mine: Gradients) -> SkippedStep | None:
+        """The step as skipped, if it was; `mine` are this worker's own gradients of it.
+
+        The worker itself is named before others. If only the sum is known, no worker is, unless it is this one.
+        """
+        refused = dict(outcome.refused)
+        if not refused or not (outcome.found_inf or self._me.index in refused):
+            return None
+        by = self._me.index if self._me.index in refused else max(refused)
+        parameter = self._parts.parameters[refused[by]].name if refused[by] >= 0 else ""
+        if by != NOBODY:
+            return SkippedStep(step, str(Address(Role.WORKER, self._me.group, by)), parameter)
+        # The servers saw only the sum, but this worker can still look at its own part.
+        own = self.find(mine)
+        return SkippedStep(step, str(self._me) if own else "", own or parameter)
+
+
+class HeldGradients:
+    """Gradients that a lazily committed step (`pull: kLazy`) still reads."""
+
+    def __init__(self, parts: ModelParts) -> None:
+        self._parts = parts
+        self._held: list[tuple[int, torch.Tensor, int]] = []  # parameter, gradient, its version
+
+    def hold(self) -> None:
+        """The step is about to be committed."""
+        gradients = ((index, tensor.grad) for index, tensor in enumerate(self._parts.tensors))
+        self._held = [(index, gradient, version_of(gradient)) for index, gradient in gradients if gradient is not None]
+
+    def release(self) -> None:
+        """The step is over. Raises RuntimeError if the script has changed a gradient."""
+        for index, gradient, version in self._held:
+            if version_of(gradient) != version:
+                raise RuntimeError(
+                    f"the gradient of {self._parts.parameters[index].name} was changed after step(), but with pull: "
+                    f"kLazy it may still be read then: use zero_grad(set_to_none=True), the default, or pull: kStep"
+                )
+        self._held = []

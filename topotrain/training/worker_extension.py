@@ -1,0 +1,78 @@
+"""The seam of a worker: a `WorkerExtension` adds a feature to its steps.
+
+The worker names no feature. When an extension is attached, the worker looks up which of the methods it has, so that a
+hook without a user costs an empty loop.
+"""
+
+from topotrain.core.client.client_types import StepEnd, StepOutcome
+
+
+class WorkerExtension:
+    """One feature's part of a worker's steps. Each method does nothing here."""
+
+    def weight(self) -> float | None:
+        """The weight of the next commit. None: samples, or what `tt.weight` was given."""
+        return None
+
+    def before_clip(self) -> None:
+        """The script asks for a bound on the norm. Raises RuntimeError to refuse it."""
+
+    def before_step(self) -> None:
+        """The script has called step(), and nothing of it is sent. Raises RuntimeError."""
+
+    def before_commit(self, step: int, end: StepEnd) -> None:
+        """The step is about to be committed; all of the worker's own gradients are sent."""
+
+    def after_commit(self, outcome: StepOutcome | None) -> None:
+        """A step was applied, skipped, or made without this worker. None: not known yet."""
+
+    def after_step(self, outcome: StepOutcome | None) -> None:
+        """The step is over. None: made alone, or its outcome is not known yet."""
+
+    def step_reported(self) -> None:
+        """Every `after_step` has been called."""
+
+    def after_epoch(self) -> None:
+        """The others have made steps while this worker had no batch left."""
+
+    def leave_epoch(self, epoch: int) -> bool:
+        """The script left a loop over the loader. Returns whether the servers know."""
+        return False
+
+    def job_over(self) -> None:
+        """The job has ended, and its result is in the model of worker (0,0).
+
+        The extension that was attached last is called first.
+        """
+
+    def left_job(self) -> None:
+        """The worker leaves while the job goes on."""
+
+    def rejoin(self) -> StepOutcome | None:
+        """This process replaces one that is gone. Returns the group's step, if known."""
+        return None
+
+
+class WorkerHooks:
+    """For each hook, the extensions of one worker that override it, in their order."""
+
+    def __init__(self) -> None:
+        self.weight: tuple[WorkerExtension, ...] = ()
+        self.before_clip: tuple[WorkerExtension, ...] = ()
+        self.before_step: tuple[WorkerExtension, ...] = ()
+        self.before_commit: tuple[WorkerExtension, ...] = ()
+        self.after_commit: tuple[WorkerExtension, ...] = ()
+        self.after_step: tuple[WorkerExtension, ...] = ()
+        self.step_reported: tuple[WorkerExtension, ...] = ()
+        self.after_epoch: tuple[WorkerExtension, ...] = ()
+        self.leave_epoch: tuple[WorkerExtension, ...] = ()
+        self.job_over: tuple[WorkerExtension, ...] = ()
+        self.left_job: tuple[WorkerExtension, ...] = ()
+        self.rejoin: tuple[WorkerExtension, ...] = ()
+
+    def add(self, extension: WorkerExtension) -> None:
+        """Call this extension from now on."""
+        for name, known in vars(self).items():
+            # The fields of this object have the names of the hooks.
+            if getattr(type(extension), name) is not getattr(WorkerExtension, name):
+                setattr(self, name, (*known, extension))

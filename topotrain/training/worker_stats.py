@@ -1,0 +1,136 @@
+"""Counts of one worker's steps, samples, losses and staleness."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from topotrain.core.client.client_types import StepOutcome
+
+_FEW_OWN, _MOST_OWN = 10, 501  # steps whose own time is known before it is reported, and that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """A step of a worker that was skipped, because a gradient was not finite.
+
+    step: its number, from 1. by: the worker with that gradient, "" if only the group's sum is known.
+    parameter: one with such a gradient, "" for the rows of a table.
+    """
+
+    step: int
+    by: str
+    parameter: str
+
+
+@dataclass(slots=True)
+class WorkerStats:
+    """Counts of one worker.
+
+    Staleness counts versions, per step and slice. Losses are those since `take_loss`.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    lost: int = 0  # batches that a stream did not give again
+    dropped: int = 0  # batches that came too late, and that the script did not wait to be given again
+    skipped: int = 0  # steps whose batch is used up, and has changed no value
+    skips: list[SkippedStep] = field(default_factory=list)  # those since `take_skips`
+    staleness_sum: int = 0
+    staleness_count: int = 0
+    staleness_max: int = 0
+    loss_sum: float | torch.Tensor = 0.0  # a tensor where the loss is on a device
+    losses: int = 0
+    backwards: int = 0  # of the script, through any model, without private ones
+    started: float = 0.0
+    late: int = 0  # steps that were made without this worker's contribution, which came too late
+    own: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_OWN))  # seconds of the last steps
+    last_norm: float = float("nan")  # of the last step's gradient, if the script asked for it
+
+    @property
+    def own_s(self) -> float | None:
+        """Median of this worker's own seconds for a step; None: too few were measured."""
+        return median(self.own) if len(self.own) >= _FEW_OWN else None
+
+    @property
+    def staleness_mean(self) -> float:
+        """Mean over steps and slices."""
+        return self.staleness_sum / self.staleness_count if self.staleness_count else 0.0
+
+    def start(self, now: float) -> None:
+        """The script's first step or batch is at this time. Later calls change nothing."""
+        self.started = self.started or now
+
+    def continue_from(self, steps: int) -> None:
+        """Earlier processes of this worker have made so many steps."""
+        self.steps = steps
+
+    def add_batch(self, samples: int) -> None:
+        """Count a batch that the script was given."""
+        self.samples += samples
+
+    def add_own_time(self, seconds: float) -> None:
+        """Count this worker's own time for a step, without its waits for others."""
+        self.own.append(seconds)
+
+    def add_outcome(self, outcome: StepOutcome) -> None:
+        """Count a committed step's staleness, and its norm if there is one."""
+        if outcome.norm >= 0:
+            self.last_norm = outcome.norm
+        self.staleness_sum += sum(outcome.staleness)
+        self.staleness_count += len(outcome.staleness)
+        self.staleness_max = max(self.staleness_max, *outcome.staleness)
+
+    def add_steps(self, count: int) -> None:
+        """Count steps of the group."""
+        self.steps += count
+
+    def add_lost(self, batches: int) -> None:
+        """Count batches that a stream no longer had when it was read again."""
+        self.lost += batches
+
+    def add_skip(self, skip: SkippedStep) -> None:
+        """Count a step that was skipped."""
+        self.skipped += 1
+        self.skips.append(skip)
+
+    def take_skips(self) -> list[SkippedStep]:
+        """The skips since the last call."""
+        taken, self.skips = self.skips, []
+        return taken
+
+    # --- losses --------------------------------------------------------------------------------------------------
+
+    def add_backward(self, losses: list[float | torch.Tensor]) -> None:
+        """Count a backward that began at these scalars."""
+        self.backwards += 1
+        for loss in losses:
+            self.loss_sum += loss
+
+    def count_loss(self) -> None:
+        """The losses of one more step are complete."""
+        self.losses += 1
+
+    def take_loss(self) -> float | None:
+        """Mean loss per step since the last call, or None."""
+        # A loss on a device is added up there; only this line waits for the device.
+        mean = float(self.loss_sum) / self.losses if self.losses else None
+        self.loss_sum, self.losses = 0.0, 0
+        return mean
+
+    # --- batches that came too late --------------------------------------------------------------------------------
+
+    def loss_state(self) -> tuple[float | torch.Tensor, int]:
+        """The losses so far, for `drop_step`."""
+        return (self.loss_sum.clone() if isinstance(self.loss_sum, torch.Tensor) else self.loss_sum), self.losses
+
+    def drop_step(self, samples: int, losses: tuple[float | torch.Tensor, int]) -> None:
+        """A step was made without this worker: its samples and losses do not count."""
+        self.late += 1
+        self.samples -= samples
+        self.loss_sum, self.losses = losses
+
+    def drop_batch(self) -> None:
+        """Count a batch that came too late and is not given again."""
+        self.dropped += 1
