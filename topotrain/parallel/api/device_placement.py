@@ -43,12 +43,12 @@ def device(name: str | None = None) -> torch.device | AbstractContextManager[Non
     This worker computes on the GPU that the job's `gpu` field gives it, or one of the machine's in turn. Without a GPU
     it computes on the CPU. In an ordinary process on the first GPU, or the CPU. Nothing is moved there by itself.
 
-    Modules that are made in a scope, and what a forward computes in one, belong to that worker of the group
-    (TensorFlow's names: /job:worker/task:1); parameters that are made in "/job:ps/task:0" live on that server. Outside
-    a job, and where a group has one worker, a scope does nothing.
+    Modules that are made in a scope, and results that a forward computes in one, belong to that worker of the group
+    (TensorFlow's names: /job:worker/task:1). Parameters that are made in "/job:ps/task:0" are stored by that server.
+    Outside a job, and where a group has one worker, a scope does nothing.
 
     Raises:
-        ConfigError: the `gpu` field names a GPU that this machine has not; the name is none.
+        ConfigError: the `gpu` field names a GPU that this machine does not have, or `name` is not the name of a device.
     """
     if name is not None:
         return scope(name)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -142,14 +142,6 @@ def _check(job: Job, model: nn.Module) -> None:
             raise ConfigError("model", name, accepted)
 
 
-class GroupConnections(Protocol):
-    """Connections of a worker that can reach the other workers of its group."""
-
-    def meet_group(self) -> NetworkChannel:
-        """Connect all workers of the group, which all call this once."""
-        ...
-
-
 class SplitModel(DividedModel):
     """A model that this worker holds its part of.
 
@@ -187,8 +179,9 @@ class SplitModel(DividedModel):
 
     def start(self, worker: Worker) -> None:
         """As `DividedModel` has it."""
-        connections = cast(GroupConnections, self._here.connect())
-        self._forward.start(worker, connections.meet_group())
+        channel = self._here.connect().meet_group()
+        assert isinstance(channel, NetworkChannel)
+        self._forward.start(worker, channel)
         self._optimizer.register_state_dict_pre_hook(_no_optimizer_state)
         self._optimizer.register_load_state_dict_pre_hook(_no_optimizer_state)
 

@@ -36,7 +36,7 @@ _EACH_FUNCTION = frozenset(
     )
 )
 _EACH_METHOD = frozenset(
-    (
+    [
         "relu",
         "relu_",
         "sigmoid",
@@ -70,7 +70,7 @@ _EACH_METHOD = frozenset(
         "half",
         "double",
         "bfloat16",
-    )
+    ]
 )
 _POOL_MODULES = (
     *(nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d),

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from topotrain.compat.tensorflow.session.session_task import (
 from topotrain.compat.tensorflow.session.task_graph import OVER, SessionRendezvous, SessionWorker
 from topotrain.config.job import ConfigError
 from topotrain.launch.by_hand.manual_server import tell
+from topotrain.parallel.program.worker_program import replaced
 from topotrain.parallel.remote.argument_codec import CallInput, encode
 from topotrain.parallel.remote.graph_description import states_from
 
@@ -105,7 +107,7 @@ class SessionLeader:
         told["dice"] = None if dice is None else dice.numpy().tobytes().hex()
         output, _ = self._together(told, lambda: part.run(said["number"], inputs, dice, said["settings"]))
         found: list[torch.Tensor] = [] if dice is None else [part.dice]
-        return {"output": encode(_flat(output, found))}, found
+        return {"output": encode(replaced(output, partial(_number, found), (torch.Tensor,)))}, found
 
     def _start(self, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         states = states_from(said["states"], self._count("worker"), self._count("ps"))
@@ -199,13 +201,7 @@ class SessionLeader:
             self._store = None
 
 
-def _flat(nested: Any, found: list[torch.Tensor]) -> Any:
-    """Return the same nest with tensors replaced by their new numbers in `found`."""
-    if isinstance(nested, torch.Tensor):
-        found.append(nested)
-        return CallInput(len(found) - 1)
-    if isinstance(nested, tuple | list):
-        return type(nested)([_flat(item, found) for item in nested])
-    if isinstance(nested, dict):
-        return {key: _flat(item, found) for key, item in nested.items()}
-    return nested
+def _number(found: list[torch.Tensor], tensor: torch.Tensor) -> CallInput:
+    """Add a tensor to the output, and return its number."""
+    found.append(tensor)
+    return CallInput(len(found) - 1)

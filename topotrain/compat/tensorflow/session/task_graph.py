@@ -6,7 +6,7 @@ value travels over the group's activation channel.
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -140,7 +140,7 @@ class SessionWorker:
         adopt(self._optimizer, self._worker)
         self._worker.server_state.scatter()
         assert isinstance(self._worker.path, PushPath)
-        self._sync = _SessionSync(self._channel, self._worker.path.begin)
+        self._sync = _SessionSync(self._channel, self._worker.path)
         self._worker.attach(self._sync)
 
     def learn(self, number: int, data: Any, loss: bool) -> None:
@@ -178,8 +178,7 @@ class SessionWorker:
         if graph.box is not None:
             with torch.no_grad():
                 graph.runner(**given)
-            content, graph.box.content = graph.box.content, None
-            return content
+            return graph.box.take()
         if settings:
             self._set(OptimizerSpec.from_text(settings))
         self._optimizer.zero_grad()
@@ -232,14 +231,14 @@ class _SessionSync(WorkerSync, WorkerExtension):
     A worker would not notice a backward that reaches none of its parameters.
     """
 
-    def __init__(self, channel: NetworkChannel, begins: Callable[[], None]) -> None:
+    def __init__(self, channel: NetworkChannel, path: PushPath) -> None:
         super().__init__(channel)
-        self._begins = begins
+        self._path = path
 
     def begun(self) -> None:
         """Note that a backward begins here."""
         super().begun()
-        self._begins()
+        self._path.begin()
 
     def before_commit(self, step: int, end: StepEnd) -> None:
         """As `WorkerExtension.before_commit`."""
