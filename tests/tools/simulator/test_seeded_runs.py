@@ -312,7 +312,9 @@ def test_each_rule_is_needed(mutant, name, seed, monkeypatch):
     mutant(monkeypatch)
     job = LAYOUTS[name]
     seeds = (seed, *range(40))
-    assert any(run_trial(job, name, each, schedule_of(job, name, each)).wrong for each in seeds), "it makes no difference"
+    assert any(run_trial(job, name, each, schedule_of(job, name, each)).wrong for each in seeds), (
+        "it makes no difference"
+    )
 
 
 def ended_when_empty(patch):

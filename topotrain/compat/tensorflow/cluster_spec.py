@@ -71,7 +71,7 @@ class ClusterSpec:
         return self._tasks[job_name]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClusterSpec) and self._tasks == other._tasks
+        return isinstance(other, ClusterSpec) and self.as_dict() == other.as_dict()
 
     def __hash__(self) -> int:
         return hash(str(self))

@@ -36,41 +36,11 @@ _EACH_FUNCTION = frozenset(
     )
 )
 _EACH_METHOD = frozenset(
-    [
-        "relu",
-        "relu_",
-        "sigmoid",
-        "sigmoid_",
-        "tanh",
-        "tanh_",
-        "exp",
-        "log",
-        "sqrt",
-        "rsqrt",
-        "abs",
-        "neg",
-        "square",
-        "sin",
-        "cos",
-        "erf",
-        "clamp",
-        "pow",
-        "add",
-        "add_",
-        "sub",
-        "sub_",
-        "mul",
-        "mul_",
-        "div",
-        "div_",
-        "contiguous",
-        "clone",
-        "detach",
-        "float",
-        "half",
-        "double",
-        "bfloat16",
-    ]
+    (
+        *("relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_", "exp", "log", "sqrt", "rsqrt", "abs", "neg"),
+        *("square", "sin", "cos", "erf", "clamp", "pow", "add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_"),
+        *("contiguous", "clone", "detach", "float", "half", "double", "bfloat16"),
+    )
 )
 _POOL_MODULES = (
     *(nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d),

@@ -150,6 +150,10 @@ class _Tally:
         traffic = event.bytes_out, event.bytes_in
         self.own_s, self.late, self.threads = event.own_s, event.late, event.threads
         self.now = _Count(steps, event.samples, *traffic, stale, event.staleness_max, time)
+        if isinstance(event, StepDone) and event.loss is not None:
+            self.loss = event.loss
+            if math.isfinite(event.loss):  # a non-finite loss would make every mean non-finite
+                self.curve.add(self.whole.time, event.loss)
 
 
 @dataclass(slots=True)
@@ -231,7 +235,7 @@ class Report:
             case Started() | Serving() | StepDone() | Finished():
                 tally = self._tallies.get(event.who)
                 if tally is not None:
-                    _note(tally, event)
+                    tally.start(event.pid) if isinstance(event, Started | Serving) else tally.record(event)
                 if isinstance(event, Started):
                     self._trains_on(event.who)
             case _:
@@ -362,20 +366,6 @@ class Report:
 
     def _rank(self, worker: Address) -> int:
         return worker.group * self._topology.workers_per_group + worker.index
-
-
-def _note(tally: _Tally, event: Started | Serving | StepDone | Finished) -> None:
-    match event:
-        case Started() | Serving():
-            tally.start(event.pid)
-        case Finished():
-            tally.record(event)
-        case StepDone():
-            tally.record(event)
-            if event.loss is not None:
-                tally.loss = event.loss
-                if math.isfinite(event.loss):  # a non-finite loss would make every mean non-finite
-                    tally.curve.add(tally.whole.time, event.loss)
 
 
 def incident(found: Incident, recovered: Recovered | None) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class TrialScript:
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
             yield place.stream, place.seq, units[place.number]
-            leases.passed = place.ordinal + place.last  # the batch is over once the next one is asked for
+            leases.read(place)  # the batch is over once the next one is asked for
 
     def _gradient(self, cell: int) -> list[torch.Tensor]:
         found = [torch.zeros(p.shape) for p in self._trial.map.parameters]

@@ -1,6 +1,8 @@
 """A task that follows the session's first worker: another worker, or a ps task."""
 
-from collections.abc import Callable, Mapping, Sequence
+import queue
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
@@ -17,6 +19,34 @@ from topotrain.core.client.client import JobError
 from topotrain.launch.by_hand.manual_server import serve, tell
 
 
+class SessionShard:
+    """The parameter server of a ps task, for the length of one session."""
+
+    def __init__(self, me: TaskAddress, meet: SessionRendezvous, host: str, secret: bytes) -> None:
+        self._me, self._meet, self._host, self._secret = me, meet, host, secret
+        self._done = threading.Event()
+        self.why = OVER
+        """Why it has ended."""
+
+    def run(self) -> None:
+        """Serve until the session's end."""
+        me = Address(Role.SERVER, 0, self._me.index)
+        try:
+            with closing(open_store(self._meet.store, self._secret)) as store:
+                serve(self._meet.job(), [me], store, self._secret, self._host, terms=TERMS)
+        except (JobError, TransportError, StoreError, ConfigError) as error:
+            self.why = str(error)
+        finally:
+            self._done.set()
+
+    def wait(self) -> None:
+        """Wait for the end of `run`, on another thread."""
+        self._done.wait()
+
+
+ShardQueue = queue.SimpleQueue[SessionShard | None]
+
+
 def follow(
     me: TaskAddress,
     connection: SessionConnection,
@@ -25,14 +55,14 @@ def follow(
     counts: Sequence[int],
     host: str,
     secret: bytes,
-    run: Callable[[Callable[[], None]], None],
+    shards: ShardQueue,
 ) -> None:
     """Take part in one session. Raises SessionClosed.
 
     Args:
         connection: to the first worker. said, tensors: its first message.
         counts: how many workers and ps tasks there are. host: where others reach this task.
-        run: runs a function that takes as long as the session, on a thread of its choice, and returns after it.
+        shards: a ps task's server is put there, and runs on the thread that takes it.
     """
     try:
         meet = SessionRendezvous.from_data(said.get("meet"))
@@ -45,35 +75,20 @@ def follow(
     connection.send({})
     connection.receive()  # all tasks have agreed: begin
     if part is None:
-        _serve(me, connection, meet, host, secret, run)
+        _serve(me, connection, SessionShard(me, meet, host, secret), shards)
     else:
         _Following(me, connection, part).follow(secret, host)
 
 
-def _serve(
-    me: TaskAddress,
-    connection: SessionConnection,
-    meet: SessionRendezvous,
-    host: str,
-    secret: bytes,
-    run: Callable[[Callable[[], None]], None],
-) -> None:
-    why = [OVER]
-
-    def be_server() -> None:
-        try:
-            with closing(open_store(meet.store, secret)) as store:
-                serve(meet.job(), [Address(Role.SERVER, 0, me.index)], store, secret, host, terms=TERMS)
-        except (JobError, TransportError, StoreError, ConfigError) as error:
-            why.append(str(error))
-
+def _serve(me: TaskAddress, connection: SessionConnection, shard: SessionShard, shards: ShardQueue) -> None:
     connection.send({})
-    run(be_server)
+    shards.put(shard)
+    shard.wait()
     try:
         connection.receive()
         tell(f"{me}: {OVER}")
     except SessionClosed:
-        tell(f"{me}: {OVER}: {why[-1]}")
+        tell(f"{me}: {OVER}: {shard.why}")
 
 
 class _Following:
