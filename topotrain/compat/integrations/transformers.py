@@ -78,10 +78,8 @@ class Trainer(transformers.Trainer):
         return loss
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate; during training on the main worker only.
-
-        All workers evaluate if training depends on the result.
-        """
+        """Evaluate; during training on the main worker only."""
+        # All workers must evaluate where training depends on the result.
         if api.is_main() or self._steered():
             return super()._evaluate(*args, **kwargs)  # type: ignore[no-any-return]
         return {}

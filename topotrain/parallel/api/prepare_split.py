@@ -118,15 +118,13 @@ def _mentions_device(kind: type[nn.Module]) -> bool:
 
 @contextmanager
 def _random_state_kept(loader: Any) -> Iterator[None]:
-    """Restore the random state of a loader and of torch after the block.
-
-    So looking at a batch does not change the order of the batches.
-    """
+    """Restore the random state of a loader and of torch after the block."""
     sampler = getattr(loader, "sampler", None)
     own = [
         dice for thing in (loader, sampler) if isinstance(dice := getattr(thing, "generator", None), torch.Generator)
     ]
     states = [dice.get_state() for dice in own]
+    # Looking at a batch must not change the order of the batches.
     with torch.random.fork_rng(devices=[]):
         yield
     for dice, state in zip(own, states, strict=True):

@@ -128,11 +128,9 @@ class _JobSync(WorkerSync):
         self._path.begin()
 
     def exchange(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:
-        """Exchange hellos as `WorkerSync.exchange` does.
-
-        Worker 0 sends its random state before its hello, so that no worker has to wait for it.
-        """
+        """Exchange hellos as `WorkerSync.exchange` does."""
         channel, key, draws = self.channel, TensorKey(self.forwards, 0, _DICE, False), mine.chance != 0
+        # Sent before the hello, so that no worker has to wait for it.
         for other in range(1, channel.size if draws and channel.me == 0 else 1):
             channel.send(other, key, self.dice.get_state())
         hellos = super().exchange(replace(mine, chance=int(draws)))

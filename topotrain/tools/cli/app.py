@@ -90,12 +90,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _look_behind_program(words: Sequence[str]) -> None:
-    """Warn of words after the script that look like options of the command.
-
-    After a "--" they are meant for the script.
-    """
+    """Warn of words after the script that look like options of the command."""
     at = _program_at(words)
     rest = words[at + 1 :] if at is not None else ()
+    # After a "--" all words are meant for the script.
     if at is None or rest[:1] == ["--"] or not any(word.startswith("--") for word in rest):
         return
     command = _commands().get(words[0])

@@ -89,11 +89,9 @@ def row(entry: ComparedJob, result: ComparedResult) -> dict[str, Any]:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Return distinct names, by adding numbers to repeated ones.
-
-    Two files of one name in different folders must not share a workspace.
-    """
+    """Return distinct names, by adding numbers to repeated ones."""
     taken: list[str] = []
+    # Two files of one name in different folders must not share a workspace.
     for name in names:
         number, free = 1, name
         while free in taken:

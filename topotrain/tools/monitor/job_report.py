@@ -242,32 +242,26 @@ class Report:
                 pass
 
     def _trains_on(self, who: str) -> None:
-        """Drop the server's counts of a worker's group after a restart.
-
-        The server reports them again at the end.
-        """
+        """Drop the server's counts of a worker's group after a restart."""
+        # The server reports them again at the end.
         group = who.partition("/")[0]
         self._counted = {known: count for known, count in self._counted.items() if known.partition("/")[0] != group}
 
     def _samples(self, who: str) -> int:
-        """Return the samples of a worker, as counted by its server or else by itself.
-
-        Worker (0,0) includes those of workers that have left.
-        """
+        """Return the samples of a worker, as counted by its server or else by itself."""
         if who in self._counted:
             return self._counted[who]
+        # The count of worker (0,0) includes the samples of workers that have left.
         gone = str(_FIRST) in self._counted and who not in map(str, _residents(self._topology))
         return 0 if gone else self._tallies[who].whole.samples
 
     def _resized(self, event: Resized) -> None:
-        """Use the layout after a resize.
-
-        Workers that have left stay in the totals.
-        """
+        """Use the layout after a resize."""
         self._resizes.append(event)
         self._topology = layout(resized(self._topology.cluster, event.workers), self._topology.hosts)
         begun = _Count(time=max(tally.whole.time for tally in self._tallies.values()))  # the start of its loss curve
         for resident in _residents(self._topology):
+            # The tallies of workers that have left stay in the totals.
             self._tallies.setdefault(str(resident), _Tally(before=begun))
 
     def curve(self, bins: int = 60) -> list[Point]:

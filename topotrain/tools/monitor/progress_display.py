@@ -295,11 +295,9 @@ class LiveTable(QuietProgress):
         return Group(table, Text.from_ansi(self._unfinished)) if self._unfinished else Group(table)
 
     def _print(self, event: Output) -> None:
-        """Print complete lines above the table, without markup and wrapping.
-
-        Of a line that is rewritten, the last state is printed.
-        """
+        """Print complete lines above the table, without markup and wrapping."""
         *lines, rest = (self._unfinished + event.text).split("\n")
+        # Of a line that is rewritten, as by a progress bar, only the last state counts.
         self._unfinished = _last_state(rest)
         for line in lines:
             self.console.print(Text.from_ansi(_last_state(line)), soft_wrap=True)
@@ -320,10 +318,8 @@ def skip(event: Skipped) -> str:
 
 
 def _is_said(event: Skipped) -> bool:
-    """Return whether to show a skipped step, once for a group.
-
-    It is shown for the worker with the bad gradient, or else for the group's first worker.
-    """
+    """Return whether to show a skipped step, once for a group."""
+    # Of a group only the worker with the bad gradient is shown, or else its first worker.
     teller = event.by == event.who or (not event.by and event.who.endswith("/0"))
     return teller and (event.total <= SKIPS_SAID or event.total % SKIPS_SAID == 0)
 

@@ -179,11 +179,9 @@ def _with_second(topology: Topology, mine: ProcessEstimate, servers: Sequence[Pr
 
 
 def _passing_on(topology: Topology, rank: int) -> int:
-    """Return how many parts a server holds in a collective of topotrain.
-
-    A part has one server's size. For every server's part it holds its worker's push and the mean. Besides it holds data
-    from its children in the tree of each part, and new values.
-    """
+    """Return how many parts a server holds in a collective of topotrain."""
+    # A part has one server's size. For every server's part it holds its worker's push and the mean. Besides it holds
+    # data from its children in the tree of each part, and new values.
     n = topology.shards
     if not topology.relayed:
         return 0

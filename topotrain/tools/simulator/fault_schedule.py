@@ -154,13 +154,11 @@ def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: b
 
 
 def _draw_crash(rng: random.Random, groups: int, workers: int) -> Fault:
-    """Draw a crash of the whole job.
-
-    It is at a time or, half of the time, at a message, often within a burst of messages.
-    """
+    """Draw a crash of the whole job."""
     group, index = rng.randrange(groups), rng.randrange(workers)
     if rng.random() < 0.5:
         return Fault(group, index=index, at=rng.uniform(0.005, 0.12), away=0.0, what=FaultKind.CRASH)
+    # At a message, the crash is often within a burst of messages.
     return Fault(group, 0, index, rng.randint(0, 60), away=0.0, what=FaultKind.CRASH)
 
 

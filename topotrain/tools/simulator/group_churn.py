@@ -123,10 +123,7 @@ class ElasticTrial(Trial):
             self._later(partial(self._end, process, server))
 
     def _emptied(self, group: int) -> None:
-        """Inform the servers once a leaving group has no process left.
-
-        The message may arrive before or after they notice the ends of connections.
-        """
+        """Inform the servers once a leaving group has no process left."""
         worker_processes = self._worker_processes(group)
         if group not in self._leaving or not all(process.over for process in worker_processes):
             return
@@ -134,6 +131,7 @@ class ElasticTrial(Trial):
         if any(process.dead for process in worker_processes):  # else its scripts have finished meanwhile
             self.absent.add(group)
             self.left_at = self.sim.now
+            # It may arrive before or after the servers notice the ends of connections.
             self._later(partial(self._send, GroupLeft(group, worker_processes[0].incarnation + 1)))
 
     def leave(self, process: WorkerProcess) -> None:

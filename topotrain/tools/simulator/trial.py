@@ -279,11 +279,9 @@ class Trial(SimCluster):
                     self.transport.connect(me, peer, "")
 
     def _call(self, me: Address, peer: Address) -> None:
-        """Connect a server to another one.
-
-        A shard asks its coordinator for missed messages.
-        """
+        """Connect a server to another one."""
         self.transport.connect(me, peer, "")
+        # A shard asks its coordinator for messages that it has missed.
         if me.group == peer.group:
             sim_server = self.sim_servers[me]
             self.transport.when_resumed(lambda: sim_server.send(sim_server.server.reconnected()), me)
