@@ -68,7 +68,7 @@ def follow(
         meet = SessionRendezvous.from_data(said.get("meet"))
         if [meet.workers, meet.servers] != list(counts):
             raise ConfigError("cluster", counts, "must be the same ClusterSpec in all tasks")
-        part = None if me.job == "ps" else part_of(meet, me.index, said, tensors)
+        part = None if me.job == "ps" else part_of(meet, me.index, said, tensors, secret, host)
     except Exception as error:
         connection.send(failed(me, error, None).told())
         return
@@ -77,7 +77,7 @@ def follow(
     if part is None:
         _serve(me, connection, SessionShard(me, meet, host, secret), shards)
     else:
-        _Following(me, connection, part).follow(secret, host)
+        _Following(me, connection, part).follow()
 
 
 def _serve(me: TaskAddress, connection: SessionConnection, shard: SessionShard, shards: ShardQueue) -> None:
@@ -97,11 +97,11 @@ class _Following:
     def __init__(self, me: TaskAddress, connection: SessionConnection, part: SessionWorker) -> None:
         self._me, self._connection, self._part = me, connection, part
 
-    def follow(self, secret: bytes, host: str) -> None:
+    def follow(self) -> None:
         """Carry out requests until the session's end."""
         why = f"{self._me}: the session's first worker is gone"
         try:
-            self._part.enter(secret, host)
+            self._part.enter()
             self._connection.send({})
             while True:
                 said, _ = self._connection.receive()
@@ -122,21 +122,14 @@ class _Following:
             tell(f"{self._me}: {OVER}" + ("" if why == OVER else f": {why}"))
 
     def _obey(self, said: Mapping[str, Any]) -> None:
-        if said["do"] == "learn":
-            try:
-                self._part.learn(said["number"], said["description"], said["loss"])
-            except ConfigError as error:
-                self._connection.send(failed(self._me, error, None).told())
-                return
-            self._connection.send({})
-        elif said["do"] == "run":
-            dice = said["dice"]
-            self._part.run(said["number"], (), None if dice is None else _unpacked(dice), said["settings"])
-            self._connection.send({})
-        else:
-            found = self._part.values()
+        try:
+            found = self._part.execute(said)
+        except ConfigError as error:
+            if said["do"] != "learn":  # only a description may be refused, and the session goes on
+                raise
+            self._connection.send(failed(self._me, error, None).told())
+            return
+        if said["do"] == "pull":
             self._connection.send({"numbers": list(found)}, list(found.values()))
-
-
-def _unpacked(text: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(bytes.fromhex(str(text))), dtype=torch.uint8)
+        else:
+            self._connection.send({})
