@@ -399,16 +399,17 @@ def compare(
         )
         terminal = console(stderr=True)
 
-        def train_one(entry: side_by_side.ComparedJob) -> "ComparedResult":
-            terminal.print(f"{entry.label}: {entry.conf}", style="bold")
-            options = RunOptions(False, as_json, served_at, resume=commands_resume.asked_for(entry.job))
-            return train(entry.job, entry.topology, terminal, options)
+        def results() -> "Iterator[tuple[side_by_side.ComparedJob, ComparedResult]]":
+            for entry in compared:
+                terminal.print(f"{entry.label}: {entry.conf}", style="bold")
+                options = RunOptions(False, as_json, served_at, resume=commands_resume.asked_for(entry.job))
+                yield entry, train(entry.job, entry.topology, terminal, options)
 
         make_folder(out)
         with ExitStack() as stack:  # torch is loaded once for all of them
             own = None if running else stack.enter_context(closing(forkserver.start(out / "forkserver.log")))
             served_at = own.path if own else running
-            code, rows = side_by_side.compare(compared, out, train_one)
+            code, rows = side_by_side.compare(results(), out)
         if as_json:
             print(json.dumps({"jobs": rows}, indent=2))
         else:

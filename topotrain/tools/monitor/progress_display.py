@@ -5,9 +5,9 @@ times a second instead of once per event, so that the display does not slow the 
 the context ends, however the job ended.
 """
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from types import TracebackType
 from typing import IO, Protocol, Self
 
@@ -224,21 +224,14 @@ class QuietProgress:
 class PlainProgress(QuietProgress):
     """Prints one line every few seconds, and a last one."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        console: Console,
-        out: IO[str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         super().__init__(topology, console, out)
-        self._clock = clock
-        self._began = self._last = clock()
+        self._began = self._last = monotonic()
 
     def __call__(self, event: Event) -> None:
         """Show one event. A step prints a new line if the last one is old enough."""
         super().__call__(event)
-        if isinstance(event, StepDone) and self._clock() - self._last >= LINE_EVERY:
+        if isinstance(event, StepDone) and monotonic() - self._last >= LINE_EVERY:
             self._line()
 
     def __exit__(
@@ -249,7 +242,7 @@ class PlainProgress(QuietProgress):
         self._name_slow()
 
     def _line(self) -> None:
-        self._last = self._clock()
+        self._last = monotonic()
         self._print_line(f"{self._last - self._began:6.1f} s  {describe(self.rows.all())}")
 
 

@@ -120,7 +120,7 @@ class ElasticTrial(Trial):
         self.transport.resume(process.me)
         client = self.clients[process.me]
         for server in sorted({*client.channel.servers, client.channel.first_server}):
-            self._later(partial(self._end, process, server))
+            self.sim.at(self._notice_time(), partial(self._end, process, server))
 
     def _emptied(self, group: int) -> None:
         """Inform the servers once a leaving group has no process left."""
@@ -132,7 +132,7 @@ class ElasticTrial(Trial):
             self.absent.add(group)
             self.left_at = self.sim.now
             # It may arrive before or after the servers notice the ends of connections.
-            self._later(partial(self._send, GroupLeft(group, worker_processes[0].incarnation + 1)))
+            self.sim.at(self._notice_time(), partial(self._send, GroupLeft(group, worker_processes[0].incarnation + 1)))
 
     def leave(self, process: WorkerProcess) -> None:
         """End a worker of a group that was asked to leave."""

@@ -5,7 +5,7 @@ gradients are summed, and SGD has rate 1. At the end every cell must be exactly 
 twice. In a snapshot the cells of all listed batches must be 1, and all others 0.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -350,7 +350,7 @@ class Trial(SimCluster):
             process, client = self.worker_processes[me], self.clients[me]
             self.transport.resume(me)
             for server in sorted({*client.channel.servers, client.channel.first_server}) if not process.over else ():
-                self._later(lambda process=process, server=server: self._end(process, server))  # type: ignore[misc]
+                self.sim.at(self._notice_time(), lambda process=process, server=server: self._end(process, server))  # type: ignore[misc]
             process.kill()
         worker_processes = [self.worker_processes[me] for me in workers]
 
@@ -380,11 +380,12 @@ class Trial(SimCluster):
             client.lost(server, "the connection was cut")
 
         self._aways[process] = fault.away
-        self._later(lambda: self._end(process, server))
-        self._later(lambda: self.transport.when_resumed(notice, worker))
+        self.sim.at(self._notice_time(), lambda: self._end(process, server))
+        self.sim.at(self._notice_time(), lambda: self.transport.when_resumed(notice, worker))
 
-    def _later(self, do: Callable[[], None]) -> None:
-        self.sim.at(self.sim.now + self.sim.random.uniform(*self.transport.network_faults.delay), do)
+    def _notice_time(self) -> float:
+        """Draw the time at which a process notices an event now."""
+        return self.sim.now + self.sim.random.uniform(*self.transport.network_faults.delay)
 
     def _end(self, process: WorkerProcess, server: Address) -> None:
         """Deliver the end of a connection to a server."""

@@ -170,7 +170,7 @@ class SessionWorker:
         box = None if loss else OutputCollector()
         most = max(_LEAST_ROOM, room().least() or 0)
         cut = program(description, self._states, self._meet.workers, self._meet.first, box, most)
-        runner = Runner(cut, self._model, self._channel, lambda: 1.0, sync=self._sync, generator=self._dice)
+        runner = Runner(cut, self._model, self._channel, sync=self._sync, generator=self._dice)
         self._graphs[number] = _Graph(runner, box, description)
 
     def run(self, number: int, inputs: Sequence[torch.Tensor], dice: torch.Tensor | None, settings: str) -> Any:
