@@ -70,6 +70,7 @@ for name in ("minimize", "TrainOp"):
 """
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("package", "then"), [("parallel/auto_placement", PLACEMENT), ("compat/tensorflow/session", SESSION)]
 )

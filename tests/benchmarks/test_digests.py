@@ -116,6 +116,7 @@ def test_what_is_recorded_was_the_same_twice(runner: Callable[[Case], str], verd
     assert settle(CASE, {"twin": {"digest": "a", "code": "abc"}}, runner).verdict is verdict
 
 
+@pytest.mark.journey
 def test_another_machine_is_named_and_not_compared(tmp_path: Path) -> None:
     here = digests.conditions()
     assert digests.incomparable(here, here) == ""

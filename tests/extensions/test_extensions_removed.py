@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.journey
+
 ROOT = Path(__file__).parents[2]
 
 STILL_NEEDED = {
