@@ -160,7 +160,8 @@ def test_only_names_that_survive_a_move_are_used(path: Path) -> None:
 
 @pytest.mark.journey
 @pytest.mark.parametrize("name", ["python", "in-memory-sandblaster"])
-def test_a_case_has_one_digest_per_seed(name: str) -> None:
+def test_a_case_has_one_digest_per_seed(name: str, served_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPOTRAIN_FORKSERVER", served_at)
     case = BY_NAME[name]
     first = digests.run(case)
     assert digests.run(case) == first
