@@ -44,6 +44,7 @@ PURE = """
     extensions/collectives/collective_server.py extensions/collectives/precomputed_gradients.py
     extensions/backup_workers/quorum_pushes.py
     extensions/compression/* extensions/elastic/eligibility.py extensions/elastic/membership.py
+    extensions/elastic/group_departure.py
     extensions/replication/buffer_views.py
     extensions/replication/replica_checksum.py extensions/replication/replica_placement.py
     extensions/replication/state_codec.py extensions/replication/state_machine.py

@@ -44,7 +44,7 @@ if stays:  # the package is there, for these modules
 from benchmarks.core import Core
 core = Core()
 core.steps(3)
-assert core.server.version == 3
+assert core.server.state.version == 3
 if simulated:
     sys.path[:0] = [str(root / "tests" / folder) for folder in ("support", "core/server")]
     import test_server

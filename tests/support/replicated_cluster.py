@@ -24,6 +24,7 @@ from topotrain.core.model.schema import Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
+from topotrain.extensions.checkpointing.snapshot_coordinator import NoFiles
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.state_machine import Primary, ReplicatedServer, Standby
 from topotrain.extensions.replication.state_transfer import restore, save
@@ -69,7 +70,7 @@ class LeadHouse:
     def handle(self, sender: Address, message: m.Message) -> None:
         with self.town.dying(self.process):
             self.town.tick(self.process)
-            self.say(self.lead.hear(sender, message))
+            self.say(self.lead.handle(sender, message))
             if self.lead.fault is not None:
                 raise self.lead.fault
 
@@ -83,7 +84,7 @@ class LeadHouse:
 
     def lost(self, peer: Address, reason: str) -> None:
         if peer.role is Role.SERVER:
-            self.lead.parted(peer)
+            self.lead.disconnected(peer)
         elif peer in self.lead.up and self.process.alive:
             self.say(self.lead.lost(peer))
 
@@ -98,12 +99,12 @@ class ShadowHouse:
     def handle(self, sender: Address, message: m.Message) -> None:
         with self.town.dying(self.process):
             self.town.tick(self.process)
-            receipt = self.shadow.receipt(message)
+            receipt = self.shadow.early_ack(message)
             if receipt is not None:
                 with suppress(TransportError):
                     self.town.wire.send(self.me, sender, receipt)
             self.town.tick(self.process)
-            answer = self.shadow.hear(message)
+            answer = self.shadow.handle(message)
             if answer is not None:
                 with suppress(TransportError):
                     self.town.wire.send(self.me, sender, answer)
@@ -161,7 +162,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
 
     def make(self, me: Address, deliver: Callable[[Address, m.Message], None]) -> Server:
         server = make_server(me, self.job, self.topology, sim_cluster.zeros, deliver=deliver)
-        snapshots_of(server).follow(lambda work: None)
+        snapshots_of(server).attach_host(NoFiles())
         return server
 
     def settle_lead(self, process: Process, lead: Primary) -> LeadHouse:
@@ -178,7 +179,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
         self.wire._residents[address] = house
         self.wire.connect(me, address, "")
         lead = self.home[me].leads[me]
-        lead.say(lead.lead.join())
+        lead.say(lead.lead.add_standby())
 
     def _door(self, me: Address) -> Client:
         extensions = client_extensions(self.topology)
@@ -238,18 +239,18 @@ class ReplicatedTown(sim_cluster.SimCluster):
         for me in dead.shadows:
             lead = self.home[me].leads.get(me)
             if lead is not None and self.home[me].alive:
-                lead.say(lead.lead.alone())
+                lead.say(lead.lead.drop_standby())
         for me in dead.leads:
             heir = next(p for p in self.processes.values() if me in p.shadows and p.alive)
             copy = heir.shadows.pop(me).shadow.copy
             assert copy is not None
             house = self.settle_lead(heir, Primary(copy, save))
-            house.say(house.lead.orphaned())
+            house.say(house.lead.take_over())
         coordinator, *others = self.topology.servers(0)
         for me in others:
             if me in dead.leads or coordinator in dead.leads:
                 self.wire.connect(me, coordinator, "")
-                self.home[coordinator].leads[coordinator].lead.parted(me)
+                self.home[coordinator].leads[coordinator].lead.disconnected(me)
                 house = self.home[me].leads[me]
                 house.say(house.lead.reconnected(coordinator))
         self.processes[dead.number] = fresh = Process(dead.number)

@@ -92,7 +92,7 @@ class MortalTown(ReplicatedTown):
             if not life.dead:
                 self.wire.send(me, to, x)
 
-        lines = ReplicaConnections(servers, door, send, redial, life=life.incarnation)
+        lines = ReplicaConnections(servers, door, send, redial, restarts=life.incarnation)
         self.lifelines[me] = lines
         self.wire._residents[me] = lines
         self.unfound: dict[WorkerProcess, set[Address]] = getattr(self, "unfound", {})
@@ -137,7 +137,7 @@ class MortalTown(ReplicatedTown):
         """The launcher tells the coordinator that a group has gone."""
         if self.home[DESK].alive:  # else its successor is told
             house = self.home[DESK].leads[DESK]
-            house.say(house.lead.hear(DESK, GroupLeft(group, self.gone[group])))
+            house.say(house.lead.handle(DESK, GroupLeft(group, self.gone[group])))
 
     def replace(self, dead: Any) -> None:
         super().replace(dead)
@@ -212,14 +212,21 @@ class MortalTown(ReplicatedTown):
         for index in range(self.topology.shards):
             first, *others = self.copies(index)
             for second in others:
-                if second.version != first.version or second.steps.batches.counts() != first.steps.batches.counts():
+                if (
+                    second.state.version != first.state.version
+                    or second.steps.batches.counts() != first.steps.batches.counts()
+                ):
                     found.append(f"the copies of server {index} have counted other things")
                 if not all(map(torch.equal, flats(first), flats(second))):
                     found.append(f"the copies of server {index} have other values")
             if first.decisions.undecided:
                 found.append(f"server {index} waits for votes about {first.decisions.undecided} steps")
             house = self.home[Address(Role.SERVER, 0, index)].leads[Address(Role.SERVER, 0, index)]
-            stays = [str(who) for who, line in house.lead.copy.lines.items() if who.role is Role.WORKER and line.kept]
+            stays = [
+                str(who)
+                for who, line in house.lead.copy.channels.items()
+                if who.role is Role.WORKER and line.unconfirmed
+            ]
             if stays:
                 found.append(f"server {index} keeps words for {stays}")
             if house.lead._held:

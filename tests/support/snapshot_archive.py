@@ -5,15 +5,24 @@ from simulation import Town
 
 from topotrain.config.topology import Address, Role
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
-from topotrain.extensions.checkpointing.snapshot_coordinator import (
+from topotrain.extensions.checkpointing.snapshot_coordinator import DropSnapshot, PublishSnapshot, WriteSnapshot
+from topotrain.extensions.checkpointing.snapshot_messages import (
     PUBLISHED,
     WRITTEN,
-    DropSnapshot,
-    PublishSnapshot,
-    WriteSnapshot,
-    texts,
+    SnapshotPart,
+    SnapshotRequest,
+    snapshot_parts,
 )
-from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
+
+
+class Host:
+    """The host of one server."""
+
+    def __init__(self, archive: "Archive", me: Address) -> None:
+        self._archive, self._me = archive, me
+
+    def execute(self, order: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
+        self._archive.work(self._me, order)
 
 
 class Archive:
@@ -26,7 +35,7 @@ class Archive:
         self.published: list[PublishSnapshot] = []
         self.dropped: list[DropSnapshot] = []
         for me, house in town.houses.items():
-            snapshots_of(house.server).follow(lambda what, me=me: self.work(me, what))
+            snapshots_of(house.server).attach_host(Host(self, me))
 
     def ask(self) -> None:
         me = Address(Role.SERVER, 0, 0)
@@ -47,7 +56,7 @@ class Archive:
         else:
             self.published.append(what)
         stage = WRITTEN if isinstance(what, WriteSnapshot) else PUBLISHED
-        said = texts(what.number, stage, answer)
+        said = snapshot_parts(what.number, stage, answer)
         self.town.sim.actor(f"host {me} {what.number} {stage}", lambda: self.say(me, said))
 
     def say(self, me: Address, said: list[SnapshotPart]) -> None:

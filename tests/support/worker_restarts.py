@@ -227,8 +227,10 @@ class Life:
         self.worlds[who] = SimpleNamespace(
             worker=worker, here=here, buffer=buffer, optimizer=optimizer, loader=loader, continuing=continuing
         )
+        left = list(continuing.remaining(script.epochs))
         numbers = iter(range(script.epochs)) if script.plain_range else continuing.epochs(script.epochs)
         for epoch in numbers:
+            assert script.plain_range or epoch == left.pop(0)
             for batch in loader:
                 stream, seq, weight_, _ = door.drawn_[-1]
                 dice = (float(torch.rand(1)), random.random(), float(numpy.random.rand()))
@@ -282,7 +284,7 @@ class Life:
 
     def snapshot(self, number: int) -> Past:
         """After a step with this snapshot, and one more of each group (or their end)."""
-        blobs = {(w.group, w.index): b.numpy().tobytes() for w, b in self.deposits.taken(number).items()}
+        blobs = {(w.group, w.index): b.numpy().tobytes() for w, b in self.deposits.snapshot_states(number).items()}
         return Past(blobs, self.positions())
 
     def positions(self) -> dict[int, batch_ranges.Runs]:

@@ -178,7 +178,7 @@ def test_the_same_batches_pushed_twice_count_once():
         seat.finish()
 
     town.play(script)
-    assert town.server(0, 0).version == town.server(0, 1).version == 3
+    assert town.server(0, 0).state.version == town.server(0, 1).state.version == 3
     assert all((part == -3).all() for part in town.values())
 
 

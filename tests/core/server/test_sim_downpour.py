@@ -87,7 +87,7 @@ def test_defect_1_a_2x2_downpour_ends_on_every_seed():
             seat.finish()
 
         town.play(script)
-        assert town.server(0, 0).version == 6
+        assert town.server(0, 0).state.version == 6
 
 
 # --- staleness ---------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_staleness_is_what_an_independent_count_finds():
             counted = dict(zip(book.applied, book.staleness, strict=True))
             reported = {(group, step): outcome.staleness[shard] for group, step, outcome in outcomes}
             assert reported == counted, f"seed {seed}"
-            assert book.server.version == len(book.applied)
+            assert book.server.state.version == len(book.applied)
 
 
 def test_with_a_bound_of_0_the_updates_come_in_group_order_and_the_result_is_one():
@@ -217,13 +217,13 @@ def test_defect_6_servers_go_on_when_group_0_ends():
                 seat.step(pushed[-1])
             seat.finish()
             if seat.me == town.workers[0]:
-                assert town.server(0, 0).version < 7
+                assert town.server(0, 0).state.version < 7
                 seat.door.values.fetch_final()
-                assert town.server(0, 0).version == 7, "the result is read after the drain"
+                assert town.server(0, 0).state.version == 7, "the result is read after the drain"
                 assert same(seat.values(), [-part for part in total(pushed)]), f"seed {town.sim.seed}"
 
         town.play(script)
-        assert town.server(0, 0).version == 7
+        assert town.server(0, 0).state.version == 7
 
 
 def test_defect_7_share_memory_false_does_not_leave_groups_stale():

@@ -142,7 +142,7 @@ def test_a_last_backward_without_a_step_is_no_error():
             seat.finish()
 
         town.play(script)
-        assert town.server(0, 0).version == 2
+        assert town.server(0, 0).state.version == 2
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_downpours_own_steps_push_the_sum_and_fetch_when_asked_to():
                 assert torch.equal(model.weight[0], -torch.stack(sums).sum(0)), f"seed {town.sim.seed}"
 
         town.play(script)
-        assert town.server(0, 0).version == 2 * 4, "three full pushes and what was left"
+        assert town.server(0, 0).state.version == 2 * 4, "three full pushes and what was left"
 
 
 # --- duplicates of single messages, placed where they would hurt -------------------------------------------------

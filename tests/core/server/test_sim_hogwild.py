@@ -88,7 +88,7 @@ def slow_neighbors(town: Town) -> dict[tuple[Address, int], int]:
 
     def slowly(me, to, message, late):
         if isinstance(message, Delta | RingOffer):
-            asked.setdefault((me, message.bucket), town.houses[me].server.version)
+            asked.setdefault((me, message.bucket), town.houses[me].server.state.version)
         if isinstance(message, Delta | MasterValue | RingOffer | RingReply):
             town.sim.at(town.sim.now + town.random.uniform(0.3, 0.6), lambda: depart(me, to, message, late))
         else:
@@ -108,7 +108,7 @@ def test_defect_2_updates_between_a_request_and_its_reply_are_kept(agreement):
 
         def look(sender, to, message, town=town, asked=asked, between=between):
             if isinstance(message, MasterValue | RingReply) and (to, message.bucket) in asked:
-                between.append(town.houses[to].server.version - asked.pop((to, message.bucket)))
+                between.append(town.houses[to].server.state.version - asked.pop((to, message.bucket)))
 
         town.wire.observers.append(look)
         start, pushed, final = hogwild(town, steps=20)
@@ -125,7 +125,7 @@ def test_training_goes_on_while_an_exchange_is_missing():
     met = []
 
     def back() -> None:
-        met.append(home.version)
+        met.append(home.state.version)
         town.wire.resume(neighbor)
 
     town.sim.at(10.0, back)

@@ -195,7 +195,7 @@ def test_a_bad_road_changes_who_is_late_and_nothing_else(weather):
 
         told = run(town, batches, lambda *_, town=town: town.random.uniform(0.0, 0.05), ones, epochs=2)
         check(town, told, workers, batches, epochs=2)
-        assert town.server(0, 0).version == len(told.counted)
+        assert town.server(0, 0).state.version == len(told.counted)
 
 
 # --- who is waited for ---------------------------------------------------------------------------------------------

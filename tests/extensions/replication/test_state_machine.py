@@ -66,7 +66,7 @@ def check(town: ReplicatedTown, servers: int = 2) -> None:
     for index in range(servers):
         first, second = town.copies(index)
         assert equal(flats_of(first), flats_of(second))
-        assert first.version == second.version == STEPS
+        assert first.state.version == second.state.version == STEPS
         assert first.steps.batches.counts() == second.steps.batches.counts()
 
 
@@ -149,12 +149,12 @@ def test_a_line_keeps_what_the_other_side_may_not_have() -> None:
     line = ReliableChannel()
     words = [m.Fetch(number) for number in range(4)]
     for word in words:
-        line.say(word)
-    line.taken(3)
-    line.taken(1)  # said late
-    assert list(line.kept) == words[3:]
+        line.send(word)
+    line.confirm(3)
+    line.confirm(1)  # said late
+    assert list(line.unconfirmed) == words[3:]
     with pytest.raises(m.ProtocolError, match="5 messages were confirmed, but 4 sent"):
-        line.taken(5)
+        line.confirm(5)
 
 
 # --- the transfer ------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_bytes_that_are_no_likeness_are_refused(damage: str) -> None:
 
 def test_only_plain_data_is_a_state() -> None:
     town = run()
-    town.speaking(0).steps.hyper[0] = object()  # type: ignore[assignment]
+    town.speaking(0).hyper.of_group[0] = object()  # type: ignore[assignment]
     with pytest.raises(TypeError, match="a state holds a object, which is not plain data"):
         save(copy_of(town))
 
@@ -290,7 +290,7 @@ def test_no_field_of_any_component_is_forgotten() -> None:
             restore(twin, data)
             copied += 1
             found.update(differences(copy.server, twin.server, "server", set()))
-            found.update(differences(copy.lines, twin.lines, "lines", set()))
+            found.update(differences(copy.channels, twin.channels, "channels", set()))
 
     town.wire.observers.append(look)
 

@@ -185,7 +185,7 @@ def test_with_backup_workers_the_state_at_a_snapshot_is_left_before_the_next_pas
     life.run(5)
     life.step(0, snapshot=1)  # its last batch of the first pass
     life.run(1)
-    condition = WorkerState.from_bytes(life.deposits.taken(1)[who].numpy().tobytes())
+    condition = WorkerState.from_bytes(life.deposits.snapshot_states(1)[who].numpy().tobytes())
     assert condition.passes == (0 if backup else 1)
     assert bool(condition.now) == bool(backup)
 

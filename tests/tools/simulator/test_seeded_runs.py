@@ -269,12 +269,12 @@ def final_values_counted(patch):
 
 def nothing_held(patch):
     """What a group adds behind its cut is taken by a master that is before its own."""
-    patch.setattr(ServerSnapshots, "early", lambda self, message: False)
+    patch.setattr(CrossGroupCut, "_is_early", lambda self, message: False)
 
 
 def late_left_out(patch):
     """What was on its way at the cut is in nobody's part of it."""
-    patch.setattr(CrossGroupCut, "late", lambda self, message, body: None)
+    patch.setattr(CrossGroupCut, "_add_late", lambda self, message, body: None)
 
 
 def complete_too_soon(patch):

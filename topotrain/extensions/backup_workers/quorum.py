@@ -145,7 +145,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
     def reset_worker(self, worker: Address) -> None:
         """As `ServerExtension.reset_worker`."""
         self._counted.pop(worker.index, None)
-        snapshot = max((each.snapshot_under_way() for each in self._server.hooks.snapshot_under_way), default=0)
+        snapshot = max((each.requested_states() for each in self._server.hooks.requested_states), default=0)
         if snapshot:
             self._owed[worker.index] = snapshot
         if self._server.decisions.log is not None:
@@ -232,10 +232,10 @@ class BackupWorkers(GradientExtension, StepPolicy):
         server = self._server
         if server.model is None:
             raise ProtocolError(f"{worker} is to be shown values before there are any")
-        for values in server.replies.show(server.model, worker.index, values_round(number), server.version):
+        for values in server.replies.show(server.model, worker.index, values_round(number), server.state.version):
             server.queue.send(worker, values)
         step = server.model.staging[worker.group].step
-        server.queue.send(worker, StepCaughtUp(number, step, server.version, snapshot))
+        server.queue.send(worker, StepCaughtUp(number, step, server.state.version, snapshot))
 
     # --- a second copy -------------------------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class CollectiveServer(GradientExtension):
 
     def _push(self, sender: Address, message: m.Push) -> None:
         self._gateway.check_sender(sender)
-        if self._server.steps.current_source(sender, message.step) is None:
+        if self._server.contributions.current_source(sender, message.step) is None:
             return
         check_bits(message.present, len(self._relay.bucket(message.bucket).pieces), f"{sender}: pieces")
         if self._waits_for_commit:
@@ -244,8 +244,8 @@ class CollectiveServer(GradientExtension):
         if self._hidden:
             reduced = self._totals.give(bucket.id, bits_to_int(present), mean)
             if reduced is not None:
-                self._server.steps.update_on_arrival(self._worker.group, reduced)
-            self._server.steps.try_stage(self._worker.group)
+                self._server.contributions.update_on_arrival(self._worker.group, reduced)
+            self._server.contributions.try_stage(self._worker.group)
             return
         backward = self._backwards.setdefault((step, ordinal), _Backward())
         backward.add(0 if mean is None else 1 << bucket.id)

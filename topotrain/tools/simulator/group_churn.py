@@ -11,7 +11,7 @@ from functools import partial
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message
-from topotrain.extensions.elastic.membership import ElasticGroups
+from topotrain.extensions.elastic.group_departure import GroupDeparture
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, GroupLeft
 from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_network import NetworkFaults
@@ -75,7 +75,7 @@ class ElasticTrial(Trial):
                 self._leave(fault)
 
     def _refused(self, fault: Fault) -> str:
-        return self.server(0, 0).extension(ElasticGroups).may_change(fault.group, fault.what.value)
+        return self.server(0, 0).extension(GroupDeparture).may_change(fault.group, fault.what.value)
 
     def _leave(self, fault: Fault) -> None:
         self._leaving[fault.group] = fault

@@ -15,14 +15,17 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.optim.state_table import Table
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
-    PUBLISHED,
-    WRITTEN,
     DropSnapshot,
     PublishSnapshot,
-    WriteSnapshot,
-    texts,
+    SnapshotOrder,
 )
-from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
+from topotrain.extensions.checkpointing.snapshot_messages import (
+    PUBLISHED,
+    WRITTEN,
+    SnapshotPart,
+    SnapshotRequest,
+    snapshot_parts,
+)
 from topotrain.extensions.checkpointing.table_file_layout import StoredTable
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
 from topotrain.tools.simulator.worker_observer import InvariantViolated
@@ -109,6 +112,18 @@ class SnapshotTrial(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class SimDisk:
+    """The disk of one server's host."""
+
+    disks: "SimDisks"
+    server: Address
+
+    def execute(self, order: SnapshotOrder) -> None:
+        """As `SnapshotHost.execute`."""
+        self.disks.execute(self.server, order)
+
+
 class SimDisks:
     """The disks of all hosts of one start of a job.
 
@@ -127,14 +142,15 @@ class SimDisks:
         self.published = 0
         first = 1 if before is None else before.number + 1
         for me, house in town.houses.items():
-            snapshots_of(house.server).follow(lambda what, me=me: self._work(me, what), first)  # type: ignore[misc]
+            snapshots_of(house.server).attach_host(SimDisk(self, me), first)
 
     def ask(self) -> None:
         """Request a snapshot, as the host's clock does."""
         house: SimServer = self._town.houses[_DESK]
         self._town.wire.awake(lambda: house.handle(_DESK, SnapshotRequest()), _DESK)
 
-    def _work(self, me: Address, what: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
+    def execute(self, me: Address, what: SnapshotOrder) -> None:
+        """Carry out an order of a server."""
         if isinstance(what, DropSnapshot):
             self._values.pop(what.number, None)
             if not what.why.endswith(_FOR_A_REASON):
@@ -142,14 +158,14 @@ class SimDisks:
             return
         if isinstance(what, PublishSnapshot):
             self._publish(what)
-            self._answer(me, texts(what.number, PUBLISHED, {}))
+            self._answer(me, snapshot_parts(what.number, PUBLISHED, {}))
             return
         for slab in what.frozen.values:
             counts = {p.name: p.count for p in self._town.map.parameters}
             kept = self._values.setdefault(what.number, {})
             whole = kept.setdefault(slab.name, torch.full((counts[slab.name],), torch.nan, dtype=slab.body.dtype))
             whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
-        self._answer(me, texts(what.number, WRITTEN, {"server": str(what.server)}))
+        self._answer(me, snapshot_parts(what.number, WRITTEN, {"server": str(what.server)}))
 
     def _answer(self, me: Address, said: list[SnapshotPart]) -> None:
         def say() -> None:
