@@ -325,7 +325,7 @@ def _network(place: RouterConfig) -> EmulatedNetwork | None:
     if link is None:
         return None
     key = sha256(b"link" + place.identity.token).hexdigest()[:16]  # several jobs may use the folder
-    return EmulatedNetwork(link, place.sockets, key, place.topology.host_of)
+    return EmulatedNetwork(link, place.sockets, key, place.topology)
 
 
 class _Port:

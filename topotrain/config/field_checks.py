@@ -76,14 +76,21 @@ def whole_or_zero(least: int, most: int) -> Rule:
     return check
 
 
-def number(accepted: str, holds: Callable[[float], bool]) -> Rule:
-    """Return the rule for a finite number for which `holds` is true.
+def number(
+    accepted: str,
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> Rule:
+    """Return the rule for a finite number within these bounds; `least` and `most` are included.
 
     accepted: the condition in words.
     """
 
     def check(path: str, value: Any) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and holds(value)):
+        right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not right or not (least <= value <= most and above < value < below):
             raise ConfigError(path, value, f"must be {accepted}")
         return float(value)
 

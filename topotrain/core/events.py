@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, Protocol, TypeVar, dataclass_transform
 
 FAILURE_KINDS = ("program", "peer", "config", "died", "internal", "quarantine")
 
@@ -18,6 +18,14 @@ class Event:
     """The base class of all events."""
 
     __slots__ = ()
+
+
+class EventSink(Protocol):
+    """Receives the events of one process, from any thread."""
+
+    def emit(self, event: Event) -> None:
+        """Report an event."""
+        ...
 
 
 _CLASSES: dict[str, type[Event]] = {}

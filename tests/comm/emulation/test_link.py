@@ -295,8 +295,9 @@ def test_a_peer_that_is_gone_is_an_error_for_who_sends(tcp: Any, tmp_path: Path)
 
 
 def test_one_host_has_no_link_inside(tcp: Any, tmp_path: Path) -> None:
-    for link, host_of in ((FAST, lambda address: 7), (Link(), lambda address: address.role)):
-        assert EmulatedNetwork(link, tmp_path, "k", host_of).shape(tcp[0], WORKER, SERVER) is tcp[0]
+    apart = Cluster(server_worker_separate=True, link=Link())
+    for link, topology in ((FAST, layout(Cluster())), (Link(), layout(apart))):
+        assert EmulatedNetwork(link, tmp_path, "k", topology).shape(tcp[0], WORKER, SERVER) is tcp[0]
     assert not list(tmp_path.iterdir())
 
 

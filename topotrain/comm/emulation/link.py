@@ -24,13 +24,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from topotrain.config.job import Link
-from topotrain.config.topology import Address
+from topotrain.config.topology import Address, Topology
 
 PACKET = 1500
 REPAIR_S = 0.001
@@ -281,11 +281,11 @@ class EmulatedNetwork:
         link: of every host.
         directory: the job's private folder, the same for all its processes. It is made if missing.
         key: a name that no other job has. It is the name of the files with the meters.
-        host_of: gives the host of an address.
+        topology: places addresses on hosts.
     """
 
-    def __init__(self, link: Link, directory: Path, key: str, host_of: Callable[[Address], int]) -> None:
-        self._link, self._directory, self._key, self._host_of = link, directory, key, host_of
+    def __init__(self, link: Link, directory: Path, key: str, topology: Topology) -> None:
+        self._link, self._directory, self._key, self._topology = link, directory, key, topology
         self._rate = None if link.bandwidth is None else link.bandwidth * 1e6 / 8
         self._meters: dict[tuple[int, str], LinkMeter] = {}
         self._lock = threading.Lock()
@@ -296,7 +296,7 @@ class EmulatedNetwork:
 
         Raises OSError.
         """
-        here, there = self._host_of(me), self._host_of(peer)
+        here, there = self._topology.host_of(me), self._topology.host_of(peer)
         if here == there or self._link == Link():
             return sock
         piece, room = _LARGEST_PIECE, _UNPAID

@@ -28,7 +28,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -64,6 +64,7 @@ UNREACHABLE_S = 2.0
 _BACKLOG_BYTES = 1 << 20
 """Bytes that the launcher has not read yet. With more, the unit stops reading the main worker's output."""
 _STDIN, _STDOUT = 0, 1
+_READ = selectors.EVENT_READ
 _UNANNOUNCED = " before its work was done: did the program call os._exit, os.exec… or exit() of a C library?"
 _UNREACHABLE = (
     "has closed the channel to its unit and still runs: did the program call os.exec… or close all descriptors?"
@@ -140,10 +141,10 @@ class Supervisor:
     def run(self) -> int:
         os.set_blocking(_STDIN, False)
         os.set_blocking(_STDOUT, False)
-        self._register(_STDIN, self._on_commands)
-        self._register(self._client.fileno(), self._on_answers)
+        self._selector.register(_STDIN, _READ, self._on_commands)
+        self._selector.register(self._client.fileno(), _READ, self._on_answers)
         with stop_signals() as woken:
-            self._register(woken.fileno(), lambda: self._on_signal(woken))
+            self._selector.register(woken.fileno(), _READ, lambda: self._on_signal(woken))
             self._listen(self._children.start())
             while (
                 self._children.living or (self._needed and self._shutdown.running)
@@ -166,9 +167,6 @@ class Supervisor:
         if self._shutdown.expired:
             self._advance()
         self._end_unreachable(time.monotonic())
-
-    def _register(self, fd: int, act: Callable[[], object]) -> None:
-        self._selector.register(fd, selectors.EVENT_READ, act)
 
     def _unregister(self, fd: int) -> None:
         if fd in self._selector.get_map():
@@ -243,14 +241,14 @@ class Supervisor:
 
     def _listen(self, children: Iterable[Child]) -> None:
         for child in children:
-            self._register(child.events.fd, partial(self._on_readable, child, "", child.events))
+            self._selector.register(child.events.fd, _READ, partial(self._on_readable, child, "", child.events))
             if not self._paused:
                 self._listen_to_output(child)
 
     def _listen_to_output(self, child: Child) -> None:
         for stream, output in child.outputs.items():
             if output.open:
-                self._register(output.fd, partial(self._on_readable, child, stream, output))
+                self._selector.register(output.fd, _READ, partial(self._on_readable, child, stream, output))
 
     def _regulate(self) -> None:
         """Read the main worker's output, or pause until the launcher has caught up."""

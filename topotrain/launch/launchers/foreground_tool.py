@@ -11,7 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -46,17 +47,15 @@ def find(program: str, install: str) -> str:
     return path
 
 
-@dataclass(frozen=True, slots=True)
-class CommandTool:
-    """A `submission.LauncherTool` that is one foreground command.
+class CommandTool(ABC):
+    """A `submission.LauncherTool` that is one foreground command."""
 
-    Args:
-        words: makes the command. Raises ConfigError for options that the tool does not have.
-        install: what to do where the program is not on PATH.
-    """
+    install = ""
+    """The advice for a user without the program."""
 
-    words: Callable[[Submission], list[str]]
-    install: str = ""
+    @abstractmethod
+    def words(self, submission: Submission) -> list[str]:
+        """Return the command. Raises ConfigError for options that the tool does not have."""
 
     def command(self, submission: Submission) -> str:
         """Return the command line, and the variables that it inherits."""

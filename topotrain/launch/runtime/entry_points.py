@@ -229,7 +229,7 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
         place,
         me,
         Path(place.job.workspace).absolute(),
-        control.emit,
+        control,
         WorkerConnector(HostOptions(UnitObserver(control, server, me), profile, writer)),
         prepare_extensions(),
         fds[0] if spec["shared_memfd"] else None,
@@ -243,7 +243,7 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     work = WorkerPart(here, control, log, profile, servers)
     hook = ProcessExitHook(work)
     hook.watch()
-    here.loop_ended = hook.watch_c
+    here.owned_by(hook)
     with ProgramGuard(here, log) as guard:
         run_program(spec["program"], spec["args"])
     # From here on an exit is the runtime's own, and not the script's.

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
+from topotrain.training.context import ProcessOwner
+
 _OnExit = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)
 
 
@@ -30,7 +32,7 @@ class JobPart(Protocol):
         ...
 
 
-class ProcessExitHook:
+class ProcessExitHook(ProcessOwner):
     """Notices that the script ends this process, on its main thread.
 
     It is active from `watch` to `forget`.
@@ -51,12 +53,14 @@ class ProcessExitHook:
         # The other forms of exec call one of these two.
         _install(self._leave, self._replaced(self._execv), self._replaced(self._execve))
 
-    def watch_c(self) -> None:
-        """Watch also for `exit` of a C library. Call it again after each loop.
+    def loop_ended(self) -> None:
+        """Watch also for `exit` of a C library, from the end of each loop on.
 
-        Exit functions run in reverse order of registration, so this one must be registered after those of torch. It is
-        only for a process that Python does not end itself: Python calls `exit` last, too, when its interpreter is gone.
+        This is only for a process that Python does not end itself: Python calls `exit` last, too, when its interpreter
+        is gone.
         """
+        # Exit functions run in reverse order of registration, so this one must be registered after those of torch,
+        # which registers more of them while it trains.
         if self._watches and os.getpid() == self._pid:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._at_c_exit))  # C keeps the address of the function forever
             ctypes.CDLL(None).on_exit(self._at_c_exit, None)
