@@ -35,7 +35,7 @@ from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
 from topotrain.training.parameters.row_module import RowModule
 from topotrain.training.step_progress import NormLog, ProgressReporter
-from topotrain.training.worker import Worker
+from topotrain.training.worker import Worker, WorkerMemory
 from topotrain.training.worker_extension import WorkerExtension
 from topotrain.training.worker_limits import bound
 
@@ -168,16 +168,12 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     for extension in here.extensions:
         extension.connected(here, request)
 
-    def flats(slice_map: SliceMap) -> FlatBuffers:
-        made = FlatBuffers(slice_map, None, roads.allocate)
-        if here.shared_values is not None and not roads.exchange.model.windowed:
-            _share_values(roads, here.shared_values, slice_map, made)
-        return made
-
     if here.is_main:
         tensors = (*parts.tensors, *parts.buffer_tensors, *aside)
         reserve(here.workspace / FINAL, sum(t.nbytes for t in tensors) if cut is None else cut.nbytes)
-    worker = Worker(here.me, place.job, place.topology, parts, optimizer, roads.exchange, flats, aside)
+    worker = Worker(
+        here.me, place.job, place.topology, parts, optimizer, roads.exchange, _UnitMemory(here, roads), aside
+    )
     if loader is not None:
         replay = _batch_replay(here, worker)
         data = roads.exchange.extension(DataClient)
@@ -221,13 +217,23 @@ def _warn(here: Context, worker: Worker) -> None:
         here.emit(Notice(str(here.me), text))
 
 
-def _share_values(roads: Connections, fd: int, slice_map: SliceMap, flats: FlatBuffers) -> None:
-    """Let all workers of the unit share the parameters' memory (in-memory Hogwild)."""
-    sizes = [-(-space.length * space.itemsize // 64) * 64 for space in slice_map.spaces]
-    region = roads.memory.adopt(fd, sum(sizes))
-    for space in slice_map.spaces:
-        offset = sum(sizes[: space.index])
-        flats.put("params", space.index, region.tensor(offset, space.length, torch_dtype(space.dtype)))
+class _UnitMemory(WorkerMemory):
+    """Memory of the transports, and values that all workers of the unit share (in-memory Hogwild)."""
+
+    def __init__(self, here: Context, roads: Connections) -> None:
+        super().__init__(roads)
+        self._fd, self._roads = here.shared_values, roads
+
+    def flat_buffers(self, slice_map: SliceMap) -> FlatBuffers:
+        flats = super().flat_buffers(slice_map)
+        # Where a server of the host shows its values, they are shared already.
+        if self._fd is not None and not self._roads.exchange.model.windowed:
+            sizes = [-(-space.length * space.itemsize // 64) * 64 for space in slice_map.spaces]
+            region = self._roads.memory.adopt(self._fd, sum(sizes))
+            for space in slice_map.spaces:
+                offset = sum(sizes[: space.index])
+                flats.put("params", space.index, region.tensor(offset, space.length, torch_dtype(space.dtype)))
+        return flats
 
 
 def _data_plan(here: Context, model: nn.Module) -> DataPlan:

@@ -26,7 +26,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.private_files import open_file, open_for_reading, sync_folder, write_at
 from topotrain.core.model.safetensors_layout import PAIRED, TensorDescription, bytes_of, lay_out, said_of
 from topotrain.core.model.schema import torch_dtype
-from topotrain.training.parameters.flat_parameters import ModelParts, in_file
+from topotrain.training.parameters.flat_parameters import FileMemory, ModelParts
 from topotrain.training.worker import Worker
 
 FINAL = "final.safetensors"
@@ -89,7 +89,7 @@ def fetch_final(worker: Worker, folder: Path | None = None) -> list[torch.Tensor
     """
     for space in worker.map.spaces:
         if folder is not None and not space.on(worker.me.index):
-            memory = in_file(folder)(space.length, torch_dtype(space.dtype))
+            memory = FileMemory(folder).allocate(space.length, torch_dtype(space.dtype))
             worker.buffers.flats.put("params", space.index, memory)
     worker.client.values.fetch_final()
     found = worker.client.buffers.final()
@@ -119,7 +119,7 @@ def in_one_file(likes: Sequence[torch.Tensor], folder: Path) -> list[torch.Tenso
     Each has a storage of its own, as a file's writer wants it. Raises ConfigError where the disk has no room.
     """
     ends = list(accumulate(-(-like.nbytes // _APART_BYTES) * _APART_BYTES for like in likes))
-    memory = in_file(folder)(ends[-1] if ends else 0, torch.uint8)
+    memory = FileMemory(folder).allocate(ends[-1] if ends else 0, torch.uint8)
     made = []
     for like, end in zip(likes, ends, strict=True):
         at = end - -(-like.nbytes // _APART_BYTES) * _APART_BYTES

@@ -1,13 +1,13 @@
 """The description of a model, and the flat buffers of one shard.
 
 Buffers are allocated once, by name, and reused at every step, because fresh memory costs several times the copy.
-`allocate` decides whether they are ordinary memory, or memory shared with the workers of the host.
+A `BufferMemory` decides whether they are ordinary memory, or memory shared with the workers of the host.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +16,22 @@ from topotrain.config.sharding import Bucket, Parameter, SchemaError, Segment, S
 from topotrain.config.topology import Topology
 from topotrain.core.protocol import MAX_TEXT, ProtocolError, SchemaPart
 
-Allocate = Callable[[int, torch.dtype], torch.Tensor]
+
+class BufferMemory(Protocol):
+    """Where flat buffers are: in memory of this process alone, or in memory that transports share."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros, 1-D."""
+        ...
+
+
+class PrivateMemory:
+    """Memory of this process alone."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros, 1-D."""
+        return torch.zeros(numel, dtype=dtype)
+
 
 MAX_SCHEMA_PARTS = 1024
 MOST_BYTES, MOST_BUCKETS = 1 << 40, 1 << 20
@@ -182,13 +197,13 @@ class FlatBuffers:
     Args:
         slice_map: the slice map of the model.
         shard: the shard of the ranges. None: the whole of every space (a worker's buffers).
-        allocate: allocate(numel, dtype) -> 1-D tensor.
+        memory: where the buffers are.
     """
 
-    def __init__(self, slice_map: SliceMap, shard: int | None, allocate: Allocate) -> None:
+    def __init__(self, slice_map: SliceMap, shard: int | None, memory: BufferMemory) -> None:
         self._map = slice_map
         self._shard = shard
-        self._allocate = allocate
+        self._memory = memory
         self._flat: dict[tuple[str, int], torch.Tensor] = {}
         self._views: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -203,7 +218,7 @@ class FlatBuffers:
         flat = self._flat.get((name, space))
         if flat is None:
             lo, hi = self.range(space)
-            made = self._allocate(hi - lo, torch_dtype(self._map.spaces[space].dtype))
+            made = self._memory.allocate(hi - lo, torch_dtype(self._map.spaces[space].dtype))
             flat = self._flat.setdefault((name, space), made)
         return flat
 
@@ -213,7 +228,9 @@ class FlatBuffers:
         It is allocated and zeroed at first use.
         """
         held = self._flat.get((name, -1))
-        return held if held is not None else self._flat.setdefault((name, -1), self._allocate(count, torch.uint8))
+        return (
+            held if held is not None else self._flat.setdefault((name, -1), self._memory.allocate(count, torch.uint8))
+        )
 
     def held(self) -> list[tuple[tuple[str, int], torch.Tensor]]:
         """Return all buffers by name and space (-1: no space)."""
@@ -248,6 +265,25 @@ class FlatBuffers:
             return flat
         parameter = self._map.parameters[segment.parameter]
         return flat.as_strided(parameter.shape, parameter.stride)
+
+
+def bucket_of(buckets: Sequence[Bucket], number: int) -> Bucket:
+    """Return a bucket of a shard, which has consecutive ones. Raises ProtocolError for another's."""
+    if not buckets or not buckets[0].id <= number <= buckets[-1].id:
+        raise ProtocolError(f"bucket {number} is not mine")
+    return buckets[number - buckets[0].id]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketValues:
+    """The buckets of a shard, and their values in its buffers."""
+
+    flats: FlatBuffers
+    buckets: Sequence[Bucket]
+
+    def values(self, number: int) -> torch.Tensor:
+        """Return the values of a bucket, 1-D. Raises ProtocolError for another's."""
+        return self.flats.view("values", bucket_of(self.buckets, number))
 
 
 def typed(body: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

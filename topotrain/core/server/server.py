@@ -20,7 +20,7 @@ import torch
 from topotrain.config.job import ConfigError, Job, Pull
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
-from topotrain.core.model.schema import Allocate, FlatBuffers, parse_schema
+from topotrain.core.model.schema import BufferMemory, FlatBuffers, parse_schema
 from topotrain.core.model.shared_windows import buffers_of
 from topotrain.core.profiling.message_spans import handling
 from topotrain.core.profiling.spans import SILENT, Recorder
@@ -63,7 +63,7 @@ class Server:
         me: this server's address.
         job: the job.
         topology: its layout.
-        allocate: allocate(numel, dtype) -> zeroed 1-D tensor for values and means, in memory that transports can share.
+        memory: for values and means; transports can share it.
         shared: transports share memory: what both workers and servers of a host need exists there only once.
         deliver: takes each answer as soon as there is one, so that it is on its way while the next is computed. None:
             `handle` returns the answers.
@@ -75,7 +75,7 @@ class Server:
         me: Address,
         job: Job,
         topology: Topology,
-        allocate: Allocate,
+        memory: BufferMemory,
         shared: bool = False,
         deliver: Deliver | None = None,
         start: StartPoint | None = None,
@@ -99,7 +99,7 @@ class Server:
         parts = (self.state, self.worker_groups)
         self.steps = StepPipeline(*parts, self.pulls, self.exchange, self.queue, self.hooks)
         self.decisions = Decisions(*parts, self.steps, self.queue, self.hooks)
-        self.startup = Startup(me, job, topology, allocate, shared, self.queue.send)
+        self.startup = Startup(me, job, topology, memory, shared, self.queue.send)
         ends = (self.exchange, self.queue, self.hooks)
         self.start = ModelStart(self.state, self.startup, self.worker_groups, self.pulls, self.decisions, *ends)
         self._core_handlers = self._handlers = self._handled_here()

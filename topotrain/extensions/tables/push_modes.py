@@ -17,7 +17,7 @@ from topotrain.config.topology import Address
 from topotrain.core.model.finite import all_finite
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.protocol import Commit, ProtocolError
-from topotrain.core.server.ordered_sum import Tree, canonical_mean
+from topotrain.core.server.ordered_sum import ScratchBuffers, Tree, canonical_mean
 from topotrain.extensions.tables.row_optimizers import Clip, RowOptimizer, SparseOptimizer, check_rule, make_rule
 from topotrain.extensions.tables.row_storage import RowStorage
 from topotrain.extensions.tables.table_spec import Ids, TableSpec
@@ -309,7 +309,7 @@ class StepTable(TableShard):
         for index, commit in commits.items():
             parts[index] = (commit.weight, self._spread(union, *pushed[index]) if index in pushed else None)
         mean = torch.empty(len(union) * self.spec.width, dtype=self.spec.torch_dtype)
-        canonical_mean(parts, tree, mean, lambda _: torch.empty_like(mean), divide)
+        canonical_mean(parts, tree, mean, ScratchBuffers(), divide)
         return union, mean.view(len(union), self.spec.width)
 
     def _spread(self, union: Ids, ids: Ids, rows: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from topotrain.config.job import Compression, Job
 from topotrain.config.topology import Address, Role, Topology
-from topotrain.core.model.schema import Allocate
+from topotrain.core.model.schema import BufferMemory
 from topotrain.core.server.server import Deliver, Server
 from topotrain.core.server.server_extension import ServerExtension
 from topotrain.core.server.steps.step_policy import makes_partial_steps
@@ -21,7 +21,7 @@ def make_server(
     me: Address,
     job: Job,
     topology: Topology,
-    allocate: Allocate,
+    memory: BufferMemory,
     shared: bool = False,
     deliver: Deliver | None = None,
     resumed: SnapshotSource | None = None,
@@ -35,16 +35,16 @@ def make_server(
         from topotrain.extensions.checkpointing.checkpoint_extension import SnapshotStart
 
         start = SnapshotStart(resumed)
-    server = Server(me, job, topology, allocate, shared, deliver, start)
-    server.attach(server_extensions(server, job, topology, allocate, resumed))
+    server = Server(me, job, topology, memory, shared, deliver, start)
+    server.attach(server_extensions(server, job, topology, memory, resumed))
     return server
 
 
 def server_extensions(
-    server: Server, job: Job, topology: Topology, allocate: Allocate, resumed: SnapshotSource | None = None
+    server: Server, job: Job, topology: Topology, memory: BufferMemory, resumed: SnapshotSource | None = None
 ) -> tuple[ServerExtension, ...]:
     """The extensions of a server, in order; resumed: the snapshot that the job starts with."""
-    found = list(_extensions(server, job, topology, allocate, resumed))
+    found = list(_extensions(server, job, topology, memory, resumed))
     if installed("extensions.elastic.membership"):
         from topotrain.extensions.elastic.membership import ElasticGroups
 
@@ -58,7 +58,7 @@ def server_extensions(
 
 
 def _extensions(
-    server: Server, job: Job, topology: Topology, allocate: Allocate, resumed: SnapshotSource | None
+    server: Server, job: Job, topology: Topology, memory: BufferMemory, resumed: SnapshotSource | None
 ) -> Iterator[ServerExtension]:
     me = server.me
     if makes_partial_steps(job):
@@ -68,7 +68,7 @@ def _extensions(
     if topology.relayed:
         from topotrain.extensions.collectives.collective_server import CollectiveServer
 
-        yield CollectiveServer(server, job, topology, allocate)
+        yield CollectiveServer(server, job, topology, memory)
     elif topology.foreign:
         from topotrain.extensions.collectives.collective_server import TorchCollectiveServer
 

@@ -20,7 +20,7 @@ from torch import nn
 from topotrain.config.job import ConfigError
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.core.model.safetensors_layout import NAMES
-from topotrain.core.model.schema import Allocate, FlatBuffers, ModelBuffer
+from topotrain.core.model.schema import FlatBuffers, ModelBuffer
 from topotrain.training.parameters.device_parameters import HostParameters, ParameterViews, mirror_for
 
 DEVICES = ("cpu", "cuda")
@@ -235,26 +235,29 @@ def version_of(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
-def in_file(folder: Path) -> Allocate:
-    """Return an allocator of zeroed memory over unlinked files in a folder.
+class FileMemory:
+    """Memory over unlinked files in a folder.
 
-    The system can write this memory to disk, so it may be larger than the memory of a process. The allocator raises
-    ConfigError if the disk is full.
+    The system can write this memory to disk, so it may be larger than the memory of a process.
     """
 
-    def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros, 1-D. Raises ConfigError if the disk is full."""
         nbytes = numel * dtype.itemsize
         if not nbytes:
             return torch.empty(0, dtype=dtype)
         try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # else a full disk would kill the process later
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                # Without blocks on the disk a write to this memory would kill the process with SIGBUS later.
+                os.posix_fallocate(file.fileno(), 0, nbytes)
                 memory = mmap.mmap(file.fileno(), nbytes)
         except OSError as error:
-            raise ConfigError("workspace", str(folder), f"has no space for {nbytes:,} more bytes: {error}") from None
+            accepted = f"has no space for {nbytes:,} more bytes: {error}"
+            raise ConfigError("workspace", str(self._folder), accepted) from None
         return torch.frombuffer(memory, dtype=dtype, count=numel)
-
-    return allocate
 
 
 def _own_storage(view: torch.Tensor) -> torch.Tensor:

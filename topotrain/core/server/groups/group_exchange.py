@@ -3,9 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.server.component_state import State
@@ -88,7 +85,7 @@ class GroupExchange:
     def _end(self) -> None:
         """Once every worker group here has ended and every exchange is answered: hand on the final values."""
         if not self._groups.any_runs and self._state.known.agreement.drained():
-            self._queue.send_all(self._shutdown.drained(self._state.known.buckets, self._final_values))
+            self._queue.send_all(self._shutdown.drained(self._state.known))
 
     def close(self, sender: Address, message: Any) -> None:
         """A message of the job's end (`shutdown`). Raises ProtocolError for a buffer that the sender does not have."""
@@ -98,7 +95,7 @@ class GroupExchange:
         ):
             raise m.ProtocolError(f"{sender} sends buffer {message.index} of group {message.group}")
         body = model.body(message) if isinstance(message, m.FinalValue) else message.body
-        self._queue.send_all(self._shutdown.take(sender, message, body, model.buckets, self._final_values))
+        self._queue.send_all(self._shutdown.take(sender, message, body, model))
         if isinstance(message, m.ModelBufferValue) and message.index < 0:
             self.end_group(message.group)
 
@@ -106,9 +103,6 @@ class GroupExchange:
         """The workers of a group have left the job, or their scripts have ended."""
         for extension in self._hooks.group_over:
             self._queue.send_all(extension.group_over(group))
-
-    def _final_values(self, bucket: Bucket) -> torch.Tensor:
-        return self._state.known.values(bucket.id)
 
     def state_dict(self) -> State:
         """Return the state, see `component_state`."""
