@@ -11,7 +11,7 @@ names). `torch.view_as_complex` restores it.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EINVAL, EISDIR, EOPNOTSUPP
 from itertools import accumulate
@@ -50,23 +50,17 @@ def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] =
 
     A tensor that does not share its memory is not copied.
     """
-    tensors, metadata = tensors_of(parts, _apart)
+    found, metadata = tensors_of(parts)
+    tensors = {name: _apart(tensor) for name, tensor in found.items()}
     tensors |= {name: weight.detach().contiguous() for name, weight in more.items()}
     save_tensors(tensors, path, metadata)
 
 
-def tensors_of(
-    parts: ModelParts, take: Callable[[torch.Tensor], torch.Tensor] = torch.clone
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and buffers by name, contiguous and copied, and a file's metadata.
-
-    take: makes the copies.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    for described, tensor in zip(parts.parameters, parts.tensors, strict=True):
-        tensors[described.name] = take(tensor.detach().contiguous())
-    for buffer, content in zip(parts.buffers, parts.buffer_tensors, strict=True):
-        tensors[buffer.name] = take(content.detach().contiguous())
+def tensors_of(parts: ModelParts) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and buffers by name, contiguous, and a file's metadata. They share the model's memory."""
+    described = (*parts.parameters, *parts.buffers)
+    held = zip(described, (*parts.tensors, *parts.buffer_tensors), strict=True)
+    tensors = {known.name: tensor.detach().contiguous() for known, tensor in held}
     return tensors, metadata_of({p.name: p.aliases for p in parts.parameters})
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from topotrain.config.sharding import Parameter, cut
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, Push
 from topotrain.core.server.gradients.backward_means import ReturnedMeans
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
@@ -106,7 +106,7 @@ def test_bitmaps_travel(raw, extra):
 
 
 def buffers(slice_map):
-    return GroupBuffers(FlatBuffers(slice_map, 0, lambda numel, dtype: torch.zeros(numel, dtype=dtype)), 0)
+    return GroupBuffers(FlatBuffers(slice_map, 0, PrivateMemory()), 0)
 
 
 class Group:

@@ -11,7 +11,7 @@ import topotrain.training.parameters.flat_parameters
 from topotrain.config.job import ConfigError, Grads, Job, Partition
 from topotrain.config.sharding import SchemaError, cut
 from topotrain.config.topology import layout
-from topotrain.core.model.schema import FlatBuffers, effective, slice_map_for
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory, effective, slice_map_for
 from topotrain.training.parameters.device_copy import ImmediateCopier
 from topotrain.training.parameters.device_parameters import DeviceParameters
 from topotrain.training.parameters.flat_parameters import FileMemory, ModelBuffers, ModelParts, describe_model
@@ -168,7 +168,7 @@ def test_a_split_job_pushes_home_whatever_its_conf_says_of_gradients():
 def test_a_parameter_that_is_elsewhere_is_left_alone():
     parts = split(layout(job_of(nworkers_per_group=2).cluster).workers(0)[0], *build())
     slice_map = cut(parts.parameters, 1)
-    buffers = ModelBuffers(parts, slice_map, FlatBuffers(slice_map, None, lambda n, dtype: torch.zeros(n, dtype=dtype)))
+    buffers = ModelBuffers(parts, slice_map, FlatBuffers(slice_map, None, PrivateMemory()))
     buffers.copy_from_model("params")
     buffers.move_model()
     buffers.check(parts.parameters)

@@ -139,6 +139,7 @@ class Supervisor:
         self._needed = self._continues  # the launcher may still send commands
 
     def run(self) -> int:
+        # A launcher that is stopped must not stop the unit, which has to notice deaths.
         os.set_blocking(_STDIN, False)
         os.set_blocking(_STDOUT, False)
         self._selector.register(_STDIN, _READ, self._on_commands)
@@ -174,6 +175,7 @@ class Supervisor:
 
     def _on_signal(self, woken: socket.socket) -> None:
         wait_s = waits(self._unit.job) if signal.SIGINT not in woken.recv(64) else 0.0
+        # A second signal ends the wait for a last snapshot.
         if not self._shutdown.running or not wait_s:
             self._stop()
         elif self._shutdown.deadline is None:  # all processes may have been signaled: the launcher decides
@@ -198,6 +200,7 @@ class Supervisor:
                 self._held = command["on"]
                 self._regulate()
             case "restart" if self._shutdown.running:
+                # A restart that comes while the unit ends is ignored: the processes would be killed at once.
                 self._listen(self._children.restart(**command))
             case "seats" if self._shutdown.running:
                 self._listen(self._children.place_replica(**command))
@@ -252,6 +255,7 @@ class Supervisor:
 
     def _regulate(self) -> None:
         """Read the main worker's output, or pause until the launcher has caught up."""
+        # With one threshold only, reading would stop and go on at every event.
         most = _BACKLOG_BYTES // 2 if self._paused else _BACKLOG_BYTES
         pauses = self._held or len(self._events.waiting) > most
         if pauses is self._paused:
@@ -270,6 +274,7 @@ class Supervisor:
         if not source.open:
             self._unregister(source.fd)
             if source is child.events:
+                # The process may be ending in order, and its exit is reported in a moment.
                 child.on_channel_end(time.monotonic())
 
     def _end_unreachable(self, now: float) -> None:
@@ -303,8 +308,11 @@ class Supervisor:
         """Read the remaining data of an ended process, then report its end."""
         sources: list[tuple[str, LineReader | OutputReader]] = [*child.outputs.items(), ("", child.events)]
         for stream, source in sources:
+            # First the outputs, then the events: the output explains the failure that an event reports.
             for line in source.drain():
                 self._on_line(child, stream, line)
+        # A program may leave with code 0 in the middle of its work (`os._exit(0)`), which only the missing announcement
+        # shows.
         known = child.failed or child.doomed or (code == 0 and child.announced)
         if not known and self._shutdown.running:
             self._fail(child, f"{child.who} (pid {child.pid}) {ending(code)}{'' if code else _UNANNOUNCED}")
@@ -333,6 +341,7 @@ class Supervisor:
             return
         self._shutdown.enter(ShutdownStage.ASKED, GRACE_S)
         for child in self._children.living:
+            # Before the signal: with it the process knows that its unit has sent the signal (`unit_commands`).
             child.command({"command": "stop"})
             self._children.signal(child, signal.SIGTERM)
         if not any(child.pid for child in self._children.living):

@@ -96,8 +96,10 @@ def join(
         check_there(place.topology, address)
     workspace = Path(job.workspace).absolute()
     if (me.group, me.index) == (0, 0):
+        # Only worker (0,0) writes files; the others may run where the folder cannot be made.
         make_folder(workspace)
     here = Context(place, me, workspace, _Console(), _Connector(terms), prepare_extensions(), gpus=gpus)
+    # The servers start before the worker connects, which would wait for them.
     joined = _Joined(here, _start_servers(job, beside, store, secret, host, terms) if beside is not None else None)
     here.owned_by(joined)
     process.enter(here)

@@ -102,6 +102,7 @@ def ending(submission: Submission, said: "JobEnd | None" = None) -> "JobEnd | No
 
     try:
         with contextlib.closing(open_store(with_job(submission.rendezvous, ""), load_secret(os.environ))) as store:
+            # Each start of the job has a prefix of its own, which unit 0 has named here.
             word = store.get(f"jobs/{submission.id}/run")
             if word is None:
                 return None
@@ -128,6 +129,7 @@ def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = Tr
             words, env={**os.environ, **environ}, stdin=subprocess.DEVNULL, stdout=where, start_new_session=True
         )
         try:
+            # A signal that came during Popen is raised here, when there is a process to end.
             gate.open()
             code = process.wait()
         except StopRequested:
@@ -137,6 +139,7 @@ def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = Tr
             process.kill()
             process.wait()
             raise
+    # As a shell reports a process that a signal has ended.
     return code if code >= 0 else 128 - code
 
 

@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,15 +23,16 @@ from topotrain.training.data.batch_ranges import Runs, left
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.sampling import (
     Chunk,
-    announced,
     cut,
     digest,
     draw_again,
     draw_epoch,
     draws_at_once,
+    in_runs,
     index_sampler,
     is_list,
     leading,
+    length_of,
     received,
     repeats,
     share_of,
@@ -395,7 +396,7 @@ class MapEpoch:
         )
         if plan.own_streams:  # the workers may have come to different places
             self._again = False
-        self._untold: list[tuple[int, Chunk]] = []
+        self._untold: list[Chunk] = []  # of the whole epoch
         self._ahead: _Ahead | None = None
         self._recorder: ResumeRecorder | None = None
         self._leases: LeaseIterator | None = None
@@ -436,7 +437,8 @@ class MapEpoch:
         if self._leases is not None:
             self._leases.read(mark.place)
         if mark.after is _After.SLICE:
-            data, samples = share_of_loaded(data, self._plan.bounds, self._plan.min_share)
+            samples = length_of(data)
+            data, samples = share_of_loaded(data, samples, self._plan.bounds(samples), self._plan.min_share)
         else:
             samples = mark.samples if mark.after is _After.NOTHING else leading(data) or 1
         return mark.place, samples, data
@@ -465,7 +467,7 @@ class MapEpoch:
         They may train without this worker: not before what it takes to draw the same again has been left.
         """
         untold, self._untold = self._untold, []
-        for number, (sizes, indices, end) in untold:
+        for number, (sizes, indices, end) in enumerate(untold):
             self._desk.put_draw(self._epoch, number, end, sizes, indices)
 
     def leave(self) -> None:
@@ -496,22 +498,18 @@ class MapEpoch:
 
     def _broadcast(self) -> Iterator[tuple[BatchPosition, Any]]:
         plan, desk, epoch, loader = self._plan, self._desk, self._epoch, self._original
-
-        def put(number: int, chunk: Chunk) -> None:
-            sizes, indices, end = chunk
-            desk.put_draw(epoch, number, end, sizes, indices)
-
         if plan.workers == 1:
             batches = iter(index_sampler(loader))
         elif plan.is_main:
             drawn = self._listed(iter(index_sampler(loader)))
-            batches = announced(drawn, draws_at_once(loader), put)
             if plan.own_streams:  # the others do not wait for a worker (0,0) that is slow
-                self._untold = []
-                told = announced(drawn, True, lambda number, chunk: self._untold.append((number, chunk)))
-                batches = iter(list(told))
+                runs = list(in_runs(drawn, True))
+                self._untold = [chunk for _, chunks in runs for chunk in chunks]
+                batches = iter([batch for run, _ in runs for batch in run])
+            else:
+                batches = self._announced(in_runs(drawn, draws_at_once(loader)))
         else:
-            batches = received(partial(desk.get_draw, epoch))
+            batches = received(desk.get_draw(epoch, number) for number in count())
         if self._again:
             return self._placed(self._units(batches), -self._units_done())
         done = self._opening.done
@@ -519,6 +517,15 @@ class MapEpoch:
         self._ahead = _Ahead(iter(batches), first, self._recorder)
         rest = tuple((a - first, b - first) for a, b in done if a)
         return self._placed(self._units(left(self._ahead, rest) if rest else self._ahead), 0)
+
+    def _announced(self, runs: Iterator[tuple[list[Any], list[Chunk]]]) -> Iterator[Any]:
+        """The batches of worker (0,0), each sent to the others before it is used."""
+        number = 0
+        for run, chunks in runs:
+            for sizes, indices, end in chunks:
+                self._desk.put_draw(self._epoch, number, end, sizes, indices)
+                number += 1
+            yield from run
 
     def _dealt(self, units: list[Any]) -> Iterator[tuple[BatchPosition, Any]]:
         return self._placed(units[self._plan.group :: self._plan.groups], 0)

@@ -6,7 +6,7 @@ gradient does not count.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from functools import lru_cache
 from hashlib import blake2b
@@ -100,14 +100,8 @@ def _leaves(data: Any) -> Iterator[Any]:
             yield from _leaves(value)
 
 
-def share_of_loaded(data: Any, bounds: Callable[[int], tuple[int, int]], min_share: int) -> tuple[Any, int]:
-    """A worker's part of a loaded batch, and how many of its samples count.
-
-    Every tensor, array, and list of n plain values is sliced. Dicts, lists, tuples and named tuples are kept. All
-    workers get the other values.
-
-    Args:
-        bounds: bounds(n) is the worker's part of n samples.
+def length_of(data: Any) -> int:
+    """The common leading dimension of a loaded batch, along which it is divided.
 
     Raises:
         ConfigError: the tensors have no common leading dimension.
@@ -120,7 +114,16 @@ def share_of_loaded(data: Any, bounds: Callable[[int], tuple[int, int]], min_sha
             "with batch_size=None an item is divided among the workers of a group along the leading dimension of its "
             "tensors: they must agree in it, in (nested) dicts, lists and tuples",
         )
-    lo, hi = bounds(samples)
+    return samples
+
+
+def share_of_loaded(data: Any, samples: int, bounds: tuple[int, int], min_share: int) -> tuple[Any, int]:
+    """A worker's part of a loaded batch of so many samples, and how many of its samples count.
+
+    Every tensor, array, and list of n plain values is sliced. Dicts, lists, tuples and named tuples are kept. All
+    workers get the other values.
+    """
+    lo, hi = bounds
     which = slice(lo, hi) if hi > lo else repeats(samples, min_share)
     return _pick(data, which, samples), hi - lo
 
@@ -255,12 +258,9 @@ def draws_at_once(loader: DataLoader[Any]) -> bool:
 # --- a draw on its way to the other workers ----------------------------------------------------------------------
 
 
-def announced(batches: Iterator[Any], at_once: bool, put: Callable[[int, Chunk], None]) -> Iterator[Any]:
-    """Worker (0,0): the batches as drawn, each sent to the others before it is used.
-
-    put(number, chunk) sends a chunk.
-    """
-    number, end = 0, False
+def in_runs(batches: Iterator[Any], at_once: bool) -> Iterator[tuple[list[Any], list[Chunk]]]:
+    """The batches as worker (0,0) draws them, in runs, each with the chunks that the others need of it."""
+    end = False
     while not end:
         run: list[Any] = []
         room = CHUNK if at_once else 1
@@ -269,10 +269,7 @@ def announced(batches: Iterator[Any], at_once: bool, put: Callable[[int, Chunk],
             end = not drawn
             run += drawn
             room -= sum(len(batch) + 1 if is_list(batch) else 2 for batch in drawn)
-        for chunk in pack(run, end):
-            put(number, chunk)
-            number += 1
-        yield from run
+        yield run, list(pack(run, end))
 
 
 def pack(batches: Sequence[Any], end: bool) -> Iterator[Chunk]:
@@ -313,16 +310,12 @@ def _integers(batch: Any) -> list[int]:
         ) from None
 
 
-def received(get: Callable[[int], Chunk]) -> Iterator[Any]:
-    """The other workers: the batches that worker (0,0) has sent.
-
-    get(number) waits for a chunk.
-    """
-    number, end = 0, False
+def received(chunks: Iterator[Chunk]) -> Iterator[Any]:
+    """The other workers: the batches of the chunks that worker (0,0) has sent."""
+    end = False
     begun: list[int] = []
     while not end:
-        sizes, indices, end = get(number)
-        number += 1
+        sizes, indices, end = next(chunks)
         at = 0
         for size in sizes:
             if size == KEY:
