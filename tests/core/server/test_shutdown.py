@@ -27,13 +27,15 @@ class Home:
         topology = layout(Cluster(nworker_groups=groups, nserver_groups=groups, **cluster))
         self.buckets = cut(SCHEMA.parameters, 1, groups=groups).buckets
         self.values = torch.full((192,), float(group))
-        self.shard = SimpleNamespace(buckets=self.buckets, values=self.view)
+        self.shard = SimpleNamespace(buckets=self.buckets, values=self.numbered)
         self.ending = Shutdown(server(group), topology)
         self.ending.expect_buffers(len(SCHEMA.buffers))
 
-    def view(self, number):
-        bucket = self.buckets[number - self.buckets[0].id]
+    def view(self, bucket):
         return self.values[bucket.lo : bucket.hi]
+
+    def numbered(self, number):
+        return self.view(self.buckets[number - self.buckets[0].id])
 
     def drained(self):
         return self.ending.drained(self.shard)

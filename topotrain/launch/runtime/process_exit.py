@@ -76,9 +76,11 @@ class ProcessExitHook(ProcessOwner):
 
         It is 0 also where there was no work to complete.
         """
+        # A process that the script has forked ends for itself, and says nothing about the worker.
         here = os.getpid() == self._pid and threading.current_thread() is threading.main_thread()
         if not (self._watches and here and self._part.is_complete()):
             return 0
+        # First: the end of the worker may call these functions itself.
         self.forget()
         return self._part.end()
 

@@ -168,6 +168,7 @@ class ServerEndpoint:
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         with self._lock:
+            # The server's state names the buffer, and another reader may be changing it.
             return self.server.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
@@ -306,8 +307,10 @@ class HostedServers:
 
     def open(self) -> None:
         """Connect the servers, then admit workers."""
+        # All are attached before one is published: a peer may dial as soon as the first URL is there.
         urls = {me: self._router.attach(me, endpoint) for me, endpoint in self.endpoints.items()}
         for me in urls:
+            # Under a kind of its own: workers look for "server", which is published when the servers are connected.
             self._router.publish("door", me, urls[me])
         for me in urls:
             for peer in peers(me, self._place.topology):
@@ -358,6 +361,7 @@ def serve(
             make = partial(hosted_server, place, memory, options)
             process = (observer.on_failure, options.writer, slot, observer.on_open)
             copied = ReplicatedServers(place, router, make, addresses[0], *process)
+            # Before it opens: the placement may have changed while this process started.
             slot.taken(copied.arrange)
             copied.open(observer.on_serving)
             copied.wait()
@@ -414,6 +418,7 @@ class _LongWaits:
     def check(self) -> None:
         seconds = time.monotonic() - self._began
         if seconds >= self._next_s:
+            # A long evaluation of one worker must not fill the terminal of all others.
             self._next_s = 2 * seconds
             self._observer.on_long_wait(seconds)
 
@@ -435,6 +440,7 @@ class ConditionWaiter:
         """Make a change; a waiting worker wakes if its condition is met."""
         with self._condition:
             yield
+            # The reader tests the condition, so the script's thread wakes once, and not for every message.
             if self._ready is not None and self._ready():
                 self._condition.notify_all()
 
@@ -467,6 +473,7 @@ class InlineWaiter(ConditionWaiter):
     def wait(self, ready: Callable[[], bool]) -> None:
         """Return when `ready()` is true."""
         waits = _LongWaits(self._observer)
+        # The script's thread handles the server's messages while it waits for the server's reply.
         while not self._reader.released:
             self._router.deliver()
             if ready():
@@ -609,6 +616,7 @@ class WorkerConnections(Connections):
         channel = NetworkChannel(self.exchange, send, self._waiter.look, SendBuffers(self._buffers))
         incarnation = self._place.identity.incarnation
         kind = f"worker-{incarnation}" if incarnation else "worker"  # addresses of former processes are of no use
+        # Before it connects: workers after this one may be waiting for the URL.
         self._router.publish(kind, self.me, self._urls)
         workers = self._place.topology.workers(self.me.group)
         for peer in workers[: self.me.index]:
