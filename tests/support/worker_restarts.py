@@ -137,7 +137,7 @@ class Door(Seat):
             assert self.life.deposits.handle(self.who, replace(part, body=body)) == []
 
     def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        kept = self.life.deposits._boxes.get(self.who)
+        kept = self.life.deposits._states.get(self.who)
         return (None, None) if kept is None else (kept.kept.get(EPOCH), kept.kept.get(SINCE))
 
 
