@@ -85,7 +85,9 @@ def number(
     above: float = -math.inf,
     below: float = math.inf,
 ) -> Rule:
-    """Return the rule for a finite number within these bounds; `least` and `most` are included.
+    """Return the rule for a finite number within these bounds.
+
+    `least` and `most` are included, `above` and `below` are not.
 
     accepted: the condition in words.
     """

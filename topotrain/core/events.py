@@ -1,8 +1,8 @@
 """Events: what the processes of a job report, one line of JSON each.
 
 Every listener may drop any event. Counters are cumulative, and times count from the first step of the reporting
-process, so a listener that joins late or misses a line is still right. `who` names a process: "worker 0/1" or
-"server 0/1" (group/index), or "unit 3".
+process, so a listener that joins late or misses a line is still right. The first field of an event is the name of a
+process: "worker 0/1" or "server 0/1" (group/index), or "unit 3".
 """
 
 import json

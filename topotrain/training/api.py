@@ -218,7 +218,10 @@ def _warn(here: Context, worker: Worker) -> None:
 
 
 class _UnitMemory(WorkerMemory):
-    """Memory of the transports, and values that all workers of the unit share (in-memory Hogwild)."""
+    """A worker's memory: that of its transports, and shared values.
+
+    The workers of a unit share values in memory (in-memory Hogwild) where the launcher gives them a descriptor.
+    """
 
     def __init__(self, here: Context, roads: Connections) -> None:
         super().__init__(roads)

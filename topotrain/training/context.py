@@ -124,7 +124,10 @@ class PrepareExtension:
 
 
 class ProcessOwner:
-    """The code that made this process a part of the job. A subclass is told what the script does."""
+    """The code that made this process a part of the job.
+
+    A subclass hears of the script's loops and of `tt.leave`.
+    """
 
     by_hand = False
     """Whether the script itself has joined the job, and may leave it."""

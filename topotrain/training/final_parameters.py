@@ -57,10 +57,13 @@ def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] =
 
 
 def tensors_of(parts: ModelParts) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and buffers by name, contiguous, and a file's metadata. They share the model's memory."""
-    described = (*parts.parameters, *parts.buffers)
-    held = zip(described, (*parts.tensors, *parts.buffer_tensors), strict=True)
-    tensors = {known.name: tensor.detach().contiguous() for known, tensor in held}
+    """Parameters and buffers by name, contiguous, and a file's metadata.
+
+    Tensors that are contiguous in the model are not copied.
+    """
+    names = [*(p.name for p in parts.parameters), *(b.name for b in parts.buffers)]
+    held = zip(names, (*parts.tensors, *parts.buffer_tensors), strict=True)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in held}
     return tensors, metadata_of({p.name: p.aliases for p in parts.parameters})
 
 

@@ -282,7 +282,7 @@ class Worker(BatchAccounting):
         return outcome
 
     def _end_of(self, step: int, inv_scale: float, check_finite: bool, fetch: bool) -> tuple[StepEnd, bytes]:
-        """The commit of a step whose gradients are sent, and the hyper-parameters."""
+        """The commit of a step, after its gradients, and the hyper-parameters."""
         self.client.values.settle()
         try:
             revisions, edited, dropped = self.path.at_step(step)

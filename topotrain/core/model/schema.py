@@ -18,7 +18,10 @@ from topotrain.core.protocol import MAX_TEXT, ProtocolError, SchemaPart
 
 
 class BufferMemory(Protocol):
-    """Where flat buffers are: in memory of this process alone, or in memory that transports share."""
+    """Where flat buffers are.
+
+    It is memory of this process alone, or memory that transports share.
+    """
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros, 1-D."""
@@ -268,7 +271,8 @@ class FlatBuffers:
 
 
 def bucket_of(buckets: Sequence[Bucket], number: int) -> Bucket:
-    """Return a bucket of a shard, which has consecutive ones. Raises ProtocolError for another's."""
+    """Return a bucket of a shard. Raises ProtocolError for another's."""
+    # The buckets of a shard are consecutive.
     if not buckets or not buckets[0].id <= number <= buckets[-1].id:
         raise ProtocolError(f"bucket {number} is not mine")
     return buckets[number - buckets[0].id]

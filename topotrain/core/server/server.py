@@ -7,9 +7,9 @@ network.
 
 The parts of a server, in the order in which a message meets them: `model_start` makes the model and starts it,
 `step_pipeline` takes gradients and carries steps out, `decisions` is the list of what all shards do, `pulls` holds
-replies until their groups may read, and `group_exchange` speaks with other server groups. What differs between the
-frameworks is decided in `gradients`, `consistency`, `group_sync` and in the optimizer. Optional features are
-extensions (`server_extension`); a server knows none of them by name.
+replies until their groups may read, and `group_exchange` speaks with other server groups. The frameworks differ in
+`gradients`, `consistency`, `group_sync` and in the optimizer. Optional features are extensions (`server_extension`); a
+server knows none of them by name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -125,10 +125,12 @@ class Server:
     # --- messages in -------------------------------------------------------------------------------------------------
 
     def handle(self, sender: Address, message: m.Message) -> Out:
-        """Handle one message; returns what to send, in order (nothing where `deliver` takes it).
+        """Handle one message, and return the answers in order.
+
+        The list is empty where `deliver` takes the answers.
 
         Raises:
-            ProtocolError: no correct peer sends this. It has changed nothing; what else there was to do is done.
+            ProtocolError: no correct peer sends this message. It has changed nothing. Messages that waited are handled.
         """
         self.validator.check(sender, message)
         self.queue.begin()
@@ -261,7 +263,10 @@ class Server:
         return self.queue.out
 
     def reconnected(self) -> Out:
-        """A connection was made anew: send again what is undecided, and ask for the decisions that were missed."""
+        """Send the undecided votes again, over a new connection.
+
+        The server also asks for the decisions that it has missed.
+        """
         self.queue.begin()
         for extension in self.hooks.on_reconnect:
             extension.on_reconnect()
@@ -272,7 +277,9 @@ class Server:
     # --- what extensions use ---------------------------------------------------------------------------------------
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """The workers of a group are gone: forget what they have sent, except for what is applied.
+        """Forget the messages of a group's workers, which are gone.
+
+        Applied steps stay.
 
         ended: all their scripts had ended. The group may use other servers.
         """
@@ -287,7 +294,7 @@ class Server:
             self.worker_groups.reset(group, ended)
 
     def reset_worker(self, worker: Address) -> None:
-        """Another process has the place of one worker, and its group has continued meanwhile."""
+        """Another process has replaced one worker, and its group has continued."""
         self.start.reset([worker])
         self.replies.forget_one(worker)
         self.steps.reset_worker(worker)
@@ -308,7 +315,10 @@ class Server:
 
     @property
     def samples(self) -> Mapping[Address, int]:
-        """Of each worker, how many of its samples are in the values; those of other server groups' workers are not."""
+        """The number of samples of each worker that are in the values.
+
+        Workers of other server groups are not counted.
+        """
         return self.steps.samples
 
     @property
@@ -341,14 +351,20 @@ class Server:
     # --- a second copy -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State | None:
-        """Return the state between two messages, see `component_state`. None: not possible after this message."""
+        """Return the state between two messages, see `component_state`.
+
+        None: this is not possible after this message.
+        """
         parts = states_of(self._components)
         if parts is None or not self.queue.empty:
             return None
         return {"schema": "" if self.model is None else self.model.schema.text(), "parts": parts}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict` of another copy of this server. Raises ProtocolError."""
+        """Restore the result of `state_dict` of another copy of this server.
+
+        Raises ProtocolError.
+        """
         if self.model is None and state["schema"]:
             self.make_model(state["schema"])
         load_states(self._components, state["parts"])

@@ -203,7 +203,10 @@ class ManualServers:
         self._open = True
 
     def admit(self, peer: Peer, connected: bool) -> None:
-        """Refuse a second process of one worker, and every worker before the servers are connected."""
+        """Refuse a second process of one worker.
+
+        Before the servers are connected every worker is refused.
+        """
         if peer.address.role is not Role.WORKER:
             return
         if connected:

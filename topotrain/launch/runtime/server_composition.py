@@ -1,7 +1,7 @@
-"""Which extensions a server has: the only place that names them.
+"""The extensions of a server: the only place that names them.
 
 The core knows none of them (see `core.server.server_extension`). Their order here is the order in which a server asks
-them. An extension whose package or module is not there is left out, so that a feature is deleted with its folder.
+them. An extension without its package or module is left out, so that a feature is deleted with its folder.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,10 @@ def make_server(
 def server_extensions(
     server: Server, job: Job, topology: Topology, memory: BufferMemory, resumed: SnapshotSource | None = None
 ) -> tuple[ServerExtension, ...]:
-    """The extensions of a server, in order; resumed: the snapshot that the job starts with."""
+    """The extensions of a server, in order.
+
+    resumed: the snapshot that the job starts with.
+    """
     found = list(_extensions(server, job, topology, memory, resumed))
     if installed("extensions.elastic.membership"):
         from topotrain.extensions.elastic.membership import ElasticGroups

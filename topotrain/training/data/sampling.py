@@ -118,7 +118,9 @@ def length_of(data: Any) -> int:
 
 
 def share_of_loaded(data: Any, samples: int, bounds: tuple[int, int], min_share: int) -> tuple[Any, int]:
-    """A worker's part of a loaded batch of so many samples, and how many of its samples count.
+    """A worker's part of a loaded batch, and how many of its samples count.
+
+    samples: the length of the batch.
 
     Every tensor, array, and list of n plain values is sliced. Dicts, lists, tuples and named tuples are kept. All
     workers get the other values.
@@ -259,7 +261,10 @@ def draws_at_once(loader: DataLoader[Any]) -> bool:
 
 
 def in_runs(batches: Iterator[Any], at_once: bool) -> Iterator[tuple[list[Any], list[Chunk]]]:
-    """The batches as worker (0,0) draws them, in runs, each with the chunks that the others need of it."""
+    """The batches in runs, as worker (0,0) draws them, each with its chunks.
+
+    The other workers need the chunks to get the same batches.
+    """
     end = False
     while not end:
         run: list[Any] = []

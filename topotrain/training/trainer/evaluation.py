@@ -123,7 +123,9 @@ class EvaluationLoader:
 def evaluate(
     model: nn.Module, objective: Objective, data: EvaluationLoader, stop: threading.Event | None = None
 ) -> Values:
-    """Return the means over all samples of `data`, or over those before `stop` was set.
+    """Return the means over all samples of `data`.
+
+    With `stop`, only the samples before it was set count.
 
     Raises:
         ConfigError: the loader gives no batch.

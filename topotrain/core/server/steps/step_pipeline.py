@@ -1,4 +1,6 @@
-"""The steps of the worker groups on one server: pushes in, a vote, a decision, and new values.
+"""The steps of the worker groups on one server.
+
+A step is pushes, a vote, a decision, and new values.
 
 A step is staged once all its contributions are here. The server then votes, and `decisions` carries the step out when
 the coordinator has decided it.
@@ -33,7 +35,7 @@ from topotrain.core.server.steps.step_policy import makes_partial_steps
 
 
 class StepPipeline:
-    """Takes the gradients and commits of the workers, and carries out the steps that are decided.
+    """Receives gradients and commits, and carries out the decided steps.
 
     Args:
         state, groups, pulls, exchange, queue, hooks: the parts of the server that it uses.
@@ -133,7 +135,10 @@ class StepPipeline:
         self._show_early(group, bucket, self._state.version)
 
     def _show_early(self, group: int, bucket: Bucket, version: int) -> None:
-        """A bucket is new: a group that waits for no other has it before the next bucket is computed."""
+        """Send a new bucket before the next one is computed.
+
+        Only a group that waits for no other gets it now.
+        """
         if self._shows_early and self._state.common:
             model = self._state.known
             step = model.staging[group].step
@@ -148,7 +153,7 @@ class StepPipeline:
         self._exits[sender.group].works(sender.index, message.exits, (message.step, backward))
 
     def check_all_continue(self, group: int) -> None:
-        """Raise StepError if a script of a synchronous group has ended while others of the group continue."""
+        """Raise StepError if only a part of a synchronous group has ended."""
         for index, steps in () if self._partial else self._groups.finished(group).items():
             raise StepError(
                 f"worker {index} ended its script after {steps} steps while others of its group go on; "
@@ -195,7 +200,10 @@ class StepPipeline:
         self._check_hyper(message.hyper)
 
     def _check_hyper(self, hyper: bytes) -> None:
-        """Before any value changes: raises StepError for settings that the optimizer could not go on with."""
+        """Raise StepError for settings that the optimizer could not go on with.
+
+        This comes before any value changes.
+        """
         if not hyper or hyper == self._good_hyper:
             return
         try:
@@ -205,7 +213,9 @@ class StepPipeline:
         self._good_hyper = hyper
 
     def current_source(self, sender: Address, step: int) -> GradientSource | None:
-        """The group's staging, if a message of `step` is of its current step; None: an older step, which is over.
+        """The group's staging, if `step` is its current step.
+
+        None: the message is of an older step, which is over.
 
         Raises:
             StepError: the worker is ahead of its group.
@@ -216,7 +226,7 @@ class StepPipeline:
         return staging if step == staging.step else None
 
     def applied_batches(self, sender: Address, message: m.AppliedBatchesRequest) -> None:
-        """A worker asks how many batches of a data stream are applied, or how many steps of its group."""
+        """Reply with the number of applied batches of a stream, or of group steps."""
         group = sender.group
         count = self._taken[group] if message.stream < 0 else self.batches.count(message.stream, group)
         self._queue.send(sender, m.AppliedBatchesReply(message.stream, count))
@@ -247,7 +257,7 @@ class StepPipeline:
                 self._queue.send(self._coordinator, self._vote(group))
 
     def check_vote(self, message: m.StepVote | m.StepDecision) -> list[tuple[int, int]]:
-        """The (worker, parameter) pairs whose gradients are refused.
+        """The (worker, parameter) pairs with refused gradients.
 
         Raises:
             ProtocolError: workers that the group does not have, or parameters that the model does not have.
@@ -265,7 +275,10 @@ class StepPipeline:
     # --- the decided step ----------------------------------------------------------------------------------------
 
     def carry_out(self, decision: m.StepDecision) -> None:
-        """The step counts, or is skipped: update the values, and hold the replies until their groups may read."""
+        """Update the values, or skip the step.
+
+        Replies are held until their groups may read.
+        """
         group, step, model = decision.group, decision.step, self._state.model
         if model is None:
             raise m.ProtocolError(f"a decision about step {step} of group {group} before there is a model")
@@ -324,7 +337,7 @@ class StepPipeline:
             self._queue.send_all(each.step_over(result))
 
     def _complain(self, group: int, step: int, refused: dict[int, int]) -> None:
-        """End the group if one of its workers has sent too many gradients that are not finite."""
+        """End the group after too many non-finite gradients of one worker."""
         number = self._strikes.step(group, refused)
         if number is None:
             return
@@ -346,7 +359,10 @@ class StepPipeline:
             self._queue.send(worker, message)
 
     def reset(self, group: int) -> None:
-        """The workers of a group are gone: forget what they have sent, except for what is applied."""
+        """Forget the messages of a group's workers, which are gone.
+
+        Applied steps stay.
+        """
         for worker in self._groups.workers[group]:
             self._hyper_of.pop(worker, None)
         if self._state.model is not None:
@@ -356,7 +372,7 @@ class StepPipeline:
         self._exits[group] = LoopExits(self._topology.workers_per_group)
 
     def reset_worker(self, worker: Address) -> None:
-        """The same of one worker, whose group continues."""
+        """Forget the messages of one worker; its group continues."""
         self._hyper_of.pop(worker, None)
         if self._state.model is not None:
             self._state.model.staging[worker.group].forget(worker.index)
