@@ -100,6 +100,7 @@ def _warn_of_wrong_kernels(optimizer: Optimizer) -> None:
         try:
             kernel_choice.check_named(type(optimizer), group, kernel_choice.kinds(group["params"]))
         except ConfigError as error:
+            # stacklevel: the line of the script that calls `tt.prepare`.
             warnings.warn(str(error), stacklevel=3)
 
 
@@ -177,6 +178,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     if loader is not None:
         replay = _batch_replay(here, worker)
         data = roads.exchange.extension(DataClient)
+        # Before the worker starts: a loader that cannot be divided must fail while no other worker waits.
         here.read_from(ShardedLoader(loader, _data_plan(here, model), data, worker, replay))
     bound(here, model, loader, cut is not None)
     worker.start()
@@ -185,6 +187,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     if worker.lazy:
         wait_by_layer(model, worker)
     adopt(optimizer, worker)
+    # A script may have loaded a state before `tt.prepare`.
     worker.server_state.scatter()
     here.join(worker, cut)
     if place.job.debug and here.is_main:
@@ -269,6 +272,7 @@ def epochs(count: int) -> Iterator[int]:
     loop = process.begin_loop()
     for number in range(count) if here is None or here.continuing is None else here.continuing.epochs(count):
         yield number
+        # The epochs of two nested loops cannot be told apart after a restart.
         if not process.is_latest(loop):
             accepted = "has another loop over tt.epochs inside: they may follow one another; use range() inside"
             raise ConfigError("tt.epochs", count, accepted)

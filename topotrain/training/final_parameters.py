@@ -90,6 +90,7 @@ def fetch_final(worker: Worker, folder: Path | None = None) -> list[torch.Tensor
             worker.buffers.flats.put("params", space.index, memory)
     worker.client.values.fetch_final()
     found = worker.client.buffers.final()
+    # These groups were never averaged, so an average of their buffers belongs to no model.
     if worker.job.cluster.nserver_groups == 0:
         found = {0: found.get(0, {})}
     averaged = []
@@ -121,6 +122,7 @@ def in_one_file(likes: Sequence[torch.Tensor], folder: Path) -> list[torch.Tenso
     for like, end in zip(likes, ends, strict=True):
         at = end - -(-like.nbytes // _APART_BYTES) * _APART_BYTES
         flat = memory[at : at + like.nbytes]
+        # A view would share the storage of the whole file, and the writer would refuse it.
         own = torch.frombuffer(flat.numpy().data, dtype=like.dtype) if like.nbytes else flat.view(like.dtype)
         made.append(own.view(like.shape))
     return made
@@ -147,13 +149,16 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
     try:
         with _opened(temporary) as fd:
             _take_room(fd, layout.size)
+            # The room that was reserved may be larger than the file.
             os.ftruncate(fd, layout.size)
             write_at(fd, layout.header, 0)
             for name, tensor in tensors.items():
                 here = tensor.detach().cpu()
                 write_at(fd, bytes_of(here), layout.entries[name].begin)
+            # Before the rename: after a power cut the new name must not lead to missing data.
             os.fsync(fd)
         os.replace(temporary, path)
+        # The rename itself is on the disk only now.
         sync_folder(path.parent)
     except OSError as error:
         release(path)

@@ -87,6 +87,7 @@ class Worker(BatchAccounting):
         # A model on a device copies all values at once, so its layers cannot wait for some of them.
         self.lazy = job.pull is Pull.kLazy and isinstance(self.mirror, HostParameters)
         sees_means = topology.workers_per_group > 1 and job.grads is Grads.kVisible
+        # The own time of a worker is its time without waits for others.
         client.channel.measure_waits(time.monotonic)
         client.open(schema, self.map, self.buffers.flats, job.apply is Apply.kOnArrival, sees_means, self.lazy)
         speaks = me.group == topology.worker_groups_of(topology.server_group_of(me.group))[0]
@@ -269,6 +270,7 @@ class Worker(BatchAccounting):
                 self._count(outcome, self._own_steps)
         # Servers keep the last hyper-parameters, so unchanged ones are not sent again.
         self._sent_hyper = hyper
+        # From here on batches count for the next step.
         self.batches.committed()
         self._clip = (0.0, 2.0)
         # The path counts its backwards for the next step from here on.
@@ -377,6 +379,7 @@ class Worker(BatchAccounting):
 
     def end_job(self) -> None:
         """The job has ended, and its result is in the model of worker (0,0)."""
+        # In reverse, so that an extension still finds those that were attached before it.
         for extension in reversed(self._hooks.job_over):
             extension.job_over()
 

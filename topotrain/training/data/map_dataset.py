@@ -283,6 +283,7 @@ class LoaderCopy:
         self.loader = copy(loader)
         self.indices: _Indices | None = None
         self.collates = False
+        # `copy` has copied the iterator of persistent processes, which belongs to the script's loader.
         self._set("_iterator", None)
         if not isinstance(loader.dataset, IterableDataset):
             self.indices = _Indices()
@@ -312,6 +313,7 @@ class LoaderCopy:
 
     def throw(self) -> None:
         """Move the script's dice as far as the plain loader's `iter()` does."""
+        # An iterator that persists draws its seeds once, when it is made.
         if self.fresh:
             throw(self.original)
 
@@ -479,6 +481,7 @@ class MapEpoch:
 
     def end(self) -> None:
         """Release the loader's iterator, so that its processes end at once."""
+        # The last reference to the loader's iterator, which ends its processes.
         self._batches = _nothing()
         self._reopen = _nothing
         self._indices.close()
@@ -536,6 +539,7 @@ class MapEpoch:
         stream = plan.stream(self._epoch)
         applied = self._desk.applied(stream) if self._opening.returned else 0
         if plan.own_streams:
+            # The last round of an epoch may have fewer batches than workers.
             units = (unit for unit in units if plan.index < len(unit))
         numbered = islice(enumerate(units, first), applied, None)
         return ((BatchPosition(stream, seq, 0, seq, False), unit) for seq, unit in numbered)
@@ -563,6 +567,7 @@ class MapEpoch:
         place, unit = drawn
         plan, auto = self._plan, self._original.batch_sampler is not None
         if plan.in_rounds and plan.index >= len(unit):
+            # A batch at weight 0: the worker's collectives and its BatchNorm must take part in the step.
             spare = unit[0]
             if is_list(spare):
                 spare = [spare[i] for i in repeats(len(spare), plan.min_share)]

@@ -54,6 +54,7 @@ def cut(samples: int, workers: int, shares: tuple[float, ...] = (), min_share: i
             reached += claims[r]
             edges.append(int(samples * reached / total + 1e-9))  # 0.7 + 0.2 is not 0.9
         edges.append(samples)
+        # BatchNorm needs two samples to compute a variance.
         if len(active) == 1 or min(hi - lo for lo, hi in pairwise(edges)) >= min_share:
             break
         active.remove(min(reversed(active), key=lambda r: claims[r]))
@@ -183,6 +184,7 @@ def draw_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
     generators = generators_of(loader)
     states = [(g, g.get_state()) for g in generators]
     try:
+        # Samplers may draw from any of the global generators, and the script's own draws must not change.
         with RngState(mixed):
             for generator in generators:
                 generator.manual_seed(mixed)
@@ -237,6 +239,7 @@ def digest(batches: Iterable[Any]) -> int:
         numbers.extend(map(as_int, chain.from_iterable(batches)))
     except TypeError:
         return 0
+    # 63 bits, because a field of a message is a signed integer; 0 means that there is no digest.
     return (int.from_bytes(blake2b(numbers.tobytes(), digest_size=8).digest(), "little") >> 1) or 1
 
 
@@ -249,6 +252,7 @@ def draws_at_once(loader: DataLoader[Any]) -> bool:
     share a random number generator with it.
     """
     sampler: Any = index_sampler(loader)
+    # Exact types: a subclass may do anything.
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
     if type(sampler) is RandomSampler:

@@ -60,6 +60,7 @@ def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> Mo
     for name, tensor in model.named_parameters(remove_duplicate=False):
         if id(tensor) in others:
             continue
+        # By identity: a tied weight is one parameter with several names.
         names.setdefault(id(tensor), []).append(name.replace(_COMPILED, ""))
         tensors[id(tensor)] = tensor
     if not tensors and not aside:
@@ -67,6 +68,7 @@ def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> Mo
     unique = tuple(tensors.values())
     described = tuple(_describe(names[key], tensor) for key, tensor in tensors.items())
     modules = dict(model.named_modules())
+    # torch has no public name for this set.
     passing = {f"{prefix}.{n}".lstrip(".") for prefix, m in modules.items() for n in m._non_persistent_buffers_set}
     buffers = [(name.replace(_COMPILED, ""), b) for name, b in model.named_buffers() if name not in passing]
     index = {key: number for number, key in enumerate(tensors)}
@@ -95,6 +97,7 @@ def _describe(names: list[str], tensor: nn.Parameter) -> Parameter:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in NAMES:
         raise ConfigError(f"model parameter {names[0]}", dtype, f"must be one of {', '.join(NAMES)}, to fit into files")
+    # Set where the script names a server for the parameter.
     home = getattr(tensor, HOME, -1)
     return Parameter(names[0], tuple(tensor.shape), tuple(stride), dtype, tensor.requires_grad, tuple(names[1:]), home)
 
@@ -136,6 +139,7 @@ class ModelBuffers(ParameterViews):
 
     def view(self, name: str, index: int) -> torch.Tensor:
         """Return a parameter's view of a flat buffer, with its shape and strides."""
+        # Every hook of every backward comes here, so views are made once.
         view = self._views.get((name, index))
         if view is None:
             view = self._views[(name, index)] = self._make_view(name, index)

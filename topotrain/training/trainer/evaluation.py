@@ -116,6 +116,7 @@ class EvaluationLoader:
         return twin
 
     def __iter__(self) -> Iterator[Any]:
+        # At each pass, so that every evaluation sees the same batches.
         self._dice.manual_seed(_SEED)
         return islice(self._loader, self._batches)
 
@@ -155,6 +156,7 @@ def follow(model: nn.Module, objective: Objective, data: EvaluationLoader) -> No
 
 @contextlib.contextmanager
 def _looking(model: nn.Module) -> Iterator[None]:
+    # A script may have set parts of a model to eval mode, and `model.train()` would lose that.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -210,6 +212,7 @@ class BackgroundEvaluator:
             return False
         with torch.no_grad():
             for into, now in zip(_contents(self._copy), _contents(self._model), strict=True):
+                # On the script's thread: the values must not change while they are copied.
                 into.copy_(now)
         copied = _mark(next(self._copy.parameters()).device)
         self._running = self._pool.submit(self._evaluate, step, data, copied)
@@ -227,6 +230,7 @@ class BackgroundEvaluator:
     def close(self) -> None:
         """Stop a running evaluation after its current batch."""
         self._stop.set()
+        # With `wait`: a thread that still runs torch kernels at interpreter shutdown may crash.
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _evaluate(

@@ -131,6 +131,7 @@ class TrainerCallbacks:
         # As in SINGA the last values are always written; they are tested as the job's result.
         write = self._rhythms["checkpoint"].freq > 0 and (last or self._rhythms["checkpoint"].due(step))
         due = [] if last else [self._held[kind] for kind in KINDS if self._rhythms[kind].due(step)]
+        # With `pull: kLazy` some values are still on their way.
         if (write or due) and self._here is not None and self._here.worker is not None:
             self._here.worker.client.values.settle()
         if due:
