@@ -108,12 +108,6 @@ class Road(str, Enum):
     kTcp = "kTcp"
 
 
-class FailureDomain(str, Enum):
-    kAuto = "kAuto"
-    kHost = "kHost"
-    kProcess = "kProcess"
-
-
 class Engine(str, Enum):
     kAuto = "kAuto"
     kOwn = "kOwn"
@@ -443,7 +437,6 @@ class Cluster(Checked):
     lease_s: Lease = 2.0
     replicas: Replicas = 1
     backup: Steps = 0
-    failure_domain: FailureDomain = FailureDomain.kAuto
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,7 +524,6 @@ _NO_RESULT = frozenset(
         "poll_time",
         "lease_s",
         "replicas",
-        "failure_domain",
         "program",
         "args",
         "disp_freq",
