@@ -160,6 +160,7 @@ def torch_dtype(name: str) -> torch.dtype:
     Raises:
         ProtocolError: the name is not a dtype.
     """
+    # The name comes from a peer, and torch has attributes that are no dtypes.
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ProtocolError(f"{name!r} is not a dtype")
@@ -177,6 +178,7 @@ class SchemaParts:
         """Keep a part. Returns the description when it is complete."""
         if not 0 <= message.part < message.parts <= MAX_SCHEMA_PARTS:
             raise ProtocolError(f"part {message.part} of {message.parts} of a model's description")
+        # Parts of two different descriptions must not be joined.
         if self._count not in (0, message.parts):
             raise ProtocolError(f"a model's description of {self._count} parts, and of {message.parts}")
         self._count = message.parts
@@ -222,6 +224,8 @@ class FlatBuffers:
         if flat is None:
             lo, hi = self.range(space)
             made = self._memory.allocate(hi - lo, torch_dtype(self._map.spaces[space].dtype))
+            # `setdefault`, because two reader threads may make the same buffer at a time, and both must use one of
+            # them.
             flat = self._flat.setdefault((name, space), made)
         return flat
 
@@ -244,6 +248,7 @@ class FlatBuffers:
         self._flat[(name, space)] = flat
         for bucket in self._map.buckets:
             if bucket.space == space:
+                # A view keeps the memory that it was made of.
                 self._views.pop((name, bucket.id), None)
 
     def view(self, name: str, bucket: Bucket) -> torch.Tensor:

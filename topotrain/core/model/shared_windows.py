@@ -79,6 +79,7 @@ def seen(message: SharedBuffer, slice_map: SliceMap, shard: int | None) -> torch
         raise ProtocolError(f"a window on space {message.space} of {len(slice_map.spaces)}")
     space = slice_map.spaces[message.space]
     lo, hi = (0, space.length) if shard is None else slice_map.ranges[space.index][shard]
+    # A wrong size would make two processes write the same memory as different elements.
     if message.body.nbytes != (hi - lo) * space.itemsize:
         raise ProtocolError(f"a window of {message.body.nbytes} bytes, expected {(hi - lo) * space.itemsize}")
     return message.body.view(torch_dtype(space.dtype))

@@ -204,6 +204,7 @@ class MasterSync:
 
     def _take(self, group: int, message: Delta, body: torch.Tensor) -> Out:
         key = (group, message.bucket)
+        # Each difference is added once, although a request may come twice.
         if message.sync == self._taken.get(key, 0) + 1:
             value = self._view(message.bucket)
             value.add_(body)
@@ -224,6 +225,7 @@ class MasterSync:
         self._view(bucket).add_(missed)
         self.distance.add(message.updates - self._seen[bucket], missed, body)
         self._seen[bucket] = message.updates
+        # The master's value, and not this group's: the next difference is this group's addition to it.
         self._snap[bucket].copy_(body)
         self._waiting.discard(bucket)
         if self._updates[bucket] and (self._draining or self._updates[bucket] >= self._freq):
@@ -327,8 +329,10 @@ class RingSync:
         number, answer = self._answers.get(key, (0, body))
         if message.sync > number:
             current = self._view(message.bucket)
+            # Half of the difference for each of the two, so the sum over the groups stays.
             answer = (current - body).mul_(0.5)
             current.sub_(answer)
+            # Kept for an offer that comes twice: this value has moved since.
             self._answers[key] = (message.sync, answer)
         elif message.sync < number:
             return []

@@ -73,6 +73,7 @@ class Shutdown:
         elif isinstance(message, m.ModelBufferValue):
             self._keep_buffer(message, body)
         else:
+            # Only a faulty worker asks so often; its requests must not fill the memory.
             if len(self._asks) >= _MOST_ASKS:
                 raise m.ProtocolError(f"{sender}: more than {_MOST_ASKS} requests for final values are held")
             self._asks.append((sender, message))
@@ -119,6 +120,7 @@ class Shutdown:
     def _keep_final(self, group: int, number: int, body: torch.Tensor, shard: ParameterShard) -> None:
         bucket = shard.buckets[number - shard.buckets[0].id]
         if self._ring:
+            # The body is a view of a receive buffer.
             self._finals[(group, number)] = body.clone()
         elif (group, number) not in self._finals:
             shard.values(bucket.id).copy_(body)
@@ -131,6 +133,7 @@ class Shutdown:
             out += self._hand_on(shard)
         if self._handed_on and self._me.group == 0 and not self._final:
             self._final = self._complete(shard)
+        # A copy, because answered requests are removed on the way.
         for sender, ask in list(self._asks):
             answer = self._answer(sender, ask, shard)
             if answer is not None:
@@ -166,6 +169,7 @@ class Shutdown:
             if not self._final:
                 return None
             return [(to, m.Values(ask.round, b.id, -1, body=shard.values(b.id))) for b in shard.buckets]
+        # Groups that have left send no buffers.
         there = self._worker_groups - self._away
         wanted = [(group, index) for group in sorted(there) for index in range(self._buffers_each)]
         if not self._buffers_from >= there or not self._buffers_here.issuperset(wanted):
