@@ -9,6 +9,7 @@
 Nothing heavy is imported until it is used.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -106,13 +107,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(_MODULES[name])
-    if name not in _HOMES:
-        raise AttributeError(f"module 'topotrain' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # a type checker knows the names from the imports above, and finds a misspelled one
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return import_module(_MODULES[name])
+        if name not in _HOMES:
+            raise AttributeError(f"module 'topotrain' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES, *_MODULES])
+    return sorted([*__all__, "__version__"])

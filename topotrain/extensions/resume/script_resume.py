@@ -246,23 +246,29 @@ class ScriptResume(ScriptPosition):
 
     # --- the script's loop ---------------------------------------------------------------------------------------
 
+    def remaining(self, count: int) -> range:
+        was = self._earlier.condition
+        if was is None or self._turns > was.turn:
+            return range(count)
+        if self._turns < was.turn:
+            return range(count, count)
+        return range(max(0, was.epoch - max(0, was.epoch_pass - self.first)), count)
+
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the rest of `range(count)`, one such loop of the script after the other."""
+        numbers = self.remaining(count)
         turn, loader, was = self._turns, self._here.loader, self._earlier.condition
         self._turns += 1
-        begin = 0
         if was is not None and turn < was.turn:
             return
-        if was is not None and turn == was.turn:
-            begin = max(0, was.epoch - max(0, was.epoch_pass - self.first))
-            if isinstance(loader, ShardedLoader):
-                loader.skip_to(min(was.epoch_pass, self.first))
+        if was is not None and turn == was.turn and isinstance(loader, ShardedLoader):
+            loader.skip_to(min(was.epoch_pass, self.first))
         try:
-            for number in range(begin, count):
+            for number in numbers:
                 passes = loader.passes if isinstance(loader, ShardedLoader) else 0
                 self._at = replace(self._at, turn=turn, epoch=number, epoch_pass=passes)
                 if loader is None:
-                    self._begin_unseen(was if number == begin else None)
+                    self._begin_unseen(was if number == numbers.start else None)
                 self.in_epochs = True
                 yield number
         finally:
