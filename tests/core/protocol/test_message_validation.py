@@ -17,9 +17,9 @@ from topotrain.core import protocol as m
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.protocol.message_validation import MessageValidator, check_bits
-from topotrain.core.server.model_start import _MAX_HELD
 from topotrain.core.server.parameter_shard import to_power
 from topotrain.core.server.server import Server
+from topotrain.core.server.startup import _MAX_HELD
 from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
 from topotrain.extensions.collectives.collective_messages import CollectivePart
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest

@@ -15,9 +15,8 @@ from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, Push
 from topotrain.core.server.gradients.backward_means import ReturnedMeans
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
-from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings
+from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings, StepError
 from topotrain.core.server.ordered_sum import canonical_mean
-from topotrain.core.server.steps.commit_agreement import StepError
 
 SIZE = 100
 

@@ -16,9 +16,8 @@ from topotrain.core.events import Notice
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import Commit, Push, StepVote
 from topotrain.core.server.consistency import SHOWS, DecisionLog
-from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings
-from topotrain.core.server.steps.commit_agreement import StepError
-from topotrain.core.server.steps.step_policy import StepPolicy
+from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings, StepError
+from topotrain.core.server.server_extension import StepPolicy
 from topotrain.extensions.backup_workers.backup_messages import StepCatchUp
 from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes

@@ -5,11 +5,11 @@ the worker groups send, and is the one place where a parameter changes its value
 the host hands it messages (one at a time) and carries its answers, and a simulation does the same with a pretended
 network.
 
-The parts of a server, in the order in which a message meets them: `model_start` makes the model and starts it,
-`step_pipeline` takes gradients and carries steps out, `decisions` is the list of what all shards do, `pulls` holds
-replies until their groups may read, and `group_exchange` speaks with other server groups. What differs between the
-frameworks is decided in `gradients`, `consistency`, `group_sync` and in the optimizer. Optional features are
-extensions (`server_extension`); a server knows none of them by name.
+The parts of a server, in the order in which a message meets them: `startup` makes the model and starts it,
+`step_pipeline` takes gradients, decides on steps and carries them out, `pull_replies` holds replies until their groups
+may read, and `group_exchange` has the messages to other server groups. All of them use `server_context`. What differs
+between the frameworks is decided in `gradients`, `consistency`, `group_sync` and in the optimizer. Optional features
+are extensions (`server_extension`); a server knows none of them by name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from topotrain.config.job import ConfigError, Job, Pull
+from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Allocate, FlatBuffers, parse_schema
@@ -26,23 +26,23 @@ from topotrain.core.profiling.message_spans import handling
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol.message_validation import MessageValidator
 from topotrain.core.server.component_state import Component, State, load_states, states_of
+from topotrain.core.server.gradients.gradient_source import StepError
+from topotrain.core.server.group_exchange import GroupExchange, Shutdown
 from topotrain.core.server.group_sync import Distance
-from topotrain.core.server.groups.group_exchange import GroupExchange
-from topotrain.core.server.groups.worker_groups import WorkerGroups
-from topotrain.core.server.message_queue import Deliver as Deliver
-from topotrain.core.server.message_queue import MessageQueue, Out
-from topotrain.core.server.model_start import ModelStart
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.pull_replies import PullReplies
+from topotrain.core.server.server_context import (
+    Deliver,
+    MessageQueue,
+    Out,
+    ServerContext,
+    ShardState,
+    StartPoint,
+    WorkerGroups,
+)
 from topotrain.core.server.server_extension import ExtensionHooks, ServerExtension
-from topotrain.core.server.shard_state import ShardState, StartPoint
-from topotrain.core.server.shutdown import Shutdown
-from topotrain.core.server.startup import Startup
-from topotrain.core.server.steps.commit_agreement import StepError
-from topotrain.core.server.steps.decisions import Decisions
-from topotrain.core.server.steps.pulls import Pulls
-from topotrain.core.server.steps.step_pipeline import StepPipeline
-from topotrain.core.server.steps.step_policy import makes_partial_steps
+from topotrain.core.server.startup import ModelStart, Startup
+from topotrain.core.server.step_pipeline import Decisions, StepPipeline
 
 _BEFORE_MODEL = frozenset({m.SchemaPart, m.SharedBuffer, m.StepDecision, m.StepDecisionRequest})
 """Messages that are handled before the model is known; others are held until then.
@@ -89,19 +89,13 @@ class Server:
         self.worker_groups = WorkerGroups(job, topology, me.group)
         self.groups = self.worker_groups.groups
         self.shutdown = Shutdown(me, topology)
-        self.exchange = GroupExchange(self.state, self.worker_groups, self.shutdown, self.queue, self.hooks)
-        # A worker group that alone changes the values is shown the values themselves, and no copy of them.
-        private = len(self.groups) == 1 and not topology.synced
-        buffers = buffers_of(topology, me.group) if shared else {}
-        lazy, partial = job.pull is Pull.kLazy, makes_partial_steps(job)
-        self.replies = PullReplies(self.groups, topology.workers_per_group, private, buffers, lazy, partial)
-        self.pulls = Pulls(self.state, self.worker_groups, self.replies, self.queue, self.hooks)
-        parts = (self.state, self.worker_groups)
-        self.steps = StepPipeline(*parts, self.pulls, self.exchange, self.queue, self.hooks)
-        self.decisions = Decisions(*parts, self.steps, self.queue, self.hooks)
+        context = ServerContext(self.state, self.worker_groups, self.queue, self.hooks)
+        self.exchange = GroupExchange(context, self.shutdown)
+        self.replies = PullReplies(context, buffers_of(topology, me.group) if shared else {})
+        self.steps = StepPipeline(context, self.replies, self.exchange)
+        self.decisions = Decisions(context, self.steps)
         self.startup = Startup(me, job, topology, allocate, shared, self.queue.send)
-        ends = (self.exchange, self.queue, self.hooks)
-        self.start = ModelStart(self.state, self.startup, self.worker_groups, self.pulls, self.decisions, *ends)
+        self.start = ModelStart(context, self.startup, self.replies, self.decisions, self.exchange)
         self._core_handlers = self._handlers = self._handled_here()
 
     def attach(self, extensions: Sequence[ServerExtension]) -> None:
@@ -175,7 +169,7 @@ class Server:
             m.Fail: start.refused,
             m.StateRequest: start.optimizer_state,
             m.StatePart: start.optimizer_state,
-            m.Fetch: self.pulls.fetch,
+            m.Fetch: self.replies.fetch,
             m.Push: steps.push,
             m.BackwardEnd: steps.backward_end,
             m.GradientOverride: steps.override,
@@ -199,9 +193,10 @@ class Server:
 
     def _continue(self) -> None:
         """The clock of a group has moved, or no group waits for it any more."""
-        self.start.share()
+        if not self.state.common:
+            self.start.share()
         self.decisions.decide()
-        self.pulls.release()
+        self.replies.release()
 
     def _finish(self, sender: Address, message: m.Finish) -> None:
         self.worker_groups.finish(sender, message.steps)

@@ -4,52 +4,76 @@ A step is staged once all its contributions are here. The server then votes, and
 the coordinator has decided it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from topotrain.config.async_momentum import explanation, momentum_in
 from topotrain.config.job import ConfigError
 from topotrain.config.sharding import Bucket
-from topotrain.config.topology import Address, Role
+from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import int_to_bits
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.profiling.spans import SILENT, Recorder
+from topotrain.core.protocol import Commit
 from topotrain.core.protocol.message_validation import check_bits
 from topotrain.core.server.component_state import State
-from topotrain.core.server.consistency import AppliedBatches, LoopExits, pairs
-from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket
-from topotrain.core.server.groups.group_exchange import GroupExchange
-from topotrain.core.server.groups.worker_groups import WorkerGroups
-from topotrain.core.server.message_queue import MessageQueue
+from topotrain.core.server.consistency import IS_BACK, RESTARTS, RESTS, AppliedBatches, DecisionLog, LoopExits, pairs
+from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, StepError
+from topotrain.core.server.group_exchange import GroupExchange
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
 from topotrain.core.server.parameter_shard import ParameterShard, global_norm, step_factor
-from topotrain.core.server.server_extension import ExtensionHooks, StepResult
-from topotrain.core.server.shard_state import ShardState
-from topotrain.core.server.steps.commit_agreement import StepError
-from topotrain.core.server.steps.pulls import Pulls
-from topotrain.core.server.steps.sample_counts import SampleCounts
-from topotrain.core.server.steps.step_policy import makes_partial_steps
+from topotrain.core.server.pull_replies import PullReplies
+from topotrain.core.server.server_context import ServerContext
+from topotrain.core.server.server_extension import StepResult, makes_partial_steps
+
+
+class SampleCounts:
+    """The counts of the workers of one server group.
+
+    Args:
+        topology: the job's layout.
+        group: the server group.
+        before: the counts of an earlier start of the job. The counts of workers that exist no more are added to
+            those of worker (0,0), so that the sum stays the same.
+    """
+
+    def __init__(self, topology: Topology, group: int, before: Mapping[Address, int]) -> None:
+        there = {who for g in range(topology.worker_groups) for who in topology.workers(g)}
+        mine = {who for g in topology.worker_groups_of(group) for who in topology.workers(g)}
+        self.counts = {who: before.get(who, 0) for who in sorted(mine)}
+        first = Address(Role.WORKER, 0, 0)
+        if first in mine:
+            self.counts[first] += sum(count for who, count in before.items() if who not in there)
+
+    def applied(self, group: int, commits: Mapping[int, Commit], refused: Collection[int]) -> None:
+        """Count a step of a group that is in the values, without these of its workers."""
+        for index, commit in commits.items():
+            if index not in refused:
+                self.counts[Address(Role.WORKER, group, index)] += commit.samples
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.counts = dict(state["counts"])
 
 
 class StepPipeline:
     """Takes the gradients and commits of the workers, and carries out the steps that are decided.
 
     Args:
-        state, groups, pulls, exchange, queue, hooks: the parts of the server that it uses.
+        context: the parts of the server that all others use.
+        replies: the replies to the workers.
+        exchange: the messages to other server groups.
     """
 
-    def __init__(
-        self,
-        state: ShardState,
-        groups: WorkerGroups,
-        pulls: Pulls,
-        exchange: GroupExchange,
-        queue: MessageQueue,
-        hooks: ExtensionHooks,
-    ) -> None:
-        self._state, self._groups, self._pulls = state, groups, pulls
-        self._exchange, self._queue, self._hooks = exchange, queue, hooks
+    def __init__(self, context: ServerContext, replies: PullReplies, exchange: GroupExchange) -> None:
+        self._state, self._groups = state, groups = context.state, context.groups
+        self._queue, self._hooks = context.queue, context.hooks
+        self._replies, self._exchange = replies, exchange
         me, job, self._topology, start = state.me, state.job, state.topology, state.start
         self._coordinator = Address(Role.SERVER, me.group, 0)
         self._partial = makes_partial_steps(job)
@@ -137,7 +161,7 @@ class StepPipeline:
         if self._shows_early and self._state.common:
             model = self._state.known
             step = model.staging[group].step
-            self._pulls.send(self._pulls.replies.stream(model, group, bucket, step, version))
+            self._replies.stream(model, group, bucket, step, version)
 
     def loop_exited(self, sender: Address, message: m.LoopExited) -> None:
         """A worker has left a loop over its data early."""
@@ -168,8 +192,7 @@ class StepPipeline:
         if not self._hooks.policy.accepts_commit(sender, message, staging.step):
             return
         if message.step == staging.step - 1 and sender.group in self._applied:
-            self._pulls.replies.repeat(sender, self._applied[sender.group], message.fetch)
-            self._pulls.release()
+            self._replies.repeat(sender, self._applied[sender.group], message.fetch)
             return
         if self.current_source(sender, message.step) is None:
             return
@@ -275,7 +298,7 @@ class StepPipeline:
             self.hyper[group] = staging.first.hyper
         refused = dict(self.check_vote(decision))
         skipped = decision.found_inf or (bool(refused) and not model.refuse(group, refused.keys()))
-        commit, staleness = staging.first, self._state.version - self._pulls.replies.pulled[group]
+        commit, staleness = staging.first, self._state.version - self._replies.pulled[group]
         norm = global_norm(decision.power, commit)
         new = self._record_batches(group, staging.marks)
         if new and not skipped:
@@ -306,7 +329,7 @@ class StepPipeline:
             factor = step_factor(commit, norm)
             self._queue.send_all(extension.apply_step(group, staging.step, staging.commits, factor))
         state.count_update()
-        if state.common:
+        if state.common and self._topology.synced:
             self._exchange.send(model.agreement.updated(model.touched(group)))
 
     def _end_step(self, group: int, staging: GradientSource, applied: m.Applied) -> None:
@@ -315,7 +338,7 @@ class StepPipeline:
         self._applied[group] = applied
         for worker in self._groups.workers[group]:
             if worker.index in staging.commits:
-                self._pulls.replies.reply(worker, applied, staging.commits[worker.index].fetch)
+                self._replies.reply(worker, applied, staging.commits[worker.index].fetch)
         result = StepResult(group, staging.step, staging.commits, applied)
         staging.next_step()
         self._groups.clocks.tick(group)
@@ -387,3 +410,128 @@ class StepPipeline:
         self.hyper, self._hyper_of = dict(state["hyper"]), dict(state["hyper_of"])
         self._good_hyper = state["good_hyper"]
         self._applied, self._taken = dict(state["applied"]), dict(state["taken"])
+
+
+class Decisions:
+    """Makes the decisions, on the coordinator, and carries them out.
+
+    Args:
+        context: the parts of the server that all others use.
+        steps: the steps of the worker groups.
+    """
+
+    def __init__(self, context: ServerContext, steps: StepPipeline) -> None:
+        self._state, self._groups, self._steps = context.state, context.groups, steps
+        self._queue, self._hooks = context.queue, context.hooks
+        me, topology = context.state.me, context.state.topology
+        self._shards = topology.servers(me.group)
+        self.log = DecisionLog(topology.shards) if me.index == 0 else None
+        """On the coordinator, which is shard 0."""
+        self._rested: dict[int, tuple[int, int]] = {}  # group -> its last wait at an epoch's end that is over
+
+    # --- on the coordinator --------------------------------------------------------------------------------------
+
+    def vote(self, sender: Address, message: m.StepVote) -> None:
+        """A shard has all it needs for a step."""
+        assert self.log is not None
+        self._steps.check_vote(message)
+        self.log.staged(sender.index, message)
+        self.decide()
+
+    def decide(self) -> None:
+        """Decide every step that is ready."""
+        if self.log is None:
+            return
+        for group, step in self.log.ready(self._hooks.policy):
+            if self._groups.clocks.may_decide(group):
+                for extension in self._hooks.before_decision:
+                    extension.before_decision(group)
+                self.send(self.log.decide(group, step))
+
+    def decree(self, group: int, clock: int, change: int, members: tuple[int, ...] = ()) -> None:
+        """Have all shards make a change between the same two steps."""
+        if self.log is not None:
+            self.send(self.log.decree(group, clock, change, members))
+
+    def send(self, decision: m.StepDecision) -> None:
+        """Send a decision to all shards."""
+        for server in self._shards:
+            self._queue.send(server, decision)
+
+    def repeat(self, sender: Address, message: m.StepDecisionRequest) -> None:
+        """A shard asks for the decisions from a number on."""
+        assert self.log is not None
+        for decision in self.log.since(message.index):
+            self._queue.send(sender, decision)
+
+    def idle(self, sender: Address, message: m.GroupIdle) -> None:
+        """A group waits at the end of an epoch, or does not wait any more."""
+        group, wait = sender.group, (message.epoch, message.ordinal)
+        over = wait <= self._rested.get(group, (-1, -1))
+        live = group in self._groups.clocks.live()
+        if message.resting:
+            if live and not over:
+                self.decree(group, 0, RESTS)
+            return
+        if not over:
+            self._rested[group] = wait
+            if not live and self._groups.runs(group):
+                self._decree_return(group)
+        self._queue.send(sender, message)
+
+    def rejoin(self, group: int) -> None:
+        """The group has workers again. Groups that warm up start together."""
+        if group in self._groups.clocks.live() or not self._groups.runs(group):
+            return
+        if self._state.common or group == 0:
+            self._decree_return(group)
+        else:
+            self._groups.join_at_start(group)
+
+    def _decree_return(self, group: int) -> None:
+        self.decree(group, self._groups.clocks.entry(group), IS_BACK)
+
+    @property
+    def undecided(self) -> int:
+        """Steps of which nothing is decided, though some shard has all it needs for them."""
+        return 0 if self.log is None else self.log.undecided
+
+    # --- on every shard ------------------------------------------------------------------------------------------
+
+    def receive(self, message: m.StepDecision) -> None:
+        """Carry out a decision, and those after it that have come before."""
+        for decision in self._state.order.arrive(message):
+            try:
+                if decision.change:
+                    self._change(decision)
+                else:
+                    self._steps.carry_out(decision)
+            except (StepError, ConfigError) as error:
+                self._steps.fail(decision.group, str(error))
+
+    def _change(self, decision: m.StepDecision) -> None:
+        if decision.change in (RESTARTS, RESTS):
+            self._groups.pause(decision.group)
+        elif decision.change == IS_BACK:
+            self._groups.resume(decision.group, decision.step)
+        for extension in self._hooks.on_decree.get(decision.change, ()):
+            self._queue.send_all(extension.on_decree(decision))
+
+    def catch_up(self) -> None:
+        """A connection was made anew: send the votes again, and ask for the decisions that have been missed."""
+        self._steps.repeat_votes()
+        self._queue.send(self._shards[0], m.StepDecisionRequest(self._state.order.next))
+
+    def reset(self, group: int) -> None:
+        """The workers of the group are gone."""
+        self._rested.pop(group, None)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"log": None if self.log is None else self.log.state_dict(), "rested": self._rested}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        if self.log is not None:
+            self.log.load_state_dict(state["log"])
+        self._rested = dict(state["rested"])
