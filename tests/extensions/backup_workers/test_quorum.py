@@ -10,11 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from topotrain.config.job import Cluster, ConfigError
 from topotrain.config.sharding import cut
 from topotrain.config.topology import Address, Role, layout
-from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client_types import StepOutcome
 from topotrain.core.events import Notice
 from topotrain.core.model.schema import FlatBuffers
-from topotrain.core.protocol import Commit, Push, StepVote
+from topotrain.core.protocol import NO_REVISION, Commit, Push, StepVote
 from topotrain.core.server.consistency import SHOWS, DecisionLog
 from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings, StepError
 from topotrain.core.server.server_extension import StepPolicy

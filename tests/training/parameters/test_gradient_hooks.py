@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from topotrain.config.job import Grads
 from topotrain.config.sharding import cut
-from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client import JobError
 from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.protocol import NO_REVISION
 from topotrain.training.data.step_batches import StepBatches
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
 from topotrain.training.parameters.gradient_hooks import PushPath

@@ -25,7 +25,7 @@ from topotrain.core.client.shared_buffers import SharedBufferClient
 from topotrain.core.client.step_exchange import GradientExchange, ServerReduction, StepCommit
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.model.schema import FlatBuffers, Schema
-from topotrain.core.protocol.message_validation import MessageValidator
+from topotrain.core.protocol import MessageValidator
 
 __all__ = ["Client", "JobError", "StepOutcome", "PeerLost", "StepEnd", "Waiter"]
 

@@ -11,14 +11,13 @@ import torch
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.client.client_extension import ClientExtension, ClientHooks
 from topotrain.core.client.client_model import ClientModel, present_body
 from topotrain.core.client.client_types import StepEnd, StepOutcome
 from topotrain.core.client.server_channel import ServerChannel
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.model.schema import typed
-from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.protocol import NO_REVISION, bits_to_int, check_bits, int_to_bits
 from topotrain.core.server.consistency import pairs
 
 Means = dict[int, tuple[int, torch.Tensor]]

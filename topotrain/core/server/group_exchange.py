@@ -21,7 +21,14 @@ _MOST_ASKS = 64
 
 
 class Shutdown:
-    """The end of the job on one server.
+    """The end of the job on one server: the drain, and the final values.
+
+    The result of a job is the values of the masters after the drain. A server that has applied its last update sends
+    Drained to the same shard of the other groups, when all its messages are answered. Nothing is under way once all
+    servers have sent it. Then each master's value of a bucket is final and goes to server group 0, where worker (0,0)
+    reads it. With ring averaging the values of all groups go there, and their mean is final. The model's buffers
+    (BatchNorm statistics) travel the same way: the first worker of each group that has them leaves them at server
+    (0,0), and worker (0,0) collects them.
 
     Args:
         me: the server.
@@ -44,14 +51,8 @@ class Shutdown:
         self._buffers_from: set[int] = set()
         self._buffers_each = 0
         self._away: set[int] = set()
-
-    @property
-    def done(self) -> bool:
+        self.done = False
         """Whether no message is left to be sent or received here."""
-        if self._me.group != 0:
-            return self._handed_on
-        wanted = {m.FinalRequest, m.BufferRequest} if self._me.index == 0 else {m.FinalRequest}
-        return wanted <= self._answered
 
     def drained(self, buckets: Sequence[Bucket], view: View) -> Out:
         """This server has applied its last update and is drained."""
@@ -137,7 +138,14 @@ class Shutdown:
                 self._asks.remove((sender, ask))
                 self._answered.add(type(ask))
                 out += answer
+        self.done = self._is_done()
         return out
+
+    def _is_done(self) -> bool:
+        if self._me.group != 0:
+            return self._handed_on
+        wanted = {m.FinalRequest, m.BufferRequest} if self._me.index == 0 else {m.FinalRequest}
+        return wanted <= self._answered
 
     def _hand_on(self, buckets: Sequence[Bucket], view: View) -> Out:
         if self._me.group == 0:
@@ -196,6 +204,7 @@ class Shutdown:
         self._asks, self._answered = list(state["asks"]), set(map(m.kind_of, state["answered"]))
         self._buffers, self._buffers_here = dict(state["buffers"]), set(state["buffers_here"])
         self._buffers_from, self._buffers_each = set(state["buffers_from"]), state["buffers_each"]
+        self.done = self._is_done()
 
 
 class GroupExchange:

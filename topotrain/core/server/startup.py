@@ -18,7 +18,10 @@ from topotrain.core.server.step_pipeline import Decisions
 
 
 class Startup:
-    """The start of one shard.
+    """The description of one shard's model, and the memory for it.
+
+    The first description counts, and every other must be the same. Where workers and servers share memory, the first
+    server of a group allocates the buffers and shows them to the others. A server makes its shard when they are here.
 
     Args:
         me, job, topology, allocate, shared: as for `server.Server`.
@@ -169,7 +172,7 @@ _MAX_HELD = 1 << 14
 
 
 class ModelStart:
-    """Starts one server.
+    """Starts one server: makes the model, and gives it its first values.
 
     Args:
         context: the parts of the server that all others use.

@@ -1,6 +1,6 @@
 """The steps of the worker groups on one server: pushes in, a vote, a decision, and new values.
 
-A step is staged once all its contributions are here. The server then votes, and `decisions` carries the step out when
+A step is staged once all its contributions are here. The server then votes, and `Decisions` carries the step out when
 the coordinator has decided it.
 """
 
@@ -12,11 +12,9 @@ from topotrain.config.job import ConfigError
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
-from topotrain.core.bitmaps import int_to_bits
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.profiling.spans import SILENT, Recorder
-from topotrain.core.protocol import Commit
-from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.protocol import Commit, check_bits, int_to_bits
 from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import IS_BACK, RESTARTS, RESTS, AppliedBatches, DecisionLog, LoopExits, pairs
 from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, StepError
@@ -29,7 +27,11 @@ from topotrain.core.server.server_extension import StepResult, makes_partial_ste
 
 
 class SampleCounts:
-    """The counts of the workers of one server group.
+    """The number of each worker's samples that are in the values of one server group.
+
+    With each step a worker sends the number of samples of its gradient. They count once, when the step changes the
+    values: not with a gradient that was refused, and not with a step that is not decided. The counts outlive the
+    worker's process, and they are in snapshots.
 
     Args:
         topology: the job's layout.
@@ -413,7 +415,11 @@ class StepPipeline:
 
 
 class Decisions:
-    """Makes the decisions, on the coordinator, and carries them out.
+    """Makes the decisions of a server group, on the coordinator, and carries them out, on every shard.
+
+    Shards vote, the coordinator decides, and every shard carries out the same list of decisions in its order
+    (`consistency`). A decision is a step of a worker group, or a change that all shards make between the same two
+    steps.
 
     Args:
         context: the parts of the server that all others use.

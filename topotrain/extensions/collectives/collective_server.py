@@ -17,9 +17,8 @@ from topotrain.config.job import Algorithm, Apply, Grads, Job, Reduce
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
-from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.model.schema import Allocate, FlatBuffers, torch_dtype
-from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.protocol import NO_REVISION, bits_to_int, check_bits, int_to_bits
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import GradientExtension, Outbox, StepResult

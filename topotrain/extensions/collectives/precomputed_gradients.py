@@ -12,9 +12,16 @@ import torch
 
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
-from topotrain.core.bitmaps import bits_to_int, per_bucket
-from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
-from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.protocol import (
+    BackwardEnd,
+    Commit,
+    GradientOverride,
+    ProtocolError,
+    Push,
+    bits_to_int,
+    check_bits,
+    per_bucket,
+)
 from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.backward_means import BackwardsOfStep, check_ordinal
 from topotrain.core.server.gradients.gradient_source import (

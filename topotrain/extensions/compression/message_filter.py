@@ -15,10 +15,9 @@ import torch
 from topotrain.config.job import Cluster
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address
-from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client_model import BodyCodec, not_coded
 from topotrain.core.model.schema import FlatBuffers, torch_dtype, typed
-from topotrain.core.protocol import ProtocolError, Push, ReducedGradient, Values
+from topotrain.core.protocol import NO_REVISION, ProtocolError, Push, ReducedGradient, Values
 from topotrain.core.server.server_codec import ServerBodyCodec, body_of
 from topotrain.extensions.compression.codecs import Codec, ScratchMemory
 from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for, working_dtype

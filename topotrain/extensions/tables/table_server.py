@@ -15,11 +15,10 @@ import torch
 from topotrain.config.job import ConfigError, Job, NonFinite, Reduce
 from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
-from topotrain.core.model.finite import all_finite
 from topotrain.core.optim.adapter import clip_bounds
 from topotrain.core.optim.state_table import StateError
 from topotrain.core.server.component_state import State
-from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit
+from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, all_finite
 from topotrain.core.server.parameter_shard import norm_of, to_power
 from topotrain.core.server.server_extension import RegroupExtension, StepResult
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotParticipant, SnapshotSource

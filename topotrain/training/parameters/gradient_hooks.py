@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from topotrain.config.sharding import Bucket, SliceMap
-from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.optim.adapter import HyperEncoder
+from topotrain.core.protocol import NO_REVISION
 from topotrain.training.data.step_batches import StepBatches
 from topotrain.training.parameters.device_parameters import QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, version_of

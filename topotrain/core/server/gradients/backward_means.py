@@ -16,9 +16,17 @@ import torch
 
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
-from topotrain.core.bitmaps import bits_to_int, per_bucket, per_piece
-from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
-from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.protocol import (
+    BackwardEnd,
+    Commit,
+    GradientOverride,
+    ProtocolError,
+    Push,
+    bits_to_int,
+    check_bits,
+    per_bucket,
+    per_piece,
+)
 from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings, StepError
 from topotrain.core.server.nonfinite import NOBODY, spoiled, suspects

@@ -15,8 +15,7 @@ from topotrain.config.job import Algorithm, Cluster
 from topotrain.config.topology import Address, layout
 from topotrain.core import protocol as m
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec
-from topotrain.core.protocol import ProtocolError
-from topotrain.core.protocol.message_validation import MessageValidator, check_bits
+from topotrain.core.protocol import MessageValidator, ProtocolError, check_bits
 from topotrain.core.server.parameter_shard import to_power
 from topotrain.core.server.server import Server
 from topotrain.core.server.startup import _MAX_HELD
