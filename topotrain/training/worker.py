@@ -18,7 +18,6 @@ from topotrain.core.client.client import Client, JobError, StepEnd, StepOutcome
 from topotrain.core.model.schema import FlatBuffers, Schema, effective, slice_map_for
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe
 from topotrain.core.server.nonfinite import NonfiniteLimit, complaint
-from topotrain.training.data.step_batches import BatchAccounting, StepBatches
 from topotrain.training.parameters.device_parameters import HolderUpdates, HostParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 from topotrain.training.parameters.gradient_checks import HeldGradients, NonfiniteGradients
@@ -26,7 +25,7 @@ from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPa
 from topotrain.training.parameters.local_sgd import LocalSgd
 from topotrain.training.parameters.server_state import ServerState
 from topotrain.training.worker_extension import WorkerExtension, WorkerHooks
-from topotrain.training.worker_stats import SkippedStep, WorkerStats
+from topotrain.training.worker_stats import BatchAccounting, SkippedStep, StepBatches, WorkerStats
 
 
 def plan_of(topology: Topology, parts: ModelParts, spec: OptimizerSpec) -> tuple[Schema, SliceMap]:

@@ -22,9 +22,9 @@ from topotrain.config.sharding import cut
 from topotrain.core.client.client import JobError
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import NO_REVISION
-from topotrain.training.data.step_batches import StepBatches
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
 from topotrain.training.parameters.gradient_hooks import PushPath
+from topotrain.training.worker_stats import StepBatches
 
 BATCH = vectors(1)[0]
 

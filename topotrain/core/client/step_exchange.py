@@ -11,11 +11,10 @@ import torch
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.client.client_context import ClientModel, ServerChannel, StepEnd, StepOutcome
 from topotrain.core.client.client_extension import ClientExtension, ClientHooks
-from topotrain.core.client.client_model import ClientModel, present_body
-from topotrain.core.client.client_types import StepEnd, StepOutcome
-from topotrain.core.client.server_channel import ServerChannel
 from topotrain.core.client.value_pull import ValuePull
+from topotrain.core.model.body_codec import present_body
 from topotrain.core.model.schema import typed
 from topotrain.core.protocol import NO_REVISION, bits_to_int, check_bits, int_to_bits
 from topotrain.core.server.consistency import pairs

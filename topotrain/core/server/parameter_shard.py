@@ -15,6 +15,7 @@ from topotrain.config.job import Apply, Grads, Job, NonFinite, Reduce, Slicing
 from topotrain.config.sharding import Bucket, Piece, SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
+from topotrain.core.model.body_codec import ServerBodyCodec
 from topotrain.core.model.schema import Allocate, FlatBuffers, Schema, effective, typed
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate, clip_bounds
@@ -24,7 +25,6 @@ from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 from topotrain.core.server.gradients.gradient_source import GradientSource, GroupBuffers, ReducedBucket, SourceSettings
 from topotrain.core.server.group_sync import GroupSync, MasterSync, NoSync, RingSync
 from topotrain.core.server.nonfinite import NOBODY, all_finite
-from topotrain.core.server.server_codec import ServerBodyCodec
 from topotrain.core.server.server_extension import ExtensionHooks
 
 _MOST_ENTRIES = 32  # of a parameter's state

@@ -18,11 +18,11 @@ from topotrain.config.job import Job
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.model.body_codec import ServerBodyCodec
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import Commit, ProtocolError, StepDecision
 from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
-from topotrain.core.server.server_codec import ServerBodyCodec
 
 
 def makes_partial_steps(job: Job) -> bool:

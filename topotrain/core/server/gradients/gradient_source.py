@@ -13,11 +13,11 @@ import torch
 
 from topotrain.config.sharding import Bucket, Segment
 from topotrain.config.topology import Address
+from topotrain.core.model.body_codec import ServerBodyCodec
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
 from topotrain.core.server.component_state import State
 from topotrain.core.server.ordered_sum import OrderedMean, Tree
-from topotrain.core.server.server_codec import ServerBodyCodec
 
 _MUST_AGREE = {
     "backwards": "the number of backwards",
