@@ -18,7 +18,7 @@ from topotrain.core.client.client import Client, JobError, StepEnd, StepOutcome
 from topotrain.core.model.schema import FlatBuffers, Schema, effective, slice_map_for
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe
 from topotrain.core.server.nonfinite import NonfiniteLimit, complaint
-from topotrain.training.parameters.device_parameters import HolderUpdates, HostParameters
+from topotrain.training.parameters.device_parameters import HostParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 from topotrain.training.parameters.gradient_checks import HeldGradients, NonfiniteGradients
 from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPath, MeanPath, PushPath
@@ -126,7 +126,7 @@ class Worker(BatchAccounting):
         self.client.values.fetch()
         self.client.gradients.start(self.device)
         self.buffers.move_model()
-        self.client.values.observe(HolderUpdates(self.mirror))
+        self.client.values.observe(self.mirror)
 
     def rejoin(self, taken: int) -> None:
         """This process replaces one that is gone: come to the step of its group.

@@ -34,29 +34,6 @@ class StepError(Exception):
     """Workers of one group disagree about a step; the text names both."""
 
 
-def agree(
-    a: int,
-    first: Commit,
-    b: int,
-    second: Commit,
-    other_words: Mapping[str, str],
-    may_differ: Collection[str],
-) -> None:
-    """Raise StepError when two workers commit different things.
-
-    Args:
-        a, first, b, second: the workers and their commits.
-        other_words: names of fields in the error, where they differ from the usual ones.
-        may_differ: fields in which the commits may differ.
-    """
-    for name, words in (_MUST_AGREE | dict(other_words)).items():
-        if name not in may_differ and getattr(first, name) != getattr(second, name):
-            raise StepError(
-                f"workers {a} and {b} of a group disagree about {words} in step {first.step}: "
-                f"{_short(getattr(first, name))} and {_short(getattr(second, name))}"
-            )
-
-
 def _short(value: object) -> str:
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
     return text if len(text) <= 200 else text[:200] + "…"
@@ -204,7 +181,16 @@ class GradientSource(ABC):
             return
         self.commits[worker] = message
         for other, theirs in self.commits.items():
-            agree(other, theirs, worker, message, self.words, self.may_differ)
+            self._check_agreement(other, theirs, worker, message)
+
+    def _check_agreement(self, a: int, first: Commit, b: int, second: Commit) -> None:
+        """Raise StepError when two workers commit different things."""
+        for name, words in (_MUST_AGREE | dict(self.words)).items():
+            if name not in self.may_differ and getattr(first, name) != getattr(second, name):
+                raise StepError(
+                    f"workers {a} and {b} of a group disagree about {words} in step {first.step}: "
+                    f"{_short(getattr(first, name))} and {_short(getattr(second, name))}"
+                )
 
     def closed(self, ordinal: int) -> tuple[int, int] | None:
         """The end of a backward: buckets with a mean, and pieces in the workers' memory.
