@@ -138,10 +138,10 @@ def test_numbers_that_cannot_be_are_refused(message: m.Message) -> None:
 ])  # fmt: skip
 def test_a_bitmap_has_a_bit_for_each_item_and_no_more(bits: bytes, count: int, good: bool) -> None:
     if good:
-        check_bits(bits, count, "x")
+        check_bits(bits, count, worker(), "x")
         return
     with pytest.raises(ProtocolError, match="x: a bitmap of"):
-        check_bits(bits, count, "x")
+        check_bits(bits, count, worker(), "x")
 
 
 # --- what depends on the model ---------------------------------------------------------------------------------------

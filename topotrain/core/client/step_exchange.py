@@ -173,7 +173,7 @@ class ServerReduction(GradientExchange):
         if not self._is_awaited(message):
             return
         bucket, body = self.model.bucket(sender, message.bucket), present_body(message)
-        check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
+        check_bits(message.present, len(bucket.pieces), sender, f"the pieces of bucket {bucket.id}")
         if self.model.codec.is_coded(message, bucket):
             body = self.model.codec.mean(bucket, body)
         else:
@@ -185,7 +185,7 @@ class ServerReduction(GradientExchange):
         """A server has sent the means of all its buckets of a backward."""
         if self._is_awaited(message):
             buckets = self.model.reduced_by(sender)[1]
-            check_bits(message.contributed, buckets, f"{sender}: the buckets of a backward")
+            check_bits(message.contributed, buckets, sender, "the buckets of a backward")
             self._reduced[sender] = message
 
     def _is_awaited(self, message: m.ReducedGradient | m.BackwardReduced) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import inf
 
 from topotrain.config.sharding import Bucket
+from topotrain.config.topology import Address
 from topotrain.core.protocol.message import (
     FROM_COORDINATOR,
     FROM_SERVER,
@@ -57,7 +58,7 @@ def per_piece(buckets: Sequence[Bucket], found: Mapping[int, int]) -> int:
     return bits
 
 
-def check_bits(bits: bytes, count: int, what: str) -> None:
+def check_bits(bits: bytes, count: int, sender: Address, what: str) -> None:
     """Check a bitmap of `count` items. An empty bitmap means that no item is set.
 
     Raises:
@@ -65,7 +66,7 @@ def check_bits(bits: bytes, count: int, what: str) -> None:
     """
     # Unused bits of the last byte must be 0.
     if bits and (len(bits) != (count + 7) // 8 or (count % 8 and bits[-1] >> count % 8)):
-        raise ProtocolError(f"{what}: a bitmap of {len(bits)} bytes over {count} items")
+        raise ProtocolError(f"{sender}: {what}: a bitmap of {len(bits)} bytes over {count} items")
 
 
 # --- one step --------------------------------------------------------------------------------------------------------

@@ -129,11 +129,13 @@ class Server:
         try:
             self._receive(sender, message)
         finally:
-            self._handle_pending()
+            if self.queue.pending:
+                self._handle_pending()
         return self.queue.out
 
     def _handle_pending(self) -> None:
-        for sender, message in self.queue.pending():
+        while self.queue.pending:
+            sender, message = self.queue.take()
             try:
                 self._receive(sender, message)
             except m.ProtocolError as error:
@@ -341,7 +343,7 @@ class Server:
     def state_dict(self) -> State | None:
         """Return the state between two messages, see `component_state`. None: not possible after this message."""
         parts = states_of(self._components)
-        if parts is None or not self.queue.empty:
+        if parts is None or self.queue.pending:
             return None
         return {"schema": "" if self.model is None else self.model.schema.text(), "parts": parts}
 

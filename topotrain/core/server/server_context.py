@@ -1,6 +1,6 @@
 """What the parts of one server share: the model, the worker groups, the messages to send, and the extensions."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from topotrain.config.job import Job
@@ -49,17 +49,13 @@ class ShardState:
         self.order = ApplyOrder()
         """The decisions that are carried out here."""
         self.model: ParameterShard | None = None
+        self.known: ParameterShard
+        """The same, where a message has been held until the model is there. A step reads it many times."""
         self.version = 0
         """Updates of the values, those of a resumed snapshot included."""
         self.common = False
         """Whether all server groups have the same start."""
         self._initialised: set[int] = set()
-
-    @property
-    def known(self) -> ParameterShard:
-        """The model, where a message has been held until it is there."""
-        assert self.model is not None
-        return self.model
 
     @property
     def complete(self) -> bool:
@@ -68,7 +64,8 @@ class ShardState:
 
     def open(self, model: ParameterShard) -> None:
         """The model is known, and has the values of an earlier run if there was one."""
-        self.model, self.version = model, self.start.version
+        self.model = self.known = model
+        self.version = self.start.version
         if self.start.resumed and self.me.group == 0:
             # The other groups wait for the values of group 0, as at any start: those come when all groups are there.
             self._initialised = {bucket.id for bucket in model.buckets}
@@ -232,7 +229,8 @@ class MessageQueue:
     def __init__(self, me: Address, hooks: ExtensionHooks, deliver: Deliver | None) -> None:
         self._me, self._hooks, self._deliver = me, hooks, deliver
         self.out: Out = []
-        self._pending: Out = []
+        self.pending: Out = []
+        """The (sender, message) that the server is to handle itself. Only the queue changes it."""
 
     def begin(self) -> None:
         """Collect what is sent from here on: the answers to one message."""
@@ -246,7 +244,7 @@ class MessageQueue:
         for extension in self._hooks.on_sent.get(type(message), ()):
             extension.on_sent(to, message)
         if to == self._me:
-            self._pending.append((to, message))
+            self.pending.append((to, message))
         elif self._deliver is not None:
             self._deliver(to, message)
         else:
@@ -259,17 +257,11 @@ class MessageQueue:
 
     def handle_later(self, messages: Iterable[tuple[Address, Message]]) -> None:
         """Have the server handle these (sender, message), which it could not handle when they came."""
-        self._pending += messages
+        self.pending += messages
 
-    @property
-    def empty(self) -> bool:
-        """Whether the server has handled all that has come."""
-        return not self._pending
-
-    def pending(self) -> Iterator[tuple[Address, Message]]:
-        """The (sender, message) that are to be handled now, and those that are added meanwhile."""
-        while self._pending:
-            yield self._pending.pop(0)
+    def take(self) -> tuple[Address, Message]:
+        """Return the first of `pending`, which is handled now."""
+        return self.pending.pop(0)
 
 
 @dataclass(frozen=True, slots=True)

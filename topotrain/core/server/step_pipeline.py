@@ -109,7 +109,7 @@ class StepPipeline:
         if staging is not None:
             model = self._state.known
             bucket = model.bucket(message.bucket)
-            check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
+            check_bits(message.present, len(bucket.pieces), sender, f"the pieces of bucket {bucket.id}")
             body = model.codec.push(sender, message, bucket, model.values(message.bucket))
             self._send_means(sender.group, message.ordinal, staging.push(sender.index, message, body))
 
@@ -211,12 +211,12 @@ class StepPipeline:
             self._queue.send_all(extension.committed(sender, message))
 
     def _check_commit(self, sender: Address, message: m.Commit) -> None:
-        model, where = self._state.known, f"{sender}: the commit of step {message.step}"
+        model, where = self._state.known, f"the commit of step {message.step}"
         for bits in (message.edited, message.dropped):
-            check_bits(bits, model.pieces, where)
+            check_bits(bits, model.pieces, sender, where)
         model.staging[sender.group].check(sender, message)
         if message.samples < 0:
-            raise m.ProtocolError(f"{where}: {message.samples} samples")
+            raise m.ProtocolError(f"{sender}: {where}: {message.samples} samples")
         self._check_hyper(message.hyper)
 
     def _check_hyper(self, hyper: bytes) -> None:
@@ -277,14 +277,17 @@ class StepPipeline:
         Raises:
             ProtocolError: workers that the group does not have, or parameters that the model does not have.
         """
-        numbers, where = message.refused, f"step {message.step} of group {message.group}"
+        numbers, members = message.refused, message.members if isinstance(message, m.StepVote) else ()
+        if not numbers and not members:
+            return []
+        where = f"step {message.step} of group {message.group}"
         workers, parameters = self._topology.workers_per_group, len(self._state.known.schema.parameters)
         if len(numbers) % 2 or any(not NOBODY <= n < workers for n in numbers[::2]):
             raise m.ProtocolError(f"{where}: no such workers: {numbers[::2]}")
         if any(not -1 <= n < parameters for n in numbers[1::2]):
             raise m.ProtocolError(f"{where}: no such parameters: {numbers[1::2]}")
-        if isinstance(message, m.StepVote) and any(not 0 <= index < workers for index in message.members):
-            raise m.ProtocolError(f"{where}: no such workers: {message.members}")
+        if any(not 0 <= index < workers for index in members):
+            raise m.ProtocolError(f"{where}: no such workers: {members}")
         return pairs(numbers)
 
     # --- the decided step ----------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ class CollectiveServer(GradientExtension):
         elif isinstance(message, CollectivePart):
             bucket = self._relay.bucket(message.bucket)
             self._relay.elements(bucket, message.body)
-            check_bits(message.present, len(bucket.pieces), f"{sender}: pieces")
+            check_bits(message.present, len(bucket.pieces), sender, "pieces")
             self._carry_out(self._relay.relay.arrive(sender.index, message))
         return ()
 
@@ -152,7 +152,7 @@ class CollectiveServer(GradientExtension):
         self._gateway.check_sender(sender)
         if self._server.steps.current_source(sender, message.step) is None:
             return
-        check_bits(message.present, len(self._relay.bucket(message.bucket).pieces), f"{sender}: pieces")
+        check_bits(message.present, len(self._relay.bucket(message.bucket).pieces), sender, "pieces")
         if self._waits_for_commit:
             known = self._held.pushes.get(message.bucket)
             if known is None or known.ordinal < message.ordinal:

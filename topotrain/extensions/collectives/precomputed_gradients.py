@@ -83,7 +83,7 @@ class PrecomputedGradients(GradientSource):
                 super().check(sender, message)
         elif isinstance(message, BackwardEnd):
             self._gateway.check_sender(sender)
-            check_bits(message.pushed, self._gateway.buckets, f"{sender}: the buckets of a backward")
+            check_bits(message.pushed, self._gateway.buckets, sender, "the buckets of a backward")
         else:
             # The gateway's own worker commits pushes of the whole model.
             own = sender == self._gateway.worker

@@ -216,9 +216,9 @@ class _Arrival:
 class DeviceParameters(ParameterHolder):
     """Parameters on devices, each on its own. They keep their memory there.
 
-    Only `drain`, `bring` and `before_values` wait for a device. There is no thread of its own. A copy that arrives while hooks
-    still run is noticed at the next hook. The rest is noticed at the end of the backward, when the script's thread has
-    nothing else to do.
+    Only `drain`, `bring` and `before_values` wait for a device. There is no thread of its own. A copy that arrives
+    while hooks still run is noticed at the next hook. The rest is noticed at the end of the backward, when the
+    script's thread has nothing else to do.
 
     Args:
         tensors, views: as for `HostParameters`.

@@ -151,7 +151,7 @@ class BackwardMeans(GradientSource):
     def check(self, sender: Address, message: BackwardEnd | Commit) -> None:
         """As `GradientSource.check`."""
         if isinstance(message, BackwardEnd):
-            check_bits(message.pushed, len(self._buckets), f"{sender}: the buckets of a backward")
+            check_bits(message.pushed, len(self._buckets), sender, "the buckets of a backward")
         else:
             super().check(sender, message)
 
