@@ -9,7 +9,7 @@ CONFS  := $(foreach name,sandblaster allreduce downpour hogwild,examples/conf/$(
 CODE   := topotrain tests examples benchmarks scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test bench chaos check format clean
+.PHONY: help setup run test bench chaos check proto format clean
 
 help:
 	@echo "make run     train on handwritten digits under the four frameworks: a table and a picture in workspace/compare"
@@ -18,6 +18,7 @@ help:
 	@echo "make chaos   kill, damage and forge for up to an hour, and count (make chaos ARGS='--only C B --kills 50')"
 	@echo "make check   formatting, lint, types, imports; what readers stumble over, counted"
 	@echo "make format  put the code in the usual form"
+	@echo "make proto   compile job.proto after a change"
 	@echo "make setup   only the environment"
 	@echo "make clean   remove what the others made"
 
@@ -69,6 +70,10 @@ check: setup
 	$(BIN)/mypy --strict
 	$(BIN)/python -m pytest -q tests/test_imports.py
 	$(BIN)/python scripts/code_metrics.py
+
+# After a change of job.proto.
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc -I topotrain/config --descriptor_set_out=topotrain/config/job.binpb job.proto
 
 format: setup
 	$(BIN)/ruff format $(CODE)

@@ -57,6 +57,8 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "collectives": (),
     "growth": (),
     "splitting": (),
+    "uneven": (),
+    "lanes": (),
 }
 """Module -> the goals that it measures; in this order they run, so that what has no goal and takes long is what a slow
 machine leaves out. A module that is not there yet is passed over."""
@@ -84,6 +86,8 @@ MINUTES: Mapping[str, float] = {
     "collectives": 2.1,
     "growth": 1.9,
     "splitting": 1.4,
+    "uneven": 3.0,
+    "lanes": 0.8,
 }
 """What each takes on 2 cores that have nothing else to do. A table is not begun if less than that is left."""
 TENSORFLOW_MINUTES = 2.0

@@ -6,6 +6,7 @@ it. Times of different runs are never compared: the machine drifts by up to two 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from statistics import median
 
 ROUNDS = 5
@@ -101,6 +102,7 @@ def interleave(
     rounds: int = ROUNDS,
     warm: Callable[[str], object] | None = None,
     spare: int = 1,
+    order: Random | None = None,
 ) -> dict[str, Samples]:
     """Measure all sides in turn, `rounds` times over, after `spare` rounds that do not count.
 
@@ -109,12 +111,16 @@ def interleave(
         rounds: at least ROUNDS. Raises ValueError for fewer.
         warm: called with a side's name before each of its turns; for what the turn before has driven from the caches.
         spare: 0 where every turn starts its own processes and times them from their first step on.
+        order: shuffles the sides of each round, so that no side always follows the same other one.
     """
     if rounds < ROUNDS:
         raise ValueError(f"rounds = {rounds}: must be >= {ROUNDS}, for the median to mean something")
     found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(spare + rounds):
-        for name, measure in sides.items():
+        turns = list(sides.items())
+        if order is not None:
+            order.shuffle(turns)
+        for name, measure in turns:
             if warm is not None:
                 warm(name)
             value = measure()

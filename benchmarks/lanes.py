@@ -1,21 +1,23 @@
-"""What several sockets per connection bring: `python -m benchmarks.lanes [--rounds N]`.
+"""Several sockets between two processes: the field `connections`.
 
-Bodies of 1 MB go one way over `TcpTransport` with 1, 2, 4 and 8 sockets (`connections` in the conf): on loopback, where
-the processor is the limit, and over pretended links of which some lose packets. The pretended link has no congestion
-control, so it shows one of two effects: the bytes behind a lost packet wait on one socket only. All counts are measured
-in turn, and medians are given.
+Bodies of 1 MB go one way over `TcpTransport` with 1, 2, 4 and 8 sockets: on loopback, where the processor is the limit,
+and over emulated links of which some lose packets. The emulated link has no congestion control. So it shows one of two
+effects: the bytes behind a lost packet wait on one socket only.
 """
 
 import argparse
-import itertools
-import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from random import Random
 
 import torch
 
+from benchmarks.harness import ROUNDS, Row, interleave, row
+from benchmarks.record import run_table
 from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
 from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security.handshake import TOKEN_BYTES, Identity
@@ -24,6 +26,7 @@ from topotrain.config.job import Link
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Message, Values
 
+NAME, TITLE, GOALS = "lanes", "Several connections between two processes", ()
 LANES = (1, 2, 4, 8)
 LINKS = {
     "loopback": (None, 40),
@@ -81,20 +84,19 @@ def seconds(link: Link | None, count: int, lanes: int, directory: Path) -> float
     return spent
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Sequence[Row]:
+    """For each link one row of its time with one socket, and one with each number of sockets as a part of it."""
     torch.set_num_threads(1)
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="tt-") as directory:
         for name, (link, count) in LINKS.items():
-            times: dict[int, list[float]] = {lanes: [] for lanes in LANES}
-            for _, lanes in itertools.product(range(options.rounds), LANES):
-                times[lanes].append(seconds(link, count, lanes, Path(directory)))
-            middle = {lanes: statistics.median(values) for lanes, values in times.items()}
-            shown = "   ".join(f"{n}: {s * 1e3:.1f} ms ({s / middle[1]:.2f} x)" for n, s in middle.items())
-            print(f"{name:28} {count:3} MB   {shown}", flush=True)
+            sides = {str(lanes): partial(seconds, link, count, lanes, Path(directory)) for lanes in LANES}
+            found = interleave(sides, options.rounds, spare=0, order=Random(1))
+            rows.append(row("", f"{name}, {count} MB, one socket", found["1"].figure.times(1e3), "ms"))
+            ratios = ((lanes, found[str(lanes)].over(found["1"])) for lanes in LANES[1:])
+            rows += [row("", f"{name}, {lanes} sockets", ratio, "× one socket") for lanes, ratio in ratios]
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    run_table(NAME, TITLE, measure, lambda parser: parser.add_argument("--rounds", type=int, default=ROUNDS))

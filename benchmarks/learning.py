@@ -25,21 +25,29 @@ class Point:
 
 def job(sides: Sides, name: str, conf: str, *args: str) -> list[Point]:
     """Run a job to its end. Raises Refused."""
+    digits = sides.room("digits").parent / "digits.pt"
+    return _points(run_program(sides, name, conf, LEARNER, "--digits", str(digits), *args))
+
+
+def run_program(sides: Sides, name: str, conf: str, program: Path, *args: str) -> Path:
+    """Run a program as a job to its end; returns the file that it was given as `--out`. Raises Refused."""
     why = refusal(conf)
     if why:
         raise Refused(why)
     folder = sides.room(name)
     (folder / "job.conf").write_text(conf)
     command = [sys.executable, "-m", "topotrain", "run", "--quiet", "--forkserver", sides.serve()]
-    command += ["--set", f"cluster.workspace={folder / 'work'}", str(folder / "job.conf"), str(LEARNER)]
-    return _run(sides, folder, [[*command, *_files(folder), *args]], [{}])
+    command += ["--set", f"cluster.workspace={folder / 'work'}", str(folder / "job.conf"), str(program)]
+    _run(sides, folder, [[*command, "--out", str(folder / "points"), *args]], [{}])
+    return folder / "points"
 
 
 def ddp(sides: Sides, name: str, size: int, *args: str) -> list[Point]:
     """Run DDP to its end. Raises Refused."""
     folder = sides.room(name)
     command = [sys.executable, str(LEARNER), "--peer", "ddp", *_files(folder), *args]
-    return _run(sides, folder, [command] * size, sides.meeting(size))
+    _run(sides, folder, [command] * size, sides.meeting(size))
+    return _points(folder / "points")
 
 
 def _files(folder: Path) -> tuple[str, ...]:
@@ -47,9 +55,7 @@ def _files(folder: Path) -> tuple[str, ...]:
     return "--out", str(folder / "points"), "--digits", str(folder.parent / "digits.pt")
 
 
-def _run(
-    sides: Sides, folder: Path, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]]
-) -> list[Point]:
+def _run(sides: Sides, folder: Path, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]]) -> None:
     started = [
         sides.spawn(folder / f"{number}.err", command, more)
         for number, (command, more) in enumerate(zip(commands, variables, strict=True))
@@ -66,7 +72,10 @@ def _run(
     if any(codes):
         lines = [line for file in sorted(folder.glob("*.err")) for line in file.read_text().splitlines() if line]
         raise Refused(next((line for line in lines if "rror" in line), f"exit codes {codes}"))
-    return [Point(*json.loads(line)) for line in (folder / "points").read_text().splitlines()]
+
+
+def _points(file: Path) -> list[Point]:
+    return [Point(*json.loads(line)) for line in file.read_text().splitlines()]
 
 
 def first(points: Sequence[Point], loss: float | None = None, accuracy: float | None = None) -> Point:

@@ -34,11 +34,13 @@ WORLD = """
 """
 PURE = """
     config/* core/* *_messages.py training/data/batch_ranges.py training/data/lease_queue.py
-    extensions/backup_workers/quorum.py extensions/checkpointing/cross_group_cut.py
+    extensions/backup_workers/backup_rules.py extensions/backup_workers/quorum.py
+    extensions/checkpointing/cross_group_cut.py
     extensions/checkpointing/checkpoint_extension.py extensions/checkpointing/data_position.py
     core/model/safetensors_layout.py
     extensions/checkpointing/server_snapshots.py extensions/checkpointing/shard_snapshot.py
     extensions/checkpointing/snapshot_coordinator.py extensions/collectives/algorithms.py
+    extensions/collectives/collective_rules.py
     extensions/collectives/collective_server.py extensions/collectives/precomputed_gradients.py
     extensions/backup_workers/quorum_pushes.py
     extensions/compression/* extensions/elastic/eligibility.py extensions/elastic/membership.py
@@ -47,15 +49,17 @@ PURE = """
     extensions/replication/state_codec.py extensions/replication/state_machine.py
     extensions/replication/state_transfer.py
     extensions/resume/worker_state_store.py extensions/tables/push_modes.py extensions/tables/row_optimizers.py
-    extensions/tables/row_storage.py extensions/tables/table_*.py
+    extensions/tables/row_storage.py extensions/tables/table_*.py parallel/split_rules.py
 """
 NOT_PURE = ("extensions/tables/table_client.py",)
 """Inside PURE: it waits for rows."""
 HEAVY = frozenset({"torch", "numpy"})
 LIGHT = """
-    config/* core/events.py core/profiling/spans.py core/optim/state_table.py extensions/elastic/eligibility.py
+    config/* core/events.py core/profiling/spans.py extensions/backup_workers/backup_rules.py
+    extensions/collectives/collective_rules.py extensions/compression/compression_rules.py parallel/split_rules.py
+    core/optim/state_table.py extensions/elastic/eligibility.py
     extensions/replication/replica_placement.py core/model/safetensors_layout.py
-    extensions/tables/table_file_layout.py
+    extensions/checkpointing/table_file_layout.py
 """
 """Read by the command line before torch is imported."""
 

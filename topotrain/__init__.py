@@ -9,10 +9,13 @@
 Nothing heavy is imported until it is used.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from topotrain.comm.torch_store.init_method import announce as _announce
+from topotrain.config.combinations import contribute as _contribute
+from topotrain.config.combinations import need as _need
 
 if TYPE_CHECKING:
     from topotrain.compat.caffe2 import parallelize as data_parallel
@@ -41,6 +44,22 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _announce()  # so that torch knows redis:// as an init_method, without importing torch here
+
+# Modules with the combinations of job fields that a package refuses, in the order in which they are checked.
+_contribute(
+    "topotrain.extensions.collectives.collective_rules",
+    "topotrain.extensions.compression.compression_rules",
+    "topotrain.extensions.backup_workers.backup_rules",
+    "topotrain.parallel.split_rules",
+)
+# Fields of a job that must have their defaults where a package is deleted.
+_need("topotrain.extensions.backup_workers", "cluster.backup")
+_need("topotrain.extensions.collectives", "cluster.engine", "cluster.algorithm")
+_need("topotrain.extensions.compression", "cluster.compression")
+_need("topotrain.extensions.replication", "cluster.replicas")
+_need("topotrain.extensions.elastic", "start_groups")
+_need("topotrain.parallel", "partition", "microbatches", "schedule")
+_need("topotrain.parallel.auto_placement", "placement")
 
 _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.training.api"),
@@ -88,13 +107,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(_MODULES[name])
-    if name not in _HOMES:
-        raise AttributeError(f"module 'topotrain' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # a type checker knows the names from the imports above, and finds a misspelled one
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return import_module(_MODULES[name])
+        if name not in _HOMES:
+            raise AttributeError(f"module 'topotrain' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES, *_MODULES])
+    return sorted([*__all__, "__version__"])

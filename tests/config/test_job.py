@@ -6,11 +6,12 @@ import pickle
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import pytest
 
-from topotrain.config.field_checks import Combination
+from topotrain.config.combinations import Combination, contributed, contributed_to
 from topotrain.config.job import (
     COMBINATIONS,
     Agreement,
@@ -83,6 +84,7 @@ def test_a_value_that_cannot_be(make: Any, message: str) -> None:
         make()
 
 
+ROWS = (*COMBINATIONS, *contributed())
 IN_MEMORY = Cluster(nworker_groups=2, nworkers_per_procs=2)
 UNSHARED = dataclasses.replace(IN_MEMORY, share_memory=False)
 PAIR = {"nworkers_per_group": 2, "nservers_per_group": 2}
@@ -93,14 +95,13 @@ SPARE = {"nworkers_per_group": 3, "backup": 1}
 BACKUP = {"grads": "kHidden", "per_worker_batch": True, "cluster": Cluster(**SPARE)}  # type: ignore[arg-type]
 AT_1 = {"partition": (Partition(partition_dim=-1, location=1),)}
 
-# Of each row of COMBINATIONS, in order: the class, a refused combination, and a neighbor of it that is allowed.
+# Of each row of ROWS, in order: the class, a refused combination, and a neighbor of it that is allowed.
 EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Job, {"apply": "kOnArrival"}, ON_ARRIVAL),
     (Job, ON_ARRIVAL | {"updater": Updater(clip_norm=1)}, ON_ARRIVAL | {"updater": Updater()}),
     (Job, ON_ARRIVAL | {"cluster": IN_MEMORY}, ON_ARRIVAL | {"cluster": UNSHARED}),
     (Job, ON_ARRIVAL | {"cluster": Cluster(slicing="kTensor")}, ON_ARRIVAL),  # type: ignore[arg-type]
     (Job, ON_ARRIVAL | {"cluster": Cluster(n_push=2)}, ON_ARRIVAL),
-    (Job, ON_ARRIVAL | {"cluster": Cluster(engine="kGloo", **PAIR)}, ON_ARRIVAL | {"cluster": RING}),  # type: ignore[arg-type]
     (Job, {"pull": "kLazy", "cluster": IN_MEMORY}, {"pull": "kLazy", "cluster": UNSHARED}),
     (Job, {"pull": "kLazy", "cluster": Cluster(n_fetch=2)}, {"pull": "kLazy"}),
     (Cluster, {"n_push": 2, "nworkers_per_group": 2}, {"n_push": 2}),
@@ -111,6 +112,23 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
         {"max_staleness": 0, "nserver_groups": 0, "nworker_groups": 2},
         {"max_staleness": 0, "nworker_groups": 2},
     ),
+    (Cluster, {"road": "kShm", "link": Link(), "nworkers_per_group": 2}, {"road": "kShm", "link": Link()}),
+    (Updater, {"clip_low": 1.0, "clip_high": -1.0}, {"clip_low": -1.0, "clip_high": 1.0}),
+    (FixedStep, {}, {"step": (0,), "step_lr": (1.0,)}),
+    (FixedStep, {"step": (5, 5), "step_lr": (1, 1)}, {"step": (5, 6), "step_lr": (1, 1)}),
+    (FixedStep, {"step": (5,)}, {"step": (5,), "step_lr": (1,)}),
+    (Job, {"correction": "kRate"}, {"correction": "kRate", "cluster": Cluster(nworker_groups=2)}),
+    (
+        Job,
+        {"correction": "kRate", "cluster": Cluster(nworker_groups=2, nserver_groups=2)},
+        {"correction": "kMomentum", "cluster": Cluster(nworker_groups=2, nserver_groups=2)},
+    ),
+    (
+        Job,
+        {"correction": "kRate", "cluster": Cluster(nworker_groups=2), "apply": "kOnArrival", "grads": "kHidden"},
+        {"correction": "kMomentum", "cluster": Cluster(nworker_groups=2), "apply": "kOnArrival", "grads": "kHidden"},
+    ),
+    (Job, ON_ARRIVAL | {"cluster": Cluster(engine="kGloo", **PAIR)}, ON_ARRIVAL | {"cluster": RING}),  # type: ignore[arg-type]
     (Cluster, {"engine": "kGloo", "nworkers_per_group": 2}, {"engine": "kGloo", **PAIR}),
     (Cluster, {"engine": "kGloo", "link": Link(), **PAIR}, {"algorithm": "kRing", "link": Link(), **PAIR}),
     (Cluster, {"algorithm": "kRing", "nworkers_per_group": 2}, {"algorithm": "kRing", **PAIR}),
@@ -121,13 +139,6 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
         {"compression": "kInt8", "nworker_groups": 2, "nworkers_per_procs": 2},
         {"compression": "kInt8", "nworker_groups": 2, "nworkers_per_procs": 2, "share_memory": False},
     ),
-    (Cluster, {"road": "kShm", "link": Link(), "nworkers_per_group": 2}, {"road": "kShm", "link": Link()}),
-    (Updater, {"clip_low": 1.0, "clip_high": -1.0}, {"clip_low": -1.0, "clip_high": 1.0}),
-    (FixedStep, {}, {"step": (0,), "step_lr": (1.0,)}),
-    (FixedStep, {"step": (5, 5), "step_lr": (1, 1)}, {"step": (5, 6), "step_lr": (1, 1)}),
-    (FixedStep, {"step": (5,)}, {"step": (5,), "step_lr": (1,)}),
-    (Partition, {"location": 0}, {"location": 0, "partition_dim": -1}),
-    (Job, AT_1, AT_1 | {"cluster": Cluster(nworkers_per_group=2)}),
     (Cluster, {"backup": 1}, {"backup": 1, "nworkers_per_group": 2}),
     (Cluster, SPARE | {"nworker_groups": 2}, SPARE),
     (Cluster, SPARE | {"engine": "kGloo", "nservers_per_group": 3}, SPARE | {"nservers_per_group": 3}),
@@ -141,17 +152,8 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Job, BACKUP | SPLIT, BACKUP),
     (Job, BACKUP | {"placement": "kAuto"}, BACKUP),
     (Job, BACKUP | {"updater": Updater(clip_norm=1)}, BACKUP | {"updater": Updater(clip_low=-1, clip_high=1)}),
-    (Job, {"correction": "kRate"}, {"correction": "kRate", "cluster": Cluster(nworker_groups=2)}),
-    (
-        Job,
-        {"correction": "kRate", "cluster": Cluster(nworker_groups=2, nserver_groups=2)},
-        {"correction": "kMomentum", "cluster": Cluster(nworker_groups=2, nserver_groups=2)},
-    ),
-    (
-        Job,
-        {"correction": "kRate", "cluster": Cluster(nworker_groups=2), "apply": "kOnArrival", "grads": "kHidden"},
-        {"correction": "kMomentum", "cluster": Cluster(nworker_groups=2), "apply": "kOnArrival", "grads": "kHidden"},
-    ),
+    (Partition, {"location": 0}, {"location": 0, "partition_dim": -1}),
+    (Job, AT_1, AT_1 | {"cluster": Cluster(nworkers_per_group=2)}),
     (Job, SPLIT | ON_ARRIVAL, SPLIT | {"grads": "kHidden"}),
     (Job, SPLIT | {"pull": "kLazy"}, {"pull": "kLazy"}),
     (Job, SPLIT | {"cluster": Cluster(n_push=2)}, SPLIT),
@@ -169,7 +171,7 @@ def everything_available(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("everything_available")
 @pytest.mark.parametrize(
-    ("row", "example"), list(zip(COMBINATIONS, EXAMPLES, strict=True)), ids=lambda x: getattr(x, "field", "")
+    ("row", "example"), list(zip(ROWS, EXAMPLES, strict=True)), ids=lambda x: getattr(x, "field", "")
 )
 def test_fields_that_exclude_each_other(row: Combination, example: tuple[type, dict[str, Any], dict[str, Any]]) -> None:
     cls, refused, allowed = example
@@ -194,8 +196,42 @@ def test_more_of_what_is_excluded(cls: type, refused: dict[str, Any], field: str
 
 
 def test_every_row_belongs_to_a_block() -> None:
-    tables = [cls.TABLE for cls in (Job, Cluster, Updater, FixedStep, Partition)]
-    assert sorted(row.field for table in tables for row in table) == sorted(row.field for row in COMBINATIONS)
+    tables = [[*cls.TABLE, *contributed_to(cls.PATH)] for cls in (Job, Cluster, Updater, FixedStep, Partition)]
+    assert sorted(row.field for table in tables for row in table) == sorted(row.field for row in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "given", "field"),
+    [
+        ("extensions.backup_workers", "backup_rules", "Cluster(nworkers_per_group=3, backup=1)", "cluster.backup"),
+        ("extensions.collectives", "collective_rules", "Cluster(algorithm='kRing', **PAIR)", "cluster.algorithm"),
+        ("extensions.compression", "compression_rules", "Cluster(compression='kFp16')", "cluster.compression"),
+        ("parallel", "split_rules", "Job(microbatches=2)", "microbatches"),
+    ],
+)
+def test_without_a_package_its_combinations_are_gone_and_its_fields_keep_defaults(
+    package: str, module: str, given: str, field: str
+) -> None:
+    """The package is masked in a fresh interpreter, as if its folder were deleted."""
+    masked = [f"topotrain.{package}", f"topotrain.{package}.{module}"]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({masked}))\n"
+        "from topotrain.config.job import Cluster, ConfigError, Job\n"
+        "from topotrain.config.combinations import contributed\n"
+        f"PAIR = {PAIR}\n"
+        f"for make in (lambda: {given}, lambda: Cluster(n_push=2, nworkers_per_group=2)):\n"
+        "    try: make()\n"
+        "    except ConfigError as error: print(error.field, error.accepted, sep='|')\n"
+        "Job()\n"
+        "print(len([row for row in contributed() if 'this installation' not in row.accepted]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    absent, other, left = done.stdout.splitlines()
+    assert absent == f"{field}|needs topotrain.{package}, which this installation does not have"
+    assert other.startswith("cluster.n_push|")
+    assert int(left) == len(contributed()) - len(import_module(masked[1]).COMBINATIONS)
+    eval(given)
 
 
 @pytest.mark.usefixtures("everything_available")

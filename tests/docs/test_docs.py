@@ -22,7 +22,7 @@ from process_pool import client
 from test_imports import ORDER
 
 import topotrain
-from topotrain.config.proto_schema import read_proto
+from topotrain.config.proto_schema import schema
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "topotrain"
@@ -30,7 +30,7 @@ TOP_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 PAGES = [*(ROOT / name for name in TOP_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
 README_WORDS = 900
 EXAMPLE_WITHIN = 25  # lines
-PROTO = read_proto((PACKAGE / "config" / "job.proto").read_text(encoding="utf-8"))
+PROTO = schema()
 TIMEOUT_S = 120
 
 

@@ -15,9 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 STILL_NEEDED = {
-    "extensions.checkpointing": ("shard_snapshot",),
+    "extensions.checkpointing": ("shard_snapshot", "table_file_layout"),
     "extensions.elastic": ("eligibility",),
-    "extensions.tables": ("table_file_layout",),
 }
 """By extension: modules that the protocol or another extension imports still."""
 

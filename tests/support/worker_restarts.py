@@ -136,7 +136,7 @@ class Door(Seat):
             assert self.life.deposits.handle(self.who, replace(part, body=body)) == []
 
     def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        kept = self.life.deposits._boxes.get(self.who)
+        kept = self.life.deposits._states.get(self.who)
         return (None, None) if kept is None else (kept.kept.get(EPOCH), kept.kept.get(SINCE))
 
 
@@ -227,8 +227,10 @@ class Life:
         self.worlds[who] = SimpleNamespace(
             worker=worker, here=here, buffer=buffer, optimizer=optimizer, loader=loader, continuing=continuing
         )
+        left = list(continuing.remaining(script.epochs))
         numbers = iter(range(script.epochs)) if script.plain_range else continuing.epochs(script.epochs)
         for epoch in numbers:
+            assert script.plain_range or epoch == left.pop(0)
             for batch in loader:
                 stream, seq, weight_, _ = door.drawn_[-1]
                 dice = (float(torch.rand(1)), random.random(), float(numpy.random.rand()))

@@ -91,8 +91,23 @@ def test_loops_over_epochs_follow_one_another(job, in_a_job):
     assert seen == [(0, 0), (0, 1)]
 
 
-def test_epochs_is_range():
+def test_epochs_is_range_and_has_its_length():
     assert list(tt.epochs(3)) == [0, 1, 2] and list(tt.epochs(0)) == []
+    loop = tt.epochs(3)
+    assert len(loop) == 3 and [len(loop) for _ in loop] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("count", [-1, 2.0, "3", True, None])
+def test_a_number_of_epochs_is_checked(count):
+    with pytest.raises(ConfigError, match=r"tt.epochs.*: must be a whole number >= 0"):
+        tt.epochs(count)
+
+
+def test_only_public_names_are_listed_and_a_misspelled_one_is_answered_with_the_nearest():
+    assert dir(tt) == sorted([*tt.__all__, "__version__"])
+    with pytest.raises(AttributeError, match="prepair") as caught:
+        _ = tt.prepair
+    assert (caught.value.name, caught.value.obj) == ("prepair", tt)
 
 
 def test_report_prints_numbers_and_what_functions_give(capsys):

@@ -7,11 +7,13 @@ knows no field: `job.py` assigns the rules.
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import Enum
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, cast, get_args, get_origin
+
+from topotrain.config.combinations import Combination, contributed_to
 
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
@@ -153,26 +155,8 @@ def rule_of(kind: Any) -> Rule:
     return one_of(kind) if issubclass(kind, Enum) else _instance(kind)
 
 
-@dataclass(frozen=True, slots=True)
-class Combination:
-    """Fields of one block that exclude each other.
-
-    field: the path of the field that the error names. refused: whether a block has the combination, looking at that
-    block and those inside it. accepted: the accepted values. inside: the path of that block; None: the field's own.
-    """
-
-    field: str
-    refused: Callable[[Any], object]
-    accepted: str
-    inside: str | None = None
-
-    @property
-    def block(self) -> str:
-        return self.field.rpartition(".")[0] if self.inside is None else self.inside
-
-
 class Checked:
-    """A block that applies each field's rule, then the table of its class.
+    """A block that checks its fields, and then their combinations.
 
     A rule may turn a list into a tuple, and a name into an enum.
     """
@@ -187,6 +171,6 @@ class Checked:
             kind: Any = f.type
             # The dataclass is frozen; only a rule may replace a value here.
             object.__setattr__(self, f.name, rule_of(kind)(prefix + f.name.rstrip("_"), getattr(self, f.name)))
-        for row in self.TABLE:
+        for row in (*self.TABLE, *contributed_to(self.PATH)):
             if row.refused(self):
                 raise ConfigError(row.field, attrgetter(row.field.removeprefix(prefix))(self), row.accepted)

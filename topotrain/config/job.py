@@ -2,18 +2,18 @@
 
 * A field has the name (`import` is `import_` here, a Python keyword) and the default that it has in `job.proto`.
 * The type of a field carries its check.
-* Combinations of fields that are refused are in one table, COMBINATIONS.
+* Combinations of fields that are refused are in COMBINATIONS, and in the packages that exclude them (`combinations`).
 * A `Job` needs no further check, except that the counts of a cluster fit together (topology.py).
 """
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Annotated, Any
 
-from topotrain.config.field_checks import INT64, Checked, Combination, filled, number, pattern, whole, whole_or_zero
+from topotrain.config.combinations import Combination
+from topotrain.config.field_checks import INT64, Checked, filled, number, pattern, whole, whole_or_zero
 from topotrain.config.field_checks import ConfigError as ConfigError  # a module that reads or makes a job needs it
 
 
@@ -155,7 +155,7 @@ Replicas = Annotated[int, whole(1, 2)]
 SliceBytes = Annotated[int, whole_or_zero(4096, 1 << 26)]
 
 
-def _shares_values(c: "Cluster") -> bool:
+def shares_values(c: "Cluster") -> bool:
     """Whether worker groups share parameter values in memory (see `Topology.sharing`)."""
     return c.share_memory and c.nworkers_per_procs > c.nworkers_per_group and 0 < c.nserver_groups < c.nworker_groups
 
@@ -182,34 +182,15 @@ def _clips(u: "Updater | None") -> bool:
     return u is not None and (u.clip_norm is not None or u.clip_low < u.clip_high)
 
 
-def _refused_where_split(field: str, refused: Callable[["Job"], object], accepted: str) -> Combination:
-    why = "where one model is split over the workers of a group (partition, placement)"
-    return Combination(field, lambda j: j.splits and refused(j), f"{accepted} {why}", inside="")
-
-
-def _refused_with_backup(field: str, refused: Callable[[Any], object], accepted: str) -> Combination:
-    """Refuse a field with backup workers.
-
-    Servers decide step by step which gradients count, so no process may have seen or used them before that.
-    """
-    inside = "cluster" if field.startswith("cluster.") else ""
-    count: Callable[[Any], int] = (lambda c: c.backup) if inside else (lambda j: j.cluster.backup)
-    return Combination(field, lambda b: count(b) and refused(b), f"{accepted} with cluster.backup above 0", inside)
-
-
-_FOREIGN = (Engine.kGloo, Engine.kNccl)
-_OWN = (Algorithm.kRing, Algorithm.kTree, Algorithm.kNaive)
+FOREIGN = (Engine.kGloo, Engine.kNccl)
+"""Engines of torch.distributed."""
 _FIXED_STEP = "updater.learning_rate.fixedstep_conf"
 _ALONE = "above 1 needs nworkers_per_group = 1"
-_BESIDE = (
-    "needs nworker_groups = nserver_groups = 1, as many servers as workers (per group and per unit) "
-    "and server_worker_separate: false"
-)
-_UNSHARED = "needs share_memory: false, since worker groups of one unit use the same server group"
+UNSHARED = "needs share_memory: false, since worker groups of one unit use the same server group"
 
-# Every combination that is refused and that the conf alone shows, also of values that are not available yet. How often
-# a step runs backward (`kOnArrival`: once) and whether it uses a GradScaler (`kOnArrival`, `kHidden`: no) shows only in
-# a running script.
+# Combinations that are refused and that the conf alone shows. Those that a package of its own excludes are in that
+# package (`combinations`). How often a step runs backward (`kOnArrival`: once) and whether it uses a GradScaler
+# (`kOnArrival`, `kHidden`: no) shows only in a running script.
 COMBINATIONS = (
     Combination(
         "apply", lambda j: j.apply is Apply.kOnArrival and j.grads is not Grads.kHidden, "needs grads: kHidden"
@@ -219,7 +200,7 @@ COMBINATIONS = (
         lambda j: j.apply is Apply.kOnArrival and _clips(j.updater),
         "needs an updater without clip_norm, clip_low and clip_high",
     ),
-    Combination("apply", lambda j: j.apply is Apply.kOnArrival and _shares_values(j.cluster), _UNSHARED),
+    Combination("apply", lambda j: j.apply is Apply.kOnArrival and shares_values(j.cluster), UNSHARED),
     Combination(
         "apply",
         lambda j: j.apply is Apply.kOnArrival and j.cluster.slicing is Slicing.kTensor,
@@ -230,12 +211,7 @@ COMBINATIONS = (
         lambda j: j.apply is Apply.kOnArrival and max(j.cluster.n_push, j.cluster.n_fetch) > 1,
         "needs n_push = n_fetch = 1",
     ),
-    Combination(
-        "apply",
-        lambda j: j.apply is Apply.kOnArrival and j.cluster.engine in _FOREIGN,
-        "needs engine kOwn: torch.distributed hands over no bucket before all are added up",
-    ),
-    Combination("pull", lambda j: j.pull is Pull.kLazy and _shares_values(j.cluster), _UNSHARED),
+    Combination("pull", lambda j: j.pull is Pull.kLazy and shares_values(j.cluster), UNSHARED),
     Combination(
         "pull",
         lambda j: j.pull is Pull.kLazy and max(j.cluster.n_push, j.cluster.n_fetch) > 1,
@@ -253,26 +229,6 @@ COMBINATIONS = (
         lambda c: c.max_staleness is not None and c.nserver_groups == 0 and c.nworker_groups > 1,
         "needs a server group: with nserver_groups = 0 no group waits for another",
     ),
-    Combination("cluster.engine", lambda c: c.engine in _FOREIGN and not all_reduces(c), _BESIDE),
-    Combination(
-        "cluster.engine",
-        lambda c: c.engine in _FOREIGN and c.link is not None,
-        "must be kAuto or kOwn with a link: torch.distributed cannot be sent over an emulated network",
-    ),
-    Combination("cluster.algorithm", lambda c: c.algorithm is not Algorithm.kAuto and not all_reduces(c), _BESIDE),
-    Combination(
-        "cluster.algorithm",
-        lambda c: c.algorithm is not Algorithm.kAuto and c.engine in _FOREIGN,
-        "must be kAuto with engine kGloo or kNccl, which choose their own",
-    ),
-    Combination(
-        "cluster.compression",
-        lambda c: c.compression is not Compression.kNone and (c.engine in _FOREIGN or c.algorithm in _OWN),
-        "needs engine and algorithm kAuto (or engine kOwn): what lies between is summed uncompressed",
-    ),
-    Combination(
-        "cluster.compression", lambda c: c.compression is not Compression.kNone and _shares_values(c), _UNSHARED
-    ),
     Combination(
         "cluster.road",
         lambda c: c.road is Road.kShm and c.link is not None and not _one_unit(c),
@@ -282,39 +238,6 @@ COMBINATIONS = (
     Combination(f"{_FIXED_STEP}.step", lambda c: not c.step, "needs at least one step"),
     Combination(f"{_FIXED_STEP}.step", lambda c: list(c.step) != sorted(set(c.step)), "must rise from entry to entry"),
     Combination(f"{_FIXED_STEP}.step_lr", lambda c: len(c.step_lr) != len(c.step), "must have as many entries as step"),
-    Combination(
-        "partition.location",
-        lambda p: p.location is not None and p.partition_dim != -1,
-        "needs partition_dim: -1, a whole module on one worker",
-    ),
-    Combination(
-        "partition",
-        lambda j: any(p.location is not None and p.location >= j.cluster.nworkers_per_group for p in j.partition),
-        "location must be the number of a worker of a group, below nworkers_per_group",
-    ),
-    Combination(
-        "cluster.backup",
-        lambda c: c.backup and c.backup >= c.nworkers_per_group,
-        "must be less than nworkers_per_group: at least one worker has to contribute to a step",
-    ),
-    Combination(
-        "cluster.backup",
-        lambda c: c.backup and not c.nworker_groups == c.nserver_groups == 1,
-        "above 0 needs nworker_groups: 1 and nserver_groups: 1, a synchronous group that pushes to servers",
-    ),
-    _refused_with_backup("cluster.engine", lambda c: c.engine in _FOREIGN, "must be kAuto or kOwn"),
-    _refused_with_backup("cluster.algorithm", lambda c: c.algorithm is not Algorithm.kAuto, "must be kAuto"),
-    _refused_with_backup("cluster.compression", lambda c: c.compression is not Compression.kNone, "must be kNone"),
-    _refused_with_backup("grads", lambda j: j.grads is not Grads.kHidden, "must be kHidden"),
-    _refused_with_backup("apply", lambda j: j.apply is Apply.kOnArrival, "must be kAtStep"),
-    _refused_with_backup("pull", lambda j: j.pull is Pull.kLazy, "must be kStep"),
-    _refused_with_backup("per_worker_batch", lambda j: not j.per_worker_batch, "must be true"),
-    _refused_with_backup("shard", lambda j: j.shard is Shard.kLease, "must be kAuto or kStatic"),
-    _refused_with_backup("partition", lambda j: j.partition, "must not be given"),
-    _refused_with_backup("placement", lambda j: j.placement is Placement.kAuto, "must be kManual"),
-    _refused_with_backup(
-        "updater.clip_norm", lambda j: j.updater is not None and j.updater.clip_norm is not None, "must not be given"
-    ),
     Combination(
         "correction",
         lambda j: j.correction is not Correction.kNone and _apart(j.cluster) == 1,
@@ -329,16 +252,6 @@ COMBINATIONS = (
         "correction",
         lambda j: j.correction is Correction.kRate and j.apply is Apply.kOnArrival,
         "must be kMomentum or kNone with apply: kOnArrival: an update is made before its step is known as a whole",
-    ),
-    _refused_where_split("apply", lambda j: j.apply is Apply.kOnArrival, "must be kAtStep"),
-    _refused_where_split("pull", lambda j: j.pull is Pull.kLazy, "must be kStep"),
-    _refused_where_split("cluster.n_push", lambda j: j.cluster.n_push > 1, "must be 1"),
-    _refused_where_split("cluster.n_fetch", lambda j: j.cluster.n_fetch > 1, "must be 1"),
-    _refused_where_split("cluster.engine", lambda j: j.cluster.engine in _FOREIGN, "must be kAuto or kOwn"),
-    _refused_where_split(
-        "cluster.algorithm",
-        lambda j: j.cluster.algorithm is not Algorithm.kAuto,
-        "must be kAuto, straight to each server,",
     ),
 )
 

@@ -2,8 +2,7 @@
 
 * The map is a pure function of schema and counts. So every process computes the same map, and only its digest travels.
 * A cut falls on a multiple of ALIGN elements from a parameter's start, and a kernel works on one segment. Only then
-does
-  a vectorized update of a slice give the bits of the update of the whole tensor.
+  does a vectorized update of a slice give the bits of the update of the whole tensor.
 * Frozen parameters are assigned to servers too, since a script may unfreeze them later.
 * An empty parameter has no element and therefore no segment.
 

@@ -6,7 +6,7 @@ In an ordinary process each of them does nothing, or what plain PyTorch would do
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -40,11 +40,31 @@ from topotrain.training.worker_extension import WorkerExtension
 from topotrain.training.worker_limits import bound
 
 Module = TypeVar("Module", bound=nn.Module)
+OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
+LoaderType = TypeVar("LoaderType", bound=DataLoader[Any])
 
 _BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 
 
-def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, *stateful: Any) -> tuple[Any, ...]:
+@overload
+def prepare(
+    model: Module, optimizer: OptimizerType, loader: LoaderType, *stateful: Any
+) -> tuple[Module, OptimizerType, LoaderType]: ...
+@overload
+def prepare(
+    model: Module, optimizer: OptimizerType, loader: None = None, *stateful: Any
+) -> tuple[Module, OptimizerType, None]: ...
+@overload
+def prepare(
+    model: Module, optimizer: None, loader: LoaderType, *stateful: Any
+) -> tuple[Module, Optimizer, LoaderType]: ...
+@overload
+def prepare(
+    model: Module, optimizer: None = None, loader: None = None, *stateful: Any
+) -> tuple[Module, Optimizer, None]: ...
+def prepare(
+    model: nn.Module, optimizer: Optimizer | None = None, loader: Any = None, *stateful: Any
+) -> tuple[nn.Module, Optimizer, Any]:
     """Connect a model, its optimizer and its data to the job of this process.
 
     The same objects are returned, changed in place. Parameters are in the job's buffers, `optimizer.step()` commits a
@@ -249,20 +269,49 @@ def _data_plan(here: Context, model: nn.Module) -> DataPlan:
     )
 
 
-def epochs(count: int) -> Iterator[int]:
+class EpochLoop:
+    """The loop over the epochs of `range(count)` that are left.
+
+    Its length is the number of these epochs, so that a progress bar can show a total.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._begun: range | None = None
+
+    def _remaining(self) -> range:
+        here = process.current()
+        position = None if here is None else here.continuing
+        return range(self._count) if position is None else position.remaining(self._count)
+
+    def __len__(self) -> int:
+        return len(self._remaining() if self._begun is None else self._begun)
+
+    def __iter__(self) -> Iterator[int]:
+        here = process.current()
+        position = None if here is None else here.continuing
+        loop = process.begin_loop()
+        self._begun = self._remaining()  # from here on the script's next loop is another one
+        for number in self._begun if position is None else position.epochs(self._count):
+            yield number
+            if not process.is_latest(loop):
+                accepted = "has another loop over tt.epochs inside: they may follow one another; use range() inside"
+                raise ConfigError("tt.epochs", self._count, accepted)
+
+
+def epochs(count: int) -> EpochLoop:
     """`range(count)`, or after a restart the epochs that are left.
 
     The first of them is the one that was under way.
 
     A script may have several such loops, one after the other, but not one inside the other.
+
+    Raises:
+        ConfigError: the number of epochs is not a whole number of at least 0, or a loop stands inside another one.
     """
-    here = process.current()
-    loop = process.begin_loop()
-    for number in range(count) if here is None or here.continuing is None else here.continuing.epochs(count):
-        yield number
-        if not process.is_latest(loop):
-            accepted = "has another loop over tt.epochs inside: they may follow one another; use range() inside"
-            raise ConfigError("tt.epochs", count, accepted)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ConfigError("tt.epochs", count, "must be a whole number >= 0")
+    return EpochLoop(count)
 
 
 def keep(**objects: Any) -> None:

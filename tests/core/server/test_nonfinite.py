@@ -38,7 +38,7 @@ from topotrain.core.client.client import JobError
 from topotrain.core.events import Event, Skipped, from_json, to_json
 from topotrain.core.model.schema import slice_map_for
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, all_finite, complaint, look, spoiled
-from topotrain.extensions.tables.row_optimizers import rule_text
+from topotrain.extensions.tables.row_optimizers import optimizer_text
 from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_spec import TableSpec
 from topotrain.launch import JobOutcome
@@ -51,7 +51,7 @@ Plan = Mapping[int, Set[tuple[int, int]]]
 """Step (from 0) -> (group, index) of the workers whose loss is not finite in it."""
 
 STEPS = 6
-SGD = rule_text(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+SGD = optimizer_text(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
 QUICK = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ONE = {(0, 1)}
 

@@ -427,16 +427,16 @@ def test_schedulers_of_one_class_need_names():
     told: list[str] = []
     kept: dict[str, object] = {}
     rates = OptimizerRates(optimizer, kept, told.append)
-    rates.look()
+    rates.find()
     ones = [lr_scheduler.StepLR(optimizer, n) for n in (2, 3)]
     whole = lr_scheduler.SequentialLR(
         optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.LinearLR(optimizer)], [2]
     )
-    rates.look()
+    rates.find()
     assert rates.pack({})[1].keys() == {"SequentialLR"} and len(told) == 1 and "several LR schedulers StepLR" in told[0]
     kept |= {"first": ones[0], "second": ones[1]}
     rates = OptimizerRates(optimizer, kept, told.append)
-    rates.look()
+    rates.find()
     assert rates.pack({})[1].keys() == {"SequentialLR", "tt.keep first", "tt.keep second"} and len(told) == 1
     mark = rates.mark()
     ones[1].step()

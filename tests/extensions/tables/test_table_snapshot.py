@@ -27,8 +27,8 @@ from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, 
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, ShardFreezer
 from topotrain.extensions.checkpointing.snapshot_coordinator import TIME, PublishSnapshot, WriteSnapshot
 from topotrain.extensions.checkpointing.snapshot_messages import SnapshotRequest
+from topotrain.extensions.checkpointing.table_file_layout import file_of
 from topotrain.extensions.tables.push_modes import KINDS
-from topotrain.extensions.tables.table_file_layout import file_of
 from topotrain.extensions.tables.table_messages import TableAssign, TableOpen, TablePush, TableStep
 from topotrain.extensions.tables.table_server import TableServer
 from topotrain.extensions.tables.table_snapshot import StoredRows, TableCopier
@@ -121,7 +121,7 @@ def test_rows_go_on_bit_for_bit_whatever_the_number_of_servers(
     fresh = Shelf(settings, after).refill(found)
     assert fresh.rows() == shelf.rows()
     for table in (tables[0] for tables in fresh.tables):
-        table._take_rule(specs[0].optimizer)  # settings are the script's, whatever the snapshot has
+        table._use_optimizer(specs[0].optimizer)  # settings are the script's, whatever the snapshot has
     fresh.step = 5
     assert fresh.push(4).rows() == undisturbed
 

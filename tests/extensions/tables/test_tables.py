@@ -29,7 +29,7 @@ from topotrain.core.client.client import JobError
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.ordered_sum import canonical_mean
 from topotrain.core.server.server_extension import StepResult
-from topotrain.extensions.tables.row_optimizers import make_rule, rule_text
+from topotrain.extensions.tables.row_optimizers import make_optimizer, optimizer_text
 from topotrain.extensions.tables.row_storage import RowIndex, RowStorage
 from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_messages import TableOpen, TablePull, TablePush, TableStep
@@ -41,7 +41,7 @@ QUIET = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 def rule(cls: type[torch.optim.Optimizer], **more: Any) -> str:
-    return rule_text(cls([nn.Parameter(torch.zeros(1))], **more))
+    return optimizer_text(cls([nn.Parameter(torch.zeros(1))], **more))
 
 
 SGD = rule(torch.optim.SGD, lr=1.0)
@@ -120,7 +120,7 @@ def test_many_rows_in_many_blocks() -> None:
     ids = dice.permutation(100_000)[:60_000].astype(np.int64) * 1001
     values = torch.arange(180_000, dtype=torch.float32).view(-1, 3)
     for part in range(0, 60_000, 7_000):
-        rows.give(ids[part : part + 7_000], values[part : part + 7_000])
+        rows.assign(ids[part : part + 7_000], values[part : part + 7_000])
     assert rows.count == 60_000 and rows.value_bytes < 2 * values.nbytes
     assert len(rows._ends) > 2
     order = dice.permutation(60_000)
@@ -190,8 +190,8 @@ def test_sparse_rules_have_torchs_bits(name: str, width: int) -> None:
     before, pushed, after = sparse_steps(cls, more, width, 6)
     spec = TableSpec("t", 40, width, optimizer=rule(cls, **more))
     rows = RowStorage(spec, 0, 1)
-    rows.give(np.arange(40, dtype=np.int64), before)
-    how = make_rule(rows, spec.optimizer)
+    rows.assign(np.arange(40, dtype=np.int64), before)
+    how = make_optimizer(rows, spec.optimizer)
     for ids, grad in pushed:
         how.apply(rows.slots(ids.numpy()), grad.clone())
     assert torch.equal(rows.gather(rows.slots(np.arange(40, dtype=np.int64))), after)
@@ -296,7 +296,7 @@ def test_any_interleaving_of_async_pushes_adds_up(said: list[tuple[int, list[tup
         bench.book.handle(Address(Role.WORKER, 0, worker), message)
     ((_, reply),) = bench.say(0, TablePull, 0, 1, 0, pack_ids(np.arange(10, dtype=np.int64)))
     assert reply.body.tolist() == total
-    assert not any(client.early for client in bench.book._clients.values())  # nothing is kept for ever
+    assert not any(client.early for client in bench.book._workers.values())  # nothing is kept for ever
 
 
 # --- sync ------------------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_sync_equals_one_process(seed: int, optimizer: str) -> None:
     spec = TableSpec("t", 30, 4, mode="sync", optimizer=optimizer, init="normal 0 1")
     town, turns = Town(job(2, 2, 2), seed, STORM), 4
     rows = RowStorage(spec, 0, 1)
-    how = make_rule(rows, optimizer) if optimizer else None
+    how = make_optimizer(rows, optimizer) if optimizer else None
 
     def pushes_of(me: Address, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
         dice = torch.Generator().manual_seed(100 * turn + 10 * me.group + me.index)
@@ -709,7 +709,7 @@ def test_a_dense_key_has_torchs_bits(cls: Any, mode: str, numel: int) -> None:
     def script(seat: Seat) -> None:
         door = door_of(seat)
         door.open(dense_spec("key", numel, mode=mode, first=1))
-        door.give("key", *blocks(start))
+        door.assign("key", *blocks(start))
         door.set_optimizer("key", rule(cls, **more))
         for grad in grads:
             value.grad = grad.clone()
@@ -730,7 +730,7 @@ def test_mixed_modes_without_optimizer_assign_and_add() -> None:
         for mode in ("sync", "async"):
             door.open(dense_spec(mode, 5, mode=mode))
             if rank == 0:
-                door.give(mode, *blocks(torch.full((5,), 7.0)))
+                door.assign(mode, *blocks(torch.full((5,), 7.0)))
         door.barrier()
         for mode in ("sync", "async"):
             door.push(mode, *blocks(torch.full((5,), 1.0 + rank)))
@@ -766,7 +766,7 @@ def test_the_worker_says_what_cannot_be() -> None:
                 door.pull("t", ids)
             with pytest.raises(IndexError, match=f"row {ids[0]} of table 't'"):
                 door.push("t", ids, torch.ones(1, 2))
-        with pytest.raises(ValueError, match="3 elements for 1 rows of table 't', whose rows have 2"):
+        with pytest.raises(ValueError, match="3 elements for 1 rows of table 't', which has rows of 2"):
             door.push("t", [1], torch.ones(3))
         with pytest.raises(IndexError, match="whole numbers"):
             door.pull("t", torch.ones(2))
@@ -781,7 +781,7 @@ def test_a_row_that_was_not_given() -> None:
 
         def script(door: TableClient, dense: bool = dense) -> None:
             door.open(TableSpec("t", 10, 2, mode="async", init="given", dense=dense))
-            door.give("t", [1, 2], torch.ones(2, 2))
+            door.assign("t", [1, 2], torch.ones(2, 2))
             assert door.pull("t", [2, 1]).tolist() == [[1, 1], [1, 1]]
             with pytest.raises(JobError, match="row 3 of table 't' has not been given"):
                 door.pull("t", [1, 3])

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from topotrain.compat.mxnet.values import Key, KeyLayout, as_list, is_list, pairs, rows_of, summed, tensor_of
 from topotrain.config.job import ConfigError
 from topotrain.extensions.tables.frontend.optimizer_factories import SGD, Adagrad, Adam, SparseAdam
-from topotrain.extensions.tables.frontend.table_registry import LocalTables, TableBackend, TableOptimizer, keeping
+from topotrain.extensions.tables.frontend.table_registry import LocalTables, TableBackend, TableOptimizer, tables_of
 from topotrain.extensions.tables.frontend.value_layout import ValueLayout
-from topotrain.extensions.tables.row_optimizers import check_rule, rule_text
+from topotrain.extensions.tables.row_optimizers import check_optimizer, optimizer_text
 from topotrain.extensions.tables.table_spec import DTYPES, TableSpec
 from topotrain.training import context as process
 
@@ -46,7 +46,7 @@ def create(name: str = "local") -> "KVStore":
     kind = _SAME.get(name, name) if isinstance(name, str) else ""
     if kind not in KINDS:
         raise ConfigError("tt.kvstore.create", name, f"must be one of {', '.join(KINDS)}")
-    return KVStore(kind, LocalTables() if kind == "local" else keeping(process.current()))
+    return KVStore(kind, LocalTables() if kind == "local" else tables_of(process.current()))
 
 
 class KVStore:
@@ -134,7 +134,7 @@ class KVStore:
             self._put(made, value)
 
     def _put(self, kept: KeyLayout, value: torch.Tensor) -> None:
-        self._kept.give(kept.table, *rows_of(kept, value))
+        self._kept.assign(kept.table, *rows_of(kept, value))
 
     def push(self, key: Key | Sequence[Key], value: Any, priority: int = 0) -> None:
         """Send a value to the servers; several values of one key (a list) are summed.
@@ -260,14 +260,14 @@ class KVStore:
             raise ConfigError(
                 "kv.set_optimizer rescale_grad", rescale_grad, "must be a number, such as 1 / kv.num_workers"
             )
-        text = rule_text(optimizer)
+        text = optimizer_text(optimizer)
         for kept in self._keys.values():
-            check_rule(kept.spec, text, self._kept.import_module)  # refuses here what servers would refuse
+            check_optimizer(kept.spec, text, self._kept.import_module)  # refuses here what servers would refuse
         self._optimizer, self._factor = optimizer, float(rescale_grad)
         self._tell_rule()
 
     def _rule_now(self) -> str:
-        return "" if self._optimizer is None else rule_text(self._optimizer)
+        return "" if self._optimizer is None else optimizer_text(self._optimizer)
 
     def _tell_rule(self) -> None:
         """Send changed numbers of the optimizer before the push for which they count.
@@ -275,7 +275,7 @@ class KVStore:
         The servers take those of worker 0 for a sync push. Other workers may be some pushes ahead of it.
         """
         speaks = self._kept.rank == 0 or self._kind == "dist_async"
-        self._rule.tell(self._kept, (kept.table for kept in self._keys.values() if speaks))
+        self._rule.send_changes(self._kept, (kept.table for kept in self._keys.values() if speaks))
 
     # --- checks --------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from topotrain.config.sharding import Parameter, parse
 from topotrain.config.topology import Address, Role
 from topotrain.core.model.safetensors_layout import FlatFile, TensorDescription, bytes_of, lay_out
 from topotrain.core.optim.state_table import Table, from_rows, model_file, state_file
-from topotrain.extensions.tables.table_file_layout import StoredTable, entry_of, file_of, tables_file
+from topotrain.extensions.checkpointing.table_file_layout import StoredTable, entry_of, file_of, tables_file
 from topotrain.training.data.batch_ranges import Runs, merged
 
 if TYPE_CHECKING:

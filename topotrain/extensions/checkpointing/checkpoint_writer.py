@@ -55,7 +55,7 @@ from topotrain.extensions.checkpointing.snapshot_coordinator import (
     texts,
 )
 from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
-from topotrain.extensions.tables.table_file_layout import StoredTable, file_of, tables_file
+from topotrain.extensions.checkpointing.table_file_layout import StoredTable, file_of, tables_file
 
 KEPT = 2
 STEPS = "step-"

@@ -30,7 +30,7 @@ from topotrain.core.optim.state_table import (
     entry_name,
 )
 from topotrain.core.server.parameter_shard import ParameterShard, UpdateUnit
-from topotrain.extensions.tables.table_file_layout import StoredTable
+from topotrain.extensions.checkpointing.table_file_layout import StoredTable
 
 _PLAIN_TYPES: Mapping[str, type] = {"float": float, "int": int, "bool": bool}
 

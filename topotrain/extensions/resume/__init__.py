@@ -1,1 +1,1 @@
-"""What a script needs to go on where an earlier process stopped."""
+"""Resume of a script in a fresh process, where an earlier process stopped."""

@@ -1,7 +1,8 @@
-"""The learning rates of a worker's optimizer, and what drives them: torch's LR schedulers, found where they are.
+"""Save and restore learning rates and LR schedulers of a worker's optimizer.
 
-Rule: a scheduler is known by its class, for the next process has other objects. Where two are of one class, or one
-holds what is no plain value, it is left out with a word, and `tt.keep` is the way.
+The script does not hand over its schedulers, so they are found by their references to the optimizer. A scheduler is
+identified by its class, because the next process has other objects. Two schedulers of one class, or a scheduler with a
+state that is not plain data, are left out with a notice. For these the script calls `tt.keep`.
 """
 
 import gc
@@ -24,24 +25,25 @@ class OptimizerRates:
 
     Args:
         optimizer: the script's.
-        kept: what the script keeps under names: schedulers among it are known by these.
-        tell: told, in words, what is left out; once each.
+        kept: the objects of `tt.keep` by name. A scheduler among them is identified by its name.
+        notify: called once with the text of each notice.
     """
 
-    def __init__(self, optimizer: Optimizer, kept: Mapping[str, object], tell: Callable[[str], None]) -> None:
-        self._optimizer, self._kept, self._tell = optimizer, kept, tell
-        self._told: set[str] = set()
+    def __init__(self, optimizer: Optimizer, kept: Mapping[str, object], notify: Callable[[str], None]) -> None:
+        self._optimizer, self._kept, self._notify = optimizer, kept, notify
+        self._notified: set[str] = set()
         self._all: list[Any] = []
         self._named: dict[str, Any] = {}
         self._seen: tuple[list[object], tuple[object, ...]] | None = None
 
-    def look(self) -> None:
-        """An epoch begins: look for schedulers, if there may be some that are not known."""
+    def find(self) -> None:
+        """Search for schedulers at the begin of an epoch, if there may be new ones."""
         groups = self._optimizer.param_groups
-        if "initial_lr" not in groups[0]:  # every scheduler writes it there
+        # Every scheduler writes this key.
+        if "initial_lr" not in groups[0]:
             return
         seen = ([group["lr"] for group in groups], self.mark())
-        # Rates that no scheduler has changed that is known: there is another one. To look costs as long as some steps.
+        # The rates have changed and no known scheduler has: there is another one. A search takes as long as some steps.
         if self._seen is None or (seen[0] != self._seen[0] and seen[1] == self._seen[1]):
             self._search()
             seen = (seen[0], self.mark())
@@ -50,7 +52,8 @@ class OptimizerRates:
     def _search(self) -> None:
         owners = gc.get_referrers(self._optimizer)
         found = [o for o in owners if isinstance(o, LRScheduler)]
-        dicts = [o for o in owners if isinstance(o, dict)]  # an object may have its attributes in one
+        # Before Python 3.13 the attributes of an object may be in a dict, which then is the referrer.
+        dicts = [o for o in owners if isinstance(o, dict)]
         found += [o for o in gc.get_referrers(*dicts) if isinstance(o, LRScheduler)] if dicts else []
         self._all = list({id(o): o for o in found if self.has(o)}.values())
         inner = {id(i) for o in self._all for i in getattr(o, "_schedulers", ())}
@@ -61,23 +64,25 @@ class OptimizerRates:
                 by_name.setdefault(names.get(id(one), type(one).__qualname__), []).append(one)
         self._named = {name: ones[0] for name, ones in by_name.items() if len(ones) == 1}
         for name in by_name.keys() - self._named.keys():
-            self._say(f"there are several LR schedulers {name}: to have them after a restart, tt.keep(name=scheduler)")
+            self._notify_once(
+                f"there are several LR schedulers {name}: to have them after a restart, tt.keep(name=scheduler)"
+            )
 
     def has(self, thing: object) -> bool:
-        """Whether this is a scheduler of the optimizer's."""
+        """Whether this is a scheduler of the optimizer."""
         return isinstance(thing, LRScheduler) and thing.optimizer is self._optimizer
 
-    def _say(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            self._tell(text)
+    def _notify_once(self, text: str) -> None:
+        if text not in self._notified:
+            self._notified.add(text)
+            self._notify(text)
 
     def mark(self) -> tuple[object, ...]:
-        """Changes whenever a scheduler has made a step."""
+        """Return a value that changes with every step of a scheduler."""
         return tuple((one.last_epoch, getattr(one, "_step_count", 0)) for one in self._all)
 
     def pack(self, tensors: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """(groups, schedulers) as in `WorkerState`."""
+        """Return groups and schedulers as in `WorkerState`."""
         groups = []
         for group in self._optimizer.param_groups:
             pairs = {}
@@ -93,23 +98,29 @@ class OptimizerRates:
             try:
                 schedulers[name] = pack(one.state_dict(), tensors)
             except UnserializableState as error:
-                self._say(f"the LR scheduler {name} holds {error}: it is not there after a restart")
+                self._notify_once(f"the LR scheduler {name} holds {error}: it is not there after a restart")
         return groups, schedulers
 
-    def restore(self, condition: WorkerState) -> None:
-        """Raises ConfigError where the script's optimizer is another one."""
+    def restore(self, state: WorkerState) -> None:
+        """Restore groups and schedulers.
+
+        Raises:
+            ConfigError: the script has another optimizer.
+        """
         groups = self._optimizer.param_groups
-        if len(groups) != len(condition.groups):
-            raise ConfigError("optimizer.param_groups", len(groups), f"must be {len(condition.groups)}, as before")
-        if condition.schedulers:
+        if len(groups) != len(state.groups):
+            raise ConfigError("optimizer.param_groups", len(groups), f"must be {len(state.groups)}, as before")
+        if state.schedulers:
             self._search()
-        for name, packed in condition.schedulers.items():
+        for name, packed in state.schedulers.items():
             one = self._named.get(name)
             if one is None:
-                self._say(f"the script has made no LR scheduler {name} yet: what it was before the restart is lost")
+                self._notify_once(
+                    f"the script has made no LR scheduler {name} yet: what it was before the restart is lost"
+                )
                 continue
-            one.load_state_dict(unpack(packed, condition.tensors))
-        for group, packed in zip(groups, condition.groups, strict=True):
+            one.load_state_dict(unpack(packed, state.tensors))
+        for group, packed in zip(groups, state.groups, strict=True):
             if not isinstance(packed, dict):
                 raise ConfigError("optimizer.param_groups", repr(packed)[:80], "must be packed groups")
-            group.update({str(name): unpack(value, condition.tensors) for name, value in packed.items()})
+            group.update({str(name): unpack(value, state.tensors) for name, value in packed.items()})

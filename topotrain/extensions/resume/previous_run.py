@@ -1,59 +1,38 @@
-"""What a fresh process of a worker knows of those before it: in this life of the job, or in one that is continued."""
+"""The earlier processes of a worker, for its fresh process.
 
-from collections.abc import Iterable
+They ran in this run of the job, or in an earlier run that the job continues.
+"""
+
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
+from topotrain.extensions.checkpointing.checkpoint_reader import Manifest
 from topotrain.extensions.resume.worker_state import WorkerState
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.training.context import Context
-from topotrain.training.data.batch_ranges import Runs
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import EpochStart
 from topotrain.training.data.map_dataset import ResumePoint
 from topotrain.training.worker import Worker
 
 
-class RunHistory(Protocol):
-    """The earlier life of a job that is continued (see `Context.resumed`)."""
-
-    @property
-    def workers(self) -> Iterable[tuple[int, int]]:
-        """(group, index) of those that left something."""
-        ...
-
-    def worker(self, group: int, index: int) -> bytes | None:
-        """What that worker left: its `WorkerState`."""
-        ...
-
-    @property
-    def first_epoch(self) -> int | None:
-        """Of the first batch that is not applied; None: nobody had read further."""
-        ...
-
-    @property
-    def closed(self) -> int:
-        """All epochs before this one are applied, and there are no runs of them."""
-        ...
-
-    def runs(self, epoch: int) -> Runs:
-        """Batches of the loader that are applied, by their numbers in the epoch as it was drawn first."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class PreviousRun:
-    """What is known.
+    """State from which a fresh process continues.
 
     Args:
-        condition: where to go on; None: at the beginning. later: its schedulers, where they have changed since.
-        own: it was left by this very worker, so its dice are this worker's. alive: and in this life of the job.
-        returned: servers of this life of the job may have applied something of this worker's group.
+        condition: the saved state. None: the script begins at its beginning.
+        later: the schedulers of the state, if they have changed since.
+        own: this worker has saved the state, so its random number generators are this worker's.
+        alive: it did so in this run of the job.
+        returned: servers of this run may have applied gradients of this worker's group.
         first: the first pass that is not over.
-        steps: that this worker has taken; taken: those of its group among them, in this life of the job.
-        past, main: the earlier life of the job, and what worker (0,0) left there.
+        steps: the steps of this worker.
+        taken: the steps of its group among them, in this run.
+        past: the snapshot from which the job continues.
+        main: the state of worker (0,0) in it.
     """
 
     condition: WorkerState | None = None
@@ -64,19 +43,19 @@ class PreviousRun:
     first: int = 0
     steps: int = 0
     taken: int = 0
-    past: RunHistory | None = None
+    past: Manifest | None = None
     main: WorkerState | None = None
 
     def restores(self, epoch: int) -> bool:
-        """Whether the condition is to be put back as this pass begins.
+        """Whether the state is restored at the begin of this pass.
 
-        It may be of a later pass than the first that is not over, since groups that wait for nobody are not all in one:
-        then what the script holds is put back for the first, and once more for its own.
+        The state may be of a later pass than the first one that is not over, because groups that do not wait for each
+        other are in different passes. It is then restored for the first pass, and again for its own pass.
         """
         return self.condition is not None and epoch in (self.first, self.condition.passes)
 
     def opening(self, sight: EpochStart) -> ResumePoint:
-        """How a pass of this epoch begins."""
+        """Return where a pass of this epoch begins."""
         begun = self.condition if self.restores(sight.epoch) else None
         mine = begun if begun is not None and self.own and begun.passes == sight.epoch else None
         drawn, source = self._drawn(sight, mine)
@@ -91,7 +70,7 @@ class PreviousRun:
         )
 
     def _drawn(self, sight: EpochStart, mine: WorkerState | None) -> tuple[Literal["dice", "seed"], WorkerState | None]:
-        """How an epoch was drawn when it was drawn first, and whose note of it tells the dice."""
+        """Return how an epoch was first drawn, and the state with its generators."""
         if mine is not None and self.alive:
             return mine.drawn, mine
         if self.main is None or self.past is None:
@@ -104,8 +83,12 @@ class PreviousRun:
 
 
 def find(here: Context, worker: Worker) -> PreviousRun:
-    """Look for what was left, and how far it has come since. Raises ConfigError for what cannot be read."""
-    past: RunHistory | None = here.resumed
+    """Find the saved state of this worker, and its steps that are applied since.
+
+    Raises:
+        ConfigError: the state cannot be read.
+    """
+    past: Manifest | None = here.resumed
     returned = here.place.identity.incarnation > 0
     conditions = {} if past is None else {who: _read(past, *who) for who in past.workers}
     main = conditions.get((0, 0))
@@ -113,7 +96,8 @@ def find(here: Context, worker: Worker) -> PreviousRun:
     own, before = before is not None, before or main
     steps = 0 if before is None else before.steps
     first = min((condition.passes for condition in conditions.values()), default=0)
-    if past is not None and past.first_epoch is not None:  # a worker may have left its state a step behind the values
+    # A worker may have saved its state one step before the values.
+    if past is not None and past.first_epoch is not None:
         first = min(first, past.first_epoch)
     first = first if past is None else max(first, past.closed)
     later, alive, taken = None, False, 0
@@ -128,7 +112,7 @@ def find(here: Context, worker: Worker) -> PreviousRun:
     return PreviousRun(before, later, own, alive, returned, first, steps, taken, past, main)
 
 
-def _read(past: RunHistory, group: int, index: int) -> WorkerState:
+def _read(past: Manifest, group: int, index: int) -> WorkerState:
     return WorkerState.from_bytes(past.worker(group, index) or b"")
 
 

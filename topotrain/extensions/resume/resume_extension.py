@@ -1,4 +1,4 @@
-"""A script that goes on in a fresh process, as a part of `tt.prepare` and of the end of a job."""
+"""Resume as a part of `tt.prepare` and of the end of a job."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -14,14 +14,12 @@ from topotrain.training.worker import Worker
 
 
 class ResumeExtension(PrepareExtension):
-    """A worker's script goes on in a fresh process, and a job from its last snapshot."""
+    """Continues a script in a fresh process, and a job from its last snapshot."""
 
     def script_position(self, here: Context, worker: Worker, optimizer: Optimizer) -> ScriptPosition | None:
-        """As `PrepareExtension` has it."""
         return ScriptResume(here, worker, optimizer)
 
     def resume_hint(self, workspace: Path) -> str:
-        """As `PrepareExtension` has it."""
         folder = workspace / FOLDER
         for number in reversed(numbers(folder)):
             with suppress(ConfigError):

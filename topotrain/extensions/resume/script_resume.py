@@ -1,13 +1,15 @@
-"""How a worker's script goes on in a fresh process, whose script runs from its first line on.
+"""Resume of a worker's script in a fresh process.
 
-Rule: servers know what is applied, and only this worker knows the rest (`worker_state`): it leaves that at server (0,0)
-when a batch is about to be given to the script, for then all that a step changes has been changed. A fresh process
-takes it back where the script would have made it: buffers and what `tt.keep` holds in `tt.prepare`, and as the pass
-begins that was under way schedulers and the dice, which then draw the same order again. Passes that were over are
-empty.
+The fresh process runs the script again from its first line. The servers know which batches are applied. Everything else
+is known only to the worker (`worker_state`).
 
-What is applied is left out by the feeds, not here. What the script did between its last deposit and its death is done
-again, and one thing is not known for sure: a scheduler's last step, if it came after the last batch was asked for.
+* A worker saves its state at server (0,0) when its script is about to get a batch. Everything that a step changes has
+  changed by then.
+* A fresh process restores buffers and the objects of `tt.keep` in `tt.prepare`. It restores schedulers and random
+  number generators at the begin of the pass that was under way, so that the same order is drawn again.
+* Passes that were over are empty. Batches that are applied are left out by the data loader, not here.
+* Work of the script between its last save and its death is done again. One thing is not known: a scheduler's last
+  step, if it came after the last request of a batch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,10 +38,10 @@ from topotrain.training.rng_state import Stand, put_back, stand
 from topotrain.training.worker import Worker
 
 
-def _leaves(here: Context) -> bool:
-    """Whether this worker leaves its state as each pass begins.
+def _saves(here: Context) -> bool:
+    """Whether this worker saves its state at the begin of each pass.
 
-    For a snapshot that is also how server (0,0) knows whose states it has to wait for.
+    For a snapshot it also tells server (0,0) of which workers a state will come.
     """
     job, topology = here.place.job, here.place.topology
     restarts = job.on_failure is OnFailure.kContinue and topology.regroups(here.me.group)
@@ -47,29 +49,29 @@ def _leaves(here: Context) -> bool:
 
 
 class ScriptResume(ScriptPosition):
-    """Notes where a worker is, and leads a fresh process there; a `distributed_loader.Memory`.
+    """Records the position of a worker's script, and restores it in a fresh process.
 
     Args:
         here: this process.
-        worker, optimizer: what `tt.prepare` made of the script's.
+        worker, optimizer: those that `tt.prepare` has made.
 
     Raises:
-        ConfigError: what was left does not fit this script.
+        ConfigError: the saved state does not fit this script.
     """
 
     def __init__(self, here: Context, worker: Worker, optimizer: Optimizer) -> None:
         self._here, self._worker = here, worker
         self._rates = OptimizerRates(optimizer, here.kept, self._notice)
-        self._leaves = _leaves(here)
+        self._saves = _saves(here)
         self._earlier = find(here, worker)
         self._generators: tuple[torch.Generator, ...] = ()
         self._turns = 0
         self.in_epochs = False
-        """The script is in the middle of a loop over `tt.epochs`."""
-        self._at = WorkerState(self._earlier.first, self._earlier.steps)  # what holds for the whole pass
-        self._begins = False  # its first batch was not given yet
-        self._now: Stand = {}  # before the batch that is asked for
-        self._moment: Stand = {}  # when the process before this one had its place noted
+        """Whether the script is in the middle of a loop over `tt.epochs`."""
+        self._at = WorkerState(self._earlier.first, self._earlier.steps)  # the part that is the same for the whole pass
+        self._begins = False  # the script has not got the first batch of the pass
+        self._now: Stand = {}  # generators before the requested batch
+        self._moment: Stand = {}  # generators at the saved position of the earlier process
         self._marked: tuple[object, ...] = ()
         self._latest: WorkerState | None = None
         self._latest_step = -1
@@ -94,7 +96,7 @@ class ScriptResume(ScriptPosition):
     def _notice(self, text: str) -> None:
         self._here.emit(Notice(str(self._here.me), text))
 
-    # --- taking it back ------------------------------------------------------------------------------------------
+    # --- restore ------------------------------------------------------------------------------------------
 
     def _restore_buffers(self, left: Mapping[str, torch.Tensor]) -> None:
         parts = self._worker.parts
@@ -109,13 +111,12 @@ class ScriptResume(ScriptPosition):
                 buffer.copy_(found)
 
     def restore_kept(self, name: str) -> None:
-        """Load what an object of `tt.keep` held. Nothing happens where there was none of this name."""
+        """Restore an object of `tt.keep`, if the saved state has its name."""
         condition = self._earlier.condition
         if condition is not None and name in condition.kept:
             self._here.kept[name].load_state_dict(unpack(condition.kept[name], condition.tensors))
 
     def opening(self, sight: EpochStart) -> tuple[ResumePoint, bool]:
-        """As `distributed_loader.Memory` has it."""
         earlier, condition = self._earlier, self._earlier.condition
         opening, device = earlier.opening(sight), self._worker.device
         self._generators, kept_iterator = sight.generators, False
@@ -141,75 +142,77 @@ class ScriptResume(ScriptPosition):
         return opening, kept_iterator
 
     def opened(self) -> None:
-        """As `distributed_loader.Memory` has it."""
         if self._moment:
             put_back(self._moment, self._generators, self._worker.device)
         self._moment = {}
 
-    # --- leaving it ----------------------------------------------------------------------------------------------
+    # --- save ----------------------------------------------------------------------------------------------
 
     def asked(self) -> None:
-        """As `distributed_loader.Memory` has it. Raises Leaving, where the worker's group leaves the job."""
-        self._look_whether_it_leaves()
+        """See `distributed_loader.ResumeRecorder`.
+
+        Raises:
+            GroupLeaving: the worker's group leaves the job.
+        """
+        self._check_whether_it_leaves()
         if self._worker.snapshot or self._worker.lazy:
-            self._now = self._stand()
+            self._now = self._generator_state()
 
     def ended(self) -> None:
-        """As `distributed_loader.Memory` has it. Raises Leaving, as `asked` does."""
+        """See `distributed_loader.ResumeRecorder`. Raises GroupLeaving, as `asked` does."""
         self._loop_ended()
-        self._look_whether_it_leaves()
+        self._check_whether_it_leaves()
         if self._worker.snapshot and singly(self._here.place.job):
-            # Of this pass others had batches left at the snapshot, and nobody could draw it again from the next one.
-            self._now = self._stand()
-            self._leave_snapshot()
+            # Other workers had batches of this pass left at the snapshot, and only this state can draw them again.
+            self._now = self._generator_state()
+            self._save_for_snapshot()
 
     def _loop_ended(self) -> None:
         if self._here.loop_ended is not None:
             self._here.loop_ended()
 
-    def _look_whether_it_leaves(self) -> None:
+    def _check_whether_it_leaves(self) -> None:
         if self._worker.leaves or self._worker.client.extension(DataClient).leaves:
             raise GroupLeaving
 
     def given(self) -> None:
-        """As `distributed_loader.Memory` has it."""
         if self._begins:
             self._begin()
-        elif self._leaves and (mark := self._rates.mark()) != self._marked:
+        elif self._saves and (mark := self._rates.mark()) != self._marked:
             self._marked = mark
-            self._leave(SINCE, self._rated(WorkerState(self._at.passes, self._worker.tally.steps)))
+            self._save(SINCE, self._rated(WorkerState(self._at.passes, self._worker.tally.steps)))
         if self._worker.snapshot:
-            self._leave_snapshot()
+            self._save_for_snapshot()
         if self._worker.lazy and self._latest_step != self._worker.tally.steps:
-            # What a step brought is heard in the next one, and then it is too late to look.
+            # A lazy step is known to be applied only in the next one. The state is then no longer that of the step.
             self._latest, self._latest_step = self._whole(self._now), self._worker.tally.steps
 
     def _begin(self) -> None:
         self._begins = False
-        self._rates.look()
+        self._rates.find()
         self._marked = self._rates.mark()
-        self._now = {}  # the dice of this batch are those with which the pass began
-        if self._leaves:
-            self._leave(EPOCH, self._whole({}))
+        self._now = {}  # for this batch the generators are those at the begin of the pass
+        if self._saves:
+            self._save(EPOCH, self._whole({}))
 
     def finish(self) -> None:
-        """The script has ended: no pass is under way."""
+        """Save the state at the end of the script, with no pass under way."""
         if self._worker.snapshot and self._worker.lazy:
-            self._leave_snapshot()
+            self._save_for_snapshot()
         self._worker.client.values.settle()
         if self._worker.snapshot:
             passes = self._here.loader.passes if self._here.loader is not None else self._at.passes
-            self._at = replace(self._at, passes=max(passes, self.first), begin=self._stand(), draw={})
+            self._at = replace(self._at, passes=max(passes, self.first), begin=self._generator_state(), draw={})
             self._now, self._latest = {}, None
-            self._leave_snapshot()
+            self._save_for_snapshot()
 
-    def _leave_snapshot(self) -> None:
+    def _save_for_snapshot(self) -> None:
         number, self._worker.snapshot = self._worker.snapshot, 0
         late = self._latest if self._worker.lazy else None
-        self._leave(number, late or self._whole(self._now))
+        self._save(number, late or self._whole(self._now))
         self._now = {}
 
-    def _stand(self) -> Stand:
+    def _generator_state(self) -> Stand:
         return stand(self._generators, self._worker.device)
 
     def _whole(self, now: Stand) -> WorkerState:
@@ -237,42 +240,52 @@ class ScriptResume(ScriptPosition):
         groups, schedulers = self._rates.pack(condition.tensors)
         return replace(condition, groups=groups, schedulers=schedulers)
 
-    def _leave(self, number: int, condition: WorkerState) -> None:
+    def _save(self, number: int, condition: WorkerState) -> None:
         data = torch.frombuffer(bytearray(condition.to_bytes()), dtype=torch.uint8)
         with self._worker.client.channel.spans.span("deposit"):
             self._worker.client.extension(WorkerStateClient).save(number, data)
 
     # --- the script's loop ---------------------------------------------------------------------------------------
 
+    def remaining(self, count: int) -> range:
+        was = self._earlier.condition
+        if was is None or self._turns > was.turn:
+            return range(count)
+        if self._turns < was.turn:
+            return range(count, count)
+        return range(max(0, was.epoch - max(0, was.epoch_pass - self.first)), count)
+
     def epochs(self, count: int) -> Iterator[int]:
-        """What is left of `range(count)`, where the script may have several such loops, one after the other."""
+        """Yield the rest of `range(count)`, one such loop of the script after the other."""
+        numbers = self.remaining(count)
         turn, loader, was = self._turns, self._here.loader, self._earlier.condition
         self._turns += 1
-        begin = 0
         if was is not None and turn < was.turn:
             return
-        if was is not None and turn == was.turn:
-            begin = max(0, was.epoch - max(0, was.epoch_pass - self.first))
-            if isinstance(loader, ShardedLoader):
-                loader.skip_to(min(was.epoch_pass, self.first))
+        if was is not None and turn == was.turn and isinstance(loader, ShardedLoader):
+            loader.skip_to(min(was.epoch_pass, self.first))
         try:
-            for number in range(begin, count):
+            for number in numbers:
                 passes = loader.passes if isinstance(loader, ShardedLoader) else 0
                 self._at = replace(self._at, turn=turn, epoch=number, epoch_pass=passes)
                 if loader is None:
-                    self._begin_unseen(was if number == begin else None)
+                    self._begin_unseen(was if number == numbers.start else None)
                 self.in_epochs = True
                 yield number
-        finally:  # also where the script leaves the loop
+        finally:
+            # Also if the script leaves the loop early.
             self.in_epochs = False
             self._loop_ended()
         self._at = replace(self._at, turn=turn + 1, epoch=0, epoch_pass=self._at.passes)
 
     def _begin_unseen(self, was: WorkerState | None) -> None:
-        """An epoch of a script that divides its data itself: nobody knows what it reads, so it is read as a whole."""
+        """Begin an epoch of a script that divides its data itself.
+
+        Its batches are not known, so a repeated epoch is read as a whole.
+        """
         if was is not None:
             self._rates.restore(self._earlier.later or was)
             if self._earlier.own:
                 put_back(was.begin, (), self._worker.device)
-        self._at = replace(self._at, begin=self._stand())
+        self._at = replace(self._at, begin=self._generator_state())
         self._begin()

@@ -1,7 +1,7 @@
-"""The state of objects (`state_dict`) as plain values in JSON and tensors beside it: nothing is pickled.
+"""Serialize `state_dict`s as JSON and tensors, without pickle.
 
-Rule: what comes back is of the kinds that went in (numbers, texts, lists, tuples, dicts, counters, tensors), and no
-kind names code.
+Restored values have the types that were stored: numbers, texts, lists, tuples, dicts, counters and tensors. No stored
+type names code.
 """
 
 from collections import Counter, OrderedDict
@@ -23,11 +23,17 @@ _DEPTH = 32
 
 
 class UnserializableState(Exception):
-    """A state with something in it that is no plain value."""
+    """A state has a value of a type that cannot be stored."""
 
 
 def pack(value: Any, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
-    """The value for JSON; tensors go to `tensors`, as copies on the CPU. Raises Unpackable."""
+    """Return a value for JSON.
+
+    Its tensors are added to `tensors`, as copies on the CPU.
+
+    Raises:
+        UnserializableState: the value has a part that cannot be stored.
+    """
     if value is None or type(value) in _PLAIN:
         return value
     if depth > _DEPTH:
@@ -47,7 +53,11 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
 
 
 def unpack(packed: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value again. Raises ConfigError for what `pack` does not make."""
+    """Return the value that `pack` has stored.
+
+    Raises:
+        ConfigError: `pack` has not made this.
+    """
     try:
         return _unpacked(packed, tensors, 0)
     except (KeyError, ValueError, TypeError, AttributeError) as error:

@@ -1,11 +1,11 @@
-"""What a worker's process knows that no server does, as one blob: a fresh process with it can go on.
+"""State of a worker's process that no server knows, as bytes for a fresh process.
 
-Rule: a blob is a safetensors file; its tensor "json" holds all that is no tensor. Nothing in it names code, and bytes
-that are no such blob raise ConfigError, whatever they are.
+The bytes are a safetensors file. Its tensor "json" has everything that is not a tensor. Nothing in it names code. Any
+other bytes raise ConfigError.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -21,21 +21,22 @@ _TENSORS = ("begin", "now", "draw", "buffers", "tensors")
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """Where a worker is: a batch of pass number `passes` over its loader is about to be given to its script.
+    """Position of a worker's script, before a batch of pass number `passes`.
 
     Args:
         passes: passes that are over.
         steps: calls of `optimizer.step()`.
-        turn, epoch, epoch_pass: the last `tt.epochs`: which one of the script's (-1: none so far), its number, and the
-            pass that was the next one when it came.
+        turn, epoch, epoch_pass: the index of the last `tt.epochs` of the script (-1: none so far), the number of its
+            epoch, and the next pass when that epoch began.
         drawn, fresh: the epoch of this pass, see `distributed_loader.EpochStart`.
-        groups: the optimizer's parameter groups without their parameters, packed; by index.
-        schedulers: LR schedulers, packed; by class.
-        kept: what `tt.keep` and `tt.prepare` were given, packed; by name.
-        begin: dice, before the pass began. now: before this batch, if it is not the first one. draw: worker (0,0)'s
-            when the epoch was drawn, if they were others than `begin`.
+        groups: the optimizer's parameter groups without their parameters, packed, by index.
+        schedulers: LR schedulers, packed, by class.
+        kept: the objects of `tt.keep` and `tt.prepare`, packed, by name.
+        begin: random number generators before the pass began.
+        now: the same before this batch, if it is not the first one.
+        draw: those of worker (0,0) when the epoch was drawn, if they differ from `begin`.
         buffers: of the model, by name.
-        tensors: of what is packed.
+        tensors: of the packed values.
     """
 
     passes: int
@@ -55,8 +56,8 @@ class WorkerState:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The blob."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
+        """Return the state as bytes."""
+        plain = {name: getattr(self, name) for name in _TYPES}
         text = json.dumps({"version": VERSION, **plain}).encode()
         tensors = {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
         for kind in _TENSORS:
@@ -65,7 +66,11 @@ class WorkerState:
 
     @staticmethod
     def from_bytes(data: bytes) -> "WorkerState":
-        """Raises ConfigError for bytes that are no blob, or one of another version."""
+        """Read the form of `to_bytes`.
+
+        Raises:
+            ConfigError: `to_bytes` of this version cannot have written this.
+        """
         found = from_bytes(data, _WHAT)
         try:
             text = found.pop("json")

@@ -1,4 +1,4 @@
-"""The client of the worker-state store: a worker leaves its state at server (0,0), and its next process reads it."""
+"""Client of the worker-state store: saves and loads the state of one worker."""
 
 import torch
 
@@ -26,12 +26,19 @@ class WorkerStateClient(ClientExtension):
         self._channel = channel
 
     def save(self, number: int, data: torch.Tensor) -> None:
-        """Leave this worker's state: 1-D uint8 that does not change any more. See `WorkerStatePart`."""
+        """Save this worker's state under a number (see `WorkerStatePart`).
+
+        Args:
+            data: 1-D uint8. It is sent later, so it must not change any more.
+        """
         for part in cut(self._channel.me, number, data):
             self._channel.send(self._channel.first_server, part)
 
     def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The state that the process before this one left when its last epoch began, and what had changed since."""
+        """Return the state when the last epoch began, and its changes since.
+
+        Either is None if there is none.
+        """
         with self._channel.waiter.update():
             self._arrivals.clear()
             self._loaded.clear()
@@ -40,11 +47,15 @@ class WorkerStateClient(ClientExtension):
         return self._loaded[EPOCH], self._loaded[SINCE]
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
-        """Memory for one part. Raises ProtocolError for a part of another worker's state."""
+        """Return memory for a part.
+
+        Raises:
+            ProtocolError: it is a part of another worker's state.
+        """
         return room(self._channel.me, message) if isinstance(message, WorkerStatePart) else None
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """A part of the state, or that there is none."""
+        """Receive a part of the state, or the reply that there is none."""
         assert isinstance(message, WorkerStatePart)
         if not message.parts:
             if message.number in (EPOCH, SINCE):

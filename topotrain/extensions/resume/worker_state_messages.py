@@ -1,4 +1,4 @@
-"""Messages by which a worker's next process gets the state of the one before it (see `worker_state_store`)."""
+"""Messages with the state of a worker, see `worker_state_store`."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from topotrain.core.protocol.message import FROM_DATA_SERVICE, MOST, TO_DATA_SER
 @message(62, TO_DATA_SERVICE, FROM_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class WorkerStatePart(Message):
-    """Worker -> server (0,0): part `part` of `parts` of the worker's state of `nbytes` bytes; and back on request.
+    """Worker -> server (0,0): a part of the worker's state, and back on request.
 
-    All parts except the last have `worker_state_store.PART` bytes. A reply has the states -1 and -2, and for a missing
-    state one message with parts = 0. The body is a snapshot.
+    It is part `part` of `parts` of a state of `nbytes` bytes. All parts except the last have `worker_state_store.PART`
+    bytes. A reply has the states -1 and -2, and for a missing state one message with parts = 0. The body is a snapshot.
 
     Attributes:
         number: -1: the state in which the worker's last epoch began. -2: the changes since then. From 1 on: the state

@@ -1,8 +1,9 @@
-"""What workers leave at server (0,0), so that a fresh process can go on where theirs ended.
+"""Store of worker states on server (0,0), for fresh processes of workers.
 
-Rule: a deposit counts once all of it is here; until then the one before it stands. Nobody looks into one. Of each
-worker three things are kept: the state in which its last epoch began (`EPOCH`), what has changed since (`SINCE`, void
-as soon as another epoch has begun), and what it was at the snapshots that are being taken.
+* A state counts when all of its parts are here. Until then the one before it counts.
+* The store does not interpret states.
+* It has up to three kinds of each worker: the state at the begin of its last epoch (`EPOCH`), the changes since
+  (`SINCE`, dropped when another epoch begins), and the states at the snapshots that are being taken.
 """
 
 from dataclasses import dataclass, field
@@ -27,29 +28,32 @@ Replies = list[tuple[Address, Message]]
 
 
 def parts_of(nbytes: int) -> int:
-    """Into how many parts a deposit is cut."""
+    """Return the number of parts of a state."""
     return -(-nbytes // PART)
 
 
-def cut(who: Address, number: int, data: torch.Tensor) -> list[WorkerStatePart]:
-    """The messages of a deposit (1-D uint8; views of it are sent, so it must not change any more)."""
+def cut(worker: Address, number: int, data: torch.Tensor) -> list[WorkerStatePart]:
+    """Return the messages of a state, 1-D uint8.
+
+    Their bodies are views of `data`, so it must not change any more.
+    """
     count = parts_of(data.numel())
     return [
         WorkerStatePart(
-            who.group, who.index, number, part, count, data.numel(), body=data[part * PART : (part + 1) * PART]
+            worker.group, worker.index, number, part, count, data.numel(), body=data[part * PART : (part + 1) * PART]
         )
         for part in range(count)
     ]
 
 
-def room(who: Address, message: WorkerStatePart) -> torch.Tensor:
-    """Memory for a part of the state of worker `who`.
+def room(worker: Address, message: WorkerStatePart) -> torch.Tensor:
+    """Return memory for a part of the state of a worker.
 
     Raises:
-        ProtocolError: a message that no correct process sends.
+        ProtocolError: no correct process sends such a message.
     """
-    if who != Address(Role.WORKER, message.group, message.index):
-        raise ProtocolError(f"the state of worker ({message.group},{message.index}) where that of {who} was due")
+    if worker != Address(Role.WORKER, message.group, message.index):
+        raise ProtocolError(f"the state of worker ({message.group},{message.index}) where that of {worker} was due")
     if not 0 < message.nbytes <= LARGEST or message.parts != parts_of(message.nbytes):
         raise ProtocolError(f"a worker's state of {message.nbytes} bytes in {message.parts} parts")
     if not 0 <= message.part < message.parts or (message.number <= 0 and message.number not in (EPOCH, SINCE)):
@@ -59,13 +63,16 @@ def room(who: Address, message: WorkerStatePart) -> torch.Tensor:
 
 @dataclass(slots=True)
 class PartialState:
-    """A deposit whose parts come in, in order."""
+    """A state that is being received, part by part."""
 
     nbytes: int = -1
     parts: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, message: WorkerStatePart, body: torch.Tensor) -> torch.Tensor | None:
-        """Add a part; returns the whole, 1-D uint8, with the last one. One that comes again is no part of it."""
+        """Add a part. The last one returns the whole state, 1-D uint8.
+
+        A repeated part is ignored.
+        """
         if message.part == 0:
             self.nbytes, self.parts = message.nbytes, []
         if message.nbytes != self.nbytes or message.part != len(self.parts):
@@ -78,14 +85,27 @@ class PartialState:
 
 
 @dataclass(slots=True)
-class _Box:
-    """What one worker has left."""
+class _WorkerStates:
+    """The states of one worker, by number."""
 
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     coming: dict[int, PartialState] = field(default_factory=dict)
 
-    def keep(self, number: int, data: torch.Tensor) -> None:
+    def receive(self, message: WorkerStatePart, body: torch.Tensor) -> None:
+        """Add a part of a state. The state counts when all of its parts are here."""
+        # The worker begins another state, so its partial states for snapshots will not be completed.
+        if message.part == 0:
+            self.coming = {number: partial for number, partial in self.coming.items() if number <= 0}
+        if message.part and message.number not in self.coming:
+            return
+        whole = self.coming.setdefault(message.number, PartialState()).take(message, body)
+        if whole is not None:
+            del self.coming[message.number]
+            self._keep(message.number, whole)
+
+    def _keep(self, number: int, data: torch.Tensor) -> None:
         self.kept[number] = data
+        # The changes since belong to the state before.
         if number == EPOCH:
             self.kept.pop(SINCE, None)
         old = sorted(n for n in self.kept if n > 0)[:-_SNAPSHOTS]
@@ -94,66 +114,64 @@ class _Box:
 
 
 class WorkerStateStore(ServerExtension, SnapshotParticipant):
-    """The deposits of all workers of a job; lives in server (0,0)."""
+    """The states of all workers of a job, on server (0,0)."""
 
     messages = (WorkerStatePart, WorkerStateRequest)
 
     def __init__(self) -> None:
-        self._boxes: dict[Address, _Box] = {}
+        self._states: dict[Address, _WorkerStates] = {}
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """As `room`, for what a worker says of itself."""
+        """See `ServerExtension`: a worker sends only its own state."""
         if isinstance(message, WorkerStatePart):
             return room(sender, message)
         return super().place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> Replies:
-        """Take a part, or tell what is here."""
+        """Receive a part of a state, or reply with the states of the sender."""
         if not isinstance(message, WorkerStatePart):
-            return [(sender, reply) for number in (EPOCH, SINCE) for reply in self._told(sender, number)]
+            return [(sender, reply) for number in (EPOCH, SINCE) for reply in self._saved(sender, number)]
         if message.body is None:
             raise ProtocolError(f"{sender}: a part of its state without a body")
-        box = self._boxes.setdefault(sender, _Box())
-        if message.part == 0:  # what was being said of it, or of older snapshots, will not be said to its end
-            box.coming = {n: a for n, a in box.coming.items() if n <= 0}
-        if message.part and message.number not in box.coming:
-            return []
-        whole = box.coming.setdefault(message.number, PartialState()).take(message, message.body)
-        if whole is not None:
-            del box.coming[message.number]
-            box.keep(message.number, whole)
+        self._states.setdefault(sender, _WorkerStates()).receive(message, message.body)
         return []
 
-    def _told(self, who: Address, number: int) -> list[WorkerStatePart]:
-        box = self._boxes.get(who)
-        data = None if box is None else box.kept.get(number)
-        return [WorkerStatePart(who.group, who.index, number, 0, 0, 0)] if data is None else cut(who, number, data)
+    def _saved(self, worker: Address, number: int) -> list[WorkerStatePart]:
+        states = self._states.get(worker)
+        data = None if states is None else states.kept.get(number)
+        return (
+            [WorkerStatePart(worker.group, worker.index, number, 0, 0, 0)]
+            if data is None
+            else cut(worker, number, data)
+        )
 
     def taken(self, number: int) -> dict[Address, torch.Tensor]:
-        """Who has left its state at this snapshot so far, and the state (1-D uint8)."""
-        return {who: box.kept[number] for who, box in self._boxes.items() if number in box.kept}
+        """Return the states at a snapshot so far, 1-D uint8 each."""
+        return {worker: states.kept[number] for worker, states in self._states.items() if number in states.kept}
 
     def begun(self) -> dict[Address, torch.Tensor]:
-        """The state in which the last epoch began of each worker that leaves its state here (1-D uint8)."""
-        return {who: box.kept[EPOCH] for who, box in self._boxes.items() if EPOCH in box.kept}
+        """Return the states of all workers at the begin of their last epochs."""
+        return {worker: states.kept[EPOCH] for worker, states in self._states.items() if EPOCH in states.kept}
 
     def forget(self, number: int) -> None:
-        """This snapshot, and all before it, are written, or given up."""
-        for box in self._boxes.values():
-            for each in [n for n in box.kept if 0 < n <= number]:
-                del box.kept[each]
+        """Drop the states for this snapshot and for all before it."""
+        for states in self._states.values():
+            for each in [n for n in states.kept if 0 < n <= number]:
+                del states.kept[each]
 
     def state_dict(self) -> State:
         """Return the state, see `component_state`."""
-        boxes = {
-            who: (box.kept, {number: field_values(partial) for number, partial in box.coming.items()})
-            for who, box in self._boxes.items()
+        workers = {
+            worker: (states.kept, {number: field_values(partial) for number, partial in states.coming.items()})
+            for worker, states in self._states.items()
         }
-        return {"boxes": boxes}
+        return {"workers": workers}
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
-        self._boxes = {
-            who: _Box(dict(kept), {number: PartialState(size, list(parts)) for number, (size, parts) in coming.items()})
-            for who, (kept, coming) in state["boxes"].items()
+        self._states = {
+            worker: _WorkerStates(
+                dict(kept), {number: PartialState(size, list(parts)) for number, (size, parts) in coming.items()}
+            )
+            for worker, (kept, coming) in state["workers"].items()
         }

@@ -18,7 +18,13 @@ from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.protocol import Commit, ProtocolError
 from topotrain.core.server.nonfinite import all_finite
 from topotrain.core.server.ordered_sum import Tree, canonical_mean
-from topotrain.extensions.tables.row_optimizers import Clip, RowOptimizer, SparseOptimizer, check_rule, make_rule
+from topotrain.extensions.tables.row_optimizers import (
+    Clip,
+    RowOptimizer,
+    SparseOptimizer,
+    check_optimizer,
+    make_optimizer,
+)
 from topotrain.extensions.tables.row_storage import RowStorage
 from topotrain.extensions.tables.table_spec import Ids, TableSpec
 
@@ -41,6 +47,7 @@ class PendingPush:
             return np.empty(0, dtype=np.int64), torch.empty(0, width, dtype=dtype)
         ids = np.concatenate([part for part, _ in self.parts])
         rows = self.parts[0][1] if len(self.parts) == 1 else torch.cat([rows for _, rows in self.parts])
+        # Ascending ids are unique. This is the usual case, a push of one part, and it needs no copy.
         if (np.diff(ids) > 0).all():
             return ids, rows
         known, place = np.unique(ids, return_inverse=True)
@@ -83,18 +90,19 @@ class TableShard:
         ] = {}  # group -> (turn, optimizer), the present one and future ones
         self._rule: RowOptimizer | None = None
         self._text = ""
-        self._take_rule(spec.optimizer)
+        self._use_optimizer(spec.optimizer)
 
     # --- messages of workers -------------------------------------------------------------------------------------
 
     def push(self, sender: Address, turn: int, last: bool, ids: Ids, rows: torch.Tensor | None) -> None:
-        """Take a part of a push.
+        """Receive a part of a push.
 
         Raises:
             LookupError: a row must be given a value first.
             ConfigError: the optimizer refuses the push.
         """
-        if (sender, turn) not in self._pushes and sum(who == sender for who, _ in self._pushes) >= _MOST_OPEN:
+        # A correct worker has few pushes under way, and each of them holds memory.
+        if (sender, turn) not in self._pushes and sum(worker == sender for worker, _ in self._pushes) >= _MOST_OPEN:
             raise ProtocolError(f"{sender} begins push {turn} of table {self.spec.name!r} before it ends others")
         push = self._pushes.setdefault((sender, turn), PendingPush())
         if rows is not None:
@@ -102,13 +110,13 @@ class TableShard:
         if last:
             self._complete(sender, turn)
 
-    def set_rule(self, sender: Address, since: int, text: str) -> None:
+    def set_optimizer(self, sender: Address, since: int, text: str) -> None:
         """Set the optimizer of pushes from turn `since` on.
 
         Raises:
             ConfigError: the table cannot have this optimizer.
         """
-        check_rule(self.spec, text, self._import)
+        check_optimizer(self.spec, text, self._import)
         if len(self._rules.get(self._group(sender), ())) >= _MOST_RULES:
             raise ProtocolError(f"{sender} sets the optimizer of table {self.spec.name!r} for too many future turns")
         insort(self._rules.setdefault(self._group(sender), []), (self._since(since), text), key=itemgetter(0))
@@ -141,7 +149,7 @@ class TableShard:
         """Number of pushes that the optimizer of a sparse table has applied."""
         return self._rule.pushes if isinstance(self._rule, SparseOptimizer) else 0
 
-    def go_on(self, optimizer: str, pushes: int) -> None:
+    def restore(self, optimizer: str, pushes: int) -> None:
         """Continue from the rows and state of a snapshot.
 
         Settings of the optimizer are those of the script, as for the model's own optimizer.
@@ -152,7 +160,8 @@ class TableShard:
         then, now = (OptimizerSpec.from_text(text).name for text in (optimizer, self._text))
         if then != now or not isinstance(self._rule, SparseOptimizer):
             raise ConfigError("resume", f"table {self.spec.name}", f"is updated by {now} now, but was by {then}")
-        self._rule.pushes, self.restored = pushes, True
+        self._rule.restore(pushes)
+        self.restored = True
 
     # --- for the modes -------------------------------------------------------------------------------------------
 
@@ -165,16 +174,17 @@ class TableShard:
     def _since(self, turn: int) -> int:
         return turn
 
-    def _take_rules(self, group: int, turn: int) -> None:
-        """Take the optimizer of a turn: the last one set for it or for an earlier turn."""
-        said = self._rules.get(group, [])
-        while len(said) > 1 and said[1][0] <= turn:
-            del said[0]
-        self._take_rule(said[0][1] if said and said[0][0] <= turn else self.spec.optimizer)
+    def _use_optimizer_of(self, group: int, turn: int) -> None:
+        """Use the optimizer of a turn: the last one set for it or for an earlier turn."""
+        # Settings for later turns may be here already: a fast worker of the group sends them ahead of its pushes.
+        known = self._rules.get(group, [])
+        while len(known) > 1 and known[1][0] <= turn:
+            del known[0]
+        self._use_optimizer(known[0][1] if known and known[0][0] <= turn else self.spec.optimizer)
 
-    def _take_rule(self, text: str) -> None:
+    def _use_optimizer(self, text: str) -> None:
         if text and text != self._text and (self._rule is None or not self._rule.set(text)):
-            self._rule = make_rule(self.rows, text, self._import, self._clip)
+            self._rule = make_optimizer(self.rows, text, self._import, self._clip)
         self._text = text or self._text
 
     def _joined(self, sender: Address, turn: int) -> tuple[Ids, torch.Tensor]:
@@ -195,6 +205,7 @@ class TableShard:
                 often = f"{self._left_out} pushes in a row" if self._most > 1 else "a push"
                 raise LookupError(f"table {self.spec.name!r}: {often} not finite (nonfinite: kAllow would apply that)")
             return
+        # Only consecutive changes count: a single bad batch does not end the job.
         self._left_out = 0
         slots = self.rows.slots(ids)
         if self._rule is not None:
@@ -215,7 +226,7 @@ class AsyncTable(TableShard):
         return 0  # turns of different workers have no order, so the last setting counts
 
     def _complete(self, sender: Address, turn: int) -> None:
-        self._take_rules(0, 0)
+        self._use_optimizer_of(0, 0)
         self.apply(*self._joined(sender, turn), adds=True)
 
 
@@ -234,22 +245,25 @@ class SyncTable(TableShard):
         return self._applied >= seen
 
     def _complete(self, sender: Address, turn: int) -> None:
+        # The client numbers the pushes of a table from 1.
         if turn != self._counts[sender] + 1:
             raise ProtocolError(f"push {turn} of table {self.spec.name!r}, {self._counts[sender] + 1} was due")
         self._counts[sender] = turn
         self._turns.setdefault(turn, {})[sender] = self._joined(sender, turn)
         while len(self._turns.get(self._applied + 1, {})) == len(self._workers):
-            self._take_rules(0, self._applied + 1)
+            self._use_optimizer_of(0, self._applied + 1)
             self.apply(*self._sum(self._turns.pop(self._applied + 1)), adds=False)
             self._applied += 1
 
     def _sum(self, parts: Mapping[Address, tuple[Ids, torch.Tensor]]) -> tuple[Ids, torch.Tensor]:
         ordered = [parts[worker] for worker in self._workers]
         first, rows = ordered[0]
+        # Workers that push a whole key name the same rows. Then no union of the ids is needed.
         if all(np.array_equal(ids, first) for ids, _ in ordered[1:]):
             for _, more in ordered[1:]:
                 rows.add_(more)
             return first, rows
+        # In rank order, so that the bits of the sum do not depend on the order of arrival.
         union = np.unique(np.concatenate([ids for ids, _ in ordered]))
         total = torch.zeros(len(union), self.spec.width, dtype=self.spec.torch_dtype)
         for ids, more in ordered:
@@ -302,6 +316,7 @@ class StepTable(TableShard):
         }
         if not pushed:
             return None
+        # The mean of one worker is its own push.
         if len(commits) == 1 and commits[0].weight > 0:
             return pushed[0]
         union = np.unique(np.concatenate([ids for ids, _ in pushed.values()]))
@@ -309,6 +324,7 @@ class StepTable(TableShard):
         for index, commit in commits.items():
             parts[index] = (commit.weight, self._spread(union, *pushed[index]) if index in pushed else None)
         mean = torch.empty(len(union) * self.spec.width, dtype=self.spec.torch_dtype)
+        # In the order of the layout, as for parameters, so that the bits do not depend on the order of arrival.
         canonical_mean(parts, tree, mean, lambda _: torch.empty_like(mean), divide)
         return union, mean.view(len(union), self.spec.width)
 
@@ -320,7 +336,7 @@ class StepTable(TableShard):
 
     def apply_step(self, group: int, step: int, found: tuple[Ids, torch.Tensor], factor: float) -> None:
         """Apply a step: its gradient times `factor`."""
-        self._take_rules(group, step)
+        self._use_optimizer_of(group, step)
         ids, rows = found
         self.apply(ids, rows if factor == 1.0 else rows * factor, adds=True)
 

@@ -30,7 +30,7 @@ Settings = Mapping[str, Any]
 Clip = tuple[float, float] | None
 
 
-def rule_text(optimizer: Optimizer, group: int = 0, cls: type | None = None) -> str:
+def optimizer_text(optimizer: Optimizer, group: int = 0, cls: type | None = None) -> str:
     """Return the text for `TableSpec.optimizer` of a parameter group of an optimizer.
 
     A user's own class is named by its module, which must be the job's `import`.
@@ -79,7 +79,7 @@ class RowOptimizer(Protocol):
         ...
 
 
-def make_rule(rows: RowStorage, text: str, import_module: str = "", clip: Clip = None) -> RowOptimizer:
+def make_optimizer(rows: RowStorage, text: str, import_module: str = "", clip: Clip = None) -> RowOptimizer:
     """Make the optimizer of a table. Existing state of its rows is dropped.
 
     Args:
@@ -99,14 +99,15 @@ def make_rule(rows: RowStorage, text: str, import_module: str = "", clip: Clip =
     return SparseOptimizer(rows, text, clip)
 
 
-def check_rule(spec: TableSpec, text: str, import_module: str = "") -> None:
+def check_optimizer(spec: TableSpec, text: str, import_module: str = "") -> None:
     """Check that the table can have this optimizer.
 
     Raises:
         ConfigError: it cannot.
     """
+    # To make the optimizer for a table of one element is the check.
     small = TableSpec(spec.name, 1, 1, spec.dtype, "async", init="zeros", dense=spec.dense)
-    make_rule(RowStorage(small, 0, 1), text, import_module)
+    make_optimizer(RowStorage(small, 0, 1), text, import_module)
 
 
 # --- sparse --------------------------------------------------------------------------------------------------------
@@ -120,6 +121,7 @@ def _sgd(rows: RowStorage, slots: torch.Tensor, grad: torch.Tensor, settings: Se
 
 def _adagrad(rows: RowStorage, slots: torch.Tensor, grad: torch.Tensor, settings: Settings, step: int) -> None:
     rows.column("sum", float(settings["initial_accumulator_value"]))
+    # torch counts steps from 1.
     rate = settings["lr"] / (1 + (step - 1) * settings["lr_decay"])
     total = rows.gather(slots, "sum").add_(grad.pow(2))
     rows.scatter(slots, total, "sum")
@@ -133,6 +135,7 @@ def _sparse_adam(rows: RowStorage, slots: torch.Tensor, grad: torch.Tensor, sett
     beta1, beta2 = settings["betas"]
     mean = rows.gather(slots, "exp_avg")
     square = rows.gather(slots, "exp_avg_sq")
+    # The operations have the order of torch.optim.SparseAdam. Another order changes the last bits.
     mean_change = grad.sub(mean).mul_(1 - beta1)
     square_change = grad.pow(2).sub_(square).mul_(1 - beta2)
     mean.add_(mean_change)
@@ -165,6 +168,10 @@ class SparseOptimizer:
         self._name, self._settings = _sparse_settings(text)
         self.pushes = 0
         """Number of pushes applied."""
+
+    def restore(self, pushes: int) -> None:
+        """Continue after this number of pushes."""
+        self.pushes = pushes
 
     def set(self, text: str) -> bool:
         """Take new settings. Returns False if the text is of another optimizer.
@@ -236,6 +243,7 @@ class DenseOptimizer:
         values = rows.block()
         segments = [] if values is None else [(0, 0, values)]
         self._values = values
+        # A shard without rows checks the settings as well.
         if values is None:
             SliceUpdate(spec, [(0, 0, torch.zeros(1, dtype=rows.spec.torch_dtype))], import_module)
         self._update = SliceUpdate(spec, segments, import_module, clip)

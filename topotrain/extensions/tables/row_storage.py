@@ -56,6 +56,7 @@ class RowIndex:
         """Return the slot of each row, -1 for rows without one."""
         at, slots, open_ = self._first(ids), np.full(len(ids), -1, dtype=np.int64), np.arange(len(ids))
         while open_.size:
+            # `open_` are the ids whose position is not decided. Each round looks at the next position of all of them.
             keys = self._keys[at[open_]]
             hit = keys == ids[open_]
             slots[open_[hit]] = self._slots[at[open_[hit]]]
@@ -68,6 +69,7 @@ class RowIndex:
         slots = np.arange(self.count, self.count + len(ids), dtype=np.int64)
         if 3 * (self.count + len(ids)) > 2 * len(self._keys):
             known = self.ids()
+            # A power of two, so that a mask of the hash is a position. Above two thirds probing becomes slow.
             self._make(1 << int(3 * (self.count + len(ids))).bit_length())
             self._insert(known, np.arange(len(known), dtype=np.int64))
         self._insert(ids, slots)
@@ -156,6 +158,7 @@ class RowStorage:
                 raise LookupError(f"row {missing} of table {self.spec.name!r} has not been given a value yet")
             return slots
         found = self._index.find(ids)
+        # A pull may name a new row twice, and the row gets one slot.
         missing_ids = np.unique(ids[found < 0])
         if len(missing_ids):
             if self.spec.init == "given":
@@ -172,7 +175,7 @@ class RowStorage:
             self._grow(self._next_block())
         return torch.from_numpy(slots)
 
-    def give(self, ids: Ids, rows: torch.Tensor) -> None:
+    def assign(self, ids: Ids, rows: torch.Tensor) -> None:
         """Set rows to these values."""
         if self._index is None:
             slots = torch.from_numpy(ids // self._shards)
@@ -190,6 +193,7 @@ class RowStorage:
     def _next_block(self) -> int:
         have = self._ends[-1] if self._ends else 0
         least, most = (max(1, size // self.spec.row_bytes) for size in (FIRST_BYTES, BLOCK_BYTES))
+        # Doubling keeps the number of blocks small, and the limit keeps the unused memory small.
         wanted = min(max(have, least), most)
         return wanted if self._limit is None else min(wanted, self._limit - have)
 
@@ -247,9 +251,10 @@ class RowStorage:
 
     def _split(self, slots: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield (block, positions of its slots in `slots`, slots within the block)."""
-        home = torch.bucketize(slots, torch.tensor(self._ends), right=True)
-        for number in np.unique(home.numpy()).tolist():
-            which = (home == number).nonzero().view(-1)
+        # Rows of different blocks need one kernel per block.
+        number_of = torch.bucketize(slots, torch.tensor(self._ends), right=True)
+        for number in np.unique(number_of.numpy()).tolist():
+            which = (number_of == number).nonzero().view(-1)
             yield number, which, slots[which] - (self._ends[number - 1] if number else 0)
 
     # --- sizes ---------------------------------------------------------------------------------------------------

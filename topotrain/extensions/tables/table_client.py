@@ -1,27 +1,29 @@
-"""A worker's door to the tables: open, pull, push.
+"""Client of one worker for tables: open, pull, push.
 
-    door = TableClient(client, topology, job)       # one per worker; needs cluster.nserver_groups = 1
-    door.open(TableSpec("words", -1, 64, optimizer=rule_text(SGD([p], lr=0.1)), init="normal 0 0.01"))
-    rows = door.pull("words", ids)                   # (n, 64): rows as they are; `pull_async` and `wait` overlap
-    door.push("words", ids, gradients)               # rows named twice are added up
-    door.close()                                     # at the script's end, before the worker's own goodbye
+    tables = TableClient(client, topology, job)      # one per worker, with cluster.nserver_groups = 1
+    tables.open(TableSpec("words", -1, 64, optimizer=optimizer_text(SGD([p], lr=0.1)), init="normal 0 0.01"))
+    rows = tables.pull("words", ids)                 # (n, 64)
+    tables.push("words", ids, gradients)             # rows that are named twice are added up
+    tables.close()                                   # at the end of the script, before the worker finishes
 
-When a push counts is the table's mode (`TableSpec`). "step": it belongs to the step that the worker commits next, so
-push between backward and `optimizer.step()`; weights, loss scale, clipping and a skipped step are as for the dense
-gradients, and a pull after `step()` sees it (of other worker groups it sees what is applied by then, which may be more
-than the parameters had). A worker that pushes to a step table needs a prepared model. "sync": a
-pull sees at least all of this worker's pushes; it waits until every worker of the job has made as many. "async":
-pushes are applied one by one as they come; a pull sees this worker's own.
+The mode of the table (`TableSpec`) decides when a push counts:
 
-Rows of a table with init "given" come from `give`. It returns when the servers have them. Let one worker do it, and
-have the others wait at `barrier`.
+* "step": the push belongs to the next step that the worker commits, so the worker pushes between backward and
+  `optimizer.step()`. Weights, loss scale, clipping and skipping are those of the dense gradients. A pull after
+  `step()` sees the push. Of other worker groups it sees the pushes that are applied by then, which may be more than the
+  parameters had. The worker needs a prepared model.
+* "sync": a pull sees at least all pushes of this worker. It waits until every worker of the job has pushed as often.
+* "async": each push is applied when it arrives. A pull sees the pushes of this worker.
 
-Whatever goes wrong on a server ends the job: the next wait raises `JobError` with the reason.
+One worker sets the rows of a table with init "given" by `assign`, and the other workers wait for it at `barrier`.
+
+An error on a server ends the job. The next wait raises `JobError` with the reason.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, StepEnd
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.extensions.tables.row_optimizers import check_rule
+from topotrain.extensions.tables.row_optimizers import check_optimizer
 from topotrain.extensions.tables.table_messages import (
     MAX_IDS,
     TABLE_REPLIES,
@@ -54,7 +56,7 @@ from topotrain.extensions.tables.table_spec import Ids, TableSpec, pack_ids, unp
 
 @dataclass(frozen=True, slots=True)
 class TableSize:
-    """What one shard holds of a table: rows, and bytes of their values, of optimizer state, and of the index."""
+    """Size of one shard of a table: rows, and bytes of values, state and index."""
 
     rows: int
     value_bytes: int
@@ -68,18 +70,26 @@ class _Open:
     number: int
     pushes: int = 0
 
+    def next_push(self) -> int:
+        """Count a push, and return its number from 1."""
+        self.pushes += 1
+        return self.pushes
+
 
 @dataclass(slots=True)
 class PendingPull:
-    """Rows on their way: `wait` for them. `buffer` has them by shard, `order` says where each requested row is."""
+    """Rows that are being received. `TableClient.wait` returns them.
 
-    rounds: dict[int, tuple[int, int]] = field(default_factory=dict)  # round -> rows of the buffer
-    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    buffer: the rows by shard. order: the position of each requested row in the buffer.
+    """
+
+    buffer: torch.Tensor
     order: torch.Tensor | None = None
+    rounds: dict[int, tuple[int, int]] = field(default_factory=dict)  # round -> rows of the buffer
 
 
 class TableClient(ClientExtension):
-    """One worker's door; see above.
+    """The tables of a job for one worker; see above.
 
     Args:
         client: the worker's client of the servers.
@@ -94,7 +104,9 @@ class TableClient(ClientExtension):
     def __init__(self, client: Client, topology: Topology, job: Job) -> None:
         groups = job.cluster.nserver_groups
         if groups != 1:
-            raise ConfigError("cluster.nserver_groups", groups, "must be 1 in a job with tables: a row has one home")
+            raise ConfigError(
+                "cluster.nserver_groups", groups, "must be 1 in a job with tables: each row is on one server"
+            )
         self._channel, self._job = client.channel, job
         self._servers = client.channel.servers
         self._shards = topology.shards
@@ -112,24 +124,25 @@ class TableClient(ClientExtension):
         self._closed = False
         client.attach(self)
 
-    # --- what servers say ----------------------------------------------------------------------------------------
+    # --- messages of servers --------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
-        """Where rows are to be received. Raises ProtocolError for rows that nobody has asked for."""
+        """Return the memory for rows, or None for a repeated reply."""
         number = message.round if isinstance(message, TableRows) else -1
         pull = self._under_way.get(number)
         if pull is None or number not in pull.rounds:
-            return None  # said twice
+            return None
         lo, hi = pull.rounds[number]
         return pull.buffer[lo:hi].view(-1)
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """An answer."""
+        """Record a reply."""
         if isinstance(message, TableOpen):
             self._opened.add((sender, message.table))
         elif isinstance(message, TableRows):
             pull = self._under_way.pop(message.round, None)
             if pull is not None:
+                # The rows are in the buffer since `place`.
                 del pull.rounds[message.round]
         elif isinstance(message, TableStats):
             size = TableSize(message.rows, message.value_bytes, message.state_bytes, message.index_bytes)
@@ -143,17 +156,20 @@ class TableClient(ClientExtension):
         """Tell the servers that this step has no more pushes."""
         self._steps = step + 1
         if any(table.spec.mode == "step" for table in self._tables.values()):
+            # Every server counts the step, also a server without any of its rows.
             for server in self._servers:
-                self._tell(server, TableStep, step)
+                self._send(server, TableStep, step)
 
     # --- tables --------------------------------------------------------------------------------------------------
 
     def open(self, spec: TableSpec) -> None:
-        """Make a table, or join it; returns when every server has it. Again with the same description: nothing.
+        """Open a table on all servers, and wait for them.
+
+        A table may be opened again with the same description.
 
         Raises:
-            ConfigError: an optimizer that the table cannot have, or another description for the same name.
-            JobError: another worker describes it differently.
+            ConfigError: the table cannot have this optimizer, or is open with another description.
+            JobError: another worker describes the table differently.
         """
         known = self._tables.get(spec.name)
         if known is not None:
@@ -161,50 +177,59 @@ class TableClient(ClientExtension):
                 raise ConfigError("table.name", spec.name, "is open already with another description")
             return
         if spec.optimizer:
-            check_rule(spec, spec.optimizer, self._job.import_)
+            check_optimizer(spec, spec.optimizer, self._job.import_)
         table = _Open(spec, len(self._tables))
         text = spec.to_text()
         for server in self._servers:
-            self._tell(server, TableOpen, table.number, text)
+            self._send(server, TableOpen, table.number, text)
         self._channel.wait_until(lambda: all((s, table.number) in self._opened for s in self._servers))
         self._tables[spec.name] = table
 
     def spec(self, name: str) -> TableSpec:
-        """The description of an open table. Raises KeyError."""
+        """Return the description of an open table. Raises KeyError."""
         return self._table(name).spec
 
     def set_optimizer(self, name: str, text: str) -> None:
-        """Pushes from now on are applied by this optimizer (`tablerules.rule_text`); state of another one is forgotten.
+        """Set the optimizer of all later pushes (`row_optimizers.optimizer_text`).
 
-        With the same class only the settings change. In "sync" tables one worker says it; in "step" tables one of each
-        group is enough. Raises ConfigError.
+        Another class drops the state of the rows. The same class only changes settings. In "sync" tables one worker
+        calls this, in "step" tables one worker of each group.
+
+        Raises:
+            ConfigError: the table cannot have this optimizer.
         """
         table = self._table(name)
-        check_rule(table.spec, text, self._job.import_)
+        check_optimizer(table.spec, text, self._job.import_)
         since = self._steps if table.spec.mode == "step" else table.pushes + 1
         for server in self._servers:
-            self._tell(server, TableRule, table.number, since, text)
+            self._send(server, TableRule, table.number, since, text)
 
     def pull(self, name: str, ids: torch.Tensor | Iterable[int]) -> torch.Tensor:
-        """These rows, (number of ids, width); see `pull_async`."""
+        """Return rows, (number of ids, width). See `pull_async`."""
         return self.wait(self.pull_async(name, ids))
 
     def pull_async(self, name: str, ids: torch.Tensor | Iterable[int]) -> PendingPull:
-        """Ask for rows; their values come while the script goes on. Raises IndexError for a row that cannot be."""
+        """Request rows, and return at once. `wait` returns their values.
+
+        Raises:
+            IndexError: the table cannot have such a row.
+        """
         table, wanted = self._table(name), self._ids(name, ids)
         spec = table.spec
         shards = (wanted + spec.first) % self._shards
-        sorts = bool(np.any(shards[1:] < shards[:-1]))  # not if all are one shard's: then nothing is copied, either
+        sorts = bool(np.any(shards[1:] < shards[:-1]))  # false with one shard: nothing is copied then
         by_shard = np.argsort(shards, kind="stable") if sorts else np.arange(len(wanted))
-        pull = PendingPull(buffer=torch.empty(len(wanted), spec.width, dtype=spec.torch_dtype))
+        order = None
         if sorts:
-            order = np.empty(len(wanted), dtype=np.int64)
-            order[by_shard] = np.arange(len(wanted))
-            pull.order = torch.from_numpy(order)
+            positions = np.empty(len(wanted), dtype=np.int64)
+            positions[by_shard] = np.arange(len(wanted))
+            order = torch.from_numpy(positions)
+        pull = PendingPull(torch.empty(len(wanted), spec.width, dtype=spec.torch_dtype), order)
         ordered = wanted[by_shard]
         ends = np.searchsorted(shards[by_shard], np.arange(self._shards), side="right").tolist()
         seen = self._steps if spec.mode == "step" else table.pushes
         asks: list[tuple[Address, int, bytes]] = []
+        # A reply may arrive as soon as its request is sent, so all of them are known before.
         with self._channel.waiter.update():
             for server, lo, hi in zip(self._servers, [0, *ends], ends, strict=False):
                 for at in range(lo, hi, spec.part_rows):
@@ -214,54 +239,66 @@ class TableClient(ClientExtension):
                     self._under_way[self._round] = pull
                     asks.append((server, self._round, pack_ids(ordered[at:end])))
         for server, number, raw in asks:
-            self._tell(server, TablePull, table.number, number, seen, raw)
+            self._send(server, TablePull, table.number, number, seen, raw)
         return pull
 
     def wait(self, pull: PendingPull) -> torch.Tensor:
-        """The rows of a pull, in the order of its ids; the tensor is the caller's. Raises JobError, PeerLost."""
+        """Wait for the rows of a pull, and return them in the order of its ids.
+
+        Raises:
+            JobError: the job has failed.
+            PeerLost: a server is lost.
+        """
         self._channel.wait_until(lambda: not pull.rounds)
         return pull.buffer if pull.order is None else pull.buffer.index_select(0, pull.order)
 
     def push(self, name: str, ids: torch.Tensor | Iterable[int], rows: torch.Tensor) -> None:
-        """Send rows, (number of ids, width), home; they are copied before this returns, and it waits for nobody.
+        """Send rows, (number of ids, width), to their servers.
 
-        Raises IndexError for a row that cannot be, ValueError for rows of another size.
+        They are copied before this returns.
+
+        Raises:
+            IndexError: the table cannot have such a row.
+            ValueError: the rows have another size.
         """
         table = self._table(name)
         named, values = self._sorted(table.spec, self._ids(name, ids), rows)
-        table.pushes += 1
-        turn = self._steps if table.spec.mode == "step" else table.pushes
+        number = table.next_push()
+        turn = self._steps if table.spec.mode == "step" else number
         for server, last, raw, body in self._parts(table.spec, named, values):
-            self._tell(server, TablePush, table.number, turn, last, raw, body=body)
+            self._send(server, TablePush, table.number, turn, last, raw, body=body)
 
-    def give(self, name: str, ids: torch.Tensor | Iterable[int], rows: torch.Tensor) -> None:
-        """These rows are so from now on, whatever they were; returns when the servers have them."""
+    def assign(self, name: str, ids: torch.Tensor | Iterable[int], rows: torch.Tensor) -> None:
+        """Set rows to these values, and wait until the servers have them."""
         table = self._table(name)
         named, values = self._sorted(table.spec, self._ids(name, ids), rows)
         for server, _, raw, body in self._parts(table.spec, named, values):
-            self._tell(server, TableAssign, table.number, raw, body=body)
-        self.stats(name)  # answered behind the last of them
+            self._send(server, TableAssign, table.number, raw, body=body)
+        self.stats(name)  # a server replies to it after the rows that were sent before
 
     def stats(self, name: str) -> list[TableSize]:
-        """How large the table is on each shard."""
+        """Return the size of the table on each shard."""
         table = self._table(name)
         rounds = {}
         for server in self._servers:
             self._round += 1
             rounds[server] = number = self._round
-            self._tell(server, TableStatsRequest, table.number, number)
+            self._send(server, TableStatsRequest, table.number, number)
         self._channel.wait_until(lambda: self._sizes.keys() >= set(rounds.values()))
         return [self._sizes.pop(rounds[server]) for server in self._servers]
 
     def touched(self, name: str) -> Iterator[torch.Tensor]:
-        """The rows that are there, shard by shard, as many at a time as one message has (1-D int64, ascending)."""
+        """Yield the rows that exist, shard by shard, as many at a time as one message has.
+
+        They are 1-D int64, ascending.
+        """
         table = self._table(name)
         for server in self._servers:
             first, more = 0, True
             while more:
                 self._round += 1
                 number = self._round
-                self._tell(server, TableList, table.number, number, first)
+                self._send(server, TableList, table.number, number, first)
                 self._channel.wait_until(lambda r=number: r in self._lists)  # type: ignore[misc]
                 ids = self._lists.pop(number)
                 first, more = first + len(ids), len(ids) == MAX_IDS
@@ -270,22 +307,28 @@ class TableClient(ClientExtension):
                     yield torch.from_numpy(ids[at : at + table.spec.part_rows])
 
     def barrier(self, last: bool = False) -> None:
-        """Wait until every worker of the job is here; what they said about tables before has been taken by then.
+        """Wait for all workers of the job.
 
-        last: the barrier at the end of all scripts, which is no other one's.
+        The servers have then handled all earlier messages about tables.
+
+        Args:
+            last: this is the barrier at the end of all scripts.
         """
         self._barriers_met += 0 if last else 1
         count = -1 if last else self._barriers_met
         for server in self._servers:
-            self._tell(server, TableBarrier, count)
+            self._send(server, TableBarrier, count)
         self._channel.wait_until(lambda: all((server, count) in self._barriers for server in self._servers))
 
     def close(self) -> None:
-        """Nothing more about tables; again: nothing. A worker of a job without tables may say it, too."""
+        """Announce that this worker uses no table any more.
+
+        May be called twice, and without any table.
+        """
         if not self._closed:
             self._closed = True
             for server in self._servers:
-                self._tell(server, TablesFinished)
+                self._send(server, TablesFinished)
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
@@ -308,10 +351,13 @@ class TableClient(ClientExtension):
         return found
 
     def _sorted(self, spec: TableSpec, ids: Ids, rows: torch.Tensor) -> tuple[Ids, torch.Tensor]:
-        """Each row once, ascending; what was named twice is added up as torch coalesces a sparse gradient."""
+        """Return ascending rows.
+
+        Rows that are named twice are added up as torch coalesces a sparse gradient.
+        """
         if rows.numel() != len(ids) * spec.width:
             raise ValueError(
-                f"{rows.numel()} elements for {len(ids)} rows of table {spec.name!r}, whose rows have {spec.width}"
+                f"{rows.numel()} elements for {len(ids)} rows of table {spec.name!r}, which has rows of {spec.width}"
             )
         values = rows.detach().to("cpu", spec.torch_dtype).reshape(len(ids), spec.width)
         if (np.diff(ids) > 0).all():
@@ -324,21 +370,20 @@ class TableClient(ClientExtension):
     def _parts(
         self, spec: TableSpec, ids: Ids, rows: torch.Tensor
     ) -> Iterator[tuple[Address, bool, bytes, torch.Tensor | None]]:
-        """(server, last, ids, rows) of each message; every server has at least one, which may be empty.
+        """Yield (server, whether it is the server's last, ids, rows) of each message.
 
-        Rows are copied when it is their turn: a key may be too large to be there twice.
+        Every server gets at least one message, which may be empty, because all servers count the same pushes.
         """
         for server in self._servers:
             mine = np.flatnonzero((ids + spec.first) % self._shards == server.index)
             for at in range(0, max(1, len(mine)), spec.part_rows):
                 which = mine[at : at + spec.part_rows]
+                # Copied when its message is sent: the rows may be too large to be in memory twice.
                 body = rows.index_select(0, torch.from_numpy(which)).view(-1) if len(which) else None
                 yield server, at + spec.part_rows >= len(mine), pack_ids(ids[which]), body
 
-    def _tell(
-        self, server: Address, kind: Callable[..., m.Message], *said: object, body: torch.Tensor | None = None
-    ) -> None:
+    def _send(self, server: Address, kind: type[Any], *values: object, body: torch.Tensor | None = None) -> None:
         with self._lock:
             number = self._numbers[server]
             self._numbers[server] += 1
-            self._channel.send(server, kind(number, *said, body=body))
+            self._channel.send(server, kind(number, *values, body=body))

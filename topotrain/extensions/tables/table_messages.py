@@ -17,7 +17,7 @@ _ANY_WORKER = Route(Sender.ALL_WORKERS, Receiver.SERVER)
 @message(80, _ANY_WORKER, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class TableOpen(Message):
-    """Worker -> server: the worker's number `table` means the table of this description.
+    """Worker -> server: `table` is the worker's number of the table of this spec.
 
     The server echoes the message without the description when the table exists.
     """
@@ -67,7 +67,7 @@ class TableStep(Message):
 @message(83, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TablePull(Message):
-    """Worker -> server: request for these rows, as they are once `seen` turns are applied."""
+    """Worker -> server: request for rows, after `seen` turns are applied."""
 
     number: int
     table: int
@@ -104,7 +104,10 @@ class TableAssign(Message):
 @message(86, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TableRule(Message):
-    """Worker -> server: from turn `since` on, pushes are applied by this optimizer (`OptimizerSpec.to_text`)."""
+    """Worker -> server: the optimizer of pushes from turn `since` on.
+
+    optimizer: the text of `OptimizerSpec.to_text`.
+    """
 
     number: int
     table: int
@@ -131,7 +134,7 @@ class TableStatsRequest(Message):
 @message(88, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class TableStats(Message):
-    """Server -> worker: the number of rows on this server, and the bytes of values, optimizer state and index."""
+    """Server -> worker: rows on this server, and bytes of values, state and index."""
 
     round: int
     rows: int
@@ -143,7 +146,10 @@ class TableStats(Message):
 @message(89, _ANY_WORKER, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class TableBarrier(Message):
-    """Worker -> server: the worker is at barrier number `round`. Echoed when all workers of the job are there."""
+    """Worker -> server: the worker is at barrier number `round`.
+
+    The server echoes it when all workers of the job are there.
+    """
 
     number: int
     round: int
@@ -166,7 +172,7 @@ class TablesFinished(Message):
 @message(91, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TableList(Message):
-    """Worker -> server: request for the rows on this server, from the `first`-touched one on.
+    """Worker -> server: request for the rows that exist, from number `first` on.
 
     The reply is TableIds.
     """
@@ -184,7 +190,10 @@ class TableList(Message):
 @message(92, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class TableIds(Message):
-    """Server -> worker: rows, in the order of first touch. At most MAX_IDS, and fewer only at the end."""
+    """Server -> worker: rows in the order of first use, at most MAX_IDS.
+
+    Fewer come only at the end.
+    """
 
     round: int
     ids: bytes

@@ -1,8 +1,9 @@
-"""Tables in snapshots: rows copied behind the step after which the rest of a shard is frozen, and read back by id.
+"""Tables in snapshots: copies of their rows, and rows that are read back.
 
-Rule: to freeze is to copy into memory that is kept from one snapshot to the next, as `shard_snapshot.ShardFreezer`
-does; so a server with tables takes their size twice. Who goes on reads the rows that are its own, whoever held them
-before.
+* Rows are copied after the same step as the parameters of the shard.
+* The copy has memory of its own, which all snapshots use, as in `shard_snapshot.ShardFreezer`. So a server with tables
+  needs twice their size.
+* A server that continues from a snapshot reads the rows of its own shard, also if they were on other servers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,27 +15,32 @@ from topotrain.config.job import ConfigError
 from topotrain.core.optim.state_table import StateError
 from topotrain.core.protocol import ProtocolError
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotSource, TensorSlice
+from topotrain.extensions.checkpointing.table_file_layout import IDS, StoredTable, entry_of
 from topotrain.extensions.tables.push_modes import TableShard
 from topotrain.extensions.tables.row_storage import VALUES, RowStorage
-from topotrain.extensions.tables.table_file_layout import IDS, StoredTable, entry_of
 from topotrain.extensions.tables.table_spec import TableSpec
 
 _CHUNK_BYTES = 16 << 20
 
 
 class TableCopier:
-    """Copies one server's tables into memory that is made once."""
+    """Copies the tables of one server into memory that is allocated once."""
 
     def __init__(self) -> None:
-        self._rooms: dict[tuple[str, str, int], torch.Tensor] = {}
+        self._copies: dict[tuple[str, str, int], torch.Tensor] = {}
 
     def freeze(self, frozen: FrozenShard, tables: Iterable[TableShard]) -> FrozenShard:
-        """With the rows that these have now. Raises StateError where there is no memory for them."""
+        """Return the frozen shard with the present rows of these tables.
+
+        Raises:
+            StateError: there is no memory for a copy.
+        """
         kept, slabs = list[StoredTable](), list[TensorSlice]()
         for table in tables:
             name, rows = table.spec.name, table.rows
             kept.append(StoredTable(table.spec.to_text(), table.optimizer, table.pushes, rows.count, rows.columns()))
-            slabs.append(TensorSlice(entry_of(name, IDS), 0, torch.from_numpy(rows.ids())))  # never written to again
+            # The ids need no copy: rows keep their slots, and a longer array replaces this one.
+            slabs.append(TensorSlice(entry_of(name, IDS), 0, torch.from_numpy(rows.ids())))
             for column in rows.columns():
                 slabs += self._column(name, column, rows)
         return replace(frozen, tables=tuple(kept), rows=tuple(slabs))
@@ -43,26 +49,27 @@ class TableCopier:
         at = 0
         for number, (block, used) in enumerate(rows.blocks(column)):
             key = table, column, number
-            if key not in self._rooms:
-                self._rooms[key] = _room(table, block)
-            room = self._rooms[key][:used].copy_(block[:used])
-            yield TensorSlice(entry_of(table, column), at, room.view(-1))
-            at += room.numel()
+            if key not in self._copies:
+                self._copies[key] = _memory_like(table, block)
+            copy = self._copies[key][:used].copy_(block[:used])
+            yield TensorSlice(entry_of(table, column), at, copy.view(-1))
+            at += copy.numel()
 
 
-def _room(table: str, block: torch.Tensor) -> torch.Tensor:
+def _memory_like(table: str, block: torch.Tensor) -> torch.Tensor:
     try:
         return torch.empty_like(block)
-    except (MemoryError, RuntimeError) as error:  # costs the snapshot, and not the job
+    except (MemoryError, RuntimeError) as error:
+        # This costs the job one snapshot, and does not end it.
         raise StateError(f"there is no memory for a copy of table {table!r}: {error}") from error
 
 
 class StoredRows:
-    """What the snapshot that a job goes on from has of tables, as one server of now wants it.
+    """The tables of the snapshot from which a job continues, for one server.
 
     Args:
-        source: the snapshot; None: the job began at its beginning.
-        shard, shards: which of how many servers this is.
+        source: the snapshot. None: the job does not continue from one.
+        shard, shards: the index of the server, and the number of servers.
     """
 
     def __init__(self, source: SnapshotSource | None, shard: int, shards: int) -> None:
@@ -74,9 +81,10 @@ class StoredRows:
         self._wanted = set(self._parts)
 
     def refill(self, table: TableShard) -> None:
-        """Let a table that was just made have its rows of the snapshot, if it was there.
+        """Restore the rows of a new table, if the snapshot has it.
 
-        Raises ConfigError for a snapshot of another table of this name, or one that cannot be read.
+        Raises:
+            ConfigError: the snapshot has another table of this name, or cannot be read.
         """
         parts = self._parts.get(table.spec.name)
         if self._source is None or parts is None:
@@ -84,8 +92,9 @@ class StoredRows:
         for _, kept in parts:
             _check_same(table.spec, kept, self._source.number)
         for number, kept in parts:
-            table.go_on(kept.optimizer, max(part.pushes for _, part in parts))
-            if len(self._source.tables) != self._shards or number == self._shard:  # else another one has all of it
+            table.restore(kept.optimizer, max(part.pushes for _, part in parts))
+            # With the same number of servers each part has exactly the rows of one server.
+            if len(self._source.tables) != self._shards or number == self._shard:
                 self._read(self._source, number, kept, table.rows)
         self._wanted.discard(table.spec.name)
 
@@ -103,20 +112,24 @@ class StoredRows:
                 source.rows(number, kept.name, column, first * width, part)
                 part = part.view(-1, width)[mine]
                 if column == VALUES:
-                    rows.give(found, part)
+                    rows.assign(found, part)
                 else:
                     rows.scatter(rows.slots(found), part, column)
 
     @property
     def missed(self) -> str:
-        """In words, a table of the snapshot that no script has opened by now; empty: all are there."""
+        """An error about a table of the snapshot that no script has opened, or ""."""
         if self._source is None or not self._wanted:
             return ""
         return f"{min(self._wanted)!r} is in snapshot {self._source.number}, and the model has no table of this name"
 
 
 def _check_same(now: TableSpec, kept: StoredTable, number: int) -> None:
-    """Raise ConfigError unless a snapshot is of this table, whatever its optimizer's settings."""
+    """Check that a snapshot has this table. Only its optimizer may be another one.
+
+    Raises:
+        ConfigError: another field differs.
+    """
     try:
         then = TableSpec.from_text(kept.spec)
     except ProtocolError as error:
@@ -124,5 +137,5 @@ def _check_same(now: TableSpec, kept: StoredTable, number: int) -> None:
     for field in fields(now):
         mine, theirs = getattr(now, field.name), getattr(then, field.name)
         if mine != theirs and field.name != "optimizer":
-            accepted = f"has {field.name} {mine!r} now, and {theirs!r} in snapshot {number}"
+            accepted = f"has {field.name} {mine!r} now, and {theirs!r} in snapshot {number}; it must be the same"
             raise ConfigError("resume", f"table {now.name}", accepted)

@@ -1,9 +1,10 @@
-"""What a table is: rows that live on the servers only, made when they are first touched.
+"""Description of a table: rows on the servers only, made at their first use.
 
-Rule: row r lives on shard (r + first) mod the number of shards, and what it begins with depends on the table's seed and
-name, its own number and the column alone. So every layout of a job makes the same rows, in whatever order they are
-touched. `row_storage` keeps them, `row_optimizers` updates them, `push_modes` says when a push counts; `table_client`
-is how a worker gets at them.
+Row r is on shard (r + first) mod the number of shards. Its initial value depends only on the seed and name of the
+table, the number of the row, and the column. So every layout of a job makes the same rows, in any order of use.
+
+`row_storage` stores rows, `row_optimizers` updates them, and `push_modes` decides when a push counts. Workers use
+`table_client`.
 """
 
 import json
@@ -31,37 +32,37 @@ DTYPES: Mapping[str, torch.dtype] = {
     "int64": torch.int64,
 }
 INITS = {"zeros": 0, "given": 0, "uniform": 2, "normal": 2}
-"""The words of `init`, and how many numbers follow each."""
+"""The kinds of `init`, and the number of numbers that follow each."""
 
 MAX_NAME = 200
 MAX_ROW = 1 << 62
 PART_BYTES = 1 << 20
-_CELLS = 1 << 20  # of initial values that are computed at a time
+_CELLS = 1 << 20  # initial values that are computed at a time
 
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """A table, as every worker of the job must describe it.
+    """Description of a table. It must be the same on every worker of the job.
 
     Args:
-        name: unique in the job; at most 200 characters.
-        rows: how many there may be, or -1 for no bound.
+        name: unique in the job, at most 200 characters.
+        rows: the number of rows, or -1 for no bound.
         width: elements of a row.
-        dtype: "float32", "float64"; without an optimizer also "int32", "int64".
-        mode: "step": pushes belong to a step of the prepared model, and are applied with it, or not, as the mean (or
-            sum) of the worker group. "sync": the n-th pushes of all workers of the job are added up, in rank order,
-            and applied once. "async": each push is applied when it arrives.
-        optimizer: as `tablerules.rule_text` gives it. Empty: a "sync" sum replaces the row, an "async" push is added
-            to it; a "step" table needs one.
-        init: "zeros", "uniform LO HI", "normal MEAN STD", or "given": a row must be given before it is touched.
+        dtype: "float32", "float64". Without an optimizer also "int32", "int64".
+        mode: "step": pushes belong to a step of the prepared model. They are applied or dropped with the step, as the
+            mean (or sum) of the worker group. "sync": the n-th pushes of all workers of the job are added up, in rank
+            order, and applied once. "async": each push is applied when it arrives.
+        optimizer: the text of `row_optimizers.optimizer_text`. Empty: a "sync" sum replaces the row, and an "async"
+            push is added to it. A "step" table needs an optimizer.
+        init: "zeros", "uniform LO HI", "normal MEAN STD", or "given": a row must be assigned before its first use.
         seed: of the initial rows.
-        dense: all rows are there from the start, and with an optimizer every push has all of them; then any
-            element-wise optimizer of torch may be used. Else rows are made when they are touched, and the optimizer
-            is one that torch has for sparse gradients.
+        dense: all rows exist from the start, and with an optimizer every push has all of them. Any element-wise
+            optimizer of torch may be used. Not dense: rows are made at their first use, and the optimizer is one that
+            torch has for sparse gradients.
         first: the shard of row 0.
 
     Raises:
-        ConfigError: a field that is none of these.
+        ConfigError: a field has another type or value.
     """
 
     name: str
@@ -78,6 +79,7 @@ class TableSpec:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            # A bool is an int for isinstance, and is refused.
             if type(value) is not field.type:
                 raise ConfigError(
                     f"table.{field.name}", value, f"must be of type {getattr(field.type, '__name__', '')}"
@@ -113,11 +115,11 @@ class TableSpec:
 
     @property
     def part_rows(self) -> int:
-        """How many rows travel in one message."""
+        """Maximum rows in one message."""
         return max(1, min(MAX_IDS, PART_BYTES // self.row_bytes))
 
     def residue(self, shard: int, shards: int) -> int:
-        """What the rows of a shard leave when divided by the number of shards."""
+        """Return the remainder of the rows of a shard, divided by the number of shards."""
         return (shard - self.first) % shards
 
     def to_text(self) -> str:
@@ -126,7 +128,11 @@ class TableSpec:
 
     @staticmethod
     def from_text(text: str) -> "TableSpec":
-        """Raises ProtocolError for a text that `to_text` cannot have written."""
+        """Read the form of `to_text`.
+
+        Raises:
+            ProtocolError: `to_text` cannot have written this.
+        """
         try:
             data: Any = json.loads(text)
             return TableSpec(**data)
@@ -135,7 +141,7 @@ class TableSpec:
 
 
 def difference(mine: TableSpec, theirs: TableSpec) -> str:
-    """In words, the first field in which two descriptions of one table differ; empty if they do not."""
+    """Return an error about the first field in which two descriptions differ, or ""."""
     for field in fields(mine):
         a, b = getattr(mine, field.name), getattr(theirs, field.name)
         if a != b:
@@ -144,18 +150,22 @@ def difference(mine: TableSpec, theirs: TableSpec) -> str:
 
 
 def pack_ids(ids: Ids) -> bytes:
-    """Rows as they travel."""
+    """Return row numbers as bytes of a message."""
     return ids.astype("<i8", copy=False).tobytes()
 
 
 def unpack_ids(raw: bytes) -> Ids:
-    """The inverse. Raises ProtocolError for what cannot be row numbers, or are too many."""
+    """Return the row numbers of a message.
+
+    Raises:
+        ProtocolError: the bytes are not row numbers, or are too many.
+    """
     if len(raw) % 8 or len(raw) > 8 * MAX_IDS:
         raise ProtocolError(f"{len(raw)} bytes of row numbers: must be a multiple of 8, at most {8 * MAX_IDS}")
     return np.frombuffer(raw, dtype="<i8").astype(np.int64, copy=False)
 
 
-# --- what a row begins with ----------------------------------------------------------------------------------------
+# --- initial values ----------------------------------------------------------------------------------------
 
 
 def _init(text: str) -> tuple[str, tuple[float, ...]]:
@@ -170,10 +180,10 @@ def _init(text: str) -> tuple[str, tuple[float, ...]]:
 
 
 def initial_rows(spec: TableSpec, ids: Ids) -> torch.Tensor:
-    """What these rows begin with, (number of ids, width): a function of seed, name, row and column.
+    """Return the initial values of rows, (number of ids, width).
 
-    A counter-based generator: SplitMix64's finalizer (Steele, Lea and Flood, 2014) over the row, then over the column;
-    normal numbers by Box and Muller (1958).
+    They are a function of seed, name, row and column. The generator is counter-based: SplitMix64's finalizer (Steele,
+    Lea and Flood, 2014) over the row, then over the column. Normal numbers are made as by Box and Muller (1958).
     """
     word, numbers = _init(spec.init)
     rows = torch.zeros(len(ids), spec.width, dtype=spec.torch_dtype)
@@ -189,6 +199,7 @@ def initial_rows(spec: TableSpec, ids: Ids) -> torch.Tensor:
     return rows
 
 
+# Arrays of one element: numpy warns when a scalar overflows, and lets arrays wrap around as the generator needs it.
 _ONE = np.ones(1, dtype=np.uint64)
 _GOLDEN = np.array([0x9E3779B97F4A7C15], dtype=np.uint64)
 _FACTORS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
@@ -203,7 +214,7 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _unit(rows: npt.NDArray[np.uint64], columns: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), 53 bits each."""
+    """Return numbers in [0, 1), with 53 bits each."""
     bits = _mixed(rows + (columns + _ONE) * _GOLDEN) >> _SHIFTS[3:4]
     return bits.astype(np.float64) * 2.0**-53
 
@@ -214,6 +225,7 @@ def _uniform(rows: npt.NDArray[np.uint64], width: int, low: float, high: float) 
 
 def _normal(rows: npt.NDArray[np.uint64], width: int, mean: float, deviation: float) -> npt.NDArray[np.float64]:
     columns = 2 * np.arange(width, dtype=np.uint64)[None]
+    # log1p(-u) is finite for all u in [0, 1). log(u) is not finite for 0.
     radius = np.sqrt(-2.0 * np.log1p(-_unit(rows, columns)))
     cells: npt.NDArray[np.float64] = mean + deviation * radius * np.cos(2 * np.pi * _unit(rows, columns + _ONE))
     return cells

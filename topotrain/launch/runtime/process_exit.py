@@ -12,7 +12,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
-_OnExit = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)
+# The type of glibc's exit functions. The second argument is the exit code.
+_ExitFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
+_libc = ctypes.CDLL(None)
+_register, _unregister = _libc["__cxa_atexit"], _libc["__cxa_finalize"]
 
 
 class JobPart(Protocol):
@@ -43,7 +46,8 @@ class ProcessExitHook:
         self._part, self._pid = part, os.getpid()
         self._watches = False
         self._exit, self._execv, self._execve = os._exit, os.execv, os.execve
-        self._at_c_exit = _OnExit(self._c_exit)
+        self._at_c_exit = _ExitFunction(self._c_exit)
+        self._registered = False
 
     def watch(self) -> None:
         """Start watching."""
@@ -57,9 +61,18 @@ class ProcessExitHook:
         Exit functions run in reverse order of registration, so this one must be registered after those of torch. It is
         only for a process that Python does not end itself: Python calls `exit` last, too, when its interpreter is gone.
         """
-        if self._watches and os.getpid() == self._pid:
+        if not self._watches or os.getpid() != self._pid:
+            return
+        function = ctypes.cast(self._at_c_exit, ctypes.c_void_p)
+        if self._registered:
+            # A job may have a million loops, so the function moves to the end and is not registered once more.
+            # glibc calls a function that it unregisters: `_c_exit` must do nothing in that call.
+            self._registered = False
+            _unregister(function)
+        else:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._at_c_exit))  # C keeps the address of the function forever
-            ctypes.CDLL(None).on_exit(self._at_c_exit, None)
+        _register(function, None, function)  # the last argument names the function for `_unregister`
+        self._registered = True
 
     def forget(self) -> None:
         """Stop watching, because the script is over. A second call does nothing."""
@@ -90,8 +103,8 @@ class ProcessExitHook:
 
         return replace
 
-    def _c_exit(self, status: int, _: object) -> None:
-        code = 0 if status else self._complete()
+    def _c_exit(self, _: object, status: int) -> None:
+        code = 0 if status or not self._registered else self._complete()
         if code:
             self._exit(code)
 

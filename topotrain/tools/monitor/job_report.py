@@ -115,9 +115,12 @@ class _Count:
 
     def and_then(self, more: "_Count") -> "_Count":
         """Return the counters of a process followed by those of its successor."""
-        both = {f.name: getattr(self, f.name) + getattr(more, f.name) for f in fields(self)}
+        both = {name: getattr(self, name) + getattr(more, name) for name in _COUNTERS}
         most = max(self.staleness_max, more.staleness_max)
         return _Count(**both | {"staleness_max": most, "steps": more.steps or self.steps})
+
+
+_COUNTERS = tuple(f.name for f in fields(_Count))
 
 
 @dataclass(slots=True)

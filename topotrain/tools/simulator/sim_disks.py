@@ -23,7 +23,7 @@ from topotrain.extensions.checkpointing.snapshot_coordinator import (
     texts,
 )
 from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
-from topotrain.extensions.tables.table_file_layout import StoredTable
+from topotrain.extensions.checkpointing.table_file_layout import StoredTable
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
 from topotrain.tools.simulator.worker_observer import InvariantViolated
 from topotrain.training.data.batch_ranges import Runs, merged

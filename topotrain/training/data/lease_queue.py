@@ -1,12 +1,14 @@
-"""The queue of an epoch's batches, from which worker groups lease ranges.
+"""Queue of batch leases: worker groups lease runs of consecutive batches.
 
-* A batch is handed out once, unless the group that holds it gives it back.
-* A lease belongs to a group. The first request of a worker decides it, and the group's other workers get the same.
-* A worker that finds the queue empty may wait, because a group can leave the epoch early, and its batches must be read.
-* An epoch is over when every batch has been handed out and every worker has passed every lease of its group.
+There is one queue per epoch.
 
-Lengths follow guided self-scheduling (Polychronopoulos and Kuck, 1987): long ranges first, single batches at the end.
-So a slow group takes fewer batches, and the wait for it at the end is short.
+* A batch is leased once, unless the group that holds it gives it back.
+* A lease belongs to a group. The first worker of the group that asks gets a new lease, and all others get the same one.
+* A worker may wait at an empty queue, because another group can leave the epoch early and give batches back.
+* An epoch is over when every batch is leased and every worker has passed every lease of its group.
+
+The lengths of leases follow guided self-scheduling (Polychronopoulos and Kuck, 1987): long runs first, and single
+batches at the end. So a slow group takes fewer batches, and no group waits long for it.
 """
 
 from bisect import insort
@@ -21,18 +23,18 @@ from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lea
 
 LONGEST = 32  # batches in a lease: a group that dies or leaves gives back at most this many
 _MOST_EPOCHS = 1 << 16  # open at a time: one that groups leave early stays so
-_MOST_CHUNKS, _MOST_DRAWN = 1 << 16, 1 << 23  # draws that somebody has yet to fetch, and numbers in them
+_MOST_CHUNKS, _MOST_DRAWN = 1 << 16, 1 << 23  # draws that a worker has yet to fetch, and numbers in them
 LEAVES = -2  # in the place of a lease: there is none, since the group leaves the job
-UNKNOWN_TOTAL = 4  # batches in a lease of a stream whose end nobody has seen yet
+UNKNOWN_TOTAL = 4  # batches in a lease of a stream with an unknown end
 
 Replies = list[tuple[Address, Message]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Batches [first, last) of the epoch, as one lease.
+    """A lease of batches [first, last) of an epoch.
 
-    `lease` numbers the leases of an epoch over all groups.
+    `lease` numbers the leases of the epoch over all groups.
     """
 
     lease: int
@@ -43,9 +45,9 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """A group left an epoch after `position` batches.
+    """A group that has left an epoch after `position` batches.
 
-    witness: the worker that said so first. table: the leases that the group had then.
+    witness: its first worker that left. table: its leases at that time.
     """
 
     position: int
@@ -57,7 +59,7 @@ class _Leaving:
 class _Epoch:
     """One open epoch.
 
-    `freed` is sorted. Batches from `frontier` on were never handed out.
+    `freed` is sorted. No batch from `frontier` on was leased yet.
     """
 
     total: int = -1
@@ -76,13 +78,13 @@ class _Epoch:
         return self.tables.setdefault(group, [])
 
     def remaining(self) -> int:
-        """Batches in the queue; -1: the end is not known."""
+        """Return the number of batches in the queue, or -1 if the end is not known."""
         if self.total < 0:
             return -1
         return max(0, self.total - self.frontier) + sum(last - first for first, last in self.freed)
 
     def take(self, length: int) -> _Run | None:
-        """At most `length` consecutive batches, those that were given back first."""
+        """Lease at most `length` consecutive batches. Returned batches come first."""
         if self.freed:
             first, last = self.freed.pop(0)
             if last - first > length:
@@ -106,7 +108,7 @@ class _Epoch:
         self.digest, self.witness = digest, witness
 
     def give_back(self, runs: list[tuple[int, int]]) -> None:
-        """Put runs back into the queue; neighbors become one run again."""
+        """Return runs to the queue. Adjacent runs are joined."""
         merged: list[tuple[int, int]] = []
         for first, last in sorted([*self.freed, *runs]):
             last = last if self.total < 0 else min(last, self.total)
@@ -119,9 +121,9 @@ class _Epoch:
         self.freed = merged
 
     def restart(self, group: int, applied: Callable[[int], int]) -> None:
-        """The group is gone, and the unread part of its leases is free.
+        """Free the unfinished part of the leases of a group that is gone.
 
-        applied: batches that count, by lease.
+        applied: the number of batches that count, by lease.
         """
         rest = [(run.first + applied(run.lease), run.last) for run in self.tables.pop(group, [])]
         self.give_back(rest)
@@ -131,10 +133,7 @@ class _Epoch:
         self.held = [(worker, ask) for worker, ask in self.held if worker.group != group]
 
     def learn(self, total: int) -> None:
-        """The number of batches is known now.
-
-        A stream that differs from group to group counts as its longest.
-        """
+        """Record the number of batches, of streams the longest."""
         if total > self.total:
             self.total = total
             self.give_back([])
@@ -164,13 +163,13 @@ class _Epoch:
 
 
 class LeaseQueue(RegroupExtension):
-    """The queue of every open epoch; lives in server (0,0).
+    """The queues of all open epochs, on server (0,0).
 
     Args:
         groups: worker groups of the job.
         workers: workers in each group.
-        warming: only group 0 leases for now, the others' questions are held until `warmed()`.
-        singly: a worker may start again by itself, and ask anew for what was drawn.
+        warming: only group 0 leases until `warmed()`. Requests of other groups wait.
+        singly: a worker may restart by itself, and request drawn batches again.
     """
 
     messages = before_model = (LeaseRequest, LeaseRelease, DrawnBatches, DrawRequest)
@@ -188,12 +187,12 @@ class LeaseQueue(RegroupExtension):
         self._draws = DrawnChunks(groups * workers - 1, singly)
 
     def handle(self, sender: Address, message: Message) -> Replies:
-        """Handle one message. Returns replies, also to earlier messages that were held.
+        """Handle a message, and return the replies, also to earlier requests that waited.
 
-        A contradiction between workers is replied to with Fail.
+        Workers that contradict each other get a Fail.
 
         Raises:
-            ProtocolError: a message that no correct worker sends.
+            ProtocolError: no correct worker sends this message.
         """
         match message:
             case LeaseRequest():
@@ -204,69 +203,75 @@ class LeaseQueue(RegroupExtension):
                 return self._draws.put(message)
             case DrawRequest():
                 return self._draws.ask(sender, message)
-        raise ProtocolError(f"{type(message).__name__} is no question about batches")
+        raise ProtocolError(f"{type(message).__name__} is not a message about batches")
 
     def group_over(self, group: int) -> Replies:
-        """All scripts of the group have ended. It may be called twice."""
+        """Stop waiting for a group with scripts that have ended. May be called twice."""
         self._finished.add(group)
         if group == 0:
             self._warming = False
-        return self._settle_all()
+        return self._reply_to_all()
 
     def group_leaves(self, group: int) -> Replies:
-        """The group is to leave the job: it gets no more leases, and no longer waits."""
+        """Lease nothing more to a group that leaves the job.
+
+        The reply to its waiting workers is to leave.
+        """
         self._parting.add(group)
-        return self._settle_all()
+        return self._reply_to_all()
 
     def group_returns(self, group: int) -> None:
-        """The workers of a group that had left come back, and read on."""
+        """Lease to a group again that had left the job."""
         self._finished.discard(group)
 
     def refuses_leave(self) -> str:
-        """Why a group cannot leave: others can get its batches only from leases."""
+        """Return why no group can leave, or "".
+
+        Without leases other groups could not read its batches.
+        """
         if self._newest:
             return ""
-        return "no batch is handed out by lease yet: no other group may read the batches of a group that leaves now"
+        return "no batch is leased yet: a group that leaves now may leave batches that no other group reads"
 
     def streams(self, group: int) -> list[int]:
-        """The data streams that a group has begun in open epochs, one for each lease."""
+        """Return the data streams of a group in open epochs, one for each of its leases."""
         return [
             (number << 32) | run.lease for number, epoch in self._epochs.items() for run in epoch.tables.get(group, ())
         ]
 
     def group_restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> Replies:
-        """The workers of a group are gone, and others will come in their place.
+        """Free the leases of a group with new workers, except for its applied batches.
 
-        applied: how many batches of a stream count; the rest of its leases is free again. ended: all its scripts had
-        come to their end.
+        applied: the number of batches of a stream that count. ended: all scripts of the group had ended.
         """
         self._parting.discard(group)
         if not ended:
             self._finished.discard(group)
-        if group == 0:  # only where it is alone do others read what it drew: all of them will ask again
+        # Other workers read what group 0 drew only if it is the only group. All of them will request it again.
+        if group == 0:
             self._draws = DrawnChunks(self._groups * self._workers - 1)
         for number, epoch in self._epochs.items():
             epoch.restart(group, lambda lease, number=number: applied((number << 32) | lease))  # type: ignore[misc]
-        return self._settle_all()
+        return self._reply_to_all()
 
     def warmed(self) -> Replies:
-        """Warm-up is over: every group leases."""
+        """End the warm-up: every group leases."""
         self._warming = False
-        return self._settle_all()
+        return self._reply_to_all()
 
     @property
     def open_epochs(self) -> tuple[int, ...]:
-        """Epochs with leases; several, if a group left one early and is ahead."""
+        """The open epochs. There may be several: a group may leave an epoch early."""
         return tuple(self._epochs)
 
     @property
     def kept_chunks(self) -> int:
-        """How many chunks of draws are still to be sent or fetched."""
+        """Number of chunks of drawn batches that are still to be fetched or put."""
         return len(self._draws)
 
     def _ask(self, sender: Address, ask: LeaseRequest) -> Replies:
         if ask.epoch < 0 or ask.total < -1 or not 0 <= ask.passed <= ask.ordinal:
-            raise ProtocolError(f"{sender}: {ask} asks for nothing that exists")
+            raise ProtocolError(f"{sender}: {ask} does not name an existing lease")
         if self._is_closed(ask.epoch):
             return [(sender, _over(ask))]
         if ask.epoch not in self._epochs and len(self._epochs) >= _MOST_EPOCHS:
@@ -283,14 +288,14 @@ class LeaseQueue(RegroupExtension):
             epoch.held.append((sender, ask))
         if ask.epoch > self._newest.get(sender, -1):
             self._newest[sender] = ask.epoch
-            return self._settle(ask.epoch) + self._close()
-        return self._settle(ask.epoch)
+            return self._reply_ready(ask.epoch) + self._close()
+        return self._reply_ready(ask.epoch)
 
     def _is_closed(self, epoch: int) -> bool:
         return epoch < self._floor or epoch in self._over
 
     def _close(self) -> Replies:
-        """End the epochs that every worker has left behind, read or not.
+        """End the epochs that every worker has left behind, also with unread batches.
 
         The one before a worker's newest stays open: a fresh process in its place may begin there.
         """
@@ -317,7 +322,7 @@ class LeaseQueue(RegroupExtension):
             return [(sender, Fail(f"epoch {free.epoch}: {torn}; workers of one group must leave it at the same batch"))]
         if sender.group not in epoch.left:
             self._leave(epoch, sender, free, position)
-        return self._settle(free.epoch)
+        return self._reply_ready(free.epoch)
 
     def _leave(self, epoch: _Epoch, sender: Address, free: LeaseRelease, position: int) -> None:
         table = epoch.table(sender.group)
@@ -329,15 +334,15 @@ class LeaseQueue(RegroupExtension):
         given_back = [(run.first, run.last) for run in rest[1:]]
         epoch.give_back(given_back + [(free.first, run.last) for run in rest[:1]])
 
-    def _settle_all(self) -> Replies:
-        return [reply for number in tuple(self._epochs) for reply in self._settle(number)]
+    def _reply_to_all(self) -> Replies:
+        return [reply for number in tuple(self._epochs) for reply in self._reply_ready(number)]
 
-    def _settle(self, number: int) -> Replies:
-        """Answer every held question that has an answer now, the oldest first."""
+    def _reply_ready(self, number: int) -> Replies:
+        """Reply to every waiting request that has a reply now, the oldest first."""
         epoch, replies = self._epochs[number], []
         held = epoch.take_held()
         for sender, ask in held:
-            answer = self._answer(epoch, sender, ask)
+            answer = self._reply_to(epoch, sender, ask)
             if answer is None:
                 epoch.held.append((sender, ask))
             else:
@@ -348,7 +353,7 @@ class LeaseQueue(RegroupExtension):
             del self._epochs[number]
         return replies
 
-    def _answer(self, epoch: _Epoch, sender: Address, ask: LeaseRequest) -> Message | None:
+    def _reply_to(self, epoch: _Epoch, sender: Address, ask: LeaseRequest) -> Message | None:
         table = epoch.table(sender.group)
         if ask.ordinal < len(table):
             return _lease(ask, table[ask.ordinal])
@@ -374,7 +379,7 @@ class LeaseQueue(RegroupExtension):
         return epoch.remaining() == 0 and all(self._is_done(epoch, group) for group in epoch.tables)
 
     def _is_done(self, epoch: _Epoch, group: int) -> bool:
-        """Whether no worker of the group will read or give back a batch of its leases."""
+        """Whether no worker of the group will read or return a batch of its leases."""
         leases = len(epoch.table(group))
         if leases == 0 or group in self._finished:
             return True
@@ -429,7 +434,7 @@ def _contradiction(epoch: _Epoch, sender: Address, ask: LeaseRequest) -> str:
 
 
 def _position(table: Sequence[_Run], free: LeaseRelease) -> int:
-    """How many batches the group read; -1: there is no such place in its leases."""
+    """Return the batches that a group read before it left; -1: not in its leases."""
     before = sum(run.last - run.first for run in table[: free.ordinal])
     if 0 <= free.ordinal < len(table):
         run = table[free.ordinal]
@@ -438,9 +443,9 @@ def _position(table: Sequence[_Run], free: LeaseRelease) -> int:
 
 
 def _disagreement(epoch: _Epoch, sender: Address, position: int) -> str:
-    """Why a worker's exit from an epoch does not fit its group; empty: it does.
+    """Return an error if another worker of the group left elsewhere, or "".
 
-    Another worker left elsewhere, or has read beyond the place where the sender left.
+    It is also an error if the other worker has read further.
     """
     left = epoch.left.get(sender.group)
     if left:
@@ -459,7 +464,7 @@ def _numbers(put: DrawnBatches) -> int:
 
 
 def _nothing_of(key: tuple[int, int]) -> DrawnBatches:
-    """An epoch ends with this chunk, which is empty."""
+    """Return the empty chunk that ends an epoch."""
     epoch, chunk = key
     return DrawnBatches(epoch, chunk, True, (), ())
 
@@ -472,14 +477,15 @@ class _Chunk:
 
 
 class DrawnChunks:
-    """Chunks of worker (0,0)'s draws, for `askers` other workers.
+    """Batches that worker (0,0) drew from the script's sampler.
 
-    A chunk is kept until all have it. Worker (0,0) draws one epoch after the other. If its group has restarted, its
-    first draw is for the epoch that it was in. Earlier epochs are over, and a request for one of them gets the reply
-    that nothing of it is left.
+    They are for `askers` other workers. A chunk is kept until all of them have it.
 
-    keeps: a worker may restart alone, in the epoch in which it had its last batch, and request that epoch once more. No
-    worker requests an epoch that all have left by more than one.
+    Worker (0,0) draws epoch after epoch. After a restart of its group it first draws the epoch that it was in. Earlier
+    epochs are over, so a worker that requests them gets an empty chunk.
+
+    keeps: a worker may restart alone, in the epoch in which it last had a batch, and request that epoch again. An epoch
+    that all workers have passed by more than one is not requested again.
     """
 
     def __init__(self, askers: int, keeps: bool = False) -> None:
@@ -490,7 +496,11 @@ class DrawnChunks:
         self._drawn = 0
 
     def put(self, put: DrawnBatches) -> Replies:
-        """Store a chunk and reply to waiting workers. Raises ProtocolError."""
+        """Store a chunk, and reply to the workers that wait for it.
+
+        Raises:
+            ProtocolError: the chunk differs from an earlier one.
+        """
         key = (put.epoch, put.chunk)
         chunk = self._chunk(key)
         if chunk.put not in (None, put):
@@ -504,11 +514,11 @@ class DrawnChunks:
         if self._first is None:
             self._first = put.epoch
             for each in [each for each in self._chunks if each[0] < put.epoch]:
-                over += [(who, _nothing_of(each)) for who in self._chunks.pop(each).held]
+                over += [(worker, _nothing_of(each)) for worker in self._chunks.pop(each).held]
         return over + self._serve(key)
 
     def ask(self, sender: Address, ask: DrawRequest) -> Replies:
-        """Answer with the chunk, at once or when it is there."""
+        """Reply with the chunk, at once or when it is there."""
         key = (ask.epoch, ask.chunk)
         if self._first is not None and ask.epoch < self._first:
             return [(sender, _nothing_of(key))]
@@ -517,11 +527,11 @@ class DrawnChunks:
             held.append(sender)
         self._newest[sender] = max(ask.epoch, self._newest.get(sender, 0))
         if self._keeps and len(self._newest) == self._askers:
-            self._forget(min(self._newest.values()) - 1)
+            self._drop_before(min(self._newest.values()) - 1)
         return self._serve(key)
 
-    def _forget(self, epoch: int) -> None:
-        """No worker asks for chunks before this epoch."""
+    def _drop_before(self, epoch: int) -> None:
+        """Drop the chunks of all epochs before this one, which no worker requests again."""
         for key in [key for key in self._chunks if key[0] < epoch]:
             put = self._chunks.pop(key).put
             self._drawn -= 0 if put is None else _numbers(put)
@@ -538,7 +548,7 @@ class DrawnChunks:
         chunk = self._chunks[key]
         if chunk.put is None:
             return []
-        replies: Replies = [(who, chunk.put) for who in chunk.held]
+        replies: Replies = [(worker, chunk.put) for worker in chunk.held]
         chunk.fetched.update(chunk.held)
         chunk.held.clear()
         if len(chunk.fetched) >= self._askers and not self._keeps:

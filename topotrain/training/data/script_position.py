@@ -18,6 +18,10 @@ class ScriptPosition(ResumeRecorder):
         """Steps that this worker had taken before this process began."""
 
     @abstractmethod
+    def remaining(self, count: int) -> range:
+        """The epochs of `range(count)` that the script's next loop has; the loop does not begin."""
+
+    @abstractmethod
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs of `range(count)` that are left."""
 

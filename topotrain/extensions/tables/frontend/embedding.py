@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError
 from topotrain.extensions.tables.frontend.table_export import read_parts
-from topotrain.extensions.tables.frontend.table_registry import TableBackend, TableOptimizer, keeping
-from topotrain.extensions.tables.row_optimizers import check_rule, rule_text
+from topotrain.extensions.tables.frontend.table_registry import TableBackend, TableOptimizer, tables_of
+from topotrain.extensions.tables.row_optimizers import check_optimizer, optimizer_text
 from topotrain.extensions.tables.table_spec import TableSpec
 from topotrain.training import context as process
 from topotrain.training.parameters.row_module import RowModule
@@ -65,11 +65,11 @@ class Embedding(RowModule):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.dtype = dtype
         self.optimizer = optimizer
-        self._kept: TableBackend | None = None if process.planning() else keeping(process.current())
+        self._kept: TableBackend | None = None if process.planning() else tables_of(process.current())
         self.name = name or f"embedding{0 if self._kept is None else self._kept.next_number()}"
         if "/" in self.name or self.name.startswith("."):
             raise ConfigError("tt.Embedding name", name, "must be a valid name of a folder")
-        self._rule = TableOptimizer(partial(rule_text, optimizer, cls=type(optimizer)))
+        self._rule = TableOptimizer(partial(optimizer_text, optimizer, cls=type(optimizer)))
         self.spec = TableSpec(
             self.name,
             -1 if num_embeddings is None else num_embeddings,
@@ -80,7 +80,7 @@ class Embedding(RowModule):
             init,
             seed,
         )
-        check_rule(self.spec, self._rule.text)
+        check_optimizer(self.spec, self._rule.text)
         self._pulled: list[tuple[torch.Tensor, torch.Tensor]] = []  # unique ids, and their rows, of each forward
         here = process.current()
         if here is not None and here.worker is not None:
@@ -110,6 +110,7 @@ class Embedding(RowModule):
             raise ValueError(f"{self.name}: id {wrong} must be >= 0{most}")
         rows = self._keeping.pull(self.name, unique)
         if torch.is_grad_enabled() and self.training:
+            # A leaf of the graph: autograd leaves the gradient of the rows in its `grad`.
             rows = rows.detach().requires_grad_()
             self._pulled.append((unique, rows))
         return nn.functional.embedding(places, rows)
@@ -121,8 +122,8 @@ class Embedding(RowModule):
         return self._kept
 
     def follow(self, optimizer: Optimizer) -> None:
-        """In an ordinary process: `optimizer.step()` moves the rows, too, and `zero_grad()` forgets their gradients."""
-        forget_with(optimizer, [self])
+        """See `RowModule`."""
+        clear_with(optimizer, [self])
         optimizer.register_step_post_hook(lambda *_: self.push(0))
 
     def forget(self) -> None:
@@ -137,6 +138,7 @@ class Embedding(RowModule):
         parts = [(ids, rows.grad) for ids, rows in self._pulled if rows.grad is not None]
         if not parts:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, self.embedding_dim, dtype=self.dtype)
+        # The ids of one forward are sorted and unique.
         if len(parts) == 1:
             return parts[0]
         ids, places = torch.unique(torch.cat([ids for ids, _ in parts]), return_inverse=True)
@@ -145,7 +147,7 @@ class Embedding(RowModule):
 
     def push(self, step: int) -> None:
         """Push the gradient as this worker's part of a step."""
-        self._rule.tell(self._keeping, [self.name])
+        self._rule.send_changes(self._keeping, [self.name])
         self._keeping.push_step(self.name, *self.gradient(), step)
         self.forget()
 
@@ -170,7 +172,7 @@ class Embedding(RowModule):
         if self._keeping.rank == 0:
             for ids, rows in read_parts(Path(folder), self.embedding_dim):
                 self._check_loaded(folder, ids)
-                self._keeping.give(self.name, *ordered(ids, rows.to(self.dtype)))
+                self._keeping.assign(self.name, *ordered(ids, rows.to(self.dtype)))
         self._keeping.barrier()
 
     def _check_loaded(self, folder: str | Path, ids: torch.Tensor) -> None:
@@ -202,8 +204,9 @@ class _Settings:
         self._group.update(state)
 
 
-def forget_with(optimizer: Optimizer, tables: Sequence[Embedding]) -> None:
+def clear_with(optimizer: Optimizer, tables: Sequence[Embedding]) -> None:
     """Make `optimizer.zero_grad()` also drop the gradients of rows."""
+    # torch has no hook for zero_grad.
     clear: Callable[..., None] = optimizer.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:

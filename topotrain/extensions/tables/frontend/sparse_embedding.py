@@ -6,7 +6,7 @@ weight elsewhere must call `state_dict()`, which pulls all rows.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import StepEnd
-from topotrain.extensions.tables.frontend.embedding import Embedding, forget_with
-from topotrain.extensions.tables.frontend.table_registry import TableOptimizer, keeping
-from topotrain.extensions.tables.row_optimizers import check_rule, rule_text
+from topotrain.extensions.tables.frontend.embedding import Embedding, clear_with
+from topotrain.extensions.tables.frontend.table_registry import TableOptimizer, tables_of
+from topotrain.extensions.tables.row_optimizers import check_optimizer, optimizer_text
 from topotrain.extensions.tables.table_spec import TableSpec
 from topotrain.training.context import Context
 from topotrain.training.worker import Worker
@@ -49,8 +49,10 @@ class SparseWeight:
         """Return the description of the table for the servers."""
         rows, width = self.weight.shape
         kind = str(self.weight.dtype).removeprefix("torch.")
-        spec = TableSpec(self.table, rows, width, kind, "step", rule_text(optimizer, self.group), "given", dense=False)
-        check_rule(spec, spec.optimizer)
+        spec = TableSpec(
+            self.table, rows, width, kind, "step", optimizer_text(optimizer, self.group), "given", dense=False
+        )
+        check_optimizer(spec, spec.optimizer)
         return spec
 
 
@@ -72,7 +74,7 @@ def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
             entry.names.append(f"{name}.weight".lstrip(".").replace("_orig_mod.", ""))
             entry.modules.append(module)
     for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             entry_of = found.get(id(parameter))
             if entry_of is not None and module not in entry_of.modules:
                 raise ConfigError(
@@ -84,14 +86,11 @@ def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
     for key, entry in found.items():
         if key not in groups:
             raise ConfigError("optimizer", entry.table, "must be in a parameter group, or have requires_grad=False")
-        entry.group = groups[key]
-    return list(found.values())
+    return [replace(entry, group=groups[key]) for key, entry in found.items()]
 
 
 class RowPaths(WorkerExtension):
-    """Pushes and pulls rows of one worker.
-
-    They are rows of its sparse weights and of its `tt.Embedding`s.
+    """The rows of one worker's sparse weights and `tt.Embedding`s.
 
     Raises:
         ConfigError: the job's layout does not support tables, or a table is not part of the model.
@@ -113,16 +112,16 @@ class RowPaths(WorkerExtension):
                 raise ConfigError(
                     f"cluster.{name}", getattr(here.place.job.cluster, name), "must be 1 with tables or sparse weights"
                 )
-        self._kept = kept = keeping(here)
-        here.tables.rows = self
+        self._kept = kept = tables_of(here)
         for entry in weights:
             spec = entry.spec(optimizer)
-            self._rules[entry.table] = TableOptimizer(partial(rule_text, optimizer, entry.group, type(optimizer)))
+            self._rules[entry.table] = TableOptimizer(partial(optimizer_text, optimizer, entry.group, type(optimizer)))
             kept.open(spec)
             optimizer.state.pop(entry.weight, None)  # the servers keep the state by rows
             if kept.rank == 0:
+                # In chunks: a copy of the whole weight may not fit into memory.
                 for lo, hi in _chunks(entry.weight):
-                    kept.give(entry.table, torch.arange(lo, hi), entry.weight.detach()[lo:hi].cpu())
+                    kept.assign(entry.table, torch.arange(lo, hi), entry.weight.detach()[lo:hi].cpu())
             for module in entry.modules:
                 self._watch(module, entry)
         if weights:
@@ -146,11 +145,11 @@ class RowPaths(WorkerExtension):
         for hook in self._hooks:
             hook.remove()
 
-    def follow(self, worker: Worker) -> None:
+    def attach(self, worker: Worker) -> None:
         """Push rows with the steps of the worker."""
         if self._weights or self._tables:
             worker.attach(self)
-            forget_with(worker.optimizer, self._tables)
+            clear_with(worker.optimizer, self._tables)
 
     def before_commit(self, step: int, end: StepEnd) -> None:
         """Push the gradients of rows, as this worker's part of a step."""
@@ -159,7 +158,7 @@ class RowPaths(WorkerExtension):
         for table in self._tables:
             table.push(step)
         for entry in self._weights:
-            self._rules[entry.table].tell(self._kept, [entry.table])
+            self._rules[entry.table].send_changes(self._kept, [entry.table])
             self._kept.push_step(entry.table, *_rows(entry), step)
 
     def fetch(self) -> None:
@@ -184,6 +183,7 @@ def _rows(entry: SparseWeight) -> tuple[torch.Tensor, torch.Tensor]:
         raise RuntimeError(
             f"parameter {entry.table} of an Embedding(sparse=True) has a dense gradient: other code uses it, too"
         )
+    # Before it is coalesced, a gradient may name a row several times.
     gradient = gradient.coalesce().cpu()
     return gradient.indices()[0].clone(), gradient.values().clone()
 

@@ -47,6 +47,7 @@ def _write(folder: Path, rows: Iterable[tuple[torch.Tensor, torch.Tensor]], desc
         save_tensors({"ids": ids, "values": values}, temporary / names[-1], {"format": "pt"})
         count += len(ids)
     write_text(temporary / "index.json", json.dumps({**described, "count": count, "parts": names}, indent=2) + "\n")
+    # os.replace refuses a folder that is not empty.
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
     return count

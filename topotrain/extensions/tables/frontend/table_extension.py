@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from topotrain.extensions.tables.frontend.sparse_embedding import RowPaths, SparseWeight, find_sparse
-from topotrain.extensions.tables.frontend.table_finish import bring_home, say_goodbye
+from topotrain.extensions.tables.frontend.table_finish import export_tables, stop_pushing
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.worker import Worker
 
@@ -19,28 +19,22 @@ class TableExtension(PrepareExtension):
         self._rows: RowPaths | None = None
 
     def set_aside(self, here: Context, request: PrepareRequest) -> Sequence[nn.Parameter]:
-        """As `PrepareExtension` has it."""
         self._sparse = find_sparse(request.model, request.optimizer)
         return [entry.weight for entry in self._sparse]
 
     def connected(self, here: Context, request: PrepareRequest) -> None:
-        """As `PrepareExtension` has it."""
         self._rows = RowPaths(here, request.model, self._sparse, request.optimizer)
 
     def attach(self, here: Context, worker: Worker) -> None:
-        """As `PrepareExtension` has it."""
         if self._rows is not None:
-            self._rows.follow(worker)
+            self._rows.attach(worker)
 
     def stop_pushing(self, here: Context) -> None:
-        """As `PrepareExtension` has it."""
-        say_goodbye(here)
+        stop_pushing(here)
 
     def export(self, here: Context) -> dict[str, torch.Tensor]:
-        """As `PrepareExtension` has it."""
-        return bring_home(here)
+        return export_tables(here, self._rows)
 
     def close(self, here: Context) -> None:
-        """As `PrepareExtension` has it."""
-        if here.tables is not None and here.tables.rows is not None:
-            here.tables.rows.release()
+        if self._rows is not None:
+            self._rows.release()

@@ -1,4 +1,4 @@
-"""The end of tables in a job: the last pushes, and the rows for worker (0,0).
+"""The tables at the end of a job: the last pushes, and the rows for worker (0,0).
 
 Worker (0,0) pulls rows in batches. It never holds a whole table that is only on the servers.
 """
@@ -15,16 +15,16 @@ from topotrain.extensions.tables.frontend.table_registry import JobTables
 from topotrain.training.context import Context
 
 
-def say_goodbye(here: Context) -> None:
+def stop_pushing(here: Context) -> None:
     """Announce that this worker pushes nothing more.
 
     It does so before it finishes, so that no worker waits for it in vain.
     """
     if here.tables is not None:
-        here.tables.door.close()
+        here.tables.client.close()
 
 
-def bring_home(here: Context) -> dict[str, torch.Tensor]:
+def export_tables(here: Context, rows: RowPaths | None) -> dict[str, torch.Tensor]:
     """Write the tables of the servers to files on worker (0,0), after all workers.
 
     Returns the complete weights with sparse gradients, by name.
@@ -32,13 +32,13 @@ def bring_home(here: Context) -> dict[str, torch.Tensor]:
     tables: JobTables | None = here.tables
     if tables is None:
         return {}
-    tables.door.barrier(last=True)
+    # No worker pushes after this barrier, so the rows are final.
+    tables.client.barrier(last=True)
     if not here.is_main:
         return {}
     for spec in tables.specs:
         for held in tables.stats(spec.name):
             here.emit(Tabled(held["server"], spec.name, held["rows"], held["bytes"]))
-    rows: RowPaths | None = tables.rows
     if rows is None:
         return {}
     rows.fetch()

@@ -9,7 +9,7 @@ import torch
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Unrepeatable
 from topotrain.extensions.elastic.eligibility import TABLES
-from topotrain.extensions.tables.row_optimizers import RowOptimizer, make_rule
+from topotrain.extensions.tables.row_optimizers import RowOptimizer, make_optimizer
 from topotrain.extensions.tables.row_storage import RowStorage
 from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_spec import TableSpec
@@ -45,11 +45,11 @@ class TableBackend(Protocol):
         """Create a table."""
         ...
 
-    def rule(self, name: str, text: str) -> None:
+    def set_optimizer(self, name: str, text: str) -> None:
         """Set the optimizer from the next push on."""
         ...
 
-    def give(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def assign(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Set rows to these values."""
         ...
 
@@ -83,7 +83,7 @@ class TableBackend(Protocol):
 
 
 class LocalTables:
-    """Tables in this process, for one worker."""
+    """The `TableBackend` of an ordinary process: its tables are in the process."""
 
     rank, workers, import_module = 0, 1, ""
     _numbers = count()  # of the process, since each table has a `LocalTables` of its own
@@ -92,29 +92,25 @@ class LocalTables:
         self._tables: dict[str, tuple[RowStorage, RowOptimizer | None]] = {}
 
     def next_number(self) -> int:
-        """See `TableBackend`."""
         return next(self._numbers)
 
     def open(self, spec: TableSpec) -> None:
-        """See `TableBackend`."""
         rows = RowStorage(spec, 0, 1)
-        self._tables[spec.name] = rows, make_rule(rows, spec.optimizer) if spec.optimizer else None
+        self._tables[spec.name] = rows, make_optimizer(rows, spec.optimizer) if spec.optimizer else None
 
-    def rule(self, name: str, text: str) -> None:
-        """See `TableBackend`."""
+    def set_optimizer(self, name: str, text: str) -> None:
         rows, rule = self._tables[name]
         if rule is None or not rule.set(text):
-            self._tables[name] = rows, make_rule(rows, text)
+            self._tables[name] = rows, make_optimizer(rows, text)
 
-    def give(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `TableBackend`."""
-        self._tables[name][0].give(ids.numpy(), rows)
+    def assign(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        self._tables[name][0].assign(ids.numpy(), rows)
 
     def push(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `TableBackend`."""
         held, rule = self._tables[name]
         slots = held.slots(ids.numpy())
         if rule is not None:
+            # The optimizer works in place, and the rows are the caller's.
             rule.apply(slots, rows.clone())
         elif held.spec.mode == "sync":
             held.scatter(slots, rows)
@@ -122,20 +118,16 @@ class LocalTables:
             held.scatter(slots, held.gather(slots).add_(rows))
 
     def push_step(self, name: str, ids: torch.Tensor, rows: torch.Tensor, step: int) -> None:
-        """See `TableBackend`."""
         self.push(name, ids, rows)
 
     def pull(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """See `TableBackend`."""
         held, _ = self._tables[name]
         return held.gather(held.slots(ids.numpy()))
 
     def pull_all(self, wanted: list[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """See `TableBackend`."""
         return [self.pull(name, ids) for name, ids in wanted]
 
     def touched(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See `TableBackend`."""
         held, _ = self._tables[name]
         found, many = torch.from_numpy(held.ids()), held.spec.part_rows
         for at in range(0, len(found), many):
@@ -143,7 +135,6 @@ class LocalTables:
             yield ids, self.pull(name, ids)
 
     def stats(self, name: str) -> list[dict[str, Any]]:
-        """See `TableBackend`."""
         held, rule = self._tables[name]
         state = 0 if rule is None else rule.state_bytes
         return [{"server": "here", "rows": held.count, "bytes": held.value_bytes + state + held.index_bytes}]
@@ -153,7 +144,7 @@ class LocalTables:
 
 
 class JobTables:
-    """Tables on the servers of a job, for one worker.
+    """The `TableBackend` of a worker of a job: its tables are on the servers.
 
     Raises:
         ConfigError: the job has backup workers, or a layout without tables.
@@ -164,30 +155,25 @@ class JobTables:
         if place.job.cluster.backup:
             accepted = "must be 0 for a job with tables or sparse weights: rows are pushed by all workers of a step"
             raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
-        self.door = TableClient(here.connect().exchange, place.topology, place.job)
+        self.client = TableClient(here.connect().exchange, place.topology, place.job)
         self.specs: list[TableSpec] = []
-        self.rows: Any = None  # sparse_embedding.RowPaths, once a model is prepared that has tables
         self._here = here
         self._numbers = 0
 
     @property
     def rank(self) -> int:
-        """See `TableBackend`."""
         return self._here.number
 
     @property
     def workers(self) -> int:
-        """See `TableBackend`."""
         topology = self._here.place.topology
         return topology.worker_groups * topology.workers_per_group
 
     @property
     def import_module(self) -> str:
-        """See `TableBackend`."""
         return self._here.place.job.import_
 
     def next_number(self) -> int:
-        """See `TableBackend`."""
         self._numbers += 1
         return self._numbers - 1
 
@@ -199,72 +185,64 @@ class JobTables:
         """
         if any(known.name == spec.name for known in self.specs):
             raise ConfigError("table.name", spec.name, "is in use already; every table of a job needs its own name")
-        self.door.open(spec)
+        self.client.open(spec)
         self.specs.append(spec)
 
-    def rule(self, name: str, text: str) -> None:
-        """See `TableBackend`."""
-        self.door.set_optimizer(name, text)
+    def set_optimizer(self, name: str, text: str) -> None:
+        self.client.set_optimizer(name, text)
 
-    def give(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `TableBackend`."""
-        self.door.give(name, ids, rows)
+    def assign(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        self.client.assign(name, ids, rows)
 
     def push(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `TableBackend`."""
-        self.door.push(name, ids, rows)
+        self.client.push(name, ids, rows)
 
     def push_step(self, name: str, ids: torch.Tensor, rows: torch.Tensor, step: int) -> None:
         """See `TableBackend`. The client knows the worker's next step."""
-        self.door.push(name, ids, rows)
+        self.client.push(name, ids, rows)
 
     def pull(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """See `TableBackend`."""
-        return self.door.pull(name, ids)
+        return self.client.pull(name, ids)
 
     def pull_all(self, wanted: list[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """See `TableBackend`."""
-        asked = [self.door.pull_async(name, ids) for name, ids in wanted]
-        return [self.door.wait(pull) for pull in asked]
+        asked = [self.client.pull_async(name, ids) for name, ids in wanted]
+        return [self.client.wait(pull) for pull in asked]
 
     def touched(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See `TableBackend`."""
-        for ids in self.door.touched(name):
-            yield ids, self.door.pull(name, ids)
+        for ids in self.client.touched(name):
+            yield ids, self.client.pull(name, ids)
 
     def stats(self, name: str) -> list[dict[str, Any]]:
-        """See `TableBackend`."""
         return [
             {"server": str(server), "rows": size.rows, "bytes": size.value_bytes + size.state_bytes + size.index_bytes}
-            for server, size in zip(self._here.connect().exchange.channel.servers, self.door.stats(name), strict=True)
+            for server, size in zip(self._here.connect().exchange.channel.servers, self.client.stats(name), strict=True)
         ]
 
     def barrier(self) -> None:
-        """See `TableBackend`."""
-        self.door.barrier()
+        self.client.barrier()
 
 
 class TableOptimizer:
     """The optimizer of tables as the servers know it.
 
     Args:
-        read: returns the optimizer's present text (`row_optimizers.rule_text`).
+        read: returns the optimizer's present text (`row_optimizers.optimizer_text`).
     """
 
     def __init__(self, read: Callable[[], str]) -> None:
         self._read = read
         self.text = read()
 
-    def tell(self, kept: TableBackend, tables: Iterable[str]) -> None:
+    def send_changes(self, kept: TableBackend, tables: Iterable[str]) -> None:
         """Send changed settings of the optimizer to these tables before a push."""
         text = self._read()
         if text != self.text:
             self.text = text
             for name in tables:
-                kept.rule(name, text)
+                kept.set_optimizer(name, text)
 
 
-def keeping(here: Context | None) -> TableBackend:
+def tables_of(here: Context | None) -> TableBackend:
     """Return the tables of this process."""
     if here is None:
         return LocalTables()

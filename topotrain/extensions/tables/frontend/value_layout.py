@@ -48,6 +48,7 @@ class ValueLayout:
         padded = self.each * self.width
         if padded != flat.shape[1]:
             flat = torch.nn.functional.pad(flat, (0, padded - flat.shape[1]))
+        # Rows are sent later, so they must not share memory with the value.
         elif flat.data_ptr() == values.data_ptr():
             flat = flat.clone(memory_format=torch.contiguous_format)
         return flat.reshape(-1, self.width)
