@@ -45,8 +45,8 @@ MEMORY = 500_000
 """Bytes by which the memory of a process may grow between two quarters of its life.
 
 For the report the launcher keeps up to 2048 points of each worker's loss, which are 230 kB, and less than 1 kB for each
-death. CPython keeps up to 2000 freed tuples of each length. The limit is the same for all lengths of a run, so a longer run
-finds a smaller leak: one of 4000 epochs finds 250 bytes in each epoch.
+death. CPython keeps up to 2000 freed tuples of each length. The limit is the same for all lengths of a run, so a longer
+run finds a smaller leak: one of 4000 epochs finds 250 bytes in each epoch.
 """
 FILES = 200_000
 """The same of the workspace and its logs: a line for each death."""

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topotrain.config.sharding import Parameter, cut
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import NO_REVISION, BackwardEnd, Commit, GradientOverride, Push, bits_to_int, int_to_bits
 from topotrain.core.server.gradients.backward_means import ReturnedMeans
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings, StepError
-from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 
 SIZE = 100
 
@@ -30,8 +30,8 @@ def parts_of(workers, seed=0, weights=None):
 
 def mean_of(parts, tree, divide=True):
     out = torch.full((SIZE,), float("nan"))
-    scratch = {}
-    canonical_mean(parts, tree, out, lambda k: scratch.setdefault(k, torch.empty(SIZE)), divide)
+    scratch = ScratchBuffers()
+    canonical_mean(parts, tree, out, scratch, divide)
     return out
 
 
@@ -104,7 +104,7 @@ def test_bitmaps_travel(raw, extra):
 
 
 def buffers(slice_map):
-    return GroupBuffers(FlatBuffers(slice_map, 0, lambda numel, dtype: torch.zeros(numel, dtype=dtype)), 0)
+    return GroupBuffers(FlatBuffers(slice_map, 0, PrivateMemory()), 0)
 
 
 class Group:

@@ -12,7 +12,7 @@ from topotrain.config.sharding import cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.client.client_context import StepOutcome
 from topotrain.core.events import Notice
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import NO_REVISION, Commit, Push, StepVote
 from topotrain.core.server.consistency import SHOWS, DecisionLog
 from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings, StepError
@@ -116,7 +116,7 @@ def test_values_are_shown_between_two_decisions():
 
 def staging(workers: int, divide: bool = True) -> QuorumPushes:
     slices = cut(parameters(4), 1, 1)
-    buffers = GroupBuffers(FlatBuffers(slices, 0, lambda numel, dtype: torch.zeros(numel, dtype=dtype)), 0)
+    buffers = GroupBuffers(FlatBuffers(slices, 0, PrivateMemory()), 0)
     tree = layout(Cluster(nworkers_per_group=workers)).sum_tree(0)
     return QuorumPushes(SourceSettings(workers, tree, slices.buckets, buffers, divide=divide, checked=True))
 

@@ -50,7 +50,7 @@ def per_bucket(buckets: Sequence[Bucket], bits: int) -> list[tuple[Bucket, int]]
 
 
 def per_piece(buckets: Sequence[Bucket], found: Mapping[int, int]) -> int:
-    """Bitmaps by the place of a bucket as one bitmap over the pieces of all: the inverse of `per_bucket`."""
+    """One bitmap over the pieces of all buckets: the inverse of `per_bucket`."""
     bits = shift = 0
     for at, bucket in enumerate(buckets):
         bits |= found.get(at, 0) << shift

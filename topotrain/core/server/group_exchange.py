@@ -1,21 +1,21 @@
-"""What one server exchanges with the same shard of other server groups, from their common start to the final values."""
+"""The exchange of one server with the same shard of other server groups.
 
-from collections.abc import Callable, Sequence
+It lasts from their common start to the final values.
+"""
+
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from topotrain.config.job import Agreement
-from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema
 from topotrain.core.server.component_state import State
 from topotrain.core.server.group_sync import Distance, GroupMessages
+from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server_context import Out, ServerContext
-
-View = Callable[[Bucket], torch.Tensor]
 
 _MOST_ASKS = 64
 
@@ -54,30 +54,29 @@ class Shutdown:
         self.done = False
         """Whether no message is left to be sent or received here."""
 
-    def drained(self, buckets: Sequence[Bucket], view: View) -> Out:
+    def drained(self, shard: ParameterShard) -> Out:
         """This server has applied its last update and is drained."""
         if self._me.group in self._drained:
-            return self._advance(buckets, view)
+            return self._advance(shard)
         self._drained.add(self._me.group)
         others = sorted(self._groups - {self._me.group})
         out: Out = [(Address(Role.SERVER, group, self._me.index), m.Drained()) for group in others]
-        return out + self._advance(buckets, view)
+        return out + self._advance(shard)
 
-    def take(
-        self, sender: Address, message: m.Message, body: torch.Tensor | None, buckets: Sequence[Bucket], view: View
-    ) -> Out:
+    def take(self, sender: Address, message: m.Message, body: torch.Tensor | None, shard: ParameterShard) -> Out:
         """Handle Drained, FinalValue, FinalRequest, ModelBufferValue or BufferRequest."""
         if isinstance(message, m.Drained):
             self._drained.add(sender.group)
         elif isinstance(message, m.FinalValue) and body is not None:
-            self._keep_final(sender.group, message.bucket, body, buckets, view)
+            self._keep_final(sender.group, message.bucket, body, shard)
         elif isinstance(message, m.ModelBufferValue):
             self._keep_buffer(message, body)
         else:
+            # Only a faulty worker asks so often; its requests must not fill the memory.
             if len(self._asks) >= _MOST_ASKS:
                 raise m.ProtocolError(f"{sender}: more than {_MOST_ASKS} requests for final values are held")
             self._asks.append((sender, message))
-        return self._advance(buckets, view)
+        return self._advance(shard)
 
     def expect_buffers(self, count: int) -> None:
         """Set the number of the model's buffers."""
@@ -117,23 +116,25 @@ class Shutdown:
             self._buffers[(message.group, message.index)] = body
             self._buffers_here.add((message.group, message.index))
 
-    def _keep_final(self, group: int, number: int, body: torch.Tensor, buckets: Sequence[Bucket], view: View) -> None:
-        bucket = buckets[number - buckets[0].id]
+    def _keep_final(self, group: int, number: int, body: torch.Tensor, shard: ParameterShard) -> None:
+        bucket = shard.buckets[number - shard.buckets[0].id]
         if self._ring:
+            # The body is a view of a receive buffer.
             self._finals[(group, number)] = body.clone()
         elif (group, number) not in self._finals:
-            view(bucket).copy_(body)
+            shard.values(bucket.id).copy_(body)
             self._finals[(group, number)] = None
 
-    def _advance(self, buckets: Sequence[Bucket], view: View) -> Out:
+    def _advance(self, shard: ParameterShard) -> Out:
         out: Out = []
         if self._drained == self._groups and not self._handed_on:
             self._handed_on = True
-            out += self._hand_on(buckets, view)
+            out += self._hand_on(shard)
         if self._handed_on and self._me.group == 0 and not self._final:
-            self._final = self._complete(buckets, view)
+            self._final = self._complete(shard)
+        # A copy, because answered requests are removed on the way.
         for sender, ask in list(self._asks):
-            answer = self._answer(sender, ask, buckets, view)
+            answer = self._answer(sender, ask, shard)
             if answer is not None:
                 self._asks.remove((sender, ask))
                 self._answered.add(type(ask))
@@ -147,33 +148,34 @@ class Shutdown:
         wanted = {m.FinalRequest, m.BufferRequest} if self._me.index == 0 else {m.FinalRequest}
         return wanted <= self._answered
 
-    def _hand_on(self, buckets: Sequence[Bucket], view: View) -> Out:
+    def _hand_on(self, shard: ParameterShard) -> Out:
         if self._me.group == 0:
             return []
         home = Address(Role.SERVER, 0, self._me.index)
-        mine = [b for b in buckets if self._ring or b.master == self._me.group]
-        return [(home, m.FinalValue(b.id, body=view(b))) for b in mine] if len(self._groups) > 1 else []
+        mine = [b for b in shard.buckets if self._ring or b.master == self._me.group]
+        return [(home, m.FinalValue(b.id, body=shard.values(b.id))) for b in mine] if len(self._groups) > 1 else []
 
-    def _complete(self, buckets: Sequence[Bucket], view: View) -> bool:
+    def _complete(self, shard: ParameterShard) -> bool:
         others = sorted(self._groups - {0})
         if not self._ring:
-            return all((b.master, b.id) in self._finals for b in buckets if b.master != 0)
-        if not all((group, b.id) in self._finals for b in buckets for group in others):
+            return all((b.master, b.id) in self._finals for b in shard.buckets if b.master != 0)
+        if not all((group, b.id) in self._finals for b in shard.buckets for group in others):
             return False
-        for bucket in buckets:
-            values = view(bucket)
+        for bucket in shard.buckets:
+            total = shard.values(bucket.id)
             for group in others:
                 theirs = self._finals[(group, bucket.id)]
                 assert theirs is not None
-                values.add_(theirs)
-            values.div_(len(self._groups))
+                total.add_(theirs)
+            total.div_(len(self._groups))
         return True
 
-    def _answer(self, to: Address, ask: m.Message, buckets: Sequence[Bucket], view: View) -> Out | None:
+    def _answer(self, to: Address, ask: m.Message, shard: ParameterShard) -> Out | None:
         if isinstance(ask, m.FinalRequest):
             if not self._final:
                 return None
-            return [(to, m.Values(ask.round, b.id, -1, body=view(b))) for b in buckets]
+            return [(to, m.Values(ask.round, b.id, -1, body=shard.values(b.id))) for b in shard.buckets]
+        # Groups that have left send no buffers.
         there = self._worker_groups - self._away
         wanted = [(group, index) for group in sorted(there) for index in range(self._buffers_each)]
         if not self._buffers_from >= there or not self._buffers_here.issuperset(wanted):
@@ -208,7 +210,7 @@ class Shutdown:
 
 
 class GroupExchange:
-    """One server's part in the agreement of the server groups, and in the end of the job.
+    """One server's part in group synchronization, and in the end of the job.
 
     Args:
         context: the parts of the server that all others use.
@@ -270,19 +272,25 @@ class GroupExchange:
         self._end()
 
     def _end(self) -> None:
-        """Once every worker group here has ended and every exchange is answered: hand on the final values."""
+        """Hand on the final values, once nothing more can change them.
+
+        That is when every worker group here has ended and every exchange is answered.
+        """
         if not self._groups.any_runs and self._state.known.agreement.drained():
-            self._queue.send_all(self._shutdown.drained(self._state.known.buckets, self._final_values))
+            self._queue.send_all(self._shutdown.drained(self._state.known))
 
     def close(self, sender: Address, message: Any) -> None:
-        """A message of the job's end (`Shutdown`). Raises ProtocolError for a buffer that the sender does not have."""
+        """Handle a message of the job's end (`Shutdown`).
+
+        Raises ProtocolError for a buffer that the sender does not have.
+        """
         model = self._state.known
         if isinstance(message, m.ModelBufferValue) and (
             message.group != sender.group or message.index >= len(model.schema.buffers)
         ):
             raise m.ProtocolError(f"{sender} sends buffer {message.index} of group {message.group}")
         body = model.body(message) if isinstance(message, m.FinalValue) else message.body
-        self._queue.send_all(self._shutdown.take(sender, message, body, model.buckets, self._final_values))
+        self._queue.send_all(self._shutdown.take(sender, message, body, model))
         if isinstance(message, m.ModelBufferValue) and message.index < 0:
             self.end_group(message.group)
 
@@ -290,9 +298,6 @@ class GroupExchange:
         """The workers of a group have left the job, or their scripts have ended."""
         for extension in self._hooks.group_over:
             self._queue.send_all(extension.group_over(group))
-
-    def _final_values(self, bucket: Bucket) -> torch.Tensor:
-        return self._state.known.values(bucket.id)
 
     def state_dict(self) -> State:
         """Return the state, see `component_state`."""

@@ -48,6 +48,7 @@ class PullReplies:
         job = state.job
         self._warms_up = job.warmup_steps if state.me.group == 0 else 0
         self._barrier = job.cluster.max_staleness == 0
+        self._shows_early = job.cluster.max_staleness is None and not makes_partial_steps(job)
         # In partial steps a worker may still read one moment when the others have made the next.
         self._apart = makes_partial_steps(job)
         self._copies: dict[int, tuple[int, torch.Tensor]] = {}  # bucket -> its values at a version
@@ -64,6 +65,7 @@ class PullReplies:
         self._streamed: dict[int, tuple[int, set[int]]] = {}  # group -> the step and buckets that it was sent early
         self._fixed: dict[int, int] = {}  # group -> the step of which `pulled` is the version already
         self._held: list[_Held] = []
+        self._applied: dict[int, Applied] = {}  # group -> the reply to its last step
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -78,20 +80,26 @@ class PullReplies:
         if message.round < before[0] or (message.round == before[0] and now != before):
             return  # said twice, and answered long ago: another moment's values would falsify the staleness
         self._check_held(worker)
+        # Remembered after the reply, too, because a transport may repeat the request.
         self._fetched[worker] = now
         self.asked.add(worker.group)
         self._held.append(_Held(worker, -1 - message.round, None, True))
 
     def reply(self, worker: Address, applied: Applied, fetch: bool) -> None:
         """A worker's step is applied; it wants values, too, with `fetch`."""
+        self._applied[worker.group] = applied
         self._held.append(_Held(worker, applied.step, applied, fetch))
 
-    def repeat(self, worker: Address, applied: Applied, fetch: bool) -> None:
-        """A worker commits again a step that is applied."""
-        # It gets values only if they are still those of that step.
+    def repeat(self, worker: Address, fetch: bool) -> bool:
+        """A worker commits the last step of its group again. False: no step of the group was applied."""
+        applied = self._applied.get(worker.group)
+        if applied is None:
+            return False
         self._check_held(worker)
+        # The worker gets values only if they are still those of that step.
         self.reply(worker, applied, fetch and (self._apart or self._shown.get(worker.group) == applied.step))
         self.release()
+        return True
 
     def _check_held(self, worker: Address) -> None:
         """Raise ProtocolError for a worker with too many requests."""
@@ -137,8 +145,14 @@ class PullReplies:
             return False
         return clocks.may_start(group)
 
-    def stream(self, model: ParameterShard, group: int, bucket: Bucket, step: int, version: int) -> None:
-        """Send a bucket that is new before the group's step is complete."""
+    def show_early(self, group: int, bucket: Bucket, version: int) -> None:
+        """Send a new bucket before the next one is computed, to a group that waits for no other group."""
+        if self._shows_early and self._state.common:
+            model = self._state.known
+            self._stream(model, group, bucket, model.staging[group].step, version)
+
+    def _stream(self, model: ParameterShard, group: int, bucket: Bucket, step: int, version: int) -> None:
+        # Values in shared memory must not change while a worker still computes with the old ones.
         if group in self._buffers and not self._lazy:
             return
         known, buckets = self._streamed.get(group, (-1, set()))
@@ -203,6 +217,7 @@ class PullReplies:
             return Values(number, bucket.id, version, body=self._copy(model, bucket, version))
         body = model.flats.view(VALUES if self._private else f"out {group}", bucket)
         if new and not self._private:
+            # A copy: other groups change the values while this one is served.
             body.copy_(model.values(bucket.id))
         return Values(number, bucket.id, version, body=body)
 
@@ -227,6 +242,7 @@ class PullReplies:
             return False
         self._shown[group] = held.round
         if self._fixed.get(group) != held.round:
+            # The staleness of the group's next gradient counts from here.
             self.pulled[group] = self._state.version
         return True
 
@@ -254,6 +270,7 @@ class PullReplies:
             "shown": self._shown,
             "streamed": self._streamed,
             "fixed": self._fixed,
+            "applied": self._applied,
             "held": [field_values(held) for held in self._held],
         }
 
@@ -262,4 +279,5 @@ class PullReplies:
         self._copies, self.pulled, self.asked = dict(state["copies"]), dict(state["pulled"]), set(state["asked"])
         self._fetched, self._shown, self._fixed = dict(state["fetched"]), dict(state["shown"]), dict(state["fixed"])
         self._streamed = {group: (step, set(buckets)) for group, (step, buckets) in state["streamed"].items()}
+        self._applied = dict(state["applied"])
         self._held = [_Held(*values) for values in state["held"]]

@@ -6,10 +6,10 @@ the host hands it messages (one at a time) and carries its answers, and a simula
 network.
 
 The parts of a server, in the order in which a message meets them: `startup` makes the model and starts it,
-`step_pipeline` takes gradients, decides on steps and carries them out, `pull_replies` holds replies until their groups
-may read, and `group_exchange` has the messages to other server groups. All of them use `server_context`. What differs
-between the frameworks is decided in `gradients`, `consistency`, `group_sync` and in the optimizer. Optional features
-are extensions (`server_extension`); a server knows none of them by name.
+`step_contributions` receives gradients and commits, `step_execution` decides on steps and carries them out,
+`pull_replies` holds replies until their groups may read, and `group_exchange` sends values to other server groups. All
+of them use `server_context`. The frameworks differ in `gradients`, `consistency`, `group_sync` and in the optimizer.
+Optional features are extensions (`server_extension`); a server knows none of them by name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ import torch
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
-from topotrain.core.model.schema import Allocate, FlatBuffers, parse_schema
+from topotrain.core.model.schema import BufferMemory
 from topotrain.core.model.shared_windows import buffers_of
 from topotrain.core.profiling.message_spans import handling
 from topotrain.core.profiling.spans import SILENT, Recorder
@@ -28,7 +28,6 @@ from topotrain.core.protocol import MessageValidator
 from topotrain.core.server.component_state import Component, State, load_states, states_of
 from topotrain.core.server.gradients.gradient_source import StepError
 from topotrain.core.server.group_exchange import GroupExchange, Shutdown
-from topotrain.core.server.group_sync import Distance
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server_context import (
@@ -42,7 +41,8 @@ from topotrain.core.server.server_context import (
 )
 from topotrain.core.server.server_extension import ExtensionHooks, ServerExtension
 from topotrain.core.server.startup import ModelStart, Startup
-from topotrain.core.server.step_pipeline import Decisions, StepPipeline
+from topotrain.core.server.step_contributions import HyperParameters, StepContributions
+from topotrain.core.server.step_execution import Decisions, StepExecution
 
 _BEFORE_MODEL = frozenset({m.SchemaPart, m.SharedBuffer, m.StepDecision, m.StepDecisionRequest})
 """Messages that are handled before the model is known; others are held until then.
@@ -63,7 +63,7 @@ class Server:
         me: this server's address.
         job: the job.
         topology: its layout.
-        allocate: allocate(numel, dtype) -> zeroed 1-D tensor for values and means, in memory that transports can share.
+        memory: for values and means; transports can share it.
         shared: transports share memory: what both workers and servers of a host need exists there only once.
         deliver: takes each answer as soon as there is one, so that it is on its way while the next is computed. None:
             `handle` returns the answers.
@@ -75,7 +75,7 @@ class Server:
         me: Address,
         job: Job,
         topology: Topology,
-        allocate: Allocate,
+        memory: BufferMemory,
         shared: bool = False,
         deliver: Deliver | None = None,
         start: StartPoint | None = None,
@@ -92,9 +92,11 @@ class Server:
         context = ServerContext(self.state, self.worker_groups, self.queue, self.hooks)
         self.exchange = GroupExchange(context, self.shutdown)
         self.replies = PullReplies(context, buffers_of(topology, me.group) if shared else {})
-        self.steps = StepPipeline(context, self.replies, self.exchange)
-        self.decisions = Decisions(context, self.steps)
-        self.startup = Startup(me, job, topology, allocate, shared, self.queue.send)
+        self.hyper = HyperParameters(self.state, self.groups)
+        self.contributions = StepContributions(context, self.hyper, self.replies)
+        self.steps = StepExecution(context, self.hyper, self.replies, self.exchange)
+        self.decisions = Decisions(context, self.contributions, self.steps)
+        self.startup = Startup(me, job, topology, memory, shared, self.queue.send)
         self.start = ModelStart(context, self.startup, self.replies, self.decisions, self.exchange)
         self._core_handlers = self._handlers = self._handled_here()
 
@@ -114,15 +116,17 @@ class Server:
     def record_spans(self, spans: Recorder) -> None:
         """Record from here on how long the server works at what."""
         self.spans = spans
-        self.steps.record_spans(spans)
+        self.contributions.record_spans(spans)
 
     # --- messages in -------------------------------------------------------------------------------------------------
 
     def handle(self, sender: Address, message: m.Message) -> Out:
-        """Handle one message; returns what to send, in order (nothing where `deliver` takes it).
+        """Handle one message, and return the answers in order.
+
+        The list is empty where `deliver` takes the answers.
 
         Raises:
-            ProtocolError: no correct peer sends this. It has changed nothing; what else there was to do is done.
+            ProtocolError: no correct peer sends this message. It has changed nothing. Messages that waited are handled.
         """
         self.validator.check(sender, message)
         self.queue.begin()
@@ -166,7 +170,7 @@ class Server:
             self.steps.fail(sender.group, str(error))
 
     def _handled_here(self) -> Mapping[type[m.Message], Handler]:
-        start, steps, decisions, exchange = self.start, self.steps, self.decisions, self.exchange
+        start, given, decisions, exchange = self.start, self.contributions, self.decisions, self.exchange
         handlers: dict[type[m.Message], Handler] = {
             m.SchemaPart: start.schema_part,
             m.SharedBuffer: start.shared_buffer,
@@ -175,13 +179,13 @@ class Server:
             m.StateRequest: start.optimizer_state,
             m.StatePart: start.optimizer_state,
             m.Fetch: self.replies.fetch,
-            m.Push: steps.push,
-            m.BackwardEnd: steps.backward_end,
-            m.GradientOverride: steps.override,
-            m.Commit: steps.commit,
-            m.StepRates: steps.rates,
-            m.LoopExited: steps.loop_exited,
-            m.AppliedBatchesRequest: steps.applied_batches,
+            m.Push: given.push,
+            m.BackwardEnd: given.backward_end,
+            m.GradientOverride: given.override,
+            m.Commit: given.commit,
+            m.StepRates: given.rates,
+            m.LoopExited: given.loop_exited,
+            m.AppliedBatchesRequest: self.steps.applied_batches,
             m.StepVote: decisions.vote,
             m.StepDecision: self._carry_out,
             m.StepDecisionRequest: decisions.repeat,
@@ -206,7 +210,7 @@ class Server:
     def _finish(self, sender: Address, message: m.Finish) -> None:
         self.worker_groups.finish(sender, message.steps)
         if self.state.known.staging[sender.group].waits:
-            self.steps.check_all_continue(sender.group)
+            self.contributions.check_all_continue(sender.group)
         for extension in self.hooks.on_finish:
             extension.on_finish(sender)
         if not self.worker_groups.runs(sender.group):
@@ -221,7 +225,7 @@ class Server:
             other.on_handled(extension)
         model = self.state.model
         if extension in self.hooks.may_stage and model is not None and sender.group in model.staging:
-            self.steps.try_stage(sender.group)
+            self.contributions.try_stage(sender.group)
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `transport.Endpoint.place`)."""
@@ -261,7 +265,10 @@ class Server:
         return self.queue.out
 
     def reconnected(self) -> Out:
-        """A connection was made anew: send again what is undecided, and ask for the decisions that were missed."""
+        """Send the undecided votes again, over a new connection.
+
+        The server also asks for the decisions that it has missed.
+        """
         self.queue.begin()
         for extension in self.hooks.on_reconnect:
             extension.on_reconnect()
@@ -272,7 +279,9 @@ class Server:
     # --- what extensions use ---------------------------------------------------------------------------------------
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """The workers of a group are gone: forget what they have sent, except for what is applied.
+        """Forget the messages of a group's workers, which are gone.
+
+        Applied steps stay.
 
         ended: all their scripts had ended. The group may use other servers.
         """
@@ -281,16 +290,17 @@ class Server:
         self.shutdown.forget(group, ended)
         if group in self.groups:
             self.start.reset(self.worker_groups.workers[group])
+            self.contributions.reset(group)
             self.steps.reset(group)
             self.replies.forget(group)
             self.decisions.reset(group)
             self.worker_groups.reset(group, ended)
 
     def reset_worker(self, worker: Address) -> None:
-        """Another process has the place of one worker, and its group has continued meanwhile."""
+        """Another process has replaced one worker, and its group has continued."""
         self.start.reset([worker])
         self.replies.forget_one(worker)
-        self.steps.reset_worker(worker)
+        self.contributions.reset_worker(worker)
         for extension in self.hooks.reset_worker:
             extension.reset_worker(worker)
 
@@ -300,21 +310,6 @@ class Server:
     def model(self) -> ParameterShard | None:
         """The model, once it is known."""
         return self.state.model
-
-    @property
-    def version(self) -> int:
-        """How often the values have changed."""
-        return self.state.version
-
-    @property
-    def samples(self) -> Mapping[Address, int]:
-        """Of each worker, how many of its samples are in the values; those of other server groups' workers are not."""
-        return self.steps.samples
-
-    @property
-    def distance(self) -> Distance:
-        """How far the other server groups were away, so far."""
-        return self.exchange.distance
 
     def has_finished(self, worker: Address) -> bool:
         """Whether the script of a worker of this server has ended."""
@@ -341,26 +336,23 @@ class Server:
     # --- a second copy -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State | None:
-        """Return the state between two messages, see `component_state`. None: not possible after this message."""
+        """Return the state between two messages, see `component_state`.
+
+        None: this is not possible after this message.
+        """
         parts = states_of(self._components)
         if parts is None or self.queue.pending:
             return None
         return {"schema": "" if self.model is None else self.model.schema.text(), "parts": parts}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict` of another copy of this server. Raises ProtocolError."""
+        """Restore the result of `state_dict` of another copy of this server.
+
+        Raises ProtocolError.
+        """
         if self.model is None and state["schema"]:
-            self.make_model(state["schema"])
+            self.start.make_model(state["schema"])
         load_states(self._components, state["parts"])
-
-    def make_model(self, schema: str) -> None:
-        """Make the model of another copy of this server from its description."""
-        self.state.open(self.startup.mold(parse_schema(schema), self.hooks))
-
-    @property
-    def buffers(self) -> FlatBuffers | None:
-        """The buffers of values and gradients, once the model is known."""
-        return None if self.model is None else self.model.flats
 
     @property
     def _components(self) -> dict[str, Component]:
@@ -370,6 +362,8 @@ class Server:
             "start": self.start,
             "groups": self.worker_groups,
             "replies": self.replies,
+            "hyper": self.hyper,
+            "contributions": self.contributions,
             "steps": self.steps,
             "decisions": self.decisions,
             "exchange": self.exchange,

@@ -1,4 +1,7 @@
-"""What the parts of one server share: the model, the worker groups, the messages to send, and the extensions."""
+"""The common context of one server's parts.
+
+It has the model, the worker groups, the messages to send, and the extensions.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +16,10 @@ from topotrain.core.server.server_extension import ExtensionHooks
 
 
 class StartPoint:
-    """Where a job starts: with the values of worker (0,0). A subclass starts with those of an earlier run."""
+    """The start of a job: with the values of worker (0,0).
+
+    A subclass starts with those of an earlier run.
+    """
 
     first_epoch = 0
     """All epochs before this one are read."""
@@ -37,7 +43,7 @@ class StartPoint:
 
 
 class ShardState:
-    """The model of one server as far as it is known, and how far the start of the job has come.
+    """The common state of a server's parts: the model, and the job's start.
 
     Args:
         me, job, topology: the server.
@@ -124,7 +130,7 @@ class WorkerGroups:
         self._finished[worker.group][worker.index] = steps
 
     def finished(self, group: int) -> Mapping[int, int]:
-        """The workers of a group whose scripts have ended, and the steps of each."""
+        """The workers of a group with ended scripts, and the steps of each."""
         return self._finished[group]
 
     def has_finished(self, worker: Address) -> bool:
@@ -181,7 +187,9 @@ class WorkerGroups:
         self.clocks.go_on(ours if ours.keys() == set(self.groups) else clocks)
 
     def start_together(self, clock: int, earlier: Mapping[int, int] | None) -> list[int]:
-        """Start all groups at the same clock, or where an earlier start of the job has left them.
+        """Start all groups at the same clock.
+
+        In a resumed job each starts where an earlier start of the job has left it.
 
         Returns:
             The groups that came back before, and join now.
@@ -255,8 +263,13 @@ class MessageQueue:
         for to, message in messages:
             self.send(to, message)
 
+    def send_each(self, receivers: Iterable[Address], message: Message) -> None:
+        """Send a message to several receivers."""
+        for to in receivers:
+            self.send(to, message)
+
     def handle_later(self, messages: Iterable[tuple[Address, Message]]) -> None:
-        """Have the server handle these (sender, message), which it could not handle when they came."""
+        """Handle these (sender, message) later: they came too early."""
         self.pending += messages
 
     def take(self) -> tuple[Address, Message]:
@@ -266,7 +279,7 @@ class MessageQueue:
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """What every part of a server is given."""
+    """The parts of a server that all its other parts use."""
 
     state: ShardState
     groups: WorkerGroups

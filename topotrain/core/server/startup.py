@@ -1,4 +1,7 @@
-"""From the first message to a common start: the model, its first values, and the same start for all server groups."""
+"""The start of the model, from the first message on.
+
+It has three steps: the model, its first values, and the same start for all server groups.
+"""
 
 from collections.abc import Callable, Collection, Iterable
 
@@ -7,14 +10,14 @@ from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model import shared_windows
-from topotrain.core.model.schema import Allocate, Schema, SchemaParts, difference, slice_map_for
+from topotrain.core.model.schema import BufferMemory, Schema, SchemaParts, difference, parse_schema, slice_map_for
 from topotrain.core.server.component_state import State
 from topotrain.core.server.group_exchange import GroupExchange
 from topotrain.core.server.parameter_shard import ParameterShard, ShardMemory, open_model
 from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server_context import ServerContext
 from topotrain.core.server.server_extension import ExtensionHooks
-from topotrain.core.server.step_pipeline import Decisions
+from topotrain.core.server.step_execution import Decisions
 
 
 class Startup:
@@ -24,7 +27,7 @@ class Startup:
     server of a group allocates the buffers and shows them to the others. A server makes its shard when they are here.
 
     Args:
-        me, job, topology, allocate, shared: as for `server.Server`.
+        me, job, topology, memory, shared: as for `server.Server`.
         send: send(to, message).
     """
 
@@ -33,11 +36,11 @@ class Startup:
         me: Address,
         job: Job,
         topology: Topology,
-        allocate: Allocate,
+        memory: BufferMemory,
         shared: bool,
         send: Callable[[Address, m.Message], None],
     ) -> None:
-        self._me, self._job, self._topology, self._allocate = me, job, topology, allocate
+        self._me, self._job, self._topology, self._memory = me, job, topology, memory
         self._shared, self._send = shared, send
         self.buffers = shared_windows.buffers_of(topology, me.group) if shared else {}
         self.schema: Schema | None = None
@@ -97,7 +100,7 @@ class Startup:
     # --- memory --------------------------------------------------------------------------------------------------
 
     def _give_out(self, slice_map: SliceMap) -> None:
-        self._whole = shared_windows.make(slice_map, self._topology, self._me.group, self._allocate)
+        self._whole = shared_windows.make(slice_map, self._topology, self._me.group, self._memory)
         self._windows = shared_windows.part(self._whole, slice_map, 0)
         for server in self._topology.servers(self._me.group)[1:]:
             for (name, space), flat in shared_windows.part(self._whole, slice_map, server.index).items():
@@ -142,7 +145,7 @@ class Startup:
         """Make the model; raises whatever an optimizer's constructor may."""
         assert self.schema is not None
         assert self._map is not None
-        memory = ShardMemory(self._allocate, self._shared, self._windows)
+        memory = ShardMemory(self._memory, self._shared, self._windows)
         return open_model(self._me, self._job, self._topology, self.schema, self._map, memory, hooks)
 
     def mold(self, schema: Schema, hooks: ExtensionHooks) -> ParameterShard:
@@ -196,7 +199,7 @@ class ModelStart:
     # --- the model -----------------------------------------------------------------------------------------------
 
     def hold(self, sender: Address, message: m.Message) -> None:
-        """Keep a message until the model is known: it has overtaken the model's description."""
+        """Keep a message that has overtaken the model's description."""
         if len(self._held) >= _MAX_HELD:
             raise m.ProtocolError(f"{sender} sends too much before {self._state.me} knows the model")
         self._held.append((sender, message))
@@ -219,7 +222,10 @@ class ModelStart:
             self._startup.show(sender)
 
     def shared_buffer(self, sender: Address, message: m.SharedBuffer) -> None:
-        """Memory that the server shares with a worker, or with the first server of its group."""
+        """Use memory that the server shares with a process of its host.
+
+        The process is a worker, or the first server of its group.
+        """
         if sender.role is Role.SERVER:
             self._startup.window(message)
             self._open(sender)
@@ -258,6 +264,10 @@ class ModelStart:
         self._held = []
         if state.complete:
             self._values_here()
+
+    def make_model(self, schema: str) -> None:
+        """Make the model of another copy of this server from its description."""
+        self._state.open(self._startup.mold(parse_schema(schema), self._hooks))
 
     def refused(self, sender: Address, message: m.Fail) -> None:
         """Server group 0 refuses this group's model."""
@@ -298,7 +308,10 @@ class ModelStart:
         self._replies.release()
 
     def share(self) -> None:
-        """Give every server group the same start: at once, or after group 0's warm-up (`warmup_steps`)."""
+        """Give every server group the same start.
+
+        It is given at once, or after group 0's warm-up (`warmup_steps`).
+        """
         state = self._state
         others = range(1, state.topology.server_groups)
         if state.common or state.me.group != 0 or not state.complete or self._ready_groups != set(others):

@@ -17,7 +17,7 @@ from topotrain.config.topology import Address
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.protocol import Commit, ProtocolError
 from topotrain.core.server.nonfinite import all_finite
-from topotrain.core.server.ordered_sum import Tree, canonical_mean
+from topotrain.core.server.ordered_sum import ScratchBuffers, Tree, canonical_mean
 from topotrain.extensions.tables.row_optimizers import (
     Clip,
     RowOptimizer,
@@ -135,7 +135,7 @@ class TableShard:
     # --- snapshots (`table_snapshot`) ---------------------------------------------------------------------------------
 
     @property
-    def unkept(self) -> str:
+    def snapshot_obstacle(self) -> str:
         """Why a snapshot cannot contain the table, or ""."""
         return f"pushes of table {self.spec.name!r} belong to no step of the model"
 
@@ -294,7 +294,7 @@ class StepTable(TableShard):
     """Applies or drops pushes together with their step of the worker group."""
 
     @property
-    def unkept(self) -> str:
+    def snapshot_obstacle(self) -> str:
         """See `TableShard`."""
         return f"table {self.spec.name!r} is dense" if self.spec.dense else ""
 
@@ -325,7 +325,7 @@ class StepTable(TableShard):
             parts[index] = (commit.weight, self._spread(union, *pushed[index]) if index in pushed else None)
         mean = torch.empty(len(union) * self.spec.width, dtype=self.spec.torch_dtype)
         # In the order of the layout, as for parameters, so that the bits do not depend on the order of arrival.
-        canonical_mean(parts, tree, mean, lambda _: torch.empty_like(mean), divide)
+        canonical_mean(parts, tree, mean, ScratchBuffers(), divide)
         return union, mean.view(len(union), self.spec.width)
 
     def _spread(self, union: Ids, ids: Ids, rows: torch.Tensor) -> torch.Tensor:

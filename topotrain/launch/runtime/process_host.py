@@ -27,7 +27,7 @@ from topotrain.config.job import ConfigError, OnFailure
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.client.client import Client
 from topotrain.core.client.step_exchange import GradientExchange
-from topotrain.core.model.schema import Allocate
+from topotrain.core.model.schema import BufferMemory, PrivateMemory
 from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import Fail, Message, ProtocolError
@@ -35,7 +35,7 @@ from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
-from topotrain.extensions.elastic.membership import ElasticGroups
+from topotrain.extensions.elastic.group_departure import GroupDeparture
 from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers, ServerFactory
@@ -164,10 +164,11 @@ class ServerEndpoint:
         if options.writer is not None:
             # Where a script's thread does the server's work, it reads what is new with the next message.
             poke = (lambda: None) if inline else self.poke
-            self._snapshots = options.writer.follow(me, snapshots_of(self.server), poke)
+            self._snapshots = options.writer.attach(snapshots_of(self.server), poke)
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         with self._lock:
+            # The server's state names the buffer, and another reader may be changing it.
             return self.server.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
@@ -200,7 +201,7 @@ class ServerEndpoint:
             self._read_snapshots()
         self._notify_if_done()
 
-    def told(self, message: Message) -> None:
+    def handle_own(self, message: Message) -> None:
         """Handle a message of the launcher, with the server itself as its sender."""
         with self._guarded():
             self._handle(self.server.me, message)
@@ -217,10 +218,10 @@ class ServerEndpoint:
             self._observer.on_failure()
             raise
 
-    def may_change(self, group: int, wish: str) -> str:
-        """Return why a group cannot leave or join; see `Server.may_change`."""
+    def may_change(self, group: int, request: str) -> str:
+        """Return why a group cannot leave or join; see `GroupDeparture.may_change`."""
         with self._lock:
-            return self.server.extension(ElasticGroups).may_change(group, wish)
+            return self.server.extension(GroupDeparture).may_change(group, request)
 
     def catch_up(self) -> None:
         """Ask the coordinator for its decisions before there was a connection.
@@ -234,7 +235,7 @@ class ServerEndpoint:
 
     def _read_snapshots(self) -> None:
         if self._snapshots is not None:
-            for message in self._snapshots.heard():
+            for message in self._snapshots.messages():
                 self._handle(self.server.me, message)
 
     def _notify_if_done(self) -> None:
@@ -288,7 +289,7 @@ class HostedServers:
     Args:
         place: the settings of the process.
         router: of the process.
-        allocate: memory for the servers, as for `server.Server`.
+        memory: for the servers, as for `server.Server`.
         addresses: the servers.
         options: of the process.
     """
@@ -297,13 +298,13 @@ class HostedServers:
         self,
         place: RouterConfig,
         router: Router,
-        allocate: Allocate,
+        memory: BufferMemory,
         addresses: Sequence[Address],
         options: HostOptions,
     ) -> None:
         self._place, self._router, self._observer = place, router, options.observer
         self._change = threading.Condition()
-        make = partial(hosted_server, place, allocate, options)
+        make = partial(hosted_server, place, memory, options)
         goes_on, inline = place.job.on_failure is OnFailure.kContinue, place.topology.inline
         self.endpoints = {
             me: ServerEndpoint(me, make, router, self._change, options, goes_on, inline) for me in addresses
@@ -311,8 +312,10 @@ class HostedServers:
 
     def open(self) -> None:
         """Connect the servers, then admit workers."""
+        # All are attached before one is published: a peer may dial as soon as the first URL is there.
         urls = {me: self._router.attach(me, endpoint) for me, endpoint in self.endpoints.items()}
         for me in urls:
+            # Under a kind of its own: workers look for "server", which is published when the servers are connected.
             self._router.publish("door", me, urls[me])
         for me in urls:
             for peer in peers(me, self._place.topology):
@@ -351,23 +354,24 @@ def serve(
 
     slot: the replica settings, where every server has two replicas.
     """
-    memory = ProcessMemory()
-    router = Router(place, memory)
-    allocate = memory.allocate if place.shared else _zeros
+    shared = ProcessMemory()
+    router = Router(place, shared)
+    memory: BufferMemory = shared if place.shared else PrivateMemory()
     observer = options.observer
     with flushing():
         if place.job.cluster.replicas > 1:
             if slot is None:
                 accepted = "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes"
                 raise ConfigError("cluster.replicas", 2, accepted)
-            make = partial(hosted_server, place, allocate, options)
+            make = partial(hosted_server, place, memory, options)
             process = (observer.on_failure, options.writer, slot, observer.on_open)
             copied = ReplicatedServers(place, router, make, addresses[0], *process)
-            slot.taken(copied.arrange)
+            # Before it opens: the placement may have changed while this process started.
+            slot.subscribe(copied.arrange)
             copied.open(observer.on_serving)
             copied.wait()
         else:
-            servers = HostedServers(place, router, allocate, addresses, options)
+            servers = HostedServers(place, router, memory, addresses, options)
             servers.open()
             observer.on_open(servers)
             servers.wait()
@@ -379,19 +383,15 @@ def serve(
 
 def hosted_server(
     place: RouterConfig,
-    allocate: Allocate,
+    memory: BufferMemory,
     options: HostOptions,
     me: Address,
     deliver: Callable[[Address, Message], None],
 ) -> Server:
     """Make the server at an address of the job of this process."""
-    server = make_server(me, place.job, place.topology, allocate, place.shared, deliver, as_manifest(place.resumed))
+    server = make_server(me, place.job, place.topology, memory, place.shared, deliver, as_manifest(place.resumed))
     server.record_spans(options.recorder(me, server.groups))
     return server
-
-
-def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(numel, dtype=dtype)
 
 
 def peers(me: Address, topology: Topology) -> list[Address]:
@@ -423,6 +423,7 @@ class _LongWaits:
     def check(self) -> None:
         seconds = time.monotonic() - self._began
         if seconds >= self._next_s:
+            # A long evaluation of one worker must not fill the terminal of all others.
             self._next_s = 2 * seconds
             self._observer.on_long_wait(seconds)
 
@@ -444,6 +445,7 @@ class ConditionWaiter:
         """Make a change; a waiting worker wakes if its condition is met."""
         with self._condition:
             yield
+            # The reader tests the condition, so the script's thread wakes once, and not for every message.
             if self._ready is not None and self._ready():
                 self._condition.notify_all()
 
@@ -476,6 +478,7 @@ class InlineWaiter(ConditionWaiter):
     def wait(self, ready: Callable[[], bool]) -> None:
         """Return when `ready()` is true."""
         waits = _LongWaits(self._observer)
+        # The script's thread handles the server's messages while it waits for the server's reply.
         while not self._reader.released:
             self._router.deliver()
             if ready():
@@ -505,7 +508,7 @@ class WorkerConnections(Connections):
     def __init__(self, place: RouterConfig, me: Address, options: HostOptions = HostOptions()) -> None:
         self.me = me
         self.memory = ProcessMemory()
-        self._shared = place.shared
+        self._buffers: BufferMemory = self.memory if place.shared else PrivateMemory()
         self._place = place
         reader = InlineReader() if place.topology.inline else None
         self._router = Router(place, self.memory, reader)
@@ -528,7 +531,7 @@ class WorkerConnections(Connections):
         self._beside: HostedServers | None = None
         if reader is not None:
             beside = Address(Role.SERVER, 0, me.index)
-            self._beside = HostedServers(place, self._router, self.allocate, [beside], options)
+            self._beside = HostedServers(place, self._router, self, [beside], options)
         try:
             self._connect()
         except BaseException:  # the caller has no object yet that it could close
@@ -615,9 +618,10 @@ class WorkerConnections(Connections):
                 "a list of addresses names servers only",
             )
         send = partial(self._router.send, self.me)
-        channel = NetworkChannel(self.exchange, send, self._waiter.look, SendBuffers(self.allocate))
+        channel = NetworkChannel(self.exchange, send, self._waiter.look, SendBuffers(self._buffers))
         incarnation = self._place.identity.incarnation
         kind = f"worker-{incarnation}" if incarnation else "worker"  # addresses of former processes are of no use
+        # Before it connects: workers after this one may be waiting for the URL.
         self._router.publish(kind, self.me, self._urls)
         workers = self._place.topology.workers(self.me.group)
         for peer in workers[: self.me.index]:
@@ -628,7 +632,7 @@ class WorkerConnections(Connections):
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros, in memory that the transport can share."""
-        return self.memory.allocate(numel, dtype) if self._shared else _zeros(numel, dtype)
+        return self._buffers.allocate(numel, dtype)
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes of messages sent and received."""

@@ -180,6 +180,7 @@ class GradientSource(ABC):
         if worker in self.commits:
             return
         self.commits[worker] = message
+        # With each of them, so that the error names two workers that differ.
         for other, theirs in self.commits.items():
             self._check_agreement(other, theirs, worker, message)
 
