@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 from simulation import job, trace
-from topotrain.core.server.step_pipeline import Decisions
 
 from topotrain.config.job import Compression
 from topotrain.core import protocol as m
@@ -14,6 +13,7 @@ from topotrain.core.server.consistency import RESTARTS, DecisionLog
 from topotrain.core.server.gradients.gradient_source import GradientSource
 from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server import Server
+from topotrain.core.server.step_execution import Decisions
 from topotrain.extensions.compression.message_filter import ServerEncoding
 from topotrain.extensions.elastic.membership import GroupRestarts, Members
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest

@@ -2,10 +2,10 @@
 
 import pytest
 from simulation import job
-from topotrain.core.server.step_pipeline import SampleCounts
 
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.protocol import Commit
+from topotrain.core.server.step_execution import SampleCounts
 from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.trial import Trial
 
