@@ -92,9 +92,9 @@ class Sandbox:
             time.sleep(0.05)
 
     def wait_for(self, what: str, ready: "list[str] | Path", says: str = "", patience: float = PATIENCE_S) -> None:
-        """Until a file exists, or a command's output contains `says`."""
+        """Until a file exists, or a command's output contains `says`; an error if a spawned process fails meanwhile."""
         until = time.monotonic() + patience
-        while time.monotonic() < until:
+        while time.monotonic() < until and not any(process.poll() for process in self.spawned):
             if isinstance(ready, Path):
                 if ready.exists():
                     return
@@ -104,7 +104,7 @@ class Sandbox:
                     return
             time.sleep(0.05)
         logs = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
-        raise AssertionError(f"{what} is not ready after {patience:g} s\n{logs}")
+        raise AssertionError(f"{what} is not ready: a process of it failed, or {patience:g} s are over\n{logs}")
 
 
 @contextmanager
