@@ -61,7 +61,7 @@ def test_the_workers_of_every_group_are_told_with_their_next_step():
         if isinstance(message, m.Applied) and sender.index == 0:
             told[to.group].append(message.snapshot)
 
-    town.wire.observers.append(observe)
+    town.transport.observers.append(observe)
 
     def script(seat: Seat) -> None:
         seat.open()
@@ -384,19 +384,19 @@ def test_the_last_one_is_behind_the_very_next_step():
     def script(seat: Seat) -> None:
         seat.open()
         if seat.me.group == 0:
-            town.houses[me].handle(me, SnapshotRequest(last=True))  # nothing is there yet
+            town.sim_servers[me].handle(me, SnapshotRequest(last=True))  # nothing is there yet
         for step in range(4):
             seat.step(seat.numbers())
             seat.sleep(0.1, 0.1)
             if seat.me.group == 0 and step == 1:
-                town.houses[me].handle(me, SnapshotRequest(last=True))
+                town.sim_servers[me].handle(me, SnapshotRequest(last=True))
         seat.finish()
 
     town.play(script)
     assert [drop.number for drop in archive.dropped] == [0]
     ((why, _),) = taken(archive)
     assert why == "end" and archive.published[0].facts["version"] in (4, 5, 6)
-    town.houses[me].handle(me, SnapshotRequest(last=True))  # the job ends by itself
+    town.sim_servers[me].handle(me, SnapshotRequest(last=True))  # the job ends by itself
     assert len(archive.dropped) == 1
 
 
@@ -482,7 +482,7 @@ def at_rest(seat: Seat, archive: Archive, moment: float) -> None:
         seat.step(seat.numbers())
     seat.finish()
     if seat.me.group == 0:
-        seat.door.values.fetch_final()
+        seat.client.values.fetch_final()
         seat.sleep(moment, moment)
         archive.ask()
 
@@ -504,9 +504,9 @@ def test_an_announcement_that_is_said_again_freezes_nobody_again():
     def repeat(sender: Address, to: Address, message: m.Message) -> None:
         if isinstance(message, SnapshotPart) and message.stage == CUT and not heard:
             heard.append(message.number)
-            town.sim.at(town.sim.now + 0.5, lambda: town.houses[to].handle(sender, message))
+            town.sim.at(town.sim.now + 0.5, lambda: town.sim_servers[to].handle(sender, message))
 
-    town.wire.observers.append(repeat)
+    town.transport.observers.append(repeat)
 
     def script(seat: Seat) -> None:
         seat.open()
@@ -518,7 +518,7 @@ def test_an_announcement_that_is_said_again_freezes_nobody_again():
         seat.finish()
 
     frozen: list[tuple[Address, int]] = []
-    for me, house in town.houses.items():
+    for me, house in town.sim_servers.items():
         snapshots = snapshots_of(house.server)
         freeze = snapshots.freeze
 
@@ -529,7 +529,7 @@ def test_an_announcement_that_is_said_again_freezes_nobody_again():
 
         snapshots.freeze = noted
     town.play(script)
-    assert heard == [1] and sorted(frozen) == sorted((me, 1) for me in town.houses)
+    assert heard == [1] and sorted(frozen) == sorted((me, 1) for me in town.sim_servers)
 
 
 @pytest.mark.parametrize("broken", [0, 1], ids=["group 0", "group 1"])

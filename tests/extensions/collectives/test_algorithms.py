@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from topotrain.config.job import Algorithm
 from topotrain.core.protocol import ProtocolError
-from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.extensions.collectives.algorithms import (
     VALUES,
     CollectiveResult,
@@ -96,9 +96,8 @@ class Setup:
         if bare.each:
             terms = {n: (1.0, g) for n, (_, g) in terms.items()}
         body = torch.full((self.numel[bucket],), float("nan"))
-        scratch = torch.empty(self.numel[bucket])
         tree = [[n] for n in terms]
-        canonical_mean({n: (1.0, w * g) for n, (w, g) in terms.items()}, tree, body, lambda _: scratch, divide=False)
+        canonical_mean({n: (1.0, w * g) for n, (w, g) in terms.items()}, tree, body, ScratchBuffers(), divide=False)
         return replace(bare, body=body)
 
     def expected(self, step, bucket):
@@ -109,12 +108,23 @@ class Setup:
             parts |= dict(enumerate(zip(weights, grads), n))
             n += len(weights)
         out = torch.empty(self.numel[bucket])
-        canonical_mean(parts, tree, out, lambda _: torch.empty(self.numel[bucket]))
+        canonical_mean(parts, tree, out, ScratchBuffers())
         return out
 
     def present(self, step, bucket):
         ranks = (r for r in range(self.size) if any(g is not None for g in self.given[step, bucket, r][1]))
         return sum(1 << rank for rank in ranks)
+
+
+class RelayOf(Relay):
+    """A relay with memory from a function."""
+
+    def __init__(self, memory, *settings):
+        super().__init__(*settings)
+        self.memory = memory
+
+    def buffer(self, slot, bucket):
+        return self.memory(slot, bucket)
 
 
 @dataclass
@@ -135,13 +145,7 @@ class Net:
         self.buffers = [{} for _ in range(s.size)]
         self.ways = {(a, b): deque() for a in range(s.size) for b in range(s.size)}
         self.relays = [
-            Relay(
-                s.algorithm,
-                s.size,
-                rank,
-                s.homes.__getitem__,
-                lambda slot, bucket, rank=rank: self.buffer(rank, slot, bucket),
-            )
+            RelayOf(lambda slot, bucket, rank=rank: self.buffer(rank, slot, bucket), s.algorithm, s.size, rank, s.homes)
             for rank in range(s.size)
         ]
         self.sent = [0] * s.size
@@ -315,7 +319,7 @@ def test_who_has_no_gradient_sends_no_bytes():
 
 def relay(rank=1, algorithm=Algorithm.kRing):
     memory = {}
-    return Relay(algorithm, 4, rank, lambda bucket: 3, lambda slot, b: memory.setdefault((slot, b), torch.zeros(2)))
+    return RelayOf(lambda slot, b: memory.setdefault((slot, b), torch.zeros(2)), algorithm, 4, rank, (3,) * 8)
 
 
 def hop(step=0, ordinal=0, going_up=True, body=True):

@@ -57,7 +57,7 @@ def drawn(name: str, seed: int) -> MortalTown:
     if groups > 1 and dice.random() < 0.3:
         falls.append((dice.uniform(0, end), dice.randrange(1, groups), -1.0))
     town = place(name, seed, kill=kill, again=again, falls=tuple(falls))
-    town.wire.loses = dice.random() < 0.5
+    town.transport.loses = dice.random() < 0.5
     return town
 
 

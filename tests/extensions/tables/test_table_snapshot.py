@@ -354,7 +354,7 @@ def test_a_job_with_a_store_takes_none_and_says_why() -> None:
             archive.ask()
             seat.step(seat.numbers())
         leader = Address(Role.SERVER, 0, 0)
-        town.houses[leader].handle(leader, SnapshotRequest(last=True))
+        town.sim_servers[leader].handle(leader, SnapshotRequest(last=True))
         door.close()
         seat.finish()
 

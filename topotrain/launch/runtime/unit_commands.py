@@ -65,6 +65,7 @@ class ReplicaCommands:
     """Queues the commands about replica placement until a consumer is set."""
 
     def __init__(self) -> None:
+        # The placement may change while the process still imports and binds.
         self._queue: SimpleQueue[Mapping[int, ReplicaSet]] = SimpleQueue()
 
     def on_command(self, command: Mapping[str, Any]) -> None:
@@ -77,6 +78,7 @@ class ReplicaCommands:
 
         def run() -> None:
             while True:
+                # Not on the channel's thread: a consumer may wait for a connection, and "stop" must be read meanwhile.
                 consumer(self._queue.get())
 
         threading.Thread(target=run, name="orders", daemon=True).start()
@@ -113,6 +115,7 @@ class SigtermHandler:
             self._stop.set()
 
     def _signaled(self, number: int, frame: FrameType | None) -> None:
+        # The signal belongs to the command, or the time is over: it acts as if there were no handler.
         if self._asked:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -123,6 +126,7 @@ class SigtermHandler:
             _thread.start_new_thread(self._wait, ())
 
     def _fork(self) -> None:
+        # A script may have replaced the handler, and then its own stays in the fork.
         if signal.getsignal(signal.SIGTERM) == self._signaled:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._unblock()

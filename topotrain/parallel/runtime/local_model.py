@@ -18,11 +18,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from topotrain.config.sharding import Parameter
-from topotrain.core.model.schema import ModelBuffer
+from topotrain.core.model.schema import ModelBuffer, PrivateMemory
 from topotrain.parallel.placement.parameter_owners import OwnedPart, ParameterOwners, WholeTensor, tables
 from topotrain.parallel.runtime.meta_init import cut_to, drop_memory, materialise, set_memory
-from topotrain.parallel.runtime.send_buffers import private
-from topotrain.training.parameters.flat_parameters import HOME, ModelParts, in_file
+from topotrain.training.parameters.flat_parameters import HOME, FileMemory, ModelParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +143,11 @@ def _regroup(optimizer: Optimizer, entries: Sequence[_Entry]) -> tuple[tuple[lis
 
 
 def _hand_over_state(optimizer: Optimizer, entry: _Entry) -> None:
-    """Give state that was loaded before to the localized tensors.
-
-    State of the parameter's shape is cut into the shares, other state is copied. One worker sends all state to the
-    servers, so state is kept also for shares of other workers.
-    """
+    """Give state that was loaded before to the localized tensors."""
     held = optimizer.state.pop(entry.whole.tensor, None)
     if not held:
         return
+    # One worker sends all state to the servers, so state is kept also for shares of other workers.
     for share, tensor in zip(entry.whole.shares, entry.tensors, strict=True):
         optimizer.state[tensor] = {
             key: share.of(value) if isinstance(value, torch.Tensor) and value.shape == entry.whole.shape else value
@@ -191,8 +187,8 @@ def restore(
 def _joined(whole: WholeTensor, values: Sequence[torch.Tensor], folder: Path | None) -> torch.Tensor:
     if len(values) == 1:
         return values[0].detach()
-    like, room = whole.like(), private if folder is None else in_file(folder)
-    joined = room(like.numel(), like.dtype).as_strided(like.shape, like.stride())
+    like, memory = whole.like(), PrivateMemory() if folder is None else FileMemory(folder)
+    joined = memory.allocate(like.numel(), like.dtype).as_strided(like.shape, like.stride())
     for share, part in zip(whole.shares, values, strict=True):
         share.of(joined).copy_(part)
     return joined
