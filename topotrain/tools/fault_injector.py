@@ -89,6 +89,7 @@ def steps(plan: FaultPlan) -> Iterator[FaultStep]:
     dice = random.Random(plan.seed)
     while True:
         wait_s, pick = plan.every_s * dice.uniform(0.5, 1.5), dice.random()
+        # All numbers are drawn for every fault, so that no option shifts the later ones.
         frozen_s = dice.uniform(0.1, 3.0)
         freezes = dice.random() < plan.freeze
         second = dice.random()

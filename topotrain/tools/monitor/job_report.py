@@ -143,6 +143,7 @@ class _Tally:
 
     def start(self, pid: int) -> None:
         if self.pid not in (None, pid):
+            # A new process counts from 0 again.
             self.before, self.now = self.whole, _Count()
             self.late_before, self.late = self.late_before + self.late, 0
         self.pid = pid
@@ -168,6 +169,7 @@ class _Skips:
     last: Skipped | None = None
 
     def record(self, event: Skipped) -> None:
+        # The number does not grow only where a new process counts from 1 again.
         if self.last is not None and event.total <= self.last.total:
             self.before += self.last.total
         self.steps.append(event.step)
