@@ -31,8 +31,10 @@ from torch import nn
 from benchmarks.harness import Figure, Row, row
 from benchmarks.programs.momentum import accuracy, build, read_digits, warm_up
 from benchmarks.record import ROOT, run_table, say
+from topotrain.config.job import Agreement
 from topotrain.config.sharding import Parameter, cut
-from topotrain.core.server.group_sync import MasterSync
+from topotrain.core.model.schema import BucketValues, FlatBuffers, PrivateMemory
+from topotrain.core.server.group_sync import MasterSync, RingSync
 
 NAME, TITLE, GOALS = "asynchrony", "Momentum, and groups that do not wait", ()
 RATE, BATCH, EPOCHS, GROUPS = 0.05, 32, 10, 3
@@ -84,19 +86,27 @@ def in_step(seed: int, momentum: float, late: int) -> float:
     return digits.accuracy(digits.start + sum(added, torch.zeros(size)))
 
 
-def in_turn(seed: int, momentum: float, trip: tuple[float, float], sync_freq: int = 1) -> float:
+def in_turn(
+    seed: int,
+    momentum: float,
+    trip: tuple[float, float],
+    sync_freq: int = 1,
+    agreement: Agreement = Agreement.kMaster,
+) -> float:
     """Distributed Hogwild in virtual time: a step takes 0.8 to 1.2, a message `trip`."""
     digits, dice, numbers = Digits(seed), random.Random(seed), count()
     size = digits.start.numel()
-    buckets = cut([Parameter("w", (size,), (1,), "float32", True)], 1, groups=GROUPS).buckets
-    values = [torch.zeros(max(b.hi for b in buckets)) for _ in range(GROUPS)]
     velocity = [torch.zeros(size) for _ in range(GROUPS)]
-    agreements = []
+    slice_map = cut([Parameter("w", (size,), (1,), "float32", True)], 1, groups=GROUPS)
+    buckets = slice_map.buckets
+    ring = agreement is Agreement.kRingAverage
+    values, agreements = [], []
     for group in range(GROUPS):
+        flats = FlatBuffers(slice_map, 0, PrivateMemory())
+        values.append(flats.flat("values", 0))
         values[group][:size] = digits.start
-        here = values[group]
-        view = lambda number, here=here: here[buckets[number].lo : buckets[number].hi]  # noqa: E731
-        agreements.append(MasterSync(group, buckets, view, sync_freq))
+        here = BucketValues(flats, buckets)
+        agreements.append(RingSync(group, GROUPS, here, sync_freq) if ring else MasterSync(group, here, sync_freq))
         agreements[-1].begin()
     ahead: list[tuple[float, int, tuple[Any, ...]]] = []
     arrived: dict[tuple[int, int], float] = {}
@@ -126,6 +136,8 @@ def in_turn(seed: int, momentum: float, trip: tuple[float, float], sync_freq: in
             values[group][:size] -= RATE * velocity[group]
             post(now, group, agreements[group].updated([bucket.id for bucket in buckets]))
             begin(now, group)
+    if ring:
+        return digits.accuracy((sum(values, torch.zeros(len(values[0]))) / GROUPS)[:size])
     return digits.accuracy(torch.cat([values[b.master][b.lo : b.hi] for b in buckets])[:size])
 
 

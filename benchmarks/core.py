@@ -16,7 +16,7 @@ from topotrain.config.job import Cluster, Job
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
-from topotrain.core.model.schema import Schema, slice_map_for
+from topotrain.core.model.schema import PrivateMemory, Schema, slice_map_for
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import ServerExtension
@@ -42,8 +42,9 @@ class Core:
         optimizer = torch.optim.SGD([tensor], lr=0.1)
         digest = slice_map_for(parameters, topology).digest
         schema = Schema(parameters, (), describe(optimizer, [tensor]).to_text(), digest)
-        self.server = Server(HOME, job, topology, _zeros)
-        self.server.attach(server_extensions(self.server, job, topology, _zeros) if extensions is None else extensions)
+        memory = PrivateMemory()
+        self.server = Server(HOME, job, topology, memory)
+        self.server.attach(server_extensions(self.server, job, topology, memory) if extensions is None else extensions)
         self.workers = topology.workers(0)
         self.bodies = {worker: torch.full((64,), 1.0) for worker in self.workers}
         self.hyper = hyper(optimizer)
@@ -75,10 +76,6 @@ class Core:
             rest = (1.0, False, 0.0, 2.0, True, b"\xff", b"\x00", b"\x00", self.hyper if step == 0 else b"", ())
             self.say(m.Commit(step, 1, 1.0, *rest))
         return (time.perf_counter() - began) / self.messages
-
-
-def _zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(count, dtype=dtype)
 
 
 def measure(options: argparse.Namespace) -> Sequence[Row]:

@@ -22,8 +22,8 @@ from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
 from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security.handshake import TOKEN_BYTES, Identity
 from topotrain.comm.transport.tcp import TcpTransport
-from topotrain.config.job import Link
-from topotrain.config.topology import Address, Role
+from topotrain.config.job import Cluster, Link
+from topotrain.config.topology import Address, Role, layout
 from topotrain.core.protocol import Fetch, Message, Values
 
 NAME, TITLE, GOALS = "lanes", "Several connections between two processes", ()
@@ -35,6 +35,7 @@ LINKS = {
     "1 Gbit/s, 20 ms, 1 % lost": (Link(bandwidth=1000.0, delay=20.0, loss=0.01), 20),
     "100 Mbit/s, 20 ms, 1 % lost": (Link(bandwidth=100.0, delay=20.0, loss=0.01), 4),
 }
+APART = layout(Cluster(server_worker_separate=True, link=Link()))  # HERE and THERE are hosts of their own
 HERE, THERE = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
 
 
@@ -58,7 +59,7 @@ class Receiver:
 def seconds(link: Link | None, count: int, lanes: int, directory: Path) -> float:
     """The time of `count` bodies, from the first byte handed over until all are received; the second try counts."""
     key = str(time.monotonic_ns())  # links of this try only
-    networks = [link and EmulatedNetwork(link, directory, key, lambda address: int(address.role)) for _ in range(2)]
+    networks = [link and EmulatedNetwork(link, directory, key, APART) for _ in range(2)]
     identity = Identity("bench", bytes(TOKEN_BYTES), 1, 0, "")
     there, here = (
         EmulatedTcpTransport(network, identity, lanes=lanes) if network else TcpTransport(identity, lanes=lanes)

@@ -30,10 +30,11 @@ from benchmarks.harness import Figure, Row, row
 from benchmarks.record import run_table, say
 from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.transport.tcp import prepare
-from topotrain.config.job import Link
-from topotrain.config.topology import Address, Role
+from topotrain.config.job import Cluster, Link
+from topotrain.config.topology import Address, Role, layout
 
 HOSTS = 4
+RING = layout(Cluster(nworkers_per_group=HOSTS, link=Link()))  # each worker on a host of its own
 RING_BYTES = 4_500_000
 FLOW_BYTES = INCAST_BYTES = 1_500_000
 CHUNK = 1 << 14  # elements: 64 KiB
@@ -127,7 +128,7 @@ def _live(
 ) -> None:
     """A host's process: every round begins for all at once; tells when each one ended."""
     torch.set_num_threads(1)
-    once = life(rank, doors, EmulatedNetwork(link, Path(folder), "bench", lambda address: address.index))
+    once = life(rank, doors, EmulatedNetwork(link, Path(folder), "bench", RING))
     while tell.recv():
         start.wait()
         began = time.monotonic()

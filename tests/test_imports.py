@@ -283,6 +283,7 @@ def test_every_import_goes_to_an_earlier_package_and_libraries_stay_in_their_fil
     assert not found, "\n" + "\n".join(found)
 
 
+@pytest.mark.journey
 def test_the_layout_of_a_job_is_read_without_torch():
     code = "import sys, topotrain.config.topology, topotrain.config.sharding as s; sys.exit('torch' in sys.modules or "
     code += "'numpy' in sys.modules)"

@@ -53,7 +53,7 @@ class Host:
     """The process of one server, whose writer has threads of its own."""
 
     def __init__(self, town: Town, me: Address, folder: Path, events: list[Event]) -> None:
-        self._house, self._ready = town.houses[me], threading.Event()
+        self._house, self._ready = town.sim_servers[me], threading.Event()
         writer = SnapshotWriter(town.job, town.topology, SnapshotFiles(folder), 1, str(me), events.append)
         self._port: SnapshotPort = writer.attach(snapshots_of(town.server(me.group, me.index)), self._ready.set)
 
@@ -71,7 +71,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("snapshot") / "manifests"
     town = Town(job(groups=1, workers=1, shards=2, checkpoint_freq=2), 1, VIEWS)
     hosts = [Host(town, me, folder, events) for me in town.topology.servers(0)]
-    coordinator = town.houses[Address(Role.SERVER, 0, 0)]
+    coordinator = town.sim_servers[Address(Role.SERVER, 0, 0)]
 
     def leave_state(number: int) -> None:
         for part in cut(WORKER, number, torch.zeros(3, dtype=torch.uint8)):

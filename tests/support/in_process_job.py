@@ -32,9 +32,9 @@ from topotrain.comm.transport.shared_memory import socket_directory
 from topotrain.config.job import Cluster, Job, Reduce
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.client.client import Client
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import BufferMemory, PrivateMemory
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
-from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.core.server.server import Server
 from topotrain.launch.runtime.process_host import (
     ConditionWaiter,
@@ -52,7 +52,7 @@ from topotrain.training.data.map_dataset import STATIC
 from topotrain.training.final_parameters import fetch_final
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
-from topotrain.training.worker import Worker
+from topotrain.training.worker import Worker, WorkerMemory
 
 PATIENCE_S = 30.0  # after this a run counts as hung; nothing here takes long
 
@@ -180,7 +180,7 @@ class Reference:
         flat = [None if g is None else g.contiguous().view(-1) for g in grads]
         out = torch.empty(parameter.numel(), dtype=parameter.dtype)
         parts = {w: (self._weights[w], flat[w]) for w in range(self._workers)}
-        canonical_mean(parts, self._tree, out, lambda k: torch.empty_like(out), self._divide)
+        canonical_mean(parts, self._tree, out, ScratchBuffers(), self._divide)
         mean = out.view(parameter.shape)
         parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
 
@@ -352,7 +352,7 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
     for me in addresses:
 
         def make(me: Address, deliver: Any) -> Server:
-            return make_server(me, job, topology, _zeros, shared, deliver)
+            return make_server(me, job, topology, PrivateMemory(), shared, deliver)
 
         options = HostOptions(FailureObserver(crew.trouble))
         house = ServerEndpoint(me, make, wire, threading.Condition(), options)  # type: ignore[arg-type]
@@ -369,7 +369,7 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
         for server in dict.fromkeys((*exchange.channel.servers, exchange.channel.first_server)):
             wire.connect(me, server, "local:")
         crew.exchanges[me] = exchange
-        handles.append(_enlist(job, topology, me, build, exchange, _zeros, describing))
+        handles.append(_enlist(job, topology, me, build, exchange, PrivateMemory(), describing))
     try:
         _train(crew, [h for h in handles if h is not None], script)
     finally:
@@ -419,7 +419,7 @@ def run_hosted(
         found = pool.map(lambda me: WorkerConnections(place(), me), workers)
         roads = dict(zip(workers, found, strict=True))
     crew.exchanges.update({me: road.exchange for me, road in roads.items()})
-    handles = [_enlist(job, topology, me, build, roads[me].exchange, roads[me].allocate, describing) for me in workers]
+    handles = [_enlist(job, topology, me, build, roads[me].exchange, roads[me], describing) for me in workers]
     for handle in handles:
         handle.notes["roads"] = roads[handle.me]
     _train(crew, handles, script, lambda me: roads[me].close(finished=not crew.errors))
@@ -442,7 +442,7 @@ def _enlist(
     me: Address,
     build: Build,
     exchange: Client,
-    allocate: Callable[[int, torch.dtype], torch.Tensor],
+    memory: BufferMemory,
     describing: Describe,
 ) -> WorkerHandle:
     """Build a worker's model here, one after another: the seed is the process's."""
@@ -454,7 +454,7 @@ def _enlist(
         describing(me, model, optimizer),
         optimizer,
         exchange,
-        lambda m: FlatBuffers(m, None, allocate),
+        WorkerMemory(memory),
     )
     return WorkerHandle(me, topology, model, optimizer, tuple(more), exchange, worker)
 
@@ -478,10 +478,6 @@ def _train(
             close(handle.me)
 
     crew.run({handle.me: lambda handle=handle: life(handle) for handle in handles})
-
-
-def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(numel, dtype=dtype)
 
 
 # --- the usual jobs, models and data -----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from topotrain.config.sharding import SliceMap, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client
-from topotrain.core.model.schema import Schema
+from topotrain.core.model.schema import PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
@@ -161,7 +161,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
         return plan(self.topology.shards)
 
     def make(self, me: Address, deliver: Callable[[Address, m.Message], None]) -> Server:
-        server = make_server(me, self.job, self.topology, sim_cluster.zeros, deliver=deliver)
+        server = make_server(me, self.job, self.topology, PrivateMemory(), deliver=deliver)
         snapshots_of(server).attach_host(NoFiles())
         return server
 

@@ -71,9 +71,12 @@ class Here:
         self.server = threading.Thread(target=self.serve, args=(places[0],), daemon=True)
         self.server.start()
         self.context = context.Context(
-            places[1], Address(Role.WORKER, 0, 0), folder, self.told.append, WorkerConnector(), prepare_extensions()
+            places[1], Address(Role.WORKER, 0, 0), folder, self, WorkerConnector(), prepare_extensions()
         )
         context.enter(self.context)
+
+    def emit(self, event):
+        self.told.append(event)
 
     def serve(self, place):
         observer = FailureObserver(lambda: self.troubles.append("trouble"))

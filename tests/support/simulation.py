@@ -17,20 +17,35 @@ from topotrain.config.job import Cluster, Job, Reduce
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
 from topotrain.tools.simulator import sim_cluster
 from topotrain.tools.simulator.fault_schedule import STORM, VIEWS
-from topotrain.tools.simulator.sim_cluster import parameters, zeros
+from topotrain.tools.simulator.sim_cluster import parameters
 from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
 from topotrain.training.parameters.flat_parameters import describe_model
-from topotrain.training.worker import Worker
+from topotrain.training.worker import Worker, WorkerMemory
 
-__all__ = ["STORM", "VIEWS", "parameters", "zeros"]
+__all__ = ["STORM", "VIEWS", "parameters"]
+
+
+class GivenValues(WorkerMemory):
+    """A worker's buffers, with values in this memory, by space."""
+
+    def __init__(self, values: dict[int, torch.Tensor]) -> None:
+        super().__init__(PrivateMemory())
+        self._values = values
+
+    def flat_buffers(self, slice_map: SliceMap) -> FlatBuffers:
+        made = super().flat_buffers(slice_map)
+        for space, flat in self._values.items():
+            made.put("params", space, flat)
+        return made
+
 
 SMALL = (*parameters(70, 200), Parameter("wide", (128,), (1,), "float64", True))
 """Two dtypes, hence two buckets on most shards, and padding inside one of them."""
@@ -88,13 +103,8 @@ class Town(sim_cluster.SimCluster):
     ) -> Worker:
         """What `tt.prepare` makes of a model and an optimizer. `flats`: memory for the parameters, by space."""
 
-        def make(slice_map: SliceMap) -> FlatBuffers:
-            made = FlatBuffers(slice_map, None, zeros)
-            for space, flat in (flats or {}).items():
-                made.put("params", space, flat)
-            return made
-
-        worker = Worker(me, self.job, self.topology, describe_model(model), optimizer, self.clients[me], make)
+        memory = GivenValues(flats or {})
+        worker = Worker(me, self.job, self.topology, describe_model(model), optimizer, self.clients[me], memory)
         worker.start()
         adopt(optimizer, worker)
         return worker

@@ -9,7 +9,7 @@ from torch import nn
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, StepEnd
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.optim.adapter import describe
 from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.training.parameters.flat_parameters import describe_model
@@ -46,7 +46,7 @@ class Door:
         parts = describe_model(model)
         self.cluster, self.turn, self.sent = job.cluster, Turn(), []
         self.schema, self.map = plan_of(topology, parts, describe(optimizer, parts.tensors))
-        self.flats = FlatBuffers(self.map, None, lambda n, dtype: torch.zeros(n, dtype=dtype))
+        self.flats = FlatBuffers(self.map, None, PrivateMemory())
         extensions = client_extensions(topology)
         send = lambda to, message: self.sent.append((to, message))  # noqa: E731
         self.exchange = Client(ME, topology, send, self.turn, extensions=extensions)

@@ -10,6 +10,7 @@ from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import int_to_bits
+from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.optim.adapter import describe, hyper
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.training.parameters.flat_parameters import describe_model
@@ -53,7 +54,7 @@ class Hall:
                 self.join(who)
 
     def made(self, me):
-        return make_server(me, self.job, self.topology, lambda n, dtype: torch.zeros(n, dtype=dtype))
+        return make_server(me, self.job, self.topology, PrivateMemory())
 
     @property
     def workers(self):

@@ -11,6 +11,7 @@ from torch import nn
 
 from topotrain.config.job import Cluster, Job, Slicing
 from topotrain.config.topology import Address, Role, layout
+from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.optim.adapter import describe, hyper
 from topotrain.core.optim.state_table import merge, model_file, state_file, to_rows
 from topotrain.core.server.parameter_shard import ParameterShard, ShardMemory, open_model
@@ -37,10 +38,6 @@ class Net(nn.Module):
         self.idle = nn.Parameter(torch.randn(70))
 
 
-def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(numel, dtype=dtype)
-
-
 class Vault:
     """A model on `shards` servers; `make` gives the optimizer."""
 
@@ -57,7 +54,9 @@ class Vault:
 
     def _shard(self, shard: int) -> ParameterShard:
         me = Address(Role.SERVER, 0, shard)
-        model = open_model(me, self.job, self.topology, self.schema, self.map, ShardMemory(zeros), ExtensionHooks(()))
+        model = open_model(
+            me, self.job, self.topology, self.schema, self.map, ShardMemory(PrivateMemory()), ExtensionHooks(())
+        )
         for segment in self.map.segments_of(shard):
             tensor = self.parts.tensors[segment.parameter].detach()
             flat = tensor.as_strided((tensor.numel(),), (1,))[segment.start :][: segment.hi - segment.lo]

@@ -20,6 +20,7 @@ from topotrain.config.topology import Address
 from topotrain.core.profiling.spans import SILENT
 from topotrain.extensions.resume.script_resume import ScriptResume
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, WorkerStateStore, cut
+from topotrain.training.context import ProcessOwner
 from topotrain.training.data import batch_ranges
 from topotrain.training.data.data_messages import Lease, LeaseRequest
 from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
@@ -215,7 +216,7 @@ class Life:
             kept=script.kept(),
             loader=None,
             resumed=self.past,
-            loop_ended=None,
+            owner=ProcessOwner(),
             emit=lambda event: self.notices.append(event.text),
         )
         main = (who.group, who.index) == (0, 0)

@@ -59,6 +59,7 @@ class RequestChannel:
         if len(meta) > MAX_META or len(payload) > MAX_BODY:
             raise ValueError(f"a frame of {len(meta)} + {len(payload)} bytes: at most {MAX_META} and {MAX_BODY}")
         self._number_out += 1
+        # A frame without a payload must not have the flag, see `Header.unpack`.
         flags = BODY if payload else 0
         head = Header(flags, kind, len(meta), len(payload), _GENERATION, self._number_out).pack() + meta
         try:
@@ -95,6 +96,7 @@ class RequestChannel:
             raise ConnectionLost(str(error)) from error
 
     def _payload(self, size: int) -> bytearray:
+        # Grown piece by piece: a header may announce 64 MiB and nothing follow.
         came = bytearray()
         while len(came) < size:
             piece = bytearray(min(size - len(came), _PIECE))
@@ -237,6 +239,7 @@ class RequestServer:
     def close(self) -> None:
         """Close all connections and end all threads."""
         self._listener.stop()
+        # A handler may be in the middle of a reply.
         self._listener.join(_CLOSING_S)
 
     def handle_connection(self, sock: socket.socket) -> None:

@@ -133,6 +133,7 @@ class Router:
                 exact=place.port > 0,
                 lease_s=cluster.lease_s,
             )
+        # In the order of preference.
         self._order = ("unix", "tcp") if road is not Road.kTcp else ("tcp",)
         self._store, self._timeouts = place.store, place.timeouts
         self._published = MaintainedValues(place.store)
@@ -150,6 +151,7 @@ class Router:
         names = self._order[:1] if dial_only and near else self._order
         urls = [self._transports[n].attach(me, _Port(self, n, me, endpoint)) for n in names if n in self._transports]
         if inside:
+            # A port of its own: replies must take the transport on which the message came.
             self._local.attach(me, _Port(self, "local", me, endpoint))
         return tuple(urls)
 
@@ -171,6 +173,8 @@ class Router:
                 self._connect(me, peer, kind, _LOOK_S if self._timeouts.again else self._timeouts.seconds, anew)
                 return
             except TransportError as error:
+                # With `again` the address may have been known before the process listened. Without it the address is
+                # fresh, and an error is final.
                 if not self._timeouts.again or not _may_change(error):
                     raise
                 if time.monotonic() + pause > until:
@@ -204,6 +208,7 @@ class Router:
                     raise self._absent(peer, error) from error
             time.sleep(spread(pause))
             pause = min(2 * pause, _SHORT_LOOK_S)
+            # Not at moves 0: then the server is published where it is, and was just dialed there.
             if moves and not self._is_published(peer, moves) and self._answers(me, peer, moves - 1):
                 raise ConnectionLost("the server is alive, but the connection to it has ended")
             if self._is_published(peer, moves + 1):
@@ -231,6 +236,7 @@ class Router:
             raise PeerUnreachable(text) from None
         by_transport = {_TRANSPORTS.get(url.partition(":")[0], url.partition(":")[0]): url for url in urls}
         fits = self._order if self._topology.together(me, peer) else ("tcp",)
+        # Shared memory comes first where both processes are on one host.
         name = next(name for name in fits if name in by_transport)
         if anew and self._tcp is not None and name == "tcp":
             self._tcp.connect(me, peer, by_transport[name], anew)
@@ -255,6 +261,7 @@ class Router:
 
     def remove_route(self, me: Address, peer: Address, name: str) -> None:
         """Note that the connection to that peer on this transport has ended."""
+        # A newer connection may use another transport, and its route stays.
         if self._routes.get((me, peer)) is self._transports[name]:
             del self._routes[(me, peer)]
 
@@ -304,6 +311,7 @@ class Router:
         assert self._pump is not None
         self._pump.release()
         self._local.release()
+        # A process that reads for itself has all its peers on this host.
         self._unix.leave(me)
 
     def close(self) -> None:
@@ -325,7 +333,7 @@ def _network(place: RouterConfig) -> EmulatedNetwork | None:
     if link is None:
         return None
     key = sha256(b"link" + place.identity.token).hexdigest()[:16]  # several jobs may use the folder
-    return EmulatedNetwork(link, place.sockets, key, place.topology.host_of)
+    return EmulatedNetwork(link, place.sockets, key, place.topology)
 
 
 class _Port:

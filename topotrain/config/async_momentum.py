@@ -45,6 +45,7 @@ def momentum_of(name: str, groups: Iterable[Mapping[str, Any]]) -> float:
     """
     if name.rpartition(".")[2] in _BOUNDED:
         return 0.0
+    # The learning rate schedule of a script may change the momentum of one group only.
     found = [group["momentum"] for group in groups if isinstance(group.get("momentum"), int | float)]
     return float(max(found, default=0.0))
 
@@ -97,10 +98,12 @@ class Corrector:
 
     def momentum(self, momentum: float) -> float:
         """Return the corrected momentum."""
+        # A negative momentum would be possible, and no optimizer of torch accepts it.
         return max(0.0, momentum - self.less_momentum)
 
     def rate(self, staleness: int) -> float:
         """Return the factor of the learning rate of a step."""
+        # A fresh gradient has staleness 0, and counts as one of staleness 1.
         return 1.0 / max(1, staleness) if self.by_staleness else 1.0
 
 

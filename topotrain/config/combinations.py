@@ -55,7 +55,10 @@ def need(package: str, *paths: str) -> None:
 
 @cache
 def contributed() -> tuple[Combination, ...]:
-    """Return the combinations of all packages that are there, and a row for each field of a package that is not."""
+    """Return the combinations of all packages.
+
+    For a package that is not there it has a row for each of the package's fields.
+    """
     rows = [row for name in _MODULES if _exists(name) for row in import_module(name).COMBINATIONS]
     for package, paths in _FIELDS.items():
         if not _exists(package):

@@ -55,6 +55,7 @@ def whole(least: int, most: int = INT32) -> Rule:
     accepted = f"must be a whole number >= {least}" if most >= INT32 else f"must be a whole number, {least} to {most}"
 
     def check(path: str, value: Any) -> int:
+        # bool is a subclass of int, and `true` is no number.
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ConfigError(path, value, accepted)
         return value
@@ -78,14 +79,23 @@ def whole_or_zero(least: int, most: int) -> Rule:
     return check
 
 
-def number(accepted: str, holds: Callable[[float], bool]) -> Rule:
-    """Return the rule for a finite number for which `holds` is true.
+def number(
+    accepted: str,
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> Rule:
+    """Return the rule for a finite number within these bounds.
+
+    `least` and `most` are included, `above` and `below` are not.
 
     accepted: the condition in words.
     """
 
     def check(path: str, value: Any) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and holds(value)):
+        right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not right or not (least <= value <= most and above < value < below):
             raise ConfigError(path, value, f"must be {accepted}")
         return float(value)
 
@@ -118,6 +128,7 @@ def _instance(kind: type) -> Rule:
 
 def _many(rule: Rule) -> Rule:
     def check(path: str, value: Any) -> tuple[Any, ...]:
+        # A text is a sequence, too, of its characters.
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise ConfigError(path, value, "must be a list")
         return tuple(rule(f"{path}[{index}]", item) for index, item in enumerate(value))
@@ -150,6 +161,7 @@ def rule_of(kind: Any) -> Rule:
     if origin is tuple:
         return _many(rule_of(inner[0]))
     if type(None) in inner:
+        # `X | None`: None means that the field is not given.
         rule = rule_of(inner[0])
         return lambda path, value: None if value is None else rule(path, value)
     return one_of(kind) if issubclass(kind, Enum) else _instance(kind)

@@ -19,6 +19,7 @@ class Rhythm:
 
     def due(self, step: int) -> bool:
         """Whether it is time when `step` steps are done."""
+        # As in SINGA: the first time is at step `after`, also at step 0.
         return self.freq > 0 and step >= self.after and (step - self.after) % self.freq == 0
 
     def passed(self, step: int) -> int:

@@ -108,12 +108,6 @@ class Road(str, Enum):
     kTcp = "kTcp"
 
 
-class FailureDomain(str, Enum):
-    kAuto = "kAuto"
-    kHost = "kHost"
-    kProcess = "kProcess"
-
-
 class Engine(str, Enum):
     kAuto = "kAuto"
     kOwn = "kOwn"
@@ -141,15 +135,15 @@ Steps = Annotated[int, whole(0)]
 StepsOrAll = Annotated[int, whole(-1)]
 Port = Annotated[int, whole(1, 65535)]
 Seed = Annotated[int, whole(0, INT64)]
-Number = Annotated[float, number("a number", lambda x: True)]
-NotNegative = Annotated[float, number("a number >= 0", lambda x: x >= 0)]
-Positive = Annotated[float, number("a number > 0", lambda x: x > 0)]
-Lease = Annotated[float, number("seconds, 1 to 3600", lambda x: 1 <= x <= 3600)]
-Fraction = Annotated[float, number("a number >= 0 and < 1", lambda x: 0 <= x < 1)]
+Number = Annotated[float, number("a number")]
+NotNegative = Annotated[float, number("a number >= 0", least=0)]
+Positive = Annotated[float, number("a number > 0", above=0)]
+Lease = Annotated[float, number("seconds, 1 to 3600", least=1, most=3600)]
+Fraction = Annotated[float, number("a number >= 0 and < 1", least=0, below=1)]
 Pattern = Annotated[str, pattern]
 Name = Annotated[str, filled]
 Dimension = Annotated[int, whole(-1, 1)]
-Ratio = Annotated[float, number("a number > 0 and <= 1", lambda x: 0 < x <= 1)]
+Ratio = Annotated[float, number("a number > 0 and <= 1", above=0, most=1)]
 Connections = Annotated[int, whole(1, 16)]
 Replicas = Annotated[int, whole(1, 2)]
 SliceBytes = Annotated[int, whole_or_zero(4096, 1 << 26)]
@@ -443,7 +437,6 @@ class Cluster(Checked):
     lease_s: Lease = 2.0
     replicas: Replicas = 1
     backup: Steps = 0
-    failure_domain: FailureDomain = FailureDomain.kAuto
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,7 +524,6 @@ _NO_RESULT = frozenset(
         "poll_time",
         "lease_s",
         "replicas",
-        "failure_domain",
         "program",
         "args",
         "disp_freq",

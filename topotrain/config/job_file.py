@@ -146,6 +146,7 @@ def _from_message(message: Any, path: str, unused: list[str]) -> Any:
         else:
             values[attribute] = _value(field, value, inner, unused)
     for name, f in known.items():
+        # Here and not in the parser, which would not name the path of the block.
         if name not in values and f.default is MISSING and f.default_factory is MISSING:
             raise ConfigError(_join(path, name), None, "is required")
     return cls(**values)
@@ -214,6 +215,7 @@ _PREFIX = re.compile(r"^\d+:\d+ : ('.*': )?")  # place and line, which text_form
 def _parse_error(error: text_format.ParseError, source: str, places: _Places) -> ConfigError:
     line, column = error.GetLine(), error.GetColumn()
     at = None if line is None or column is None else (line, column)
+    # The parser's message does not name the path, so it is that of the last field before the place.
     before = [(place, path) for path, place in places.items() if at is not None and place <= at]
     path = max(before)[1] if before else ""
     if found := _NO_FIELD.search(str(error)):
@@ -322,6 +324,7 @@ def _override(message: Any, override: str) -> str:
         raise _parse_error(error, where, {path: (1, 1)}).at(where) from None
     if [f.name for f, _ in parsed.ListFields()] not in ([name], []):
         raise ConfigError(path, value, "must be one value", where)
+    # An override replaces a repeated field, and does not append to it.
     message.ClearField(name)
     message.MergeFrom(parsed)
     return path

@@ -219,6 +219,7 @@ class SliceMap:
         Two processes with equal digests agree on every id and boundary.
         """
         cuts = [[b.shard, b.space, b.lo, b.hi, b.master] for b in self.buckets]
+        # All that decides a boundary: processes of two versions must not agree by accident.
         text = json.dumps([ALIGN, self.shards, self.groups, self.slicing.value, self.offsets, self.ranges, cuts])
         return sha256(f"{describe(self.parameters)}\n{text}".encode()).hexdigest()
 
@@ -288,6 +289,7 @@ def describe(parameters: Iterable[Parameter]) -> str:
 
 
 def _row(p: Parameter) -> list[Any]:
+    # The short form comes first, so that models without owners keep the digests of earlier versions.
     row = [p.name, list(p.shape), list(p.stride), p.dtype, p.trainable, list(p.aliases)]
     if p.owners:
         return [*row, p.home, list(p.owners)]
@@ -312,6 +314,7 @@ def parse(text: str) -> tuple[Parameter, ...]:
 
 def _parameter(number: int, row: Any) -> Parameter:
     kinds = [str, list, list, str, bool, list]
+    # Exact types: True is no number here, although bool is a subclass of int.
     if not isinstance(row, list) or [type(value) for value in row] not in (
         kinds,
         [*kinds, int],
@@ -350,6 +353,7 @@ def _check_homes(parameters: Sequence[Parameter], shards: int) -> None:
 
 
 def _padded(count: int) -> int:
+    # Each parameter begins at an aligned element, so that no two share a cache line or a vector.
     return -(-count // ALIGN) * ALIGN
 
 
@@ -396,6 +400,7 @@ def _lay_out(
     number = {kind: index for index, kind in enumerate(kinds)}
     lengths = [0] * len(kinds)
     offsets = [(0, 0)] * len(parameters)
+    # A stable sort: inside a shard the order of definition stays, which is mostly that of the forward.
     for index in sorted(range(len(parameters)), key=homes.__getitem__):
         space = number[parameters[index].dtype, parameters[index].owners]
         offsets[index] = (space, lengths[space])
@@ -466,6 +471,7 @@ def _buckets(
     found: list[Bucket] = []
     at = 0
     for number, (lo, hi, master) in enumerate(bounds, first):
+        # Both lists ascend, so one pass over them is enough.
         while segments[at].hi <= lo:
             at += 1
         pieces: list[Piece] = []

@@ -215,6 +215,7 @@ class Topology:
         shared memory, and one message per unit, give this order anyway. So every transport can keep to it, and all of
         them produce the same bits.
         """
+        # `groupby` is enough, because consecutive workers share a unit.
         by_unit = groupby(self.workers(g), key=self.unit_of)
         return tuple(tuple(worker.index for worker in members) for _, members in by_unit)
 
@@ -315,6 +316,7 @@ def layout(cluster: Cluster, hosts: Sequence[int] = ()) -> Topology:
     declared = (cluster.nserver_groups, cluster.nservers_per_group)
     for g, k in _pairs(*(declared if cluster.nserver_groups else implicit)):
         servers[_server_unit(cluster, g, k)].append(Address(Role.SERVER, g, k))
+    # Ranks follow the order of the workers; units of servers only come last.
     units = (Unit(rank, tuple(w), tuple(s)) for rank, (w, s) in enumerate(zip(workers, servers, strict=True)))
     if hosts and len(hosts) != total:
         raise ValueError(f"{len(hosts)} hosts for {total} units")
@@ -328,6 +330,7 @@ def validate(cluster: Cluster) -> None:
     """
     groups, homes = cluster.nworker_groups, cluster.nserver_groups
     _fill_units("worker", groups, cluster.nworkers_per_group, cluster.nworkers_per_procs)
+    # Without declared servers each worker group has an implicit one, which always fits.
     if homes == 0:
         return
     if groups % homes:
@@ -342,6 +345,7 @@ def _fill_units(role: str, groups: int, per_group: int, per_unit: int) -> None:
     if groups * per_group > MOST:
         accepted = f"must be at most {MOST // groups} with n{role}_groups = {groups}: a job has up to {MOST} {role}s"
         raise ConfigError(f"cluster.n{role}s_per_group", per_group, accepted)
+    # A unit has a part of one group, or several whole groups.
     fits = [p for p in _divisors(groups * per_group) if per_group % p == 0 or p % per_group == 0]
     if per_unit not in fits:
         choices = ", ".join(map(str, fits))

@@ -1,4 +1,4 @@
-"""Bitmaps as they travel: which buckets, pieces or parameters a message speaks of; and what says that there is none."""
+"""Bitmaps as they travel: the buckets, pieces or parameters of a message."""
 
 from collections.abc import Mapping, Sequence
 
@@ -27,7 +27,7 @@ def per_bucket(buckets: Sequence[Bucket], bits: int) -> list[tuple[Bucket, int]]
 
 
 def per_piece(buckets: Sequence[Bucket], found: Mapping[int, int]) -> int:
-    """Bitmaps by the place of a bucket as one bitmap over the pieces of all: the inverse of `per_bucket`."""
+    """One bitmap over the pieces of all buckets: the inverse of `per_bucket`."""
     bits = shift = 0
     for at, bucket in enumerate(buckets):
         bits |= found.get(at, 0) << shift

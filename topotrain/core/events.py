@@ -1,15 +1,15 @@
 """Events: what the processes of a job report, one line of JSON each.
 
 Every listener may drop any event. Counters are cumulative, and times count from the first step of the reporting
-process, so a listener that joins late or misses a line is still right. `who` names a process: "worker 0/1" or
-"server 0/1" (group/index), or "unit 3".
+process, so a listener that joins late or misses a line is still right. The first field of an event is the name of a
+process: "worker 0/1" or "server 0/1" (group/index), or "unit 3".
 """
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, Protocol, TypeVar, dataclass_transform
 
 FAILURE_KINDS = ("program", "peer", "config", "died", "internal", "quarantine")
 
@@ -18,6 +18,14 @@ class Event:
     """The base class of all events."""
 
     __slots__ = ()
+
+
+class EventSink(Protocol):
+    """Receives the events of one process, from any thread."""
+
+    def emit(self, event: Event) -> None:
+        """Report an event."""
+        ...
 
 
 _CLASSES: dict[str, type[Event]] = {}

@@ -84,6 +84,7 @@ def add_arguments(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
     for f in fields(UnitPlace):
         option, variable = TABLE[f.name]
         default = environ.get(variable, None if f.default is MISSING else f.default)
+        # Without a default and without the variable argparse names the missing option, as it does for a wrong value.
         parser.add_argument(option, type=f.type, default=default, required=default is None, help=f"or {variable}")
 
 
@@ -152,6 +153,7 @@ def choose_cause(failures: Sequence[Failed]) -> Failed | None:
     so "peer" explains nothing. An internal error may follow from a death that was not understood. An exception in the
     user's program, or a wrong setting, is always the root cause.
     """
+    # `min` keeps the first of equals: the failure that was reported first.
     return min(failures, key=lambda failed: PRIMARY[failed.kind], default=None)
 
 

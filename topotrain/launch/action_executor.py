@@ -71,6 +71,7 @@ class ActionExecutor:
 
         folder: the folder of the control socket; None: the job takes no requests.
         """
+        # Commands to other hosts carry this number from here on.
         self._attempt = attempt
         self._control = None if folder is None else ControlSocket(folder, selector)
 
@@ -113,6 +114,8 @@ class ActionExecutor:
                     self._shutdown.fail(failures)
                 case Recovered(number=number):
                     yield action
+                    # A promise outlives the attempt in which it was made: the number belongs to the job, not to the
+                    # attempt.
                     for promise in self._promises:
                         if promise.number == number:
                             promise.send()

@@ -33,6 +33,7 @@ class OutputQueue:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        # A regular file is always ready, so its writes may be larger.
         self._most = _LARGE if stat.S_ISREG(os.fstat(fd).st_mode) else select.PIPE_BUF
         self._changed = threading.Condition()
         self._buffer = bytearray()
@@ -49,6 +50,7 @@ class OutputQueue:
     def put(self, data: bytes) -> None:
         """Buffer `data` for writing. Raises the OSError of an earlier failed write."""
         with self._changed:
+            # The error is raised once, where the next output is written, as a direct write would have done.
             error, self._error = self._error, None
             if error is not None:
                 raise error
@@ -79,7 +81,9 @@ class OutputQueue:
                 self._changed.wait_for(lambda: self._buffer or self._over)
                 if self._over:
                     return
+                # A copy: the buffer grows while this thread writes without the lock.
                 piece = bytes(self._buffer[: self._most])
+            # A limited wait, so that `close` ends the thread although the reader has stopped.
             if not ready.poll(_LOOK_MS):
                 continue
             try:
@@ -146,6 +150,7 @@ class ConsoleOutput:
             info = os.fstat(fd)
         except (OSError, ValueError):
             return file
+        # stdout and stderr are often one file, and their lines must keep their order.
         place = info.st_dev, info.st_ino
         if place not in self._channels:
             self._channels[place] = OutputQueue(fd)

@@ -190,6 +190,7 @@ class JobShutdown:
                 self.end_now()
             case Exited() if self._table.has_all_workers and not self.stopping:
                 # Without all workers here the servers may serve workers of units elsewhere.
+                # A running timer means that the end has begun already.
                 if self._alarm is None and self._table.have_workers_ended(self.missing):
                     self._after(SERVERS_S, self._on_servers_stayed)
             case _:
@@ -258,6 +259,7 @@ class JobShutdown:
         if not self.stopping:
             self.stopping = True
             self._after(END_S, self._units.kill)
+            # After the timer is set: a unit that does not read its commands is killed all the same.
             self._units.command("stop")
 
     def restart(self) -> None:

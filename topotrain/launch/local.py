@@ -65,11 +65,13 @@ class LocalLauncher(Launcher):
                     while True:
                         run = RunLoop(job, topology, host, goes_on)
                         outcome = self._run(run, attempt, job, workspace, place)
+                        # A signal that comes during a restart ends the job.
                         again = run.shutdown.again and not stop.came
                         if goes_on is None or not again or (place is not None and place.over):
                             break
                         why, resized = "", run.executor.resized
                         if resized is None:
+                            # The budget of restarts is kept, and all else begins anew.
                             goes_on.begin_attempt()
                         else:
                             job, topology = resized, layout(resized.cluster)
@@ -78,11 +80,13 @@ class LocalLauncher(Launcher):
                         resume = origin.newest(lambda text: on_event(Notice("launcher", text)))
                         attempt = AttemptInfo(attempt.number + 1, resume, goes_on.absent_groups, why)
                         if place is not None:
+                            # The addresses of the last attempt must not be found in the store.
                             place.again()
                 finally:
                     for promise in host.promises:
                         promise.send("the job ended before it trained again")
             if stop.came:
+                # Before the block of the terminal's output ends, which would wait for its reader.
                 self.outlet.hurry()
             outcome = replace(outcome, seconds=time.monotonic() - began)
             if stop.came and (outcome.code or run.shutdown.again):  # else the job was complete before its last snapshot

@@ -122,6 +122,7 @@ class RegisteredJob:
         self._thread.join(_LEAVE_S)
         with suppress(StoreError):
             for url in self._urls:
+                # Stores outlive jobs, so the job removes what it has written.
                 forget(within(self._root, f"jobs/{parse(url).job}"))
         self._root.close()
 

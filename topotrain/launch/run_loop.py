@@ -106,6 +106,7 @@ class RunLoop:
             self._processes(Started("forkserver", served.pid))
         for place in places:
             self._start_unit(replace(place, forkserver=address), calls, attempt, environ)
+        # Otherwise the servers would wait for the first push of this group.
         for group in sorted(attempt.absent):
             self.executor.command_servers(group, "away", 0)
             if not attempt.number:
@@ -200,6 +201,7 @@ class RunLoop:
         idle = isinstance(self._recovery, Follower) and self._recovery.complete
         # A unit may end with code 0 although some of its processes were not seen to end.
         code, left = unit.process.returncode, self._table.unended(unit.rank, self.shutdown.missing, started=idle)
+        # Before a failure is reported: the policy then knows that the unit's processes have ended with it.
         self._on_event(Exited(unit.who, unit.process.pid, code))
         if (code or left) and not self.shutdown.stopping and (code < 0 or not self.shutdown.failures):
             early = "" if code else f" before {', '.join(left)} had ended"
@@ -309,12 +311,14 @@ class RunLoop:
             others.heard()
             self._save(grace(self.job, signal.SIGTERM))
             return
+        # The descriptor stays readable, and would keep the loop busy until the units have ended.
         self._selector.unregister(others.fileno())
         self.shutdown.stop()
 
     def _on_signal(self) -> None:
         self._host.signals.woken.recv(64)
         came, others = self._host.signals.came, self._host.others
+        # Only the first signal is granted a last snapshot.
         seconds = grace(self.job, came[0]) if len(came) == 1 and not self.shutdown.stopping else 0.0
         if seconds:
             if others is not None:

@@ -17,8 +17,10 @@ from topotrain.training.worker import Worker
 
 def adopt(optimizer: Optimizer, worker: Worker) -> None:
     """Let `optimizer` commit steps of `worker`; its identity and groups stay."""
+    # A scheduler wraps `step` on the object itself, where it would hide the method of the new class.
     had_step = optimizer.__dict__.pop("step", None)
     cls = type(optimizer)
+    # The names stay those of the user's class: error messages and pickled states show them.
     optimizer.__class__ = type(cls.__name__, (_Adopted, cls), {"__module__": cls.__module__, "_topotrain": worker})
     if hasattr(had_step, "_wrapped_by_lr_sched"):
         optimizer.step = _tracked(optimizer)  # type: ignore[method-assign]
@@ -53,6 +55,7 @@ class _Adopted(Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad():
+                # As in torch, the closure makes the backward, so it comes before anything is sent.
                 loss = closure()
         self._topotrain.step(_inverse(scale), check_finite=found_inf is not None)
         return loss
@@ -80,6 +83,7 @@ class _Adopted(Optimizer):
         try:
             return super().state_dict()
         finally:
+            # The servers hold the state; a second copy here would soon be old.
             self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
 from topotrain.training.parameters.row_module import RowModule
 from topotrain.training.step_progress import NormLog, ProgressReporter
-from topotrain.training.worker import Worker
+from topotrain.training.worker import Worker, WorkerMemory
 from topotrain.training.worker_extension import WorkerExtension
 from topotrain.training.worker_limits import bound
 
@@ -120,6 +120,7 @@ def _warn_of_wrong_kernels(optimizer: Optimizer) -> None:
         try:
             kernel_choice.check_named(type(optimizer), group, kernel_choice.kinds(group["params"]))
         except ConfigError as error:
+            # stacklevel: the line of the script that calls `tt.prepare`.
             warnings.warn(str(error), stacklevel=3)
 
 
@@ -188,19 +189,16 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     for extension in here.extensions:
         extension.connected(here, request)
 
-    def flats(slice_map: SliceMap) -> FlatBuffers:
-        made = FlatBuffers(slice_map, None, roads.allocate)
-        if here.shared_values is not None and not roads.exchange.model.windowed:
-            _share_values(roads, here.shared_values, slice_map, made)
-        return made
-
     if here.is_main:
         tensors = (*parts.tensors, *parts.buffer_tensors, *aside)
         reserve(here.workspace / FINAL, sum(t.nbytes for t in tensors) if cut is None else cut.nbytes)
-    worker = Worker(here.me, place.job, place.topology, parts, optimizer, roads.exchange, flats, aside)
+    worker = Worker(
+        here.me, place.job, place.topology, parts, optimizer, roads.exchange, _UnitMemory(here, roads), aside
+    )
     if loader is not None:
         replay = _batch_replay(here, worker)
         data = roads.exchange.extension(DataClient)
+        # Before the worker starts: a loader that cannot be divided must fail while no other worker waits.
         here.read_from(ShardedLoader(loader, _data_plan(here, model), data, worker, replay))
     bound(here, model, loader, cut is not None)
     worker.start()
@@ -209,6 +207,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     if worker.lazy:
         wait_by_layer(model, worker)
     adopt(optimizer, worker)
+    # A script may have loaded a state before `tt.prepare`.
     worker.server_state.scatter()
     here.join(worker, cut)
     if place.job.debug and here.is_main:
@@ -241,13 +240,26 @@ def _warn(here: Context, worker: Worker) -> None:
         here.emit(Notice(str(here.me), text))
 
 
-def _share_values(roads: Connections, fd: int, slice_map: SliceMap, flats: FlatBuffers) -> None:
-    """Let all workers of the unit share the parameters' memory (in-memory Hogwild)."""
-    sizes = [-(-space.length * space.itemsize // 64) * 64 for space in slice_map.spaces]
-    region = roads.memory.adopt(fd, sum(sizes))
-    for space in slice_map.spaces:
-        offset = sum(sizes[: space.index])
-        flats.put("params", space.index, region.tensor(offset, space.length, torch_dtype(space.dtype)))
+class _UnitMemory(WorkerMemory):
+    """A worker's memory: that of its transports, and shared values.
+
+    The workers of a unit share values in memory (in-memory Hogwild) where the launcher gives them a descriptor.
+    """
+
+    def __init__(self, here: Context, roads: Connections) -> None:
+        super().__init__(roads)
+        self._fd, self._roads = here.shared_values, roads
+
+    def flat_buffers(self, slice_map: SliceMap) -> FlatBuffers:
+        flats = super().flat_buffers(slice_map)
+        # Where a server of the host shows its values, they are shared already.
+        if self._fd is not None and not self._roads.exchange.model.windowed:
+            sizes = [-(-space.length * space.itemsize // 64) * 64 for space in slice_map.spaces]
+            region = self._roads.memory.adopt(self._fd, sum(sizes))
+            for space in slice_map.spaces:
+                offset = sum(sizes[: space.index])
+                flats.put("params", space.index, region.tensor(offset, space.length, torch_dtype(space.dtype)))
+        return flats
 
 
 def _data_plan(here: Context, model: nn.Module) -> DataPlan:
@@ -294,6 +306,7 @@ class EpochLoop:
         self._begun = self._remaining()  # from here on the script's next loop is another one
         for number in self._begun if position is None else position.epochs(self._count):
             yield number
+            # The epochs of two nested loops cannot be told apart after a restart.
             if not process.is_latest(loop):
                 accepted = "has another loop over tt.epochs inside: they may follow one another; use range() inside"
                 raise ConfigError("tt.epochs", self._count, accepted)

@@ -18,7 +18,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address
 from topotrain.core.client.client import Client
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.core.events import Event
+from topotrain.core.events import Event, EventSink
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.training.data.distributed_loader import BatchReplay, ShardedLoader
 from topotrain.training.data.script_position import ScriptPosition
@@ -128,6 +128,22 @@ class PrepareExtension:
         """The job is over for this process, and the connections close next."""
 
 
+class ProcessOwner:
+    """The code that made this process a part of the job.
+
+    A subclass hears of the script's loops and of `tt.leave`.
+    """
+
+    by_hand = False
+    """Whether the script itself has joined the job, and may leave it."""
+
+    def loop_ended(self) -> None:
+        """The script has come to the end of a pass, or of `tt.epochs`."""
+
+    def leave(self) -> None:
+        """The script ends its part, if it may. Raises the job's errors."""
+
+
 @dataclass(slots=True)
 class Context:
     """A worker process of a job."""
@@ -135,7 +151,7 @@ class Context:
     place: RouterConfig
     me: Address
     workspace: Path
-    emit: Callable[[Event], None]
+    sink: EventSink
     connector: Connector
     extensions: Sequence[PrepareExtension] = ()
     shared_values: int | None = None  # descriptor of a memfd that several workers of the unit share
@@ -152,8 +168,7 @@ class Context:
     spans: Recorder = SILENT
     gpus: bool = True  # `tt.device` may name one
     counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
-    loop_ended: Callable[[], None] | None = None  # called where the script comes to the end of a pass, or of `epochs`
-    leave: Callable[[], None] | None = None  # set where the script itself may end its part
+    owner: ProcessOwner = field(default_factory=ProcessOwner)
 
     @property
     def is_main(self) -> bool:
@@ -164,6 +179,14 @@ class Context:
     def number(self) -> int:
         """The worker's number in the job, from 0, group by group."""
         return self.me.group * self.place.topology.workers_per_group + self.me.index
+
+    def emit(self, event: Event) -> None:
+        """Report an event of this worker."""
+        self.sink.emit(event)
+
+    def owned_by(self, owner: ProcessOwner) -> None:
+        """Let `owner` know of the script's loops and of `tt.leave`."""
+        self.owner = owner
 
     def connect(self) -> Connections:
         """The connections to the servers; the first call opens them."""
@@ -291,7 +314,7 @@ def placed() -> bool:
 
     The process is part of a job already, or the script is only planned.
     """
-    return _planning or (_current is not None and _current.leave is None)
+    return _planning or (_current is not None and not _current.owner.by_hand)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ names). `torch.view_as_complex` restores it.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EINVAL, EISDIR, EOPNOTSUPP
 from itertools import accumulate
@@ -26,7 +26,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.private_files import open_file, open_for_reading, sync_folder, write_at
 from topotrain.core.model.safetensors_layout import PAIRED, TensorDescription, bytes_of, lay_out
 from topotrain.core.model.schema import torch_dtype
-from topotrain.training.parameters.flat_parameters import ModelParts, in_file
+from topotrain.training.parameters.flat_parameters import FileMemory, ModelParts
 from topotrain.training.worker import Worker
 
 FINAL = "final.safetensors"
@@ -50,23 +50,20 @@ def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] =
 
     A tensor that does not share its memory is not copied.
     """
-    tensors, metadata = tensors_of(parts, _apart)
+    found, metadata = tensors_of(parts)
+    tensors = {name: _apart(tensor) for name, tensor in found.items()}
     tensors |= {name: weight.detach().contiguous() for name, weight in more.items()}
     save_tensors(tensors, path, metadata)
 
 
-def tensors_of(
-    parts: ModelParts, take: Callable[[torch.Tensor], torch.Tensor] = torch.clone
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and buffers by name, contiguous and copied, and a file's metadata.
+def tensors_of(parts: ModelParts) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and buffers by name, contiguous, and a file's metadata.
 
-    take: makes the copies.
+    Tensors that are contiguous in the model are not copied.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    for described, tensor in zip(parts.parameters, parts.tensors, strict=True):
-        tensors[described.name] = take(tensor.detach().contiguous())
-    for buffer, content in zip(parts.buffers, parts.buffer_tensors, strict=True):
-        tensors[buffer.name] = take(content.detach().contiguous())
+    names = [*(p.name for p in parts.parameters), *(b.name for b in parts.buffers)]
+    held = zip(names, (*parts.tensors, *parts.buffer_tensors), strict=True)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in held}
     return tensors, metadata_of({p.name: p.aliases for p in parts.parameters})
 
 
@@ -89,10 +86,11 @@ def fetch_final(worker: Worker, folder: Path | None = None) -> list[torch.Tensor
     """
     for space in worker.map.spaces:
         if folder is not None and not space.on(worker.me.index):
-            memory = in_file(folder)(space.length, torch_dtype(space.dtype))
+            memory = FileMemory(folder).allocate(space.length, torch_dtype(space.dtype))
             worker.buffers.flats.put("params", space.index, memory)
     worker.client.values.fetch_final()
     found = worker.client.buffers.final()
+    # These groups were never averaged, so an average of their buffers belongs to no model.
     if worker.job.cluster.nserver_groups == 0:
         found = {0: found.get(0, {})}
     averaged = []
@@ -119,11 +117,12 @@ def in_one_file(likes: Sequence[torch.Tensor], folder: Path) -> list[torch.Tenso
     Each has a storage of its own, as a file's writer wants it. Raises ConfigError where the disk has no room.
     """
     ends = list(accumulate(-(-like.nbytes // _APART_BYTES) * _APART_BYTES for like in likes))
-    memory = in_file(folder)(ends[-1] if ends else 0, torch.uint8)
+    memory = FileMemory(folder).allocate(ends[-1] if ends else 0, torch.uint8)
     made = []
     for like, end in zip(likes, ends, strict=True):
         at = end - -(-like.nbytes // _APART_BYTES) * _APART_BYTES
         flat = memory[at : at + like.nbytes]
+        # A view would share the storage of the whole file, and the writer would refuse it.
         own = torch.frombuffer(flat.numpy().data, dtype=like.dtype) if like.nbytes else flat.view(like.dtype)
         made.append(own.view(like.shape))
     return made
@@ -150,13 +149,16 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
     try:
         with _opened(temporary) as fd:
             _take_room(fd, layout.size)
+            # The room that was reserved may be larger than the file.
             os.ftruncate(fd, layout.size)
             write_at(fd, layout.header, 0)
             for name, tensor in tensors.items():
                 here = tensor.detach().cpu()
                 write_at(fd, bytes_of(here), layout.entries[name].begin)
+            # Before the rename: after a power cut the new name must not lead to missing data.
             os.fsync(fd)
         os.replace(temporary, path)
+        # The rename itself is on the disk only now.
         sync_folder(path.parent)
     except OSError as error:
         release(path)

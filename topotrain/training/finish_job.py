@@ -34,11 +34,13 @@ def finish(here: Context) -> None:
     if here.training is not None:
         here.training.check()
     for extension in here.extensions:
+        # Before the worker says that it has finished: the servers then expect nothing more of it.
         extension.stop_pushing(here)
     if worker is None:
         _finish_without_model(here)
         return
     if here.loader is not None:
+        # A loop that was left by `break` still holds leases that others may be waiting for.
         here.loader.close()
     if here.continuing is not None:
         here.continuing.finish()
@@ -151,4 +153,5 @@ def kind_of(error: BaseException) -> str:
         return "config"
     if isinstance(error, JobError):  # may be about a worker that left its loop with an exception, which explains more
         return "quarantine" if error.quarantine else "internal"
+    # The connection to another process is a consequence of its death, and no fault of this script.
     return "peer" if isinstance(error, PeerLost | PeerUnreachable | ConnectionLost) else "program"

@@ -118,6 +118,7 @@ def watch_losses(worker: Worker, watch: LossWatch) -> None:
 def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) -> Callable[..., None]:
     def watched(tensors: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        # A scaled loss has grown by the scale; the attribute leads to the loss before it.
         losses = [_told(getattr(root, _PLAIN, root)) for root in roots if root.numel() == 1]
         spans = worker.client.channel.spans
         spans.since("forward")

@@ -69,6 +69,7 @@ class MisuseChecks(WorkerExtension):
         """An optimizer of this process has made a step, perhaps on a server's thread."""
         if optimizer is self._optimizer or threading.get_ident() != self._thread:
             return
+        # Another optimizer may train a model of its own, which is no mistake.
         changed = {id(tensor) for tensor in self._worker.buffers.edited()}
         named = [self._names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in changed]
         if named:

@@ -58,11 +58,13 @@ def stand(own: Sequence[torch.Generator] = (), device: torch.device | None = Non
     _, key, at, has_gauss, cached = numpy.random.get_state()
     found = {
         "torch": torch.get_rng_state(),
+        # Tensors, because a snapshot stores nothing else.
         "python": torch.tensor(words, dtype=torch.int64),
         "python gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         "numpy": torch.from_numpy(numpy.append(key, at).astype(numpy.int64)),
         "numpy gauss": torch.tensor([cached] if has_gauss else [], dtype=torch.float64),
     }
+    # Reading the state would set the GPU up for a script that never uses it.
     if device is not None and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["cuda"] = torch.cuda.get_rng_state(device)
     return found | {f"own {number}": generator.get_state() for number, generator in enumerate(own)}

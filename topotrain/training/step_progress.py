@@ -52,6 +52,7 @@ class ProgressReporter(WorkerExtension):
         on_device = isinstance(tally.loss_sum, torch.Tensor)
         loss = tally.take_loss()
         self._loss = self._loss if loss is None else loss
+        # On a device single losses are not read, because that would wait for it; their mean is.
         if self._rising is not None and on_device and loss is not None:
             self._rising(loss)
         self._here.emit(
@@ -131,4 +132,5 @@ class NormLog(WorkerExtension):
             gradient = None if tensor.grad is None else float(torch.linalg.vector_norm(tensor.grad))
             norms[described.name] = {"value": float(torch.linalg.vector_norm(tensor.detach())), "grad": gradient}
         self._file.write(json.dumps({"step": self._worker.tally.steps, "norms": norms}) + "\n")
+        # A script that fails must leave the lines of its last steps.
         self._file.flush()

@@ -6,7 +6,7 @@ every server and returns when the new values are in the model's parameters.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from topotrain.config.job import Apply, ConfigError, Correction, Grads, Job, Non
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core.client.client import Client, JobError, StepEnd, StepOutcome
-from topotrain.core.model.schema import FlatBuffers, Schema, effective, slice_map_for
+from topotrain.core.model.schema import BufferMemory, FlatBuffers, Schema, effective, slice_map_for
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe
 from topotrain.core.server.nonfinite import NonfiniteLimit, complaint
 from topotrain.training.data.step_batches import BatchAccounting, StepBatches
@@ -35,6 +35,17 @@ def plan_of(topology: Topology, parts: ModelParts, spec: OptimizerSpec) -> tuple
     return Schema(parts.parameters, parts.buffers, spec.to_text(), slice_map.digest), slice_map
 
 
+class WorkerMemory:
+    """Where a worker's flat buffers are; a subclass may put some of them elsewhere."""
+
+    def __init__(self, memory: BufferMemory) -> None:
+        self._memory = memory
+
+    def flat_buffers(self, slice_map: SliceMap) -> FlatBuffers:
+        """The worker's flat buffers."""
+        return FlatBuffers(slice_map, None, self._memory)
+
+
 class Worker(BatchAccounting):
     """One worker of the job.
 
@@ -43,7 +54,7 @@ class Worker(BatchAccounting):
         parts: the model, taken apart.
         optimizer: the user's.
         client: the worker's client of the servers.
-        flats: makes the worker's flat buffers from the map; they may lie in shared memory.
+        memory: where the worker's flat buffers are.
         aside: parameters of the optimizer that an extension transfers by rows, and not the worker.
     """
 
@@ -55,7 +66,7 @@ class Worker(BatchAccounting):
         parts: ModelParts,
         optimizer: torch.optim.Optimizer,
         client: Client,
-        flats: Callable[[SliceMap], FlatBuffers],
+        memory: WorkerMemory,
         aside: Sequence[torch.nn.Parameter] = (),
     ) -> None:
         self.me, self.parts, self.optimizer, self.client = me, parts, optimizer, client
@@ -70,12 +81,13 @@ class Worker(BatchAccounting):
             accepted = "needs an optimizer with a momentum above 0: there is nothing to take it from"
             raise ConfigError("correction", job.correction, accepted)
         schema, self.map = plan_of(topology, parts, spec)
-        self.buffers = ModelBuffers(parts, self.map, flats(self.map))
+        self.buffers = ModelBuffers(parts, self.map, memory.flat_buffers(self.map))
         self.mirror = self.buffers.mirror
         self.device = next((t.device for t in (*parts.tensors, *aside) if not t.is_meta), torch.device("cpu"))
         # A model on a device copies all values at once, so its layers cannot wait for some of them.
         self.lazy = job.pull is Pull.kLazy and isinstance(self.mirror, HostParameters)
         sees_means = topology.workers_per_group > 1 and job.grads is Grads.kVisible
+        # The own time of a worker is its time without waits for others.
         client.channel.measure_waits(time.monotonic)
         client.open(schema, self.map, self.buffers.flats, job.apply is Apply.kOnArrival, sees_means, self.lazy)
         speaks = me.group == topology.worker_groups_of(topology.server_group_of(me.group))[0]
@@ -258,6 +270,7 @@ class Worker(BatchAccounting):
                 self._count(outcome, self._own_steps)
         # Servers keep the last hyper-parameters, so unchanged ones are not sent again.
         self._sent_hyper = hyper
+        # From here on batches count for the next step.
         self.batches.committed()
         self._clip = (0.0, 2.0)
         # The path counts its backwards for the next step from here on.
@@ -271,7 +284,7 @@ class Worker(BatchAccounting):
         return outcome
 
     def _end_of(self, step: int, inv_scale: float, check_finite: bool, fetch: bool) -> tuple[StepEnd, bytes]:
-        """The commit of a step whose gradients are sent, and the hyper-parameters."""
+        """The commit of a step, after its gradients, and the hyper-parameters."""
         self.client.values.settle()
         try:
             revisions, edited, dropped = self.path.at_step(step)
@@ -366,6 +379,7 @@ class Worker(BatchAccounting):
 
     def end_job(self) -> None:
         """The job has ended, and its result is in the model of worker (0,0)."""
+        # In reverse, so that an extension still finds those that were attached before it.
         for extension in reversed(self._hooks.job_over):
             extension.job_over()
 

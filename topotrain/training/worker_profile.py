@@ -18,13 +18,13 @@ class ProfileRecorders:
     Args:
         step: the step of which spans are recorded, counted from 1. 0: no step.
         folder: the folder in which the launcher looks for files of spans.
-        who: the process's first resident.
+        resident: the first address of the process.
     """
 
-    def __init__(self, step: int, folder: Path, who: Address) -> None:
+    def __init__(self, step: int, folder: Path, resident: Address) -> None:
         self._wanted = step
         self._folder = folder
-        self._who = who
+        self._resident = resident
         self._recorders: list[WorkerRecorder | ServerRecorder] = []
 
     def worker(self) -> Recorder:
@@ -47,9 +47,9 @@ class ProfileRecorders:
         """Write what was recorded. Raises OSError."""
         spans = tuple(span for recorder in self._recorders for span in recorder.kept())
         if spans:
-            file = self._folder / (re.sub(r"\W", "-", str(self._who)) + ".json")
+            file = self._folder / (re.sub(r"\W", "-", str(self._resident)) + ".json")
             half = file.with_suffix(".tmp")
-            write_text(half, to_json(ProcessSpans(str(self._who), os.getpid(), spans)))
+            write_text(half, to_json(ProcessSpans(str(self._resident), os.getpid(), spans)))
             half.replace(file)
 
 

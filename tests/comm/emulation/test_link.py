@@ -37,6 +37,7 @@ from topotrain.tools.cli import job_arguments
 
 RATE = 1000.0  # bytes per second, where a number is looked at
 FAST = Link(bandwidth=2000.0)
+APART = layout(Cluster(server_worker_separate=True, link=Link()))  # worker and server on a host each
 LINKS = [
     FAST,
     Link(delay=2.0),
@@ -211,7 +212,7 @@ def tcp() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def shaped(link: Link, sock: socket.socket, directory: Path) -> ShapedSocket:
-    made = EmulatedNetwork(link, directory, "k", lambda address: address.role).shape(sock, WORKER, SERVER)
+    made = EmulatedNetwork(link, directory, "k", APART).shape(sock, WORKER, SERVER)
     assert isinstance(made, ShapedSocket)
     return made
 
@@ -295,8 +296,8 @@ def test_a_peer_that_is_gone_is_an_error_for_who_sends(tcp: Any, tmp_path: Path)
 
 
 def test_one_host_has_no_link_inside(tcp: Any, tmp_path: Path) -> None:
-    for link, host_of in ((FAST, lambda address: 7), (Link(), lambda address: address.role)):
-        assert EmulatedNetwork(link, tmp_path, "k", host_of).shape(tcp[0], WORKER, SERVER) is tcp[0]
+    for link, topology in ((FAST, layout(Cluster())), (Link(), APART)):
+        assert EmulatedNetwork(link, tmp_path, "k", topology).shape(tcp[0], WORKER, SERVER) is tcp[0]
     assert not list(tmp_path.iterdir())
 
 
@@ -311,7 +312,7 @@ class LinkedTown(Town):
         self._folder, self._lanes = directory, lanes
 
     def wire(self, **changes: object) -> TcpTransport:
-        network = EmulatedNetwork(LINKS[2], self._folder, "k", lambda address: address.role)
+        network = EmulatedNetwork(LINKS[2], self._folder, "k", APART)
         wire = EmulatedTcpTransport(network, identity(**changes), lanes=self._lanes)
         self.wires.append(wire)
         return wire

@@ -28,12 +28,13 @@ from topotrain.comm.security.handshake import HandshakeTimeout, NotOurProtocol, 
 from topotrain.comm.security.tls import BUDGET, PIECE, Certificate, TlsChannel, client_side, server_side
 from topotrain.comm.transport import Refused, TransportError, listener, socket_transport, tcp
 from topotrain.comm.transport.tcp import ListenAddress, TcpTransport, local_address
-from topotrain.config.job import Link
-from topotrain.config.topology import Address, Role
+from topotrain.config.job import Cluster, Link
+from topotrain.config.topology import Address, Role, layout
 from topotrain.core.protocol import Fetch, Push, Values
 
 ROOT = Path(__file__).parents[3]
 CERTIFICATE = Certificate.make()
+APART = layout(Cluster(server_worker_separate=True, link=Link()))  # worker and server on a host each
 RAW = torch.arange(5 * PIECE // 16, dtype=torch.int32).numpy().tobytes()  # a piece and a quarter
 
 
@@ -406,9 +407,7 @@ def test_lanes_and_a_pretended_link_go_with_it(tmp_path, lanes, link):
     wires = [
         TcpTransport(identity(), lanes=lanes, tls=True)
         if link is None
-        else EmulatedTcpTransport(
-            EmulatedNetwork(link, tmp_path, "k", lambda a: a.role), identity(), lanes=lanes, tls=True
-        )
+        else EmulatedTcpTransport(EmulatedNetwork(link, tmp_path, "k", APART), identity(), lanes=lanes, tls=True)
         for _ in ends
     ]
     wires[0].attach(WORKER, ends[0])
@@ -617,6 +616,7 @@ def machines():
             ip("netns", "delete", name, must=False)
 
 
+@pytest.mark.journey
 def test_two_machines_talk_and_neither_takes_plain_words(machines):
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests' / 'support'}:{ROOT}"}
 

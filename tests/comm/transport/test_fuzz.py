@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from random_frames import COUNT, SEED, Dice, share
-from simulation import Seat, Town, job, zeros
+from simulation import Seat, Town, job
 from snapshot_files import Vault
 from transport_pairs import SERVER, WORKER, Recorder, identity, place_new
 
@@ -41,7 +41,7 @@ from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import ProtocolError, decode, encode
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, Manifest, hashed
@@ -112,7 +112,10 @@ class Conversation:
     shared: bool = False
 
     def servers(self) -> dict[Address, Server]:
-        return {me: make_server(me, self.cluster.job, self.cluster.topology, zeros) for me in self.cluster.sim_servers}
+        return {
+            me: make_server(me, self.cluster.job, self.cluster.topology, PrivateMemory())
+            for me in self.cluster.sim_servers
+        }
 
 
 SMALLEST = (Parameter("a", (70,), (1,), "float32", True), Parameter("b", (5,), (1,), "float64", True))
@@ -290,7 +293,7 @@ def opened(talk: Conversation, me: Address, dice: Dice) -> Client:
     topology = talk.cluster.topology
     door = Client(me, topology, lambda to, message: None, Idle(), extensions=client_extensions(topology))
     if dice.random.random() < 0.9:
-        door.open(talk.cluster.schema, talk.cluster.map, FlatBuffers(talk.cluster.map, None, zeros))
+        door.open(talk.cluster.schema, talk.cluster.map, FlatBuffers(talk.cluster.map, None, PrivateMemory()))
     return door
 
 

@@ -40,6 +40,7 @@ def test_nobody_in_the_package_imports_them():
     }
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_missing_library_is_named(name):
     library, extra = LIBRARIES[name]
@@ -81,7 +82,7 @@ def tied(tmp_path, monkeypatch):
     def tie(batches, shard=Shard.kAuto, group=1, **how):
         job = Job(shard=shard, cluster=Cluster(nworker_groups=2, server_worker_separate=True))
         place = RouterConfig.of(job, open_store(tmp_path.as_uri()), bytes(32), tmp_path, 0, (), "127.0.0.1")
-        here = context.Context(place, Address(Role.WORKER, group, 0), tmp_path, print, WorkerConnector())
+        here = context.Context(place, Address(Role.WORKER, group, 0), tmp_path, Book(), WorkerConnector())
         monkeypatch.setattr(context, "_current", here)
         monkeypatch.setattr(
             api, "prepare", lambda m, o, load: (m, o, ShardedLoader(load, api._data_plan(here, m), None, Book()))

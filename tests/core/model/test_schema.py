@@ -11,6 +11,7 @@ from topotrain.config.sharding import Parameter, cut
 from topotrain.core.model.schema import (
     FlatBuffers,
     ModelBuffer,
+    PrivateMemory,
     Schema,
     SchemaParts,
     difference,
@@ -27,10 +28,6 @@ def parameter(name="w", shape=(70, 3), dtype="float32", trainable=True):
 
 def schema(*parameters, buffers=(), optimizer='{"lr":1}', digest="d"):
     return Schema(parameters or (parameter(),), tuple(buffers), optimizer, digest)
-
-
-def zeros(numel, dtype):
-    return torch.zeros(numel, dtype=dtype)
 
 
 # --- the description ---------------------------------------------------------------------------------------------
@@ -113,11 +110,11 @@ def test_a_dtype_has_a_name():
 def test_the_shards_views_are_parts_of_one_whole():
     parameters = [parameter("a", (100,)), parameter("b", (7, 9)), parameter("c", (5,), "float64")]
     slice_map = cut(parameters, 2, bucket_bytes=1024)
-    whole = FlatBuffers(slice_map, None, zeros)
+    whole = FlatBuffers(slice_map, None, PrivateMemory())
     for space in slice_map.spaces:
         whole.flat("values", space.index).copy_(torch.arange(space.length))
     for shard in (0, 1):
-        mine = FlatBuffers(slice_map, shard, zeros)
+        mine = FlatBuffers(slice_map, shard, PrivateMemory())
         for bucket in slice_map.buckets_of(shard):
             mine.view("values", bucket).copy_(whole.view("values", bucket))
         for segment in slice_map.segments_of(shard):
@@ -127,7 +124,7 @@ def test_the_shards_views_are_parts_of_one_whole():
 
 def test_views_are_made_once_and_names_apart():
     slice_map = cut([parameter()], 1)
-    flats = FlatBuffers(slice_map, 0, zeros)
+    flats = FlatBuffers(slice_map, 0, PrivateMemory())
     (bucket,) = slice_map.buckets
     assert flats.view("a", bucket) is flats.view("a", bucket)
     flats.view("a", bucket).fill_(1)
@@ -141,21 +138,22 @@ def test_who_asks_while_a_buffer_is_being_made_gets_the_same():
     """Values of several servers arrive on as many threads; none may land in memory that nobody sees."""
     slice_map = cut([parameter()], 1)
 
-    def allocate(numel, dtype):
-        if not asked:  # somebody else comes in between
-            asked.append(None)
-            asked.append(flats.flat("params", 0))
-        return zeros(numel, dtype)
+    class Interrupted(PrivateMemory):
+        def allocate(self, numel, dtype):
+            if not asked:  # somebody else comes in between
+                asked.append(None)
+                asked.append(flats.flat("params", 0))
+            return super().allocate(numel, dtype)
 
     asked = []
-    flats = FlatBuffers(slice_map, None, allocate)
+    flats = FlatBuffers(slice_map, None, Interrupted())
     assert flats.flat("params", 0) is asked[1] is flats.flat("params", 0)
 
 
 def test_whole_tensors_have_the_parameters_shape_and_strides():
     odd = Parameter("w", (4, 6), (1, 4), "float32", True)
     slice_map = cut([odd], 1, slicing=Slicing.kTensor)
-    flats = FlatBuffers(slice_map, 0, zeros)
+    flats = FlatBuffers(slice_map, 0, PrivateMemory())
     (segment,) = slice_map.segments
     assert flats.segment("values", segment).shape == (4, 6)
     assert flats.segment("values", segment).stride() == (1, 4)

@@ -15,7 +15,7 @@ from torch import nn
 from topotrain.config.job import Job, Updater
 from topotrain.core.model.finite import all_finite
 from topotrain.core.optim.adapter import ELEMENTWISE, SliceUpdate, describe, hyper
-from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.core.server.parameter_shard import norm_of
 
 REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -200,7 +200,7 @@ def test_what_is_not_finite_is_found(dtype: torch.dtype) -> None:
 def test_a_mean_in_float16_has_no_sum_that_is_too_large(weights: tuple[float, ...]) -> None:
     parts = {w: (weight, torch.full((65,), 30000.0, dtype=torch.float16)) for w, weight in enumerate(weights)}
     out = torch.empty(65, dtype=torch.float16)
-    canonical_mean(parts, [[0, 1], [2]], out, lambda k: torch.empty(65, dtype=torch.float16))
+    canonical_mean(parts, [[0, 1], [2]], out, ScratchBuffers())
     assert far(out, parts[0][1]) < 0.001
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from topotrain.config.sharding import cut
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.optim import adapter
 from topotrain.core.optim.adapter import HyperEncoder, UnsupportedOptimizer, hyper
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
@@ -125,7 +125,7 @@ class Looks(ModelBuffers):
 def moved(model):
     parts = describe_model(model)
     slice_map = cut(parts.parameters, 2)
-    buffers = Looks(parts, slice_map, FlatBuffers(slice_map, None, lambda n, dtype: torch.zeros(n, dtype=dtype)))
+    buffers = Looks(parts, slice_map, FlatBuffers(slice_map, None, PrivateMemory()))
     buffers.copy_from_model("params")
     buffers.move_model()
     return buffers, parts.parameters

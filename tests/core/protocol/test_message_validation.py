@@ -14,6 +14,7 @@ from tests.support.in_process_job import FailureObserver
 from topotrain.config.job import Algorithm, Cluster
 from topotrain.config.topology import Address, layout
 from topotrain.core import protocol as m
+from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.protocol.message_validation import MessageValidator, check_bits
@@ -249,7 +250,7 @@ def test_a_wrong_word_is_no_trouble_and_a_fault_of_ours_is(broken: bool, monkeyp
     hall, troubles = Hall(join=False), []
     resident = ServerEndpoint(
         server(),
-        lambda me, answer: make_server(me, hall.job, hall.topology, torch.zeros, deliver=answer),
+        lambda me, answer: make_server(me, hall.job, hall.topology, PrivateMemory(), deliver=answer),
         NoRoads(),  # type: ignore[arg-type]
         threading.Condition(),
         HostOptions(FailureObserver(lambda: troubles.append(1))),

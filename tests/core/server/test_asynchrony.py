@@ -41,7 +41,11 @@ BUCKETS = cut([Parameter("w", (128,), (1,), "float32", True)], 1, groups=2).buck
 
 def two(make: Any) -> tuple[list[torch.Tensor], list[Any]]:
     values = [torch.ones(128), torch.ones(128)]
-    made = [make(g, lambda bucket, g=g: values[g][BUCKETS[bucket].lo : BUCKETS[bucket].hi]) for g in range(2)]
+
+    def view(group: int) -> Any:
+        return lambda bucket: values[group][BUCKETS[bucket].lo : BUCKETS[bucket].hi]
+
+    made = [make(g, SimpleNamespace(buckets=BUCKETS, values=view(g))) for g in range(2)]
     for agreement in made:
         agreement.begin()
     return values, made
@@ -49,7 +53,7 @@ def two(make: Any) -> tuple[list[torch.Tensor], list[Any]]:
 
 def test_an_exchange_with_a_master_tells_versions_and_norm() -> None:
     """Group 1 makes 2 updates, group 0 makes 3 meanwhile: each lacks the other's."""
-    values, (master, other) = two(lambda g, view: MasterSync(g, BUCKETS, view, 2))
+    values, (master, other) = two(lambda g, view: MasterSync(g, view, 2))
     for _ in range(3):
         values[0][:64] += 1.0
         assert master.updated([0]) == []
@@ -75,7 +79,7 @@ def test_an_exchange_with_a_master_tells_versions_and_norm() -> None:
 
 
 def test_an_exchange_between_neighbors_of_a_ring_does_so_too() -> None:
-    values, (left, right) = two(lambda g, view: RingSync(g, 2, BUCKETS, view, 1))
+    values, (left, right) = two(lambda g, view: RingSync(g, 2, view, 1))
     for _ in range(4):
         values[1][:64] += 1.0
         right.updated([0])

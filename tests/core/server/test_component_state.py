@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,7 +122,8 @@ class Synced:
 
     def __init__(self, ring: bool) -> None:
         self.values = torch.arange(8.0)
-        arguments = (BUCKETS, lambda number: self.values[4 * number : 4 * number + 4], 2)
+        view = SimpleNamespace(buckets=BUCKETS, values=lambda number: self.values[4 * number : 4 * number + 4])
+        arguments: tuple[Any, int] = (view, 2)
         self.sync = RingSync(0, 3, *arguments) if ring else MasterSync(0, *arguments)
         self.sync.begin()
 

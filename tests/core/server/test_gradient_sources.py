@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from topotrain.config.sharding import Parameter, cut
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, Push
 from topotrain.core.server.gradients.backward_means import ReturnedMeans
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings
-from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.core.server.steps.commit_agreement import StepError
 
 SIZE = 100
@@ -32,8 +32,8 @@ def parts_of(workers, seed=0, weights=None):
 
 def mean_of(parts, tree, divide=True):
     out = torch.full((SIZE,), float("nan"))
-    scratch = {}
-    canonical_mean(parts, tree, out, lambda k: scratch.setdefault(k, torch.empty(SIZE)), divide)
+    scratch = ScratchBuffers()
+    canonical_mean(parts, tree, out, scratch, divide)
     return out
 
 
@@ -106,7 +106,7 @@ def test_bitmaps_travel(raw, extra):
 
 
 def buffers(slice_map):
-    return GroupBuffers(FlatBuffers(slice_map, 0, lambda numel, dtype: torch.zeros(numel, dtype=dtype)), 0)
+    return GroupBuffers(FlatBuffers(slice_map, 0, PrivateMemory()), 0)
 
 
 class Group:

@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,11 +62,11 @@ class Groups:
 
 
 def master(group, view, freq):
-    return MasterSync(group, BUCKETS, view, freq)
+    return MasterSync(group, SimpleNamespace(buckets=BUCKETS, values=view), freq)
 
 
 def ring_of(count):
-    return lambda group, view, freq: RingSync(group, count, BUCKETS, view, freq)
+    return lambda group, view, freq: RingSync(group, count, SimpleNamespace(buckets=BUCKETS, values=view), freq)
 
 
 def walk(groups, dice, updates, duplicates):
@@ -117,7 +118,7 @@ def test_defect_2_updates_between_a_request_and_its_reply_are_kept():
 
 
 def test_sync_freq_counts_local_updates():
-    groups = Groups(2, lambda g, view, freq: MasterSync(g, BUCKETS, view, freq), freq=3)
+    groups = Groups(2, master, freq=3)
     for expected in (0, 0, 1):
         groups.update(1, 1, [0])
         assert len(groups.ways[1, 0]) == expected

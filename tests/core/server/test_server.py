@@ -12,6 +12,7 @@ from torch import nn
 from topotrain.config.job import Updater
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION
+from topotrain.core.model.schema import PrivateMemory
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.training.data.data_messages import Lease, LeaseRequest
 
@@ -63,7 +64,7 @@ def test_an_optimizer_that_cannot_be_built_is_refused():
 def test_shared_memory_is_given_out_when_a_worker_of_ours_has_come():
     """Another group may know the model before all servers of ours are there to be shown anything."""
     hall = Hall(join=False, nworker_groups=4, nserver_groups=2, nservers_per_group=2, server_worker_separate=True)
-    first = make_server(server(), hall.job, hall.topology, lambda n, dtype: torch.zeros(n, dtype=dtype), shared=True)
+    first = make_server(server(), hall.job, hall.topology, PrivateMemory(), shared=True)
     said = [out for part in hall.schema.parts() for out in first.handle(server(1), part)]
     assert not said and not first.state.complete
     said = [out for part in hall.schema.parts() for out in first.handle(worker(), part)]

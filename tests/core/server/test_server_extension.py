@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field, replace
 
 import pytest
-import torch
 
 from benchmarks.core import HOME, Core
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
+from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import ExtensionHooks, ServerExtension, overriding
 from topotrain.extensions.tables.table_messages import TableBarrier, TableStats, TableStatsRequest
@@ -83,11 +83,11 @@ def test_what_an_extension_returns_is_sent_before_the_replies_of_the_step():
 
 def test_a_message_of_an_extension_is_answered_before_there_is_a_model():
     job = Job(cluster=Cluster(nworkers_per_group=2, server_worker_separate=True))
-    server = Server(HOME, job, layout(job.cluster), torch.zeros)
+    server = Server(HOME, job, layout(job.cluster), PrivateMemory())
     server.attach([UpdateCounter()])
     assert server.handle(A, TableStatsRequest(0, 0, 7)) == [(A, TableStats(7, 0, 0, 0, 0))]
     waits = Gate()
-    later = Server(HOME, job, layout(job.cluster), torch.zeros)
+    later = Server(HOME, job, layout(job.cluster), PrivateMemory())
     later.attach([waits])
     assert later.handle(A, TableStatsRequest(0, 0, 7)) == [] and not waits.opened, "it is held until then"
 

@@ -1,5 +1,7 @@
 """The end of a job on the servers: who waits for whom, and what worker (0,0) is told."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -25,17 +27,21 @@ class Home:
         topology = layout(Cluster(nworker_groups=groups, nserver_groups=groups, **cluster))
         self.buckets = cut(SCHEMA.parameters, 1, groups=groups).buckets
         self.values = torch.full((192,), float(group))
+        self.shard = SimpleNamespace(buckets=self.buckets, values=self.numbered)
         self.ending = Shutdown(server(group), topology)
         self.ending.expect_buffers(len(SCHEMA.buffers))
 
     def view(self, bucket):
         return self.values[bucket.lo : bucket.hi]
 
+    def numbered(self, number):
+        return self.view(self.buckets[number - self.buckets[0].id])
+
     def drained(self):
-        return self.ending.drained(self.buckets, self.view)
+        return self.ending.drained(self.shard)
 
     def take(self, sender, message):
-        return self.ending.take(sender, message, message.body, self.buckets, self.view)
+        return self.ending.take(sender, message, message.body, self.shard)
 
 
 def final(bucket, value):

@@ -13,7 +13,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client_types import StepOutcome
 from topotrain.core.events import Notice
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import Commit, Push, StepVote
 from topotrain.core.server.consistency import SHOWS, DecisionLog
 from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings
@@ -119,7 +119,7 @@ def test_values_are_shown_between_two_decisions():
 
 def staging(workers: int, divide: bool = True) -> QuorumPushes:
     slices = cut(parameters(4), 1, 1)
-    buffers = GroupBuffers(FlatBuffers(slices, 0, lambda numel, dtype: torch.zeros(numel, dtype=dtype)), 0)
+    buffers = GroupBuffers(FlatBuffers(slices, 0, PrivateMemory()), 0)
     tree = layout(Cluster(nworkers_per_group=workers)).sum_tree(0)
     return QuorumPushes(SourceSettings(workers, tree, slices.buckets, buffers, divide=divide, checked=True))
 

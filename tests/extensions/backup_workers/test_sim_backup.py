@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from topotrain.config.job import Grads, Reduce
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import StepDecision
-from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.checkpointing.data_position import STATIC
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, VIEWS, Fault, FaultKind, FaultSchedule
@@ -137,7 +137,7 @@ def test_a_step_is_the_mean_over_exactly_those_who_contributed(reduce):
         for index, value in enumerate(values):
             mean = torch.zeros_like(value)
             parts = {w: (1.0, numbers(0, w, n)[index]) for w, n in members.items()}
-            canonical_mean(parts, tree, mean, lambda k, like=mean: torch.empty_like(like), reduce is Reduce.kMean)
+            canonical_mean(parts, tree, mean, ScratchBuffers(), reduce is Reduce.kMean)
             value.add_(mean, alpha=-0.125)
     assert all(torch.equal(a, b) for a, b in zip(town.values(), values, strict=True))
 

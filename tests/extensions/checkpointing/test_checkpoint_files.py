@@ -218,6 +218,7 @@ def test_those_of_an_earlier_run_are_moved_aside(files, tmp_path):
     assert latest(tmp_path) is None and numbers(tmp_path / ASIDE) == [7]
 
 
+@pytest.mark.journey
 def test_a_launcher_finds_them_without_torch(files, tmp_path):
     Vault().train(1).write(files, 3)
     code = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from topotrain.config.job import Algorithm
 from topotrain.core.protocol import ProtocolError
-from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.extensions.collectives.algorithms import (
     VALUES,
     CollectiveResult,
@@ -96,9 +96,8 @@ class Setup:
         if bare.each:
             terms = {n: (1.0, g) for n, (_, g) in terms.items()}
         body = torch.full((self.numel[bucket],), float("nan"))
-        scratch = torch.empty(self.numel[bucket])
         tree = [[n] for n in terms]
-        canonical_mean({n: (1.0, w * g) for n, (w, g) in terms.items()}, tree, body, lambda _: scratch, divide=False)
+        canonical_mean({n: (1.0, w * g) for n, (w, g) in terms.items()}, tree, body, ScratchBuffers(), divide=False)
         return replace(bare, body=body)
 
     def expected(self, step, bucket):
@@ -109,7 +108,7 @@ class Setup:
             parts |= dict(enumerate(zip(weights, grads), n))
             n += len(weights)
         out = torch.empty(self.numel[bucket])
-        canonical_mean(parts, tree, out, lambda _: torch.empty(self.numel[bucket]))
+        canonical_mean(parts, tree, out, ScratchBuffers())
         return out
 
     def present(self, step, bucket):

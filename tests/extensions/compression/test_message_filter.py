@@ -25,7 +25,7 @@ from torch import nn
 from topotrain.config.job import Cluster, Compression, Job
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address, Role, layout
-from topotrain.core.model.schema import FlatBuffers, slice_map_for
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory, slice_map_for
 from topotrain.core.protocol import ProtocolError, Push, ReducedGradient, Values
 from topotrain.core.server.server import Server
 from topotrain.extensions.compression.error_feedback import codec_for
@@ -364,7 +364,7 @@ PARAMETERS = (Parameter("a", (700,), (1,), "float32", True), Parameter("n", (64,
 def resident(kind: str = "kInt8") -> tuple[Cluster, SliceMap, WorkerEncoding, ServerEncoding, FlatBuffers, FlatBuffers]:
     cluster = Cluster(compression=Compression(kind), compression_ratio=0.1)
     slice_map = slice_map_for(PARAMETERS, layout(cluster))
-    below, above = (FlatBuffers(slice_map, shard, lambda n, d: torch.zeros(n, dtype=d)) for shard in (None, 0))
+    below, above = (FlatBuffers(slice_map, shard, PrivateMemory()) for shard in (None, 0))
     worker = WorkerEncoding(cluster, slice_map, below, adds=False)
     return cluster, slice_map, worker, ServerEncoding(cluster, slice_map, 0, above), below, above
 

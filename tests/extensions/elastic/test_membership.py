@@ -110,10 +110,11 @@ def test_what_is_applied_on_arrival_cannot_be_taken_back():
 
 
 def server_of(job: Job, index: int = 0) -> Server:
-    def zeros(numel, dtype):
-        raise AssertionError("no model yet")
+    class NoModelYet:
+        def allocate(self, numel, dtype):
+            raise AssertionError("no model yet")
 
-    return make_server(Address(Role.SERVER, 0, index), job, layout(job.cluster), zeros)
+    return make_server(Address(Role.SERVER, 0, index), job, layout(job.cluster), NoModelYet())
 
 
 def test_a_group_that_cannot_come_back_is_told_why():

@@ -19,14 +19,13 @@ from topotrain.comm.transport.shared_memory import socket_directory
 from topotrain.config.job import Cluster, Job, OnFailure, Reduce, Road
 from topotrain.config.topology import Address, layout
 from topotrain.core.client.client import PeerLost
-from topotrain.core.model.schema import FlatBuffers
 from topotrain.launch.runtime.process_host import HostOptions, WorkerConnections, serve
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import STATIC
 from topotrain.training.final_parameters import fetch_final
 from topotrain.training.parameters.flat_parameters import describe_model
-from topotrain.training.worker import Worker
+from topotrain.training.worker import Worker, WorkerMemory
 
 BATCHES = 5  # of each group
 CELLS = 400  # of each batch
@@ -49,7 +48,7 @@ class Process:
         self.mine = slice(me.index * CELLS // workers, (me.index + 1) * CELLS // workers)
         self.model = Ledger()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.0)
-        exchange, allocate = self.roads.exchange, self.roads.allocate
+        exchange = self.roads.exchange
         self.worker = Worker(
             self.roads.me,
             place.job,
@@ -57,7 +56,7 @@ class Process:
             describe_model(self.model),
             self.optimizer,
             exchange,
-            lambda slice_map: FlatBuffers(slice_map, None, allocate),
+            WorkerMemory(self.roads),
         )
         self.worker.start()
         adopt(self.optimizer, self.worker)

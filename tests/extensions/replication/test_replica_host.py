@@ -33,10 +33,10 @@ from topotrain.comm.store import open_store
 from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, layout
+from topotrain.core.model.schema import PrivateMemory
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains, standings
 from topotrain.launch.runtime.process_host import HostOptions, WorkerConnections, hosted_server
-from topotrain.tools.simulator.sim_cluster import zeros
 
 HOSTS = (0, 0, 0, 1, 0, 1)  # of the units: three workers, three servers
 WAIT_S = 30.0
@@ -84,7 +84,7 @@ class Town:
         missed = self.missed.append
         words = ReplicaSlot(standing, lambda take: None, self.covered, lambda *_: None, lambda why: None, missed)
         ears = (self.trouble(roads), None, words)
-        make = partial(hosted_server, place, zeros, HostOptions())
+        make = partial(hosted_server, place, PrivateMemory(), HostOptions())
         copied = self.processes[seat] = ReplicatedServers(place, roads, make, me, *ears)
 
         def live() -> None:
@@ -141,9 +141,7 @@ def run(
     with ThreadPoolExecutor(len(workers)) as pool:
         roads = dict(zip(workers, pool.map(lambda w: WorkerConnections(town.place(w.index), w), workers), strict=True))
     town.crew.exchanges.update({me: road.exchange for me, road in roads.items()})
-    handles = [
-        _enlist(job, town.topology, me, building(), roads[me].exchange, roads[me].allocate, whole) for me in workers
-    ]
+    handles = [_enlist(job, town.topology, me, building(), roads[me].exchange, roads[me], whole) for me in workers]
     barrier, deaths = threading.Barrier(len(workers)), iter(range(1, 100))
 
     def mortal(handle: WorkerHandle) -> None:

@@ -10,7 +10,6 @@ from topotrain.config.job import (
     Cluster,
     Compression,
     ConfigError,
-    FailureDomain,
     Job,
     Link,
     OnFailure,
@@ -90,11 +89,7 @@ def test_where_servers_stand_on_several_hosts_hosts_are_what_may_be_lost() -> No
     assert domains(several) == (0, 1) and domains(TOPOLOGY) == (0, 1)
     four = replace(CLUSTER, nservers_per_group=4)
     assert domains(layout(four, (0, 0, 0, 0, 1, 1))) == (0, 0, 1, 1)
-    assert domains(layout(replace(four, failure_domain=FailureDomain.kProcess), (0, 0, 0, 0, 1, 1))) == (0, 1, 2, 3)
-    alone = replace(CLUSTER, failure_domain=FailureDomain.kHost)
-    check(replace(JOB, cluster=alone), layout(alone, (0, 0, 0, 1)))
-    with pytest.raises(ConfigError, match=r"cluster.failure_domain.*two hosts or more.*kProcess"):
-        check(replace(JOB, cluster=alone), layout(alone))
+    check(replace(JOB, cluster=CLUSTER), several)
 
 
 def test_a_copy_that_is_not_complete_is_none() -> None:
@@ -164,13 +159,13 @@ def placed(replicas: ServerReplacement) -> PlaceReplica:
 
 def test_in_which_unit_an_empty_seat_is_filled() -> None:
     cluster = replace(CLUSTER, nservers_per_group=3)
-    for hosts, wanted, first in (
-        ((0, 0, 0, 1, 2), FailureDomain.kAuto, 0),  # of the units of host 0 one without servers
-        ((0, 1, 0, 1, 2), FailureDomain.kHost, 1),  # there it is of use to both servers without a second copy
-        ((2, 2, 0, 1, 2), FailureDomain.kHost, 0),
-        ((0, 0, 0, 0, 0), FailureDomain.kAuto, 0),
+    for hosts, first in (
+        ((0, 0, 0, 1, 2), 0),  # of the units of host 0 one without servers
+        ((0, 1, 0, 1, 2), 1),  # there it is of use to both servers without a second copy
+        ((2, 2, 0, 1, 2), 0),
+        ((0, 0, 0, 0, 0), 0),
     ):
-        topology = layout(replace(cluster, failure_domain=wanted), hosts)
+        topology = layout(cluster, hosts)
         attempt, replicas = replacement(topology)
         assert placed(replicas).unit == 3, "in its own unit, while that runs"
         attempt, replicas = replacement(topology)
@@ -182,7 +177,7 @@ def test_in_which_unit_an_empty_seat_is_filled() -> None:
         where[1] = domain_in(topology, 1, first)
         for lead, shadow, _, _ in found.seats:
             assert shadow < 0 or where[lead] != where[shadow]
-    two = layout(replace(CLUSTER, failure_domain=FailureDomain.kHost), (0, 0, 0, 1))
+    two = layout(CLUSTER, (0, 0, 0, 1))
     attempt, replicas = replacement(two)
     attempt.lose_unit(3)
     assert placed(replicas).unit == -1, "no process runs on another host"

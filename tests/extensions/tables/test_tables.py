@@ -27,7 +27,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError
 from topotrain.core.protocol import ProtocolError
-from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.core.server.server_extension import StepResult
 from topotrain.extensions.tables.row_optimizers import make_optimizer, optimizer_text
 from topotrain.extensions.tables.row_storage import RowIndex, RowStorage
@@ -658,7 +658,7 @@ def test_the_mean_counts_weights_as_dense_gradients_do() -> None:
     weights = [3.0, 1.0, 4.0]
     wanted = torch.empty(20)
     parts = {i: (weights[i], grads[i].view(-1)) for i in range(3)}
-    canonical_mean(parts, town.topology.sum_tree(0), wanted, lambda _: torch.empty(20))
+    canonical_mean(parts, town.topology.sum_tree(0), wanted, ScratchBuffers())
 
     def script(seat: Seat) -> None:
         door = door_of(seat)

@@ -526,6 +526,7 @@ def port():
         return sock.getsockname()[1]
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_units_in_any_order_are_one_job(units, tmp_path, kind):
     url = "" if kind == "file" else f"tcp://127.0.0.1:{port()}?job=play"
@@ -541,6 +542,7 @@ def test_units_in_any_order_are_one_job(units, tmp_path, kind):
         assert [record.state for record in Registry(store).list()] == ["done"]
 
 
+@pytest.mark.journey
 def test_the_first_cause_is_everybodys(units):
     args = parts(worker_0_0="stay", worker_0_1="program", worker_0_2="lost_peer", server_0_0="stay")
     job = [units(rank, [arg.replace("_", " ") for arg in args]) for rank in range(3)]
@@ -553,6 +555,7 @@ def incidents(unit):
     return [(event.who, event.action) for event in unit.events if isinstance(event, Incident)]
 
 
+@pytest.mark.journey
 def test_a_group_that_lives_in_one_unit_starts_again_there(units):
     counts = {"nworker_groups": 2, "nworkers_per_group": 1, "restarts": 1}
     job = [units(rank, parts(worker_1_0="once"), nprocs=2, counts=counts) for rank in range(2)]
@@ -564,6 +567,7 @@ def test_a_group_that_lives_in_one_unit_starts_again_there(units):
 SEPARATE = {**TWO, "server_worker_separate": True, "restarts": 3}
 
 
+@pytest.mark.journey
 def test_a_group_of_several_units_starts_again_in_all_of_them(units):
     args = parts(worker_0_0="second", worker_0_1="once")
     job = [units(rank, args, nprocs=3, counts=SEPARATE) for rank in range(3)]
@@ -571,6 +575,7 @@ def test_a_group_of_several_units_starts_again_in_all_of_them(units):
     assert incidents(job[0]) == [("worker 0/1", "group 0 starts again (incarnation 1)")]
 
 
+@pytest.mark.journey
 def test_a_lost_server_starts_the_whole_job_again_in_all_units(units):
     args = parts(worker_0_0="life", worker_0_1="life", server_0_0="mortal life")
     job = [units(rank, args, nprocs=3, counts=SEPARATE) for rank in range(3)]
@@ -592,6 +597,7 @@ def pair(units, **options):
     return job
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("victim", "number", "code"), [(0, signal.SIGINT, 130), (2, signal.SIGTERM, 143)])
 def test_a_signal_to_one_unit_ends_all(units, victim, number, code):
     if victim:
@@ -606,6 +612,7 @@ def test_a_signal_to_one_unit_ends_all(units, victim, number, code):
     assert {each.told["text"] for each in job} == {f"ended by {name} to unit {victim} on {socket.gethostname()}"}
 
 
+@pytest.mark.journey
 def test_sigterm_to_any_unit_ends_all_after_a_last_snapshot(units):
     roles = parts(worker_0_0="stay", worker_0_1="stay", worker_0_2="stay", server_0_0="saves")
     job = [units(rank, roles, counts={**THREE, "grace_s": 100.0}) for rank in range(3)]
@@ -617,6 +624,7 @@ def test_sigterm_to_any_unit_ends_all_after_a_last_snapshot(units):
     assert text.startswith(f"ended by SIGTERM to unit 2 on {socket.gethostname()}; snapshot 3 has step 70")
 
 
+@pytest.mark.journey
 def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch):
     """One notices it by a lost peer, one by the store's silence. (Of another one: journeys/test_hosts.py.)"""
     monkeypatch.setenv("TOPOTRAIN_TEST_HASTY", "1")
@@ -633,6 +641,7 @@ def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch):
     assert [each.told["text"] for each in job[1:]] == [named] * 2
 
 
+@pytest.mark.journey
 def test_jobs_stop_from_outside(units, tmp_path):
     job = pair(units)
     registry = Registry(open_store((tmp_path / "store").as_uri()))
@@ -643,12 +652,14 @@ def test_jobs_stop_from_outside(units, tmp_path):
     assert registry.view("play").state == "stopped"
 
 
+@pytest.mark.journey
 def test_a_job_that_does_not_fit_is_refused_by_all(units):
     job = [units(rank, counts={"nworkers_per_group": 4}) for rank in range(3)]
     assert [each.end() for each in job] == [2, 2, 2]
     assert any("--nprocs = 3: must be 4, the number of units of this job" in each.err for each in job)
 
 
+@pytest.mark.journey
 def test_a_second_job_of_the_same_name_is_refused(units):
     job = pair(units)
     again = units(0, nprocs=2, counts=TWO, name="other")
@@ -661,6 +672,7 @@ def test_a_second_job_of_the_same_name_is_refused(units):
     assert [each.end() for each in job] == [143] * 2
 
 
+@pytest.mark.journey
 def test_a_script_that_is_not_on_this_host(units, tmp_path):
     (tmp_path / "play.py").unlink()
     assert small_job(tmp_path).program == "play.py"
@@ -672,6 +684,7 @@ def test_a_script_that_is_not_on_this_host(units, tmp_path):
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -696,6 +709,7 @@ def test_a_typo_is_refused_at_once(tmp_path, words, said):
         assert word in done.stderr
 
 
+@pytest.mark.journey
 def test_ctrl_c_while_waiting_for_the_others(units, tmp_path):
     one = units(0)
     run = tmp_path / "store"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from topotrain.config.job import Cluster, FailureDomain, Job, Road
+from topotrain.config.job import Cluster, Job, Road
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import (
     Agreed,
@@ -267,7 +267,7 @@ def test_both_copies_in_units_that_are_gone_are_a_new_start() -> None:
 
 
 def test_with_copies_on_several_hosts_one_of_two_stays_alone() -> None:
-    topology = layout(replace(TWICE, failure_domain=FailureDomain.kHost), (0, 0, 1))
+    topology = layout(TWICE, (0, 0, 1))
     made = recovery(Job(cluster=topology.cluster), topology, BEGAN, frozenset())
     assert made is not None
     tell(made, BEGAN, *(Started(who, 1) for unit in residents(TWICE) for who in unit))

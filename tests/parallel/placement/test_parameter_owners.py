@@ -11,10 +11,10 @@ import topotrain.training.parameters.flat_parameters
 from topotrain.config.job import ConfigError, Grads, Job, Partition
 from topotrain.config.sharding import SchemaError, cut
 from topotrain.config.topology import layout
-from topotrain.core.model.schema import FlatBuffers, effective, slice_map_for
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory, effective, slice_map_for
 from topotrain.training.parameters.device_copy import ImmediateCopier
 from topotrain.training.parameters.device_parameters import DeviceParameters
-from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, describe_model, in_file
+from topotrain.training.parameters.flat_parameters import FileMemory, ModelBuffers, ModelParts, describe_model
 from topotrain.training.parameters.gradient_hooks import PushPath
 
 OWNERS = {"left": (0,), "right": (1,), "tied": (0, 1), "common": (), "left_stat": (0,), "right_stat": (1,), "count": ()}
@@ -141,11 +141,11 @@ def test_compressed_it_is_nearly_the_same():
 
 
 def test_memory_in_files_is_zeroed_and_a_folder_that_has_no_room_is_told(tmp_path):
-    made = in_file(tmp_path)(1000, torch.float64)
-    assert made.shape == (1000,) and not made.any() and not in_file(tmp_path)(0, torch.float32).numel()
+    made = FileMemory(tmp_path).allocate(1000, torch.float64)
+    assert made.shape == (1000,) and not made.any() and not FileMemory(tmp_path).allocate(0, torch.float32).numel()
     made.fill_(1.0)
     with pytest.raises(ConfigError, match=r"workspace = .*nowhere.*no space for 8 more bytes"):
-        in_file(tmp_path / "nowhere")(1, torch.float64)
+        FileMemory(tmp_path / "nowhere").allocate(1, torch.float64)
 
 
 def test_an_owner_that_no_group_has_is_refused():
@@ -168,7 +168,7 @@ def test_a_split_job_pushes_home_whatever_its_conf_says_of_gradients():
 def test_a_parameter_that_is_elsewhere_is_left_alone():
     parts = split(layout(job_of(nworkers_per_group=2).cluster).workers(0)[0], *build())
     slice_map = cut(parts.parameters, 1)
-    buffers = ModelBuffers(parts, slice_map, FlatBuffers(slice_map, None, lambda n, dtype: torch.zeros(n, dtype=dtype)))
+    buffers = ModelBuffers(parts, slice_map, FlatBuffers(slice_map, None, PrivateMemory()))
     buffers.copy_from_model("params")
     buffers.move_model()
     buffers.check(parts.parameters)

@@ -12,7 +12,7 @@ class Memory:
     def __init__(self) -> None:
         self.made: list[torch.Tensor] = []
 
-    def __call__(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self.made.append(torch.zeros(numel, dtype=dtype))
         return self.made[-1]
 

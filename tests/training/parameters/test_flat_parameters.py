@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 
 from topotrain.config.job import ConfigError
 from topotrain.config.sharding import cut
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
 
 
@@ -19,7 +19,7 @@ def moved(model):
     """A model whose parameters live in flat buffers, as after `prepare`."""
     parts = describe_model(model)
     slice_map = cut(parts.parameters, 2)
-    flats = FlatBuffers(slice_map, None, lambda n, dtype: torch.zeros(n, dtype=dtype))
+    flats = FlatBuffers(slice_map, None, PrivateMemory())
     buffers = ModelBuffers(parts, slice_map, flats)
     buffers.copy_from_model("params")
     buffers.move_model()

@@ -21,7 +21,7 @@ from topotrain.config.job import Grads
 from topotrain.config.sharding import cut
 from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client import JobError
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.training.data.step_batches import StepBatches
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
 from topotrain.training.parameters.gradient_hooks import PushPath
@@ -354,7 +354,7 @@ class Sent:
 def path_of(model, compare=True, eager=True, bucket_bytes=1 << 20):
     parts = describe_model(model)
     slice_map = cut(parts.parameters, 1, bucket_bytes=bucket_bytes)
-    flats = FlatBuffers(slice_map, None, lambda n, dtype: torch.zeros(n, dtype=dtype))
+    flats = FlatBuffers(slice_map, None, PrivateMemory())
     sent = Sent()
     path = PushPath(parts, ModelBuffers(parts, slice_map, flats), sent, slice_map, StepBatches(), compare, eager)
     return path, sent, slice_map

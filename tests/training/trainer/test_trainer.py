@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import threading
 import traceback
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -290,8 +289,8 @@ def test_a_tied_weight_has_one_place_and_a_checkpoint_goes_both_ways(tmp_path):
         return model
 
     written, read = tied(), tied()
-    checkpoints = ParameterFiles(tmp_path / "made", partial(tensors_of, describe_model(written)))
-    checkpoints.write(7)
+    checkpoints = ParameterFiles(tmp_path / "made")
+    checkpoints.write(7, *tensors_of(describe_model(written)))
     checkpoints.close()
     path = tmp_path / "made" / "step-7.safetensors"
     (found,) = load_checkpoints(read, [str(path)])

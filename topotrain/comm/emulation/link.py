@@ -24,13 +24,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from topotrain.config.job import Link
-from topotrain.config.topology import Address
+from topotrain.config.topology import Address, Topology
 
 PACKET = 1500
 REPAIR_S = 0.001
@@ -73,6 +73,7 @@ class LinkMeter:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             try:
                 (free,) = _TIME.unpack_from(self._memory)
+                # A link that was idle books from now on, and not from the end of its last piece.
                 end = max(ready, free) + nbytes / self._rate
                 _TIME.pack_into(self._memory, 0, end)
             finally:
@@ -102,6 +103,7 @@ class EmulatedRoute:
         if self._up is not None and self._down is not None:
             size = nbytes + again * PACKET
             taken = self._up.book(ready, size)
+            # The bytes reach the other link while they leave this one, so both are taken at the same time.
             through = self._down.book(taken - self._up.seconds(size), size)
         go_on, self._through = max(taken, self._through), through
         there = through + self._delay_s() + rounds * (2 * self._link.delay / 1000 + REPAIR_S)
@@ -165,6 +167,7 @@ class ShapedSocket(socket.socket):
 
     def __init__(self, raw: socket.socket, route: EmulatedRoute, piece: int, room: int) -> None:
         super().__init__(raw.family, raw.type, raw.proto, raw.detach())
+        # A timeout of the handshake must not end the sends of the connection.
         self.settimeout(None)
         self._route, self._piece, self._room = route, piece, room
         self._lock = threading.Lock()
@@ -201,6 +204,7 @@ class ShapedSocket(socket.socket):
     def _post(self, piece: bytes) -> int:
         with self._lock:
             while self._under_way.nbytes > self._room and not self._last:
+                # The sender waits as a socket with a full buffer does.
                 self._freed.wait()
             if self._error is not None:
                 raise self._error
@@ -209,6 +213,7 @@ class ShapedSocket(socket.socket):
             go_on, there = self._route.book(time.monotonic(), len(piece))
             self._under_way.put(there, piece)
             self._sent.notify()
+        # An event and not `sleep`: closing the socket ends the wait.
         self._over.wait(max(0.0, go_on - _AHEAD_S - time.monotonic()))
         return len(piece)
 
@@ -281,11 +286,11 @@ class EmulatedNetwork:
         link: of every host.
         directory: the job's private folder, the same for all its processes. It is made if missing.
         key: a name that no other job has. It is the name of the files with the meters.
-        host_of: gives the host of an address.
+        topology: places addresses on hosts.
     """
 
-    def __init__(self, link: Link, directory: Path, key: str, host_of: Callable[[Address], int]) -> None:
-        self._link, self._directory, self._key, self._host_of = link, directory, key, host_of
+    def __init__(self, link: Link, directory: Path, key: str, topology: Topology) -> None:
+        self._link, self._directory, self._key, self._topology = link, directory, key, topology
         self._rate = None if link.bandwidth is None else link.bandwidth * 1e6 / 8
         self._meters: dict[tuple[int, str], LinkMeter] = {}
         self._lock = threading.Lock()
@@ -296,7 +301,7 @@ class EmulatedNetwork:
 
         Raises OSError.
         """
-        here, there = self._host_of(me), self._host_of(peer)
+        here, there = self._topology.host_of(me), self._topology.host_of(peer)
         if here == there or self._link == Link():
             return sock
         piece, room = _LARGEST_PIECE, _UNPAID

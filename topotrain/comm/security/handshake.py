@@ -196,11 +196,13 @@ def _answer(turns: "_Turns", identity: Identity, attached: Container[Address]) -
     version = min(high, VERSIONS[1])
     if version < max(low, VERSIONS[0]):
         raise Refused("VERSION", f"you speak protocol {_versions(low, high)}, we speak {_versions(*VERSIONS)}")
+    # `compare_digest` takes equally long whatever differs, so a stranger learns nothing from the time.
     if not hmac.compare_digest(job, _job_hash(identity)):
         raise Refused("JOB", "this process belongs to another job")
     dialer, me = _address(*fields[3:6]), _address(*fields[6:9])
     incarnation, generation = fields[9:11]
     lane = SocketNumber(*fields[11:14])
+    # Before the proof is checked: these numbers must not be used at all if they are out of bounds.
     if not lane.lane < lane.lanes <= MAX_LANES:
         raise NotOurProtocol(f"no such lane: {lane.lane} of {lane.lanes}")
     body = _CHALLENGE.pack(version, identity.incarnation, identity.generation, secrets.token_bytes(32))
@@ -233,6 +235,7 @@ class _Turns:
     def __init__(self, sock: HandshakeSocket, seconds: float, binding: bytes = b"") -> None:
         self._sock = sock
         self._end = time.monotonic() + seconds
+        # Bytes from the peer, over all messages.
         self._left = BUDGET
         self._transcript = hashlib.sha256(b"topotrain handshake 1")
         if binding:
@@ -257,6 +260,7 @@ class _Turns:
         `proven` checks its proof afterwards.
         """
         magic, got, length = _PREFIX.unpack(self._read(_PREFIX.size))
+        # The length is a claim of the peer until here.
         if magic != MAGIC or length > self._left:
             raise NotOurProtocol("the other side does not speak this handshake")
         if got == _KIND_REFUSE and length >= 1:
@@ -283,6 +287,7 @@ class _Turns:
         text = refused.text.encode()[:_TEXT_BYTES]
         body = bytes([CODES.index(refused.code)]) + text
         with suppress(OSError):  # the dialer may be gone
+            # A peer that does not read must not hold this thread.
             self._sock.send(_PREFIX.pack(MAGIC, _KIND_REFUSE, len(body)) + body, socket.MSG_DONTWAIT)
 
     def _pack(self, kind: int, body: bytes, mac: bytes) -> bytes:

@@ -62,6 +62,7 @@ def job_key(secret: bytes, *words: str) -> bytes:
     """
     if len(secret) != SECRET_BYTES:
         raise ValueError(f"secret of {len(secret)} bytes: must have {SECRET_BYTES}")
+    # With their lengths, so that ("ab", "c") and ("a", "bc") have different keys.
     label = b"".join(len(word.encode()).to_bytes(4, "big") + word.encode() for word in words)
     return hmac.digest(secret, b"topotrain key" + label + b"\x01", hashlib.sha256)
 
@@ -77,6 +78,7 @@ def _read(path: Path, source: str) -> bytes:
         # Without O_NONBLOCK opening a named pipe would block for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
+            # Of the open file: the name may lead to another file by now.
             info = os.fstat(descriptor)
             _check(info, source)
             raw = file.read(_MOST)
@@ -106,6 +108,7 @@ def _make(path: Path) -> None:
 
     The first of several processes wins.
     """
+    # A reader must never find half a secret.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         make_folder(path.parent)

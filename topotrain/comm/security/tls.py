@@ -193,6 +193,7 @@ class TlsChannel:
             raise ValueError("TLS carries no descriptors")
         if not self._sealed:
             self._seal(buffers)
+        # The bytes of an earlier call that raised are sent first: a record cannot be sealed twice.
         while self._sealed:
             self._sealed = self._sealed[self._sock.sendmsg([self._sealed], (), flags) :]
         taken, self._owed = self._owed, 0
@@ -261,6 +262,7 @@ class TlsChannel:
 
     def _feed(self, wanted: int, until: float | None) -> bool:
         """Take the bytes from the socket, waiting if there are none; False at the end."""
+        # Most connections carry small frames only, and there may be thousands of them.
         if wanted > _SMALL and len(self._read) < _LARGE and self._budget is None:
             self._read = memoryview(bytearray(_LARGE))
         if until is not None:
@@ -308,6 +310,7 @@ class TlsChannel:
 
 def _tls_1_3(protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
+    # Both ends are this package, so no older version is needed.
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     return context
 

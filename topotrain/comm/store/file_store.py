@@ -150,6 +150,7 @@ class FileStore:
             for _ in _polls(LOCK_SECONDS):
                 with suppress(BlockingIOError):
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # A lock file without a name excludes no other process any more.
                     if os.fstat(descriptor).st_nlink:
                         break
                     os.close(descriptor)  # the directory was removed meanwhile: the new one has another lock file
@@ -177,6 +178,7 @@ class FileStore:
             with os.fdopen(open_for_reading(path), "rb") as file:
                 head = file.read(_LIFE.size)
                 value = file.read() if whole else b""
+                # Of the open file: its name may have a newer value by now.
                 written = os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None
@@ -193,6 +195,7 @@ class FileStore:
         try:
             descriptor = open_file(path, os.O_CREAT | os.O_RDWR)
             try:
+                # The file system sets the time, and not this host's clock.
                 os.utime(descriptor)
                 return os.fstat(descriptor).st_mtime_ns
             finally:
@@ -203,6 +206,7 @@ class FileStore:
     def _write(self, path: Path, value: bytes, life: int) -> None:
         name = ""
         try:
+            # In the same folder: a rename is atomic within one file system only.
             descriptor, name = tempfile.mkstemp(prefix=_TEMPORARY, dir=self._directory)
             with open(descriptor, "wb") as file:
                 file.write(_LIFE.pack(life) + value)

@@ -31,6 +31,7 @@ class MaintainedValues:
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value unconditionally, and maintain it. Raises StoreError."""
+        # First, so that an error reaches the caller, and a value that was never written is not maintained.
         self._store.set(key, value)
         self.keep(key, value)
 
@@ -68,4 +69,5 @@ class MaintainedValues:
             if self._closed.is_set():
                 return
             if self._store.get(key) is None:
+                # Not `set`: another process may have written a newer value since the look.
                 self._store.compare_and_set(key, None, value)

@@ -59,6 +59,7 @@ class MemoryTable:
         """
         with self._lock:
             if once in self._done:
+                # The reply to the first attempt was lost, and the client asks again.
                 return self._done[once]
             same = self._present(key) == expected
             if same:
@@ -99,8 +100,10 @@ class MemoryTable:
 
     def _write(self, key: str, value: bytes, life: int) -> None:
         now = time.monotonic()
+        # Expired values are removed here, so the table needs no thread.
         while self._ends and self._ends[0][0] <= now:
             _, gone = heapq.heappop(self._ends)
+            # The key may have been written again with a longer life.
             if gone in self._entries and self._entries[gone].until <= now:
                 self._drop(gone)
         old = self._entries.get(key)

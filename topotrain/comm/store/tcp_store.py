@@ -125,6 +125,7 @@ class TcpStore:
         lost_at, pause = None, _FIRST_PAUSE
         while True:
             if until is not None:
+                # A repeated watch must not wait longer than the first one would have.
                 wait = max(0.0, until - time.monotonic())
             try:
                 reply = self._attempt(request, min(wait, MAX_WAIT))
@@ -151,6 +152,7 @@ class TcpStore:
             with self._lock:
                 self._check_open()
                 self._busy.add(channel)  # so that `close` ends what happens on it
+            # `once` stays the same in each attempt, so the server carries the request out once.
             send_request(channel, replace(request, seconds=wait), wait + _REPLY_S)
             reply = receive_reply(channel, wait + _REPLY_S)
         except BaseException:

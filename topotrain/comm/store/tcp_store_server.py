@@ -77,6 +77,7 @@ class TcpServer:
         Raises ConnectionLost when the client closes or sends meanwhile.
         """
         until = time.monotonic() + request.seconds
+        # Before the first look: a write in between would not be noticed.
         with self._table.watching(request.key) as change:
             ready = select.poll()
             ready.register(channel, select.POLLIN)
@@ -90,6 +91,7 @@ class TcpServer:
                     return Reply(Status.TIMEOUT)
                 # Bytes that were read ahead do not show in the poll.
                 events = dict(ready.poll(0 if channel.pending else min(left, 3600.0) * 1000 + 1))
+                # The client has only one request at a time, so bytes that come now end the connection.
                 if channel.pending or channel.fileno() in events:
                     raise ConnectionLost("a client closed its connection, or sent a request, while it watched")
                 if change in events:

@@ -55,6 +55,7 @@ class TorchStore(TorchStoreBase):
     def __init__(self, store: Store, prefix: str = "", ttl: float | None = None) -> None:
         super().__init__()
         self._store, self._prefix, self._ttl = store, prefix, ttl
+        # Never removed: C++ may call a store until the process ends.
         _ALIVE.append(self)
 
     def where(self) -> str:
@@ -114,6 +115,7 @@ class TorchStore(TorchStoreBase):
         with _as_store_errors():
             if self._store.compare_and_set(whole, expected, desired, self._ttl):
                 return desired
+            # torch means "no value" by an empty expected value.
             if not expected and self._store.compare_and_set(whole, None, desired, self._ttl):
                 return desired
             present = self._store.get(whole)

@@ -43,6 +43,7 @@ class _Finder:
         if name != _TABLE:
             return None
         with suppress(ValueError):
+            # First, so that the search below does not come here again.
             sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
@@ -64,6 +65,7 @@ class _Then:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
+        # Other code compares or pickles a module's loader, and must find the original.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

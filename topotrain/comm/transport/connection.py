@@ -74,6 +74,7 @@ class Connection:
         self._reader: threading.Thread | None = None
         self._done = threading.Event()
         self._closing = self._lingering = False
+        # See `frame_writer`: only such a reader may wait for the queue of its own answers.
         self._only_answers = me.role is Role.SERVER and peer.role is Role.WORKER
         self._number_out = 0
         self._announced: set[int] = set()
@@ -116,6 +117,7 @@ class Connection:
                 raise ConnectionLost(f"no connection from {self.me} to {self.peer}: {self.reason}")
             if found is not None:
                 region, offset = found
+                # Before the first reference to it, and once: the peer maps it for the length of the connection.
                 self._announce(region)
                 self._frame_out(REFERENCE, kind, meta, 0, REFERENCE_AT.pack(region.id, offset, size))
             elif body is not None:
@@ -204,6 +206,7 @@ class Connection:
         try:
             self._out.send_greeting()
             while self._frame_in():
+                # Bytes that were read ahead do not show in the selector, so they are processed now.
                 if turn and not self._frames.pending:
                     return True
                 if self._only_answers and not turn:
@@ -247,6 +250,7 @@ class Connection:
         if region is None or offset + size > region.numel():
             raise ProtocolError(f"a reference to bytes {offset} to {offset + size} of region {number}, out of bounds")
         view = region[offset : offset + size]
+        # The endpoint may keep a view of the sender's memory, or have the bytes copied into a buffer of its own.
         target = self._endpoint.place(self.peer, message, True)
         if target is None:
             return view
@@ -268,6 +272,7 @@ class Connection:
         fd = self._frames.pop_fd()
         if fd is None:
             raise ProtocolError(f"region {number} came without its memory")
+        # `map` closes the descriptor, also when it refuses the memory.
         view = self._memory.map(fd, nbytes)
         if number in self._foreign or len(self._foreign) >= _MAX_REGIONS:
             raise ProtocolError(f"region {number} was named twice, or is one too many")
@@ -330,6 +335,7 @@ class Connection:
         with self._out.lock:  # no thread may be inside a call on the descriptor when its number becomes free
             self._sock.close()
         self._frames.close()
+        # Mapped memory of the peer is released, unless a tensor still shows it.
         self._foreign.clear()
         try:
             self._endpoint.lost(self.peer, self.reason)

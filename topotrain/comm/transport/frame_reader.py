@@ -99,6 +99,7 @@ class FrameReader:
         """Read the bytes that are there, at least one; False at the end of the stream."""
         if self._at:
             rest = self._end - self._at
+            # A copy first: source and target overlap.
             self._buffer[:rest] = bytes(self._buffer[self._at : self._end])
             self._at, self._end = 0, rest
         count = self._receive(self._buffer[self._end :])
@@ -114,6 +115,7 @@ class FrameReader:
         for level, kind, data in extra:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._fds.extend(fd for (fd,) in struct.iter_unpack("i", data[: len(data) // _FD * _FD]))
+        # Descriptors that nothing asks for would use up the limit of the process.
         if len(self._fds) > _MAX_FDS:
             raise EndOfStream("more file descriptors than were asked for")
         return count

@@ -157,6 +157,7 @@ class FrameWriter:
             self.cut()
             self._drop()
         if self._writer is not None:
+            # No thread may be inside `sendmsg` when the descriptor's number becomes free.
             self._writer.join()
 
     def shutdown(self, how: int) -> None:
@@ -194,6 +195,7 @@ class FrameWriter:
                 return
             with self.lock:
                 if self._queue:  # `stop` may have emptied it meanwhile
+                    # Only now: while the kernel has a part of it, a frame must stay the first of the queue.
                     self.queued -= self._queue.popleft().cost
                     self._room.notify_all()
                 if self._last and not self._queue:

@@ -138,6 +138,7 @@ class InProcessTransport:
                 raise ConnectionLost(f"no connection from {me} to {to}")
             self._sent += _size(message)
             inbox = self._inboxes[to]
+            # Under the lock, so that messages of two threads of one sender keep the order of their calls.
             inbox.put(lambda: self._deliver(link, inbox, me, message))
 
     def traffic(self) -> tuple[int, int]:
@@ -204,6 +205,7 @@ class InProcessTransport:
         """Queue the notice of the end behind the messages under link."""
         del self._links[link.ends]
         for me in link.ends:
+            # An endpoint may be connected to itself.
             (peer,) = link.ends - {me} or {me}
             endpoint, text = self._inboxes[me].endpoint, "closed on this side" if me == by else reason
             self._inboxes[me].put(partial(endpoint.lost, peer, text))

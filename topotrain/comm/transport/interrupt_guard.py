@@ -49,6 +49,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _once_more(connection: Connection, number: int) -> None:
     main = threading.main_thread().ident
     if connection.clear_interrupt() and main is not None:
+        # To the main thread: a blocking call there must be interrupted, and not only a flag be set.
         signal.pthread_kill(main, number)
 
 
@@ -63,5 +64,6 @@ def sender(frame: FrameType | None) -> Connection | None:
         if frame.f_code is Connection.send.__code__:
             found = frame.f_locals["self"]
             return found if isinstance(found, Connection) else None
+        # The frame may be inside `encode` or a lock that `send` uses.
         frame = frame.f_back
     return None

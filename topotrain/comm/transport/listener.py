@@ -109,6 +109,7 @@ class Listener:
     def _admit(self, sock: socket.socket) -> bool:
         thread = self._thread(target=self._handle, args=(sock,), name=f"{self._name}: connection", daemon=True)
         with self._lock:
+            # Here, because threads that end cannot remove themselves.
             self._ending = {ending for ending in self._ending if ending.is_alive()}
             if len(self._unproven) < MAX_UNPROVEN and len(self._threads) < self._most and not self._stop.is_set():
                 self._threads[sock] = thread

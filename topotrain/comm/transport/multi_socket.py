@@ -82,6 +82,7 @@ class MultiSocketChannel:
             try:
                 count = self._lanes[self._out.lane].sendmsg(head, (), flags)
             except BlockingIOError:
+                # The bytes of the earlier lanes are gone: they must be reported before the caller tries again.
                 if sent:
                     break
                 raise
@@ -170,6 +171,7 @@ class PendingSockets:
             if self._closed:
                 raise TransportError("this transport is closed")
             known, lanes = self._pending.get(route, (bundle, {}))
+            # The dialer has given up its earlier attempt, and begun a new one.
             if known != bundle:
                 _close(lanes)
                 lanes = {}

@@ -82,6 +82,7 @@ class SilenceTimer:
         if signs.silent_s < passed:
             self.silent_s, self._last = min(signs.silent_s, most), signs
         else:
+            # Time that this process itself was stopped says nothing about the other host.
             self.silent_s += min(passed, most)
         asked = max(signs.again - self._last.again, signs.tries - self._last.tries) + signs.probes
         return self.silent_s >= self._lease_s and asked >= _IN_VAIN
@@ -145,6 +146,7 @@ class KeepaliveWatch:
                 left = due - time.monotonic()
                 if self._watched and left <= 0:
                     return list(self._watched.items())
+                # Without a connection nothing wakes this thread.
                 self._change.wait(left if self._watched else None)
         return []
 
@@ -155,6 +157,7 @@ class KeepaliveWatch:
         if silent:
             self.remove(connection)
             for sock, _ in socks:
+                # The kernel would go on to send to the lost host for minutes.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
             connection.cut(
                 f"its host has not answered for {max(silent):.1f} s (lease_s: {self._lease_s:g}): "

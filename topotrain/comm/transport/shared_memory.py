@@ -43,6 +43,7 @@ class OwnRegion:
         offset = self._used
         if offset + nbytes > self.nbytes:
             return None
+        # Aligned, so that two tensors never share a cache line.
         self._used += -(-nbytes // ALIGN) * ALIGN
         return offset
 
@@ -98,6 +99,7 @@ class ProcessMemory:
         try:
             if os.fstat(own).st_size == 0:
                 os.ftruncate(own, nbytes)  # a later process asks for the same size, which is no change
+            # No peer may shrink the file: a read beyond its end kills the process with SIGBUS.
             fcntl.fcntl(own, fcntl.F_ADD_SEALS, _SEALS)
             size = os.fstat(own).st_size
         except OSError as error:
@@ -160,6 +162,7 @@ class ProcessMemory:
         info = os.fstat(fd)
         self._seen[info.st_dev, info.st_ino] = region.bytes
         regions = sorted([*self._sorted[1], region], key=lambda r: r.bytes.data_ptr())
+        # One assignment: `find` reads it without the lock, on every send.
         self._sorted = ([r.bytes.data_ptr() for r in regions], regions)
         return region
 

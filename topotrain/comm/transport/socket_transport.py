@@ -243,6 +243,7 @@ class SocketTransport:
             return
         self._listener.release(sock)  # from now on it belongs to its connection, or waits for the other lanes
         if connection is not None and self._pump is not None:
+            # The pump reads only when the script's thread waits, and the dialer waits for this greeting now.
             connection.send_greeting()
             self._pump.add(connection)
         elif connection is not None:
@@ -275,6 +276,7 @@ class SocketTransport:
         lines: list[HandshakeSocket] = []
         bundle = secrets.token_bytes(16)
         try:
+            # Lane 0 comes last: with it the other side has all lanes.
             for number in reversed(range(self._lanes)):
                 sock = self._connected_socket(peer, url)
                 lines.insert(0, sock)
@@ -321,6 +323,7 @@ class SocketTransport:
         with self._lock:
             if self._stop.is_set():
                 raise TransportError("this transport is closed")
+            # A process that was taken for dead and replaced must not come back.
             if peer.incarnation < self._incarnations.get(peer.address, 0):
                 known = self._incarnations[peer.address]
                 raise Refused("FENCED", f"{peer.address} of incarnation {peer.incarnation} was replaced by {known}")
@@ -351,6 +354,7 @@ class SocketTransport:
             self._sent += connection.sent
             self._received += connection.received
             route = (connection.me, connection.peer)
+            # A newer connection of the peer may have taken its place.
             if self._routes.get(route) is connection:
                 del self._routes[route]
 

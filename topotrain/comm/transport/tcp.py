@@ -107,6 +107,7 @@ class TcpTransport(SocketTransport):
     def _shape(self, line: HandshakeSocket, peer: Peer) -> Channel:
         if isinstance(line, TlsChannel):
             line.trust()
+            # TLS stays as it is; only the socket below it may be replaced by an emulated link.
             line.relay(self._wrap(line.below, peer))
             return line
         assert isinstance(line, socket.socket)
@@ -172,6 +173,7 @@ def local_address(host: str) -> ListenAddress:
 def _is_here(family: socket.AddressFamily, address: str) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
+            # Only an address of this machine can be bound; the check needs no privilege.
             probe.bind((address, 0))
         except OSError:
             return False

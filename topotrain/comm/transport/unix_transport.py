@@ -46,6 +46,7 @@ class SharedMemoryTransport(SocketTransport):
                 f"directory = {directory!r}: too long for a Unix socket, use one under the temp directory"
             )
         os.makedirs(directory, mode=0o700, exist_ok=True)
+        # The folder may have existed before, with other rights than `makedirs` gives.
         info = os.stat(directory)
         if info.st_uid != os.geteuid() or info.st_mode & 0o077:
             raise TransportError(

@@ -39,6 +39,7 @@ class Rejoin(ClientExtension):
     def handle(self, sender: Address, message: m.Message) -> None:
         """A server knows of the return of this process, or of an earlier one."""
         assert isinstance(message, m.WorkerRejoined)
+        # A reply may be for an earlier process of this worker.
         if sender in self._pending and message.incarnation == self._incarnation:
             self._pending.discard(sender)
             if message.begun:

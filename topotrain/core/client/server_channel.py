@@ -55,6 +55,7 @@ class ServerChannel:
 
     def send(self, to: Address, message: m.Message) -> None:
         """Send a message, after all loop exits that the servers do not know yet."""
+        # An exit is sent with the next message: leaving a loop must not wait, also not for a full connection.
         while self._unsent_exits:
             left = self._unsent_exits.pop(0)
             for server in self.servers:

@@ -115,6 +115,7 @@ class ServerReduction(GradientExchange):
     ) -> None:
         """Send a bucket's local gradient to the server that adds it up."""
         self._backward = (step, ordinal)
+        # Before the push: with gradients applied on arrival its values may come back at once.
         self.values.expect_early(step)
         bits = int_to_bits(present, len(bucket.pieces))
         with self.channel.spans.span("push", step=step + 1, ordinal=ordinal, bucket=bucket.id):
@@ -255,6 +256,7 @@ class StepCommit:
     def on_applied(self, sender: Address, message: m.Applied) -> None:
         """A server has applied, or skipped, a step."""
         known = self._applied.get(sender)
+        # A reply that is delivered twice must not replace that of a later step.
         if known is None or known.step < message.step:
             self._applied[sender] = message
 
@@ -271,6 +273,7 @@ class StepCommit:
             version=replies[0].version,
             staleness=tuple(reply.staleness for reply in replies),
             found_inf=any(reply.found_inf for reply in replies),
+            # All shards have the same norm: it is that of the decision.
             norm=replies[0].norm,
             snapshot=max(reply.snapshot for reply in replies),
             refused=tuple(pairs(replies[0].refused)),

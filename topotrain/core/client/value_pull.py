@@ -162,6 +162,7 @@ class ValuePull:
     def on_values(self, sender: Address, message: m.Values) -> None:
         """A bucket is here, or all buckets of a server (a negative number)."""
         with self._channel.spans.span("pull", round=message.round, bucket=message.bucket):
+            # A value of an earlier round, delivered once more.
             if message.round != self._round:
                 return
             if message.bucket < 0:
@@ -181,6 +182,7 @@ class ValuePull:
                 model.codec.values(bucket, body)
         else:
             target = model.flats.view("params", bucket)
+            # A transport receives into "params" itself; only views of the sender's memory are copied.
             if body.data_ptr() != target.data_ptr():
                 target.copy_(typed(body, target))
             if message.version >= 0:  # final values have none, and no difference follows them

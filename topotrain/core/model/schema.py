@@ -1,13 +1,13 @@
 """The description of a model, and the flat buffers of one shard.
 
 Buffers are allocated once, by name, and reused at every step, because fresh memory costs several times the copy.
-`allocate` decides whether they are ordinary memory, or memory shared with the workers of the host.
+A `BufferMemory` decides whether they are ordinary memory, or memory shared with the workers of the host.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +16,25 @@ from topotrain.config.sharding import Bucket, Parameter, SchemaError, Segment, S
 from topotrain.config.topology import Topology
 from topotrain.core.protocol import MAX_TEXT, ProtocolError, SchemaPart
 
-Allocate = Callable[[int, torch.dtype], torch.Tensor]
+
+class BufferMemory(Protocol):
+    """Where flat buffers are.
+
+    It is memory of this process alone, or memory that transports share.
+    """
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros, 1-D."""
+        ...
+
+
+class PrivateMemory:
+    """Memory of this process alone."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros, 1-D."""
+        return torch.zeros(numel, dtype=dtype)
+
 
 MAX_SCHEMA_PARTS = 1024
 MOST_BYTES, MOST_BUCKETS = 1 << 40, 1 << 20
@@ -142,6 +160,7 @@ def torch_dtype(name: str) -> torch.dtype:
     Raises:
         ProtocolError: the name is not a dtype.
     """
+    # The name comes from a peer, and torch has attributes that are no dtypes.
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ProtocolError(f"{name!r} is not a dtype")
@@ -159,6 +178,7 @@ class SchemaParts:
         """Keep a part. Returns the description when it is complete."""
         if not 0 <= message.part < message.parts <= MAX_SCHEMA_PARTS:
             raise ProtocolError(f"part {message.part} of {message.parts} of a model's description")
+        # Parts of two different descriptions must not be joined.
         if self._count not in (0, message.parts):
             raise ProtocolError(f"a model's description of {self._count} parts, and of {message.parts}")
         self._count = message.parts
@@ -182,13 +202,13 @@ class FlatBuffers:
     Args:
         slice_map: the slice map of the model.
         shard: the shard of the ranges. None: the whole of every space (a worker's buffers).
-        allocate: allocate(numel, dtype) -> 1-D tensor.
+        memory: where the buffers are.
     """
 
-    def __init__(self, slice_map: SliceMap, shard: int | None, allocate: Allocate) -> None:
+    def __init__(self, slice_map: SliceMap, shard: int | None, memory: BufferMemory) -> None:
         self._map = slice_map
         self._shard = shard
-        self._allocate = allocate
+        self._memory = memory
         self._flat: dict[tuple[str, int], torch.Tensor] = {}
         self._views: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -203,7 +223,9 @@ class FlatBuffers:
         flat = self._flat.get((name, space))
         if flat is None:
             lo, hi = self.range(space)
-            made = self._allocate(hi - lo, torch_dtype(self._map.spaces[space].dtype))
+            made = self._memory.allocate(hi - lo, torch_dtype(self._map.spaces[space].dtype))
+            # `setdefault`, because two reader threads may make the same buffer at a time, and both must use one of
+            # them.
             flat = self._flat.setdefault((name, space), made)
         return flat
 
@@ -213,7 +235,9 @@ class FlatBuffers:
         It is allocated and zeroed at first use.
         """
         held = self._flat.get((name, -1))
-        return held if held is not None else self._flat.setdefault((name, -1), self._allocate(count, torch.uint8))
+        return (
+            held if held is not None else self._flat.setdefault((name, -1), self._memory.allocate(count, torch.uint8))
+        )
 
     def held(self) -> list[tuple[tuple[str, int], torch.Tensor]]:
         """Return all buffers by name and space (-1: no space)."""
@@ -224,6 +248,7 @@ class FlatBuffers:
         self._flat[(name, space)] = flat
         for bucket in self._map.buckets:
             if bucket.space == space:
+                # A view keeps the memory that it was made of.
                 self._views.pop((name, bucket.id), None)
 
     def view(self, name: str, bucket: Bucket) -> torch.Tensor:
@@ -248,6 +273,26 @@ class FlatBuffers:
             return flat
         parameter = self._map.parameters[segment.parameter]
         return flat.as_strided(parameter.shape, parameter.stride)
+
+
+def bucket_of(buckets: Sequence[Bucket], number: int) -> Bucket:
+    """Return a bucket of a shard. Raises ProtocolError for another's."""
+    # The buckets of a shard are consecutive.
+    if not buckets or not buckets[0].id <= number <= buckets[-1].id:
+        raise ProtocolError(f"bucket {number} is not mine")
+    return buckets[number - buckets[0].id]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketValues:
+    """The buckets of a shard, and their values in its buffers."""
+
+    flats: FlatBuffers
+    buckets: Sequence[Bucket]
+
+    def values(self, number: int) -> torch.Tensor:
+        """Return the values of a bucket, 1-D. Raises ProtocolError for another's."""
+        return self.flats.view("values", bucket_of(self.buckets, number))
 
 
 def typed(body: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Topology
-from topotrain.core.model.schema import Allocate, torch_dtype
+from topotrain.core.model.schema import BufferMemory, torch_dtype
 from topotrain.core.protocol import ProtocolError, SharedBuffer
 
 VALUES = "values"
@@ -49,11 +49,11 @@ def buffers_of(topology: Topology, server_group: int) -> dict[int, str]:
     return {group: buffer_of(topology, group) for group in groups if topology.sees_memory(group)}
 
 
-def make(slice_map: SliceMap, topology: Topology, server_group: int, allocate: Allocate) -> Flats:
+def make(slice_map: SliceMap, topology: Topology, server_group: int, memory: BufferMemory) -> Flats:
     """Allocate the parameter buffers of a server group for all elements of all spaces."""
     names = sorted(set(buffers_of(topology, server_group).values()))
     spaces = [space for space in slice_map.spaces if space.length]
-    return {(name, s.index): allocate(s.length, torch_dtype(s.dtype)) for name in names for s in spaces}
+    return {(name, s.index): memory.allocate(s.length, torch_dtype(s.dtype)) for name in names for s in spaces}
 
 
 def part(flats: Flats, slice_map: SliceMap, shard: int) -> Flats:
@@ -79,6 +79,7 @@ def seen(message: SharedBuffer, slice_map: SliceMap, shard: int | None) -> torch
         raise ProtocolError(f"a window on space {message.space} of {len(slice_map.spaces)}")
     space = slice_map.spaces[message.space]
     lo, hi = (0, space.length) if shard is None else slice_map.ranges[space.index][shard]
+    # A wrong size would make two processes write the same memory as different elements.
     if message.body.nbytes != (hi - lo) * space.itemsize:
         raise ProtocolError(f"a window of {message.body.nbytes} bytes, expected {(hi - lo) * space.itemsize}")
     return message.body.view(torch_dtype(space.dtype))

@@ -127,6 +127,7 @@ def describe(
 
 def _name(cls: type, slicing: Slicing, import_module: str) -> str:
     name = cls.__qualname__
+    # By identity: a user's class may have the name of one of torch's.
     if cls is getattr(torch.optim, name, None):
         if name in WHOLE and slicing is not Slicing.kTensor:
             raise UnsupportedOptimizer("optimizer", name, "needs whole tensors: cluster { slicing: kTensor }")
@@ -360,6 +361,7 @@ class SliceUpdate:
 
         torch's fused SGD fails if only some momentum buffers exist.
         """
+        # A parameter that was frozen so far, or that no worker's batch has used.
         late = list(_without_momentum(optimizer))
         if late:
             first = {id(value) for value in late}
@@ -427,6 +429,7 @@ class SliceUpdate:
             if value.shape not in (place.shape, torch.Size(())) and value.numel() == place.numel():
                 value = value.view_as(place)
             value = value.detach().clone()
+        # Directly, because `Optimizer.load_state_dict` expects the state of all parameters at once.
         self._optimizer.state[place][name] = value
 
     def state_dict(self) -> dict[str, Any]:
@@ -605,6 +608,7 @@ def build(updater: Updater, named_parameters: Iterable[tuple[str, torch.nn.Param
     """
     scaled: dict[tuple[float, float], list[tuple[str, torch.nn.Parameter]]] = {}
     for name, parameter in named_parameters:
+        # The first pattern that matches counts.
         scale = next(((p.lr_scale, p.wd_scale) for p in updater.param if re.search(p.match, name)), (1.0, 1.0))
         scaled.setdefault(scale, []).append((name, parameter))
     cls, settings = _rule(updater)

@@ -70,6 +70,7 @@ def choose(cls: Any, group: Mapping[str, Any], kinds: Iterable[Kind]) -> dict[st
     if "fused" not in group or group["fused"] is not None or group.get("foreach") is not None:
         return {}
     right = not group.get("differentiable") and all(verdict(cls, group, *kind) is KernelVerdict.RIGHT for kind in kinds)
+    # None and not False: torch's own default may choose `foreach`.
     return {"fused": right or None}
 
 
@@ -123,6 +124,7 @@ def _try(cls: Any, settings: tuple[tuple[str, Any], ...], dtype: torch.dtype, de
         if not plain.agrees(fused):
             return KernelVerdict.WRONG
         return KernelVerdict.RIGHT if plain.moved() else KernelVerdict.UNSEEN
+    # A class without such a kernel, or settings that it refuses: the user sees that error where the optimizer is made.
     except (*OWN_ERRORS, NotImplementedError):
         return KernelVerdict.UNSEEN
 

@@ -167,6 +167,7 @@ def _held(name: str, data: Any) -> StateValue:
         raise wrong
     if dtype not in NAMES and not (kind == NUMBER and dtype in PLAIN):
         raise wrong
+    # Before the elements are looked at: the file may be anything.
     if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
         raise wrong
     if not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):

@@ -76,6 +76,7 @@ def encode(message: Message) -> tuple[int, bytes]:
     Raises:
         ProtocolError: the meta is longer than MAX_META.
     """
+    # Layouts are made at the first use, because extensions register messages when they are imported.
     codec = _CODECS.get(type(message)) or _layout(type(message))
     parts = [codec.fixed.pack(*codec.fixed_values(message))]
     for name, how in codec.variable:
@@ -108,6 +109,7 @@ def decode(kind: int, meta: bytes, body: "torch.Tensor | None" = None) -> Messag
     at = codec.fixed.size
     for name, how in codec.variable:
         values[name], at = _variable(cls, how, meta, at)
+    # Trailing bytes would hide a peer of another version.
     if at != len(meta):
         raise ProtocolError(f"{cls.__name__}: {len(meta) - at} bytes too many")
     return cls(**values, body=body)
@@ -118,6 +120,7 @@ def _variable(cls: type[Message], how: str, meta: bytes, at: int) -> tuple[Any, 
         raise ProtocolError(f"{cls.__name__}: cut short")
     (length,) = _U32.unpack_from(meta, at)
     start, end = at + 4, at + 4 + length
+    # Before the slice: a length that a peer claims must not be used.
     if end > len(meta):
         raise ProtocolError(f"{cls.__name__}: cut short")
     raw = bytes(meta[start:end])

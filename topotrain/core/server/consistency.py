@@ -83,6 +83,7 @@ class Clocks:
         """With a bound of 0 the updates of one clock are applied in group order."""
         if self._bound != 0:
             return True
+        # A fixed order, so that a bulk-synchronous job has the same bits in every run.
         return all(self._clock[g] > self._clock[group] for g in self.live() if g < group)
 
     def state_dict(self) -> State:
@@ -107,6 +108,16 @@ class _Vote:
     power: float = 0.0
     refused: dict[int, int] = field(default_factory=dict)  # worker -> parameter
     members: dict[int, frozenset[int]] = field(default_factory=dict)  # shard -> workers complete there
+
+    def add_norm(self, message: StepVote) -> None:
+        """Add a shard's part of the gradient's norm: the largest, or the sum of powers."""
+        self.finite = self.finite and message.finite
+        self.power = max(self.power, message.power) if message.infinity else self.power + message.power
+
+    def remove(self, worker: int) -> None:
+        """Drop the contributions of a worker."""
+        self.members = {shard: members - {worker} for shard, members in self.members.items()}
+        self.refused.pop(worker, None)
 
     @property
     def common(self) -> frozenset[int]:
@@ -140,14 +151,14 @@ class DecisionLog:
         if message.step < self._decided.get(message.group, 0):
             return
         vote = self._votes.setdefault((message.group, message.step), _Vote(set()))
+        # With backup workers a shard votes again when more contributions have come.
         if shard in vote.shards and not message.members:
             return
         vote.shards.add(shard)
         if message.members:
             members = frozenset(worker for worker in message.members if self._holds(message, worker))
             vote.members[shard] = vote.members.get(shard, frozenset()).union(members)
-        vote.finite = vote.finite and message.finite
-        vote.power = max(vote.power, message.power) if message.infinity else vote.power + message.power
+        vote.add_norm(message)
         for worker, parameter in pairs(message.refused):
             if self._holds(message, worker):
                 vote.refused[worker] = max(parameter, vote.refused.get(worker, -1))
@@ -217,10 +228,10 @@ class DecisionLog:
         """
         if incarnation <= self._replaced.get((group, worker), (0, -1))[0]:
             return None
+        # The number of the decision tells apart votes from before and after it, see `_holds`.
         self._replaced[group, worker] = incarnation, self._next
         for vote in (vote for key, vote in self._votes.items() if key[0] == group):
-            vote.members = {shard: members - {worker} for shard, members in vote.members.items()}
-            vote.refused.pop(worker, None)
+            vote.remove(worker)
         return self.decree(group, incarnation, REPLACED, (worker,))
 
     def adopt(self, group: int, incarnation: int) -> bool:
@@ -271,6 +282,7 @@ class ApplyOrder:
             return []
         self._early[apply.index] = apply
         now = []
+        # Decisions may overtake each other where connections were made anew.
         while self.next in self._early:
             now.append(self._early.pop(self.next))
             self.next += 1
@@ -314,6 +326,7 @@ class LoopExits:
     def works(self, worker: int, exits: int, place: tuple[int, float]) -> None:
         """A worker works here. Raises StepError if another had left before."""
         before = self._works.get(worker, (exits, place))
+        # Messages of a worker may arrive twice, and then in another order.
         self._works[worker] = max(before, (exits, place))
         if exits > before[0] and len(self._works) == self._workers:
             self._forget(min(made for made, _ in self._works.values()))
@@ -412,6 +425,7 @@ class AppliedBatches:
                 self._forget(reader)
 
     def _forget(self, reader: int) -> None:
+        # A snapshot that is under way may still need the counts of earlier epochs.
         before = min(self._reads[reader] - 1, self._closed)
         if before > self._forgotten.get(reader, 0):
             self._forgotten[reader] = before

@@ -18,17 +18,16 @@ its values (`Distance`).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from topotrain.config.sharding import Bucket
+from topotrain.core.model.schema import BucketValues
 from topotrain.core.protocol import Delta, MasterValue, Message, RingOffer, RingReply
 from topotrain.core.server.component_state import State, field_values
 
-View = Callable[[int], torch.Tensor]
 Out = list[tuple[int, Message]]  # (server group, message)
 
 
@@ -153,14 +152,13 @@ class MasterSync:
 
     Args:
         group: this server's group.
-        buckets: this shard's buckets.
-        view: view(bucket id) -> current values, 1-D.
+        values: the buckets of this shard, and their values.
         sync_freq: local updates of a bucket between two exchanges.
     """
 
-    def __init__(self, group: int, buckets: Sequence[Bucket], view: View, sync_freq: int) -> None:
-        self._masters = {b.id: b.master for b in buckets if b.master != group}
-        self._view = view
+    def __init__(self, group: int, values: BucketValues, sync_freq: int) -> None:
+        self._masters = {b.id: b.master for b in values.buckets if b.master != group}
+        self._view = values.values
         self._freq = sync_freq
         self._snap: dict[int, torch.Tensor] = {}
         self._sent: dict[int, torch.Tensor] = {}
@@ -168,7 +166,7 @@ class MasterSync:
         self._round = dict.fromkeys(self._masters, 0)
         self._waiting: set[int] = set()
         self._taken: dict[tuple[int, int], int] = {}
-        self._made = dict.fromkeys((b.id for b in buckets if b.master == group), 0)  # updates of all groups
+        self._made = dict.fromkeys((b.id for b in values.buckets if b.master == group), 0)  # updates of all groups
         self._made_by: dict[tuple[int, int], int] = {}  # those of one of them
         self._seen = dict.fromkeys(self._masters, 0)  # updates of others
         self.distance = Distance()
@@ -206,6 +204,7 @@ class MasterSync:
 
     def _take(self, group: int, message: Delta, body: torch.Tensor) -> Out:
         key = (group, message.bucket)
+        # Each difference is added once, although a request may come twice.
         if message.sync == self._taken.get(key, 0) + 1:
             value = self._view(message.bucket)
             value.add_(body)
@@ -226,6 +225,7 @@ class MasterSync:
         self._view(bucket).add_(missed)
         self.distance.add(message.updates - self._seen[bucket], missed, body)
         self._seen[bucket] = message.updates
+        # The master's value, and not this group's: the next difference is this group's addition to it.
         self._snap[bucket].copy_(body)
         self._waiting.discard(bucket)
         if self._updates[bucket] and (self._draining or self._updates[bucket] >= self._freq):
@@ -279,13 +279,13 @@ class RingSync:
 
     Args:
         group, groups: this server's group, and how many there are (>= 2).
-        buckets, view, sync_freq: as for MasterSync.
+        values, sync_freq: as for MasterSync.
     """
 
-    def __init__(self, group: int, groups: int, buckets: Sequence[Bucket], view: View, sync_freq: int) -> None:
+    def __init__(self, group: int, groups: int, values: BucketValues, sync_freq: int) -> None:
         self._right = (group + 1) % groups
-        self._buckets = [b.id for b in buckets]
-        self._view = view
+        self._buckets = [b.id for b in values.buckets]
+        self._view = values.values
         self._freq = sync_freq
         self._updates = dict.fromkeys(self._buckets, 0)
         self._round = dict.fromkeys(self._buckets, 0)
@@ -329,8 +329,10 @@ class RingSync:
         number, answer = self._answers.get(key, (0, body))
         if message.sync > number:
             current = self._view(message.bucket)
+            # Half of the difference for each of the two, so the sum over the groups stays.
             answer = (current - body).mul_(0.5)
             current.sub_(answer)
+            # Kept for an offer that comes twice: this value has moved since.
             self._answers[key] = (message.sync, answer)
         elif message.sync < number:
             return []

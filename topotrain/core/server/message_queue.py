@@ -1,4 +1,4 @@
-"""Messages of one server on their way out, and those that it has yet to handle itself."""
+"""Messages that one server sends, and those that it handles later."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -53,7 +53,7 @@ class MessageQueue:
             self.send(to, message)
 
     def handle_later(self, messages: Iterable[tuple[Address, Message]]) -> None:
-        """Have the server handle these (sender, message), which it could not handle when they came."""
+        """Handle these (sender, message) later: they came too early."""
         self._pending += messages
 
     @property
@@ -62,6 +62,9 @@ class MessageQueue:
         return not self._pending
 
     def pending(self) -> Iterator[tuple[Address, Message]]:
-        """The (sender, message) that are to be handled now, and those that are added meanwhile."""
+        """Yield the (sender, message) to handle now.
+
+        Messages that are added meanwhile are among them.
+        """
         while self._pending:
             yield self._pending.pop(0)

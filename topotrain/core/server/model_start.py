@@ -1,4 +1,7 @@
-"""From the first message to a common start: the model, its first values, and the same start for all server groups."""
+"""The start of the model, from the first message on.
+
+It has three steps: the model, its first values, and the same start for all server groups.
+"""
 
 from collections.abc import Collection
 
@@ -47,7 +50,7 @@ class ModelStart:
     # --- the model -----------------------------------------------------------------------------------------------
 
     def hold(self, sender: Address, message: m.Message) -> None:
-        """Keep a message until the model is known: it has overtaken the model's description."""
+        """Keep a message that has overtaken the model's description."""
         if len(self._held) >= _MAX_HELD:
             raise m.ProtocolError(f"{sender} sends too much before {self._state.me} knows the model")
         self._held.append((sender, message))
@@ -70,7 +73,10 @@ class ModelStart:
             self._startup.show(sender)
 
     def shared_buffer(self, sender: Address, message: m.SharedBuffer) -> None:
-        """Memory that the server shares with a worker, or with the first server of its group."""
+        """Use memory that the server shares with a process of its host.
+
+        The process is a worker, or the first server of its group.
+        """
         if sender.role is Role.SERVER:
             self._startup.window(message)
             self._open(sender)
@@ -153,7 +159,10 @@ class ModelStart:
         self._pulls.release()
 
     def share(self) -> None:
-        """Give every server group the same start: at once, or after group 0's warm-up (`warmup_steps`)."""
+        """Give every server group the same start.
+
+        It is given at once, or after group 0's warm-up (`warmup_steps`).
+        """
         state = self._state
         others = range(1, state.topology.server_groups)
         if state.common or state.me.group != 0 or not state.complete or self._ready_groups != set(others):

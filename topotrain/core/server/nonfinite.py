@@ -69,6 +69,7 @@ class NonfiniteLimit:
         -1 stands for a sum that no worker's part explains.
         """
         before = self._counts.get(group, {})
+        # A worker that is not among them starts at 0 again: only steps in a row count.
         self._counts[group] = now = {worker: before.get(worker, 0) + 1 for worker in workers}
         return next((worker for worker, count in sorted(now.items(), reverse=True) if count >= self.most), None)
 

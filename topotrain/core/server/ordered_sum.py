@@ -5,7 +5,7 @@ Floating-point addition is not associative. Inside a unit parts are added in ran
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,11 +13,25 @@ Tree = Sequence[Sequence[int]]
 Part = tuple[float, torch.Tensor | None]
 
 
+class ScratchBuffers:
+    """Numbered buffers that are used again."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def like(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        """A buffer of this number with the size and dtype of a 1-D tensor."""
+        buffer = self._held.get((number, like.dtype))
+        if buffer is None or buffer.numel() < like.numel():
+            buffer = self._held[number, like.dtype] = torch.empty_like(like)
+        return buffer[: like.numel()]
+
+
 def canonical_mean(
     parts: Mapping[int, Part],
     tree: Tree,
     out: torch.Tensor,
-    scratch: Callable[[int], torch.Tensor],
+    scratch: ScratchBuffers,
     divide: bool = True,
 ) -> None:
     """Write the weighted mean of the parts, added in the canonical order, into `out`.
@@ -26,7 +40,7 @@ def canonical_mean(
         parts: worker index -> (weight, 1-D gradient or None where the worker has none, which counts as zero).
         tree: worker indices by unit, as `Topology.sum_tree` gives them.
         out: 1-D result. It must not overlap a part.
-        scratch: scratch(k) is a 1-D buffer like `out`, k in {0, 1}. It is called only where needed.
+        scratch: gives buffers like `out`, where one is needed.
         divide: divide by the sum of all weights; else the result is a plain sum.
     """
     # With equal weights the plain sum is divided by their number: multiplying by 1/3 has other bits than dividing by 3.
@@ -47,7 +61,7 @@ def canonical_mean(
         elif len(grads) == 1:
             out.add_(_scaled(grads[0], equal, scratch))
         else:
-            partial = scratch(0)
+            partial = scratch.like(0, out)
             _sum_unit(grads, equal, partial, scratch)
             out.add_(partial)
     if not started:
@@ -65,11 +79,11 @@ class OrderedMean:
 
     def __init__(self, tree: Tree, divide: bool = True) -> None:
         self._tree, self._divide = tree, divide
-        self._scratch: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._scratch = ScratchBuffers()
 
     def write(self, parts: Mapping[int, Part], out: torch.Tensor) -> None:
         """Write the mean of the parts into `out`."""
-        canonical_mean(parts, self._tree, out, lambda k: self._scratch_like(k, out), self._divide)
+        canonical_mean(parts, self._tree, out, self._scratch, self._divide)
 
     def passing(self, parts: Mapping[int, Part]) -> torch.Tensor:
         """The mean, for a caller that has used it before it asks for the next one."""
@@ -78,15 +92,9 @@ class OrderedMean:
             if weight > 0 and gradient is not None:
                 return gradient  # one part needs no sum, and no copy
         like = next(gradient for _, gradient in parts.values() if gradient is not None)
-        out = self._scratch_like(2, like)
+        out = self._scratch.like(2, like)
         self.write(parts, out)
         return out
-
-    def _scratch_like(self, k: int, like: torch.Tensor) -> torch.Tensor:
-        buffer = self._scratch.get((k, like.dtype))
-        if buffer is None or buffer.numel() < like.numel():
-            buffer = self._scratch[(k, like.dtype)] = torch.empty_like(like)
-        return buffer[: like.numel()]
 
 
 def _with_headroom(parts: Mapping[int, Part], equal: bool, total: float) -> dict[int, Part]:
@@ -106,9 +114,7 @@ def _divide(out: torch.Tensor, by: float) -> None:
         out.div_(by)
 
 
-def _sum_unit(
-    grads: list[tuple[float, torch.Tensor]], equal: bool, out: torch.Tensor, scratch: Callable[[int], torch.Tensor]
-) -> None:
+def _sum_unit(grads: list[tuple[float, torch.Tensor]], equal: bool, out: torch.Tensor, scratch: ScratchBuffers) -> None:
     weight, first = grads[0]
     if equal and len(grads) > 1:
         torch.add(first, grads[1][1], out=out)
@@ -120,6 +126,6 @@ def _sum_unit(
         out.add_(_scaled(term, equal, scratch))
 
 
-def _scaled(term: tuple[float, torch.Tensor], equal: bool, scratch: Callable[[int], torch.Tensor]) -> torch.Tensor:
+def _scaled(term: tuple[float, torch.Tensor], equal: bool, scratch: ScratchBuffers) -> torch.Tensor:
     weight, grad = term
-    return grad if equal else torch.mul(grad, weight, out=scratch(1))
+    return grad if equal else torch.mul(grad, weight, out=scratch.like(1, grad))

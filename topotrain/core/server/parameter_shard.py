@@ -16,7 +16,7 @@ from topotrain.config.sharding import Bucket, Piece, SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.finite import all_finite
-from topotrain.core.model.schema import Allocate, FlatBuffers, Schema, effective, typed
+from topotrain.core.model.schema import BucketValues, BufferMemory, FlatBuffers, Schema, bucket_of, effective, typed
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate, clip_bounds
 from topotrain.core.server.component_state import State
@@ -153,7 +153,7 @@ class ParameterShard:
 
     def bucket(self, number: int) -> Bucket:
         """A bucket of this shard. Raises ProtocolError for another's."""
-        return _bucket(self.buckets, number)
+        return bucket_of(self.buckets, number)
 
     def piece(self, number: int, piece: int) -> Piece:
         """A piece of a bucket of this shard. Raises ProtocolError if there is none."""
@@ -360,12 +360,12 @@ class ShardMemory:
     """The memory of a server's shard.
 
     Attributes:
-        allocate: allocate(numel, dtype) -> zeroed 1-D tensor.
+        buffers: where flat buffers are.
         shared: workers and servers of a host see one another's memory.
         windows: parts of parameter buffers that other processes see, too, by name and space.
     """
 
-    allocate: Allocate
+    buffers: BufferMemory
     shared: bool = False
     windows: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
@@ -384,7 +384,7 @@ def open_model(
     Raises what the optimizer's class raises for settings that it does not take.
     """
     job = effective(job, schema.parameters)
-    flats = FlatBuffers(slice_map, me.index, memory.allocate)
+    flats = FlatBuffers(slice_map, me.index, memory.buffers)
     for (name, space), flat in memory.windows.items():
         flats.put(name, space, flat)
     buckets = slice_map.buckets_of(me.index)
@@ -406,7 +406,7 @@ def open_model(
             codec=codec,
         )
         staging[group] = hooks.gradient_source(job, slice_map, settings) or _source(job, settings)
-    agreement = _agreement(me.group, job, topology, buckets, flats)
+    agreement = _agreement(me.group, job, topology, BucketValues(flats, buckets))
     state = OptimizerState(slice_map, flats, units)
     on_arrival = job.apply is Apply.kOnArrival
     hyper = HyperCheck(OptimizerSpec.from_text(schema.optimizer), job.import_)
@@ -463,19 +463,10 @@ def _unit(
     return UpdateUnit(buckets, places, update, whole)
 
 
-def _bucket(buckets: tuple[Bucket, ...], number: int) -> Bucket:
-    if not buckets or not buckets[0].id <= number <= buckets[-1].id:
-        raise m.ProtocolError(f"bucket {number} is not mine")
-    return buckets[number - buckets[0].id]
-
-
-def _agreement(group: int, job: Job, topology: Topology, buckets: tuple[Bucket, ...], flats: FlatBuffers) -> GroupSync:
-    def view(number: int) -> torch.Tensor:
-        return flats.view("values", _bucket(buckets, number))
-
+def _agreement(group: int, job: Job, topology: Topology, values: BucketValues) -> GroupSync:
     cluster = job.cluster
     if not topology.synced:
         return NoSync()
     if cluster.agreement is AgreementKind.kRingAverage:
-        return RingSync(group, topology.server_groups, buckets, view, cluster.sync_freq)
-    return MasterSync(group, buckets, view, cluster.sync_freq)
+        return RingSync(group, topology.server_groups, values, cluster.sync_freq)
+    return MasterSync(group, values, cluster.sync_freq)

@@ -75,6 +75,7 @@ class PullReplies:
         if message.round < before[0] or (message.round == before[0] and now != before):
             return  # said twice, and answered long ago: another moment's values would falsify the staleness
         self._check_held(worker)
+        # Remembered after the reply, too, because a transport may repeat the request.
         self._fetched[worker] = now
         self.asked.add(worker.group)
         self._held.append(_Held(worker, -1 - message.round, None, True))
@@ -136,6 +137,7 @@ class PullReplies:
         self, model: ParameterShard, group: int, bucket: Bucket, step: int, version: int
     ) -> Iterator[tuple[Address, Message]]:
         """The replies with a bucket that is new before the group's step is complete."""
+        # Values in shared memory must not change while a worker still computes with the old ones.
         if group in self._buffers and not self._lazy:
             return
         known, buckets = self._streamed.get(group, (-1, set()))
@@ -193,6 +195,7 @@ class PullReplies:
             return Values(number, bucket.id, version, body=self._copy(model, bucket, version))
         body = model.flats.view(VALUES if self._private else f"out {group}", bucket)
         if new and not self._private:
+            # A copy: other groups change the values while this one is served.
             body.copy_(model.values(bucket.id))
         return Values(number, bucket.id, version, body=body)
 
@@ -217,6 +220,7 @@ class PullReplies:
             return False
         self._shown[group] = held.round
         if self._fixed.get(group) != held.round:
+            # The staleness of the group's next gradient counts from here.
             self.pulled[group] = version
         return True
 

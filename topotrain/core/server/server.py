@@ -8,9 +8,8 @@ network.
 The parts of a server, in the order in which a message meets them: `model_start` makes the model and starts it,
 `step_contributions` receives gradients and commits, `decisions` is the list of what all shards do, `step_execution`
 carries a decided step out, `pulls` holds replies until their groups may read, and `group_exchange` sends values to
-other server groups. What differs between the
-frameworks is decided in `gradients`, `consistency`, `group_sync` and in the optimizer. Optional features are
-extensions (`server_extension`); a server knows none of them by name.
+other server groups. The frameworks differ in `gradients`, `consistency`, `group_sync` and in the optimizer. Optional
+features are extensions (`server_extension`); a server knows none of them by name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ import torch
 from topotrain.config.job import ConfigError, Job, Pull
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
-from topotrain.core.model.schema import Allocate
+from topotrain.core.model.schema import BufferMemory
 from topotrain.core.model.shared_windows import buffers_of
 from topotrain.core.profiling.message_spans import handling
 from topotrain.core.profiling.spans import SILENT, Recorder
@@ -65,7 +64,7 @@ class Server:
         me: this server's address.
         job: the job.
         topology: its layout.
-        allocate: allocate(numel, dtype) -> zeroed 1-D tensor for values and means, in memory that transports can share.
+        memory: for values and means; transports can share it.
         shared: transports share memory: what both workers and servers of a host need exists there only once.
         deliver: takes each answer as soon as there is one, so that it is on its way while the next is computed. None:
             `handle` returns the answers.
@@ -77,7 +76,7 @@ class Server:
         me: Address,
         job: Job,
         topology: Topology,
-        allocate: Allocate,
+        memory: BufferMemory,
         shared: bool = False,
         deliver: Deliver | None = None,
         start: StartPoint | None = None,
@@ -103,7 +102,7 @@ class Server:
         self.contributions = StepContributions(*parts, self.hyper, self.pulls, self.queue, self.hooks)
         self.steps = StepExecution(*parts, self.hyper, self.pulls, self.exchange, self.queue, self.hooks)
         self.decisions = Decisions(*parts, self.contributions, self.steps, self.queue, self.hooks)
-        self.startup = Startup(me, job, topology, allocate, shared, self.queue.send)
+        self.startup = Startup(me, job, topology, memory, shared, self.queue.send)
         ends = (self.exchange, self.queue, self.hooks)
         self.start = ModelStart(self.state, self.startup, self.worker_groups, self.pulls, self.decisions, *ends)
         self._core_handlers = self._handlers = self._handled_here()
@@ -129,10 +128,12 @@ class Server:
     # --- messages in -------------------------------------------------------------------------------------------------
 
     def handle(self, sender: Address, message: m.Message) -> Out:
-        """Handle one message; returns what to send, in order (nothing where `deliver` takes it).
+        """Handle one message, and return the answers in order.
+
+        The list is empty where `deliver` takes the answers.
 
         Raises:
-            ProtocolError: no correct peer sends this. It has changed nothing; what else there was to do is done.
+            ProtocolError: no correct peer sends this message. It has changed nothing. Messages that waited are handled.
         """
         self.validator.check(sender, message)
         self.queue.begin()
@@ -265,7 +266,10 @@ class Server:
         return self.queue.out
 
     def reconnected(self) -> Out:
-        """A connection was made anew: send again what is undecided, and ask for the decisions that were missed."""
+        """Send the undecided votes again, over a new connection.
+
+        The server also asks for the decisions that it has missed.
+        """
         self.queue.begin()
         for extension in self.hooks.on_reconnect:
             extension.on_reconnect()
@@ -276,7 +280,9 @@ class Server:
     # --- what extensions use ---------------------------------------------------------------------------------------
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """The workers of a group are gone: forget what they have sent, except for what is applied.
+        """Forget the messages of a group's workers, which are gone.
+
+        Applied steps stay.
 
         ended: all their scripts had ended. The group may use other servers.
         """
@@ -292,7 +298,7 @@ class Server:
             self.worker_groups.reset(group, ended)
 
     def reset_worker(self, worker: Address) -> None:
-        """Another process has the place of one worker, and its group has continued meanwhile."""
+        """Another process has replaced one worker, and its group has continued."""
         self.start.reset([worker])
         self.replies.forget_one(worker)
         self.contributions.reset_worker(worker)
@@ -331,14 +337,20 @@ class Server:
     # --- a second copy -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State | None:
-        """Return the state between two messages, see `component_state`. None: not possible after this message."""
+        """Return the state between two messages, see `component_state`.
+
+        None: this is not possible after this message.
+        """
         parts = states_of(self._components)
         if parts is None or not self.queue.empty:
             return None
         return {"schema": "" if self.model is None else self.model.schema.text(), "parts": parts}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict` of another copy of this server. Raises ProtocolError."""
+        """Restore the result of `state_dict` of another copy of this server.
+
+        Raises ProtocolError.
+        """
         if self.model is None and state["schema"]:
             self.start.make_model(state["schema"])
         load_states(self._components, state["parts"])

@@ -1,4 +1,4 @@
-"""What a feature outside the core adds to a server: its own messages, and hooks into the life of a step and of a group.
+"""The interface of features outside the core: messages, and hooks of a server.
 
 A server is given its extensions after it is made, and knows none of them by name. `launch.runtime.server_composition`
 is the one place that does. Every method of `ServerExtension` does nothing by default. A server looks once which
@@ -31,7 +31,7 @@ Outbox = Sequence[tuple[Address, m.Message]]
 class StepResult:
     """A step of a worker group that is over.
 
-    commits: of the workers whose gradients made the step, by index. applied: the reply to them.
+    commits: of the workers with gradients in the step, by index. applied: the reply to them.
     """
 
     group: int
@@ -70,11 +70,11 @@ class ServerExtension:
         """Another extension has handled a message."""
 
     def accepts(self, sender: Address, message: m.Message) -> bool:
-        """Whether the server handles a message of this sender; False: the message is dropped."""
+        """Whether the server handles a message of this sender. False drops it."""
         return True
 
     def may_send(self, to: Address, message: m.Message) -> bool:
-        """Whether the server sends a message to this receiver; False: the message is dropped."""
+        """Whether the server sends a message to this receiver. False drops it."""
         return True
 
     def on_sent(self, to: Address, message: m.Message) -> None:
@@ -83,14 +83,16 @@ class ServerExtension:
     # --- a step --------------------------------------------------------------------------------------------------
 
     def may_stage(self, group: int, step: int) -> bool:
-        """Whether this extension has all that it needs for a step that every worker of the group has committed.
+        """Whether this extension has all that it needs for a step.
+
+        Every worker of the group has committed the step.
 
         The server asks again after each message that the extension has handled.
         """
         return True
 
     def amend_vote(self, vote: m.StepVote, commits: Mapping[int, m.Commit]) -> m.StepVote:
-        """The shard's vote on a staged step, with what this extension has of the step taken into account."""
+        """The shard's vote on a staged step, changed by this extension's part of it."""
         return vote
 
     def before_decision(self, group: int) -> None:
@@ -108,11 +110,14 @@ class ServerExtension:
         return applied
 
     def step_over(self, result: StepResult) -> Outbox:
-        """The step was applied or skipped. What is returned is sent before the replies to the step's workers."""
+        """The step was applied or skipped.
+
+        The returned messages are sent before the replies to the step's workers.
+        """
         return ()
 
     def on_decree(self, decision: m.StepDecision) -> Outbox:
-        """A decision whose `change` is one of `decrees` is carried out on this shard."""
+        """A decision with a `change` out of `decrees` is carried out on this shard."""
         return ()
 
     # --- a worker, a group, and the job ------------------------------------------------------------------------------
@@ -124,38 +129,46 @@ class ServerExtension:
         """The script of a worker has ended."""
 
     def on_reconnect(self) -> None:
-        """A connection to another server was made anew, and what was sent before may be lost."""
+        """A connection to another server is new, and earlier messages may be lost."""
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """The workers of a group are gone: what they have sent counts only as far as it is applied.
+        """The workers of a group are gone.
+
+        Their messages count only as far as they are applied.
 
         ended: all their scripts had ended.
         """
 
     def reset_worker(self, worker: Address) -> None:
-        """The same of one worker, whose group continues without it."""
+        """One worker is gone, and its group continues without it."""
 
     def group_over(self, group: int) -> Outbox:
-        """The workers of a group have left the job, or their scripts have ended. May be called twice."""
+        """The workers of a group have left the job, or their scripts have ended.
+
+        This may be called twice.
+        """
         return ()
 
     def has_begun(self) -> bool:
-        """Whether workers have already left something here that no later worker would repeat."""
+        """Whether workers have left something here that no later worker would repeat."""
         return False
 
     def state_dict(self) -> State | None:
-        """The state, from which a second copy of the server is made, see `component_state`. None: not possible now."""
+        """The state for a second copy of the server, see `component_state`.
+
+        None: this is not possible now.
+        """
         return {}
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict` of the same extension of another copy."""
 
     def scripts_over(self) -> bool:
-        """In a job whose workers have described no model: whether all scripts have come to their end."""
+        """Whether all scripts have ended, in a job without a model."""
         return False
 
     def is_done(self) -> bool:
-        """In a job whose workers have described no model: whether nothing is left for this server to do."""
+        """Whether nothing is left for this server to do, in a job without a model."""
         return False
 
     def requested_states(self) -> int:
@@ -164,7 +177,7 @@ class ServerExtension:
 
 
 class GradientExtension(ServerExtension):
-    """An extension that decides how gradients come together, or how gradients and values travel."""
+    """An extension that decides how gradients are added up, or how values travel."""
 
     def server_codec(self, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> ServerBodyCodec | None:
         """The encoding of pushes, means and values, if this extension decides that.
@@ -194,10 +207,13 @@ class GradientExtension(ServerExtension):
 
 
 class RegroupExtension(ServerExtension):
-    """An extension that takes part when worker groups restart, leave the job, or come to it."""
+    """An extension that takes part when worker groups restart, leave or join."""
 
     def refuses_regroup(self) -> str:
-        """Why no worker group can restart, leave or join while the others go on; empty: they can."""
+        """Why no worker group can restart, leave or join while others go on.
+
+        Empty: they can.
+        """
         return ""
 
     def refuses_leave(self) -> str:
@@ -205,7 +221,10 @@ class RegroupExtension(ServerExtension):
         return ""
 
     def streams(self, group: int) -> Sequence[int]:
-        """Data streams of a group. `group_restarted` needs to know how many of their batches are applied."""
+        """The data streams of a group.
+
+        `group_restarted` needs to know how many of their batches are applied.
+        """
         return ()
 
     def group_restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> Outbox:
@@ -224,17 +243,20 @@ class RegroupExtension(ServerExtension):
 
 
 class ExchangeExtension(ServerExtension):
-    """An extension that takes part in what server groups send each other about their values."""
+    """An extension that takes part in the exchange of server groups."""
 
     def take_exchange(self, sender: Address, message: m.Message, body: torch.Tensor) -> bool:
-        """Another server group has sent this. True: the extension handles it, now or later."""
+        """Another server group has sent this message.
+
+        True: the extension handles it, now or later.
+        """
         return False
 
     def exchanged(self, message: m.Message, body: torch.Tensor) -> None:
         """The values have just taken what another server group has sent."""
 
     def amend_exchange(self, message: m.Message) -> m.Message:
-        """A message about this server's values, as it is to be sent to another server group."""
+        """Return a message about this server's values as another group receives it."""
         return message
 
     def on_drain(self) -> None:
@@ -242,7 +264,10 @@ class ExchangeExtension(ServerExtension):
 
 
 class ExtensionHooks:
-    """The extensions of one server by the hooks that they override, in the order of the extensions."""
+    """The extensions of one server, by the hooks that they override.
+
+    Each list has the order of the extensions.
+    """
 
     def __init__(self, extensions: Sequence[ServerExtension] = ()) -> None:
         self.attach(extensions)
@@ -310,6 +335,6 @@ _Extension = TypeVar("_Extension", bound=ServerExtension)
 
 
 def overriding(extensions: Iterable[_Extension], method: Callable[..., object]) -> tuple[_Extension, ...]:
-    """The extensions whose class has a method of its own in the place of this one of a class of extensions."""
+    """The extensions that override this method of a class of extensions."""
     name = method.__name__
     return tuple(extension for extension in extensions if getattr(type(extension), name) is not method)

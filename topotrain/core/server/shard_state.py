@@ -1,4 +1,4 @@
-"""The model of one server as far as it is known, and how often its values have changed."""
+"""The model of one server as far as it is known, and its version."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,10 @@ from topotrain.core.server.parameter_shard import ParameterShard
 
 
 class StartPoint:
-    """Where a job starts: with the values of worker (0,0). A subclass starts with those of an earlier run."""
+    """The start of a job: with the values of worker (0,0).
+
+    A subclass starts with those of an earlier run.
+    """
 
     first_epoch = 0
     """All epochs before this one are read."""
@@ -34,7 +37,7 @@ class StartPoint:
 
 
 class ShardState:
-    """What the parts of a server share: the model, and how far the start of the job has come.
+    """The common state of a server's parts: the model, and the job's start.
 
     Args:
         me, job, topology: the server.

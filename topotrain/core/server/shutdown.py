@@ -8,19 +8,16 @@ statistics) travel the same way: the first worker of each group that has them le
 (0,0) collects them.
 """
 
-from collections.abc import Callable, Sequence
-
 import torch
 
 from topotrain.config.job import Agreement
-from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema
 from topotrain.core.server.component_state import State
+from topotrain.core.server.parameter_shard import ParameterShard
 
 Out = list[tuple[Address, m.Message]]
-View = Callable[[Bucket], torch.Tensor]
 
 _MOST_ASKS = 64
 
@@ -58,30 +55,29 @@ class Shutdown:
         wanted = {m.FinalRequest, m.BufferRequest} if self._me.index == 0 else {m.FinalRequest}
         return wanted <= self._answered
 
-    def drained(self, buckets: Sequence[Bucket], view: View) -> Out:
+    def drained(self, shard: ParameterShard) -> Out:
         """This server has applied its last update and is drained."""
         if self._me.group in self._drained:
-            return self._advance(buckets, view)
+            return self._advance(shard)
         self._drained.add(self._me.group)
         others = sorted(self._groups - {self._me.group})
         out: Out = [(Address(Role.SERVER, group, self._me.index), m.Drained()) for group in others]
-        return out + self._advance(buckets, view)
+        return out + self._advance(shard)
 
-    def take(
-        self, sender: Address, message: m.Message, body: torch.Tensor | None, buckets: Sequence[Bucket], view: View
-    ) -> Out:
+    def take(self, sender: Address, message: m.Message, body: torch.Tensor | None, shard: ParameterShard) -> Out:
         """Handle Drained, FinalValue, FinalRequest, ModelBufferValue or BufferRequest."""
         if isinstance(message, m.Drained):
             self._drained.add(sender.group)
         elif isinstance(message, m.FinalValue) and body is not None:
-            self._keep_final(sender.group, message.bucket, body, buckets, view)
+            self._keep_final(sender.group, message.bucket, body, shard)
         elif isinstance(message, m.ModelBufferValue):
             self._keep_buffer(message, body)
         else:
+            # Only a faulty worker asks so often; its requests must not fill the memory.
             if len(self._asks) >= _MOST_ASKS:
                 raise m.ProtocolError(f"{sender}: more than {_MOST_ASKS} requests for final values are held")
             self._asks.append((sender, message))
-        return self._advance(buckets, view)
+        return self._advance(shard)
 
     def expect_buffers(self, count: int) -> None:
         """Set the number of the model's buffers."""
@@ -121,56 +117,59 @@ class Shutdown:
             self._buffers[(message.group, message.index)] = body
             self._buffers_here.add((message.group, message.index))
 
-    def _keep_final(self, group: int, number: int, body: torch.Tensor, buckets: Sequence[Bucket], view: View) -> None:
-        bucket = buckets[number - buckets[0].id]
+    def _keep_final(self, group: int, number: int, body: torch.Tensor, shard: ParameterShard) -> None:
+        bucket = shard.buckets[number - shard.buckets[0].id]
         if self._ring:
+            # The body is a view of a receive buffer.
             self._finals[(group, number)] = body.clone()
         elif (group, number) not in self._finals:
-            view(bucket).copy_(body)
+            shard.values(bucket.id).copy_(body)
             self._finals[(group, number)] = None
 
-    def _advance(self, buckets: Sequence[Bucket], view: View) -> Out:
+    def _advance(self, shard: ParameterShard) -> Out:
         out: Out = []
         if self._drained == self._groups and not self._handed_on:
             self._handed_on = True
-            out += self._hand_on(buckets, view)
+            out += self._hand_on(shard)
         if self._handed_on and self._me.group == 0 and not self._final:
-            self._final = self._complete(buckets, view)
+            self._final = self._complete(shard)
+        # A copy, because answered requests are removed on the way.
         for sender, ask in list(self._asks):
-            answer = self._answer(sender, ask, buckets, view)
+            answer = self._answer(sender, ask, shard)
             if answer is not None:
                 self._asks.remove((sender, ask))
                 self._answered.add(type(ask))
                 out += answer
         return out
 
-    def _hand_on(self, buckets: Sequence[Bucket], view: View) -> Out:
+    def _hand_on(self, shard: ParameterShard) -> Out:
         if self._me.group == 0:
             return []
         home = Address(Role.SERVER, 0, self._me.index)
-        mine = [b for b in buckets if self._ring or b.master == self._me.group]
-        return [(home, m.FinalValue(b.id, body=view(b))) for b in mine] if len(self._groups) > 1 else []
+        mine = [b for b in shard.buckets if self._ring or b.master == self._me.group]
+        return [(home, m.FinalValue(b.id, body=shard.values(b.id))) for b in mine] if len(self._groups) > 1 else []
 
-    def _complete(self, buckets: Sequence[Bucket], view: View) -> bool:
+    def _complete(self, shard: ParameterShard) -> bool:
         others = sorted(self._groups - {0})
         if not self._ring:
-            return all((b.master, b.id) in self._finals for b in buckets if b.master != 0)
-        if not all((group, b.id) in self._finals for b in buckets for group in others):
+            return all((b.master, b.id) in self._finals for b in shard.buckets if b.master != 0)
+        if not all((group, b.id) in self._finals for b in shard.buckets for group in others):
             return False
-        for bucket in buckets:
-            values = view(bucket)
+        for bucket in shard.buckets:
+            total = shard.values(bucket.id)
             for group in others:
                 theirs = self._finals[(group, bucket.id)]
                 assert theirs is not None
-                values.add_(theirs)
-            values.div_(len(self._groups))
+                total.add_(theirs)
+            total.div_(len(self._groups))
         return True
 
-    def _answer(self, to: Address, ask: m.Message, buckets: Sequence[Bucket], view: View) -> Out | None:
+    def _answer(self, to: Address, ask: m.Message, shard: ParameterShard) -> Out | None:
         if isinstance(ask, m.FinalRequest):
             if not self._final:
                 return None
-            return [(to, m.Values(ask.round, b.id, -1, body=view(b))) for b in buckets]
+            return [(to, m.Values(ask.round, b.id, -1, body=shard.values(b.id))) for b in shard.buckets]
+        # Groups that have left send no buffers.
         there = self._worker_groups - self._away
         wanted = [(group, index) for group in sorted(there) for index in range(self._buffers_each)]
         if not self._buffers_from >= there or not self._buffers_here.issuperset(wanted):

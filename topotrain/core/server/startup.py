@@ -11,7 +11,7 @@ from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model import shared_windows
-from topotrain.core.model.schema import Allocate, Schema, SchemaParts, difference, slice_map_for
+from topotrain.core.model.schema import BufferMemory, Schema, SchemaParts, difference, slice_map_for
 from topotrain.core.server.component_state import State
 from topotrain.core.server.parameter_shard import ParameterShard, ShardMemory, open_model
 from topotrain.core.server.server_extension import ExtensionHooks
@@ -21,7 +21,7 @@ class Startup:
     """The start of one shard.
 
     Args:
-        me, job, topology, allocate, shared: as for `server.Server`.
+        me, job, topology, memory, shared: as for `server.Server`.
         send: send(to, message).
     """
 
@@ -30,11 +30,11 @@ class Startup:
         me: Address,
         job: Job,
         topology: Topology,
-        allocate: Allocate,
+        memory: BufferMemory,
         shared: bool,
         send: Callable[[Address, m.Message], None],
     ) -> None:
-        self._me, self._job, self._topology, self._allocate = me, job, topology, allocate
+        self._me, self._job, self._topology, self._memory = me, job, topology, memory
         self._shared, self._send = shared, send
         self.buffers = shared_windows.buffers_of(topology, me.group) if shared else {}
         self.schema: Schema | None = None
@@ -94,7 +94,7 @@ class Startup:
     # --- memory --------------------------------------------------------------------------------------------------
 
     def _give_out(self, slice_map: SliceMap) -> None:
-        self._whole = shared_windows.make(slice_map, self._topology, self._me.group, self._allocate)
+        self._whole = shared_windows.make(slice_map, self._topology, self._me.group, self._memory)
         self._windows = shared_windows.part(self._whole, slice_map, 0)
         for server in self._topology.servers(self._me.group)[1:]:
             for (name, space), flat in shared_windows.part(self._whole, slice_map, server.index).items():
@@ -139,7 +139,7 @@ class Startup:
         """Make the model; raises whatever an optimizer's constructor may."""
         assert self.schema is not None
         assert self._map is not None
-        memory = ShardMemory(self._allocate, self._shared, self._windows)
+        memory = ShardMemory(self._memory, self._shared, self._windows)
         return open_model(self._me, self._job, self._topology, self.schema, self._map, memory, hooks)
 
     def mold(self, schema: Schema, hooks: ExtensionHooks) -> ParameterShard:

@@ -18,7 +18,7 @@ from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
-from topotrain.core.model.schema import Allocate, FlatBuffers, torch_dtype
+from topotrain.core.model.schema import BufferMemory, FlatBuffers, torch_dtype
 from topotrain.core.protocol.message_validation import check_bits
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
 from topotrain.core.server.server import Server
@@ -91,19 +91,19 @@ class CollectiveServer(GradientExtension):
     Args:
         server: the server.
         job, topology: the job of the server.
-        allocate: as for `Server`.
+        memory: as for `Server`.
     """
 
     messages = (CollectivePart, m.Push)
 
-    def __init__(self, server: Server, job: Job, topology: Topology, allocate: Allocate) -> None:
+    def __init__(self, server: Server, job: Job, topology: Topology, memory: BufferMemory) -> None:
         self._server = server
         self._me = server.me
         self._worker = Address(Role.WORKER, server.me.group, server.me.index)
         self._algorithm = job.cluster.algorithm
         self._shards = topology.shards
         self._divide = job.reduce is Reduce.kMean
-        self._allocate = allocate
+        self._memory = memory
         self._backwards: dict[tuple[int, int], _Backward] = {}
         self._held = _HeldPushes()
         self._sent: dict[int, _SentValues] = {}  # by bucket
@@ -112,7 +112,7 @@ class CollectiveServer(GradientExtension):
         """As `GradientExtension.gradient_source`."""
         self._map = slice_map
         self._own = frozenset(bucket.id for bucket in settings.buckets)
-        self._relay = _GatewayRelay(slice_map, self._algorithm, self._shards, self._me.index, self._allocate)
+        self._relay = _GatewayRelay(slice_map, self._algorithm, self._shards, self._me.index, self._memory)
         self._gateway = Gateway(self._me, self._worker, len(slice_map.buckets))
         on_arrival = job.apply is Apply.kOnArrival
         self._hidden = job.grads is Grads.kHidden
@@ -290,9 +290,9 @@ class CollectiveServer(GradientExtension):
 class _GatewayRelay(Relay):
     """One gateway's relay, with memory over the whole model."""
 
-    def __init__(self, slice_map: SliceMap, algorithm: Algorithm, size: int, rank: int, allocate: Allocate) -> None:
+    def __init__(self, slice_map: SliceMap, algorithm: Algorithm, size: int, rank: int, memory: BufferMemory) -> None:
         self._map = slice_map
-        self.flats = FlatBuffers(slice_map, None, allocate)
+        self.flats = FlatBuffers(slice_map, None, memory)
         super().__init__(algorithm, size, rank, [bucket.shard for bucket in slice_map.buckets])
         trees = [up(algorithm, size, home) for home in range(size)]
         self._leaf = [parents[rank] != rank and not children(parents, rank) for parents in trees]

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from topotrain.config.job import Compression, ConfigError, FailureDomain, Job, OnFailure, Road
+from topotrain.config.job import Compression, ConfigError, Job, OnFailure, Road
 from topotrain.config.topology import Topology
 
 
@@ -122,9 +122,9 @@ def standings(data: Any) -> Mapping[int, ReplicaSet]:
 
 
 def domains(topology: Topology) -> tuple[int, ...]:
-    """Return the failure domain of each slot: its host, or the slot itself.
+    """Return the failure domain of each slot.
 
-    `cluster.failure_domain` decides.
+    It is the slot's host if the servers are on two hosts or more, and else the slot itself.
     """
     servers = topology.servers(0)
     return tuple(map(topology.host_of, servers)) if _by_host(topology) else tuple(range(len(servers)))
@@ -136,9 +136,7 @@ def domain_in(topology: Topology, seat: int, rank: int) -> int:
 
 
 def _by_host(topology: Topology) -> bool:
-    wanted = topology.cluster.failure_domain
-    several = len(set(map(topology.host_of, topology.servers(0)))) > 1
-    return wanted is FailureDomain.kHost or (wanted is FailureDomain.kAuto and several)
+    return len(set(map(topology.host_of, topology.servers(0)))) > 1
 
 
 def check(job: Job, topology: Topology) -> None:
@@ -166,6 +164,3 @@ def check(job: Job, topology: Topology) -> None:
     ):
         if not fits:
             raise ConfigError("cluster.replicas", cluster.replicas, accepted)
-    if len(set(domains(topology))) < 2:
-        accepted = "needs servers on two hosts or more, but all are on one; kProcess needs only two processes"
-        raise ConfigError("cluster.failure_domain", cluster.failure_domain.value, accepted)

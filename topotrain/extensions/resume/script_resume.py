@@ -168,8 +168,7 @@ class ScriptResume(ScriptPosition):
             self._save_for_snapshot()
 
     def _loop_ended(self) -> None:
-        if self._here.loop_ended is not None:
-            self._here.loop_ended()
+        self._here.owner.loop_ended()
 
     def _check_whether_it_leaves(self) -> None:
         if self._worker.leaves or self._worker.client.extension(DataClient).leaves:

@@ -17,7 +17,7 @@ from topotrain.config.topology import Address
 from topotrain.core.model.finite import all_finite
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.protocol import Commit, ProtocolError
-from topotrain.core.server.ordered_sum import Tree, canonical_mean
+from topotrain.core.server.ordered_sum import ScratchBuffers, Tree, canonical_mean
 from topotrain.extensions.tables.row_optimizers import (
     Clip,
     RowOptimizer,
@@ -325,7 +325,7 @@ class StepTable(TableShard):
             parts[index] = (commit.weight, self._spread(union, *pushed[index]) if index in pushed else None)
         mean = torch.empty(len(union) * self.spec.width, dtype=self.spec.torch_dtype)
         # In the order of the layout, as for parameters, so that the bits do not depend on the order of arrival.
-        canonical_mean(parts, tree, mean, lambda _: torch.empty_like(mean), divide)
+        canonical_mean(parts, tree, mean, ScratchBuffers(), divide)
         return union, mean.view(len(union), self.spec.width)
 
     def _spread(self, union: Ids, ids: Ids, rows: torch.Tensor) -> torch.Tensor:

@@ -107,6 +107,7 @@ class Child:
     @property
     def who(self) -> str:
         """The name of the first server or worker, which stands for all of them."""
+        # The forkserver and the events name a process by one address, however many servers are in it.
         return str(self.addresses[0])
 
     @property
@@ -137,6 +138,8 @@ class Child:
     def command(self, words: Mapping[str, Any]) -> None:
         """Send a command to the process. A process that is not ready yet reads it later."""
         with contextlib.suppress(OSError):
+            # The socket does not block. A process that reads nothing for so long that its buffer is full is lost
+            # anyway.
             self.control.send(json.dumps(words).encode() + b"\n")
 
     def write_log(self, output: bytes) -> OSError | None:
@@ -146,6 +149,7 @@ class Child:
         """
         try:
             while output:
+                # A nearly full disk may take a part of the output only.
                 output = output[os.write(self.log_fd, output) :]
         except OSError as error:
             first, self.log_failed = not self.log_failed, True
@@ -156,6 +160,7 @@ class Child:
         """Record the exit code, and close the descriptors."""
         self.code = code
         self.control.close()
+        # Only the log of a child with outputs is still open here; all others belong to the child since the fork.
         for fd in [lines.fd for lines in self.outputs.values()] + [self.log_fd] * bool(self.outputs):
             os.close(fd)
 
@@ -173,6 +178,7 @@ def members(topology: Topology, rank: int) -> Iterator[tuple[tuple[Address, ...]
         return
     shared: dict[Address, tuple[int]] = {}
     for number, sharing in enumerate(topology.sharing(rank)):
+        # The size follows from the model, which no process knows yet.
         memory = os.memfd_create(f"values-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         shared.update(dict.fromkeys(sharing, (memory,)))
     if unit.servers:
@@ -204,8 +210,10 @@ def start(client: forkserver.ForkserverClient, unit: UnitConfig, calls: EntryPoi
 
     Raises OSError when the log cannot be written or the forkserver is gone.
     """
+    # The script may have made the folder readable for others, or removed it, between two attempts.
     close_folder(unit.logs)
     control, theirs = socket.socketpair()
+    # The unit has one thread, and no child may stop it by not reading.
     control.setblocking(False)
     first = spec.addresses[0]
     serving = first.role is Role.SERVER
@@ -223,6 +231,7 @@ def start(client: forkserver.ForkserverClient, unit: UnitConfig, calls: EntryPoi
                 call=calls.server if serving else calls.worker,
                 spec=_spec(unit, child, spec.incarnation, spec.seats),
                 control=theirs.fileno(),
+                # A child without outputs of its own writes both streams to its log.
                 stdout=given[0],
                 stderr=given[-1],
                 fds=spec.fds,
@@ -230,6 +239,7 @@ def start(client: forkserver.ForkserverClient, unit: UnitConfig, calls: EntryPoi
             )
         )
     finally:
+        # The child has its copies now. While the unit held one open, it would never read the end of file.
         theirs.close()
         for fd in given:
             os.close(fd)
@@ -382,6 +392,7 @@ class Children:
         They start when the last of the former processes has ended. A group that is asked to restart again while it
         waits restarts once, with the newest incarnation. Returns the children that were started at once.
         """
+        # A later request overwrites an earlier one that still waits, so the group restarts once.
         self._restarts[group, who] = incarnation, why
         self.end(child for child in self._former(group, who) if child.code is None and not child.doomed)
         return self._restart_due(group)
@@ -400,6 +411,8 @@ class Children:
             incarnation, why = self._restarts.pop(key)
             first = [spec for spec in self._absent if spec.addresses[0].group == group]
             self._absent = [spec for spec in self._absent if spec not in first]
+            # Before the new ones start: `named` and `with_pid` must find the new process of an address, and not the old
+            # one.
             self._all = [child for child in self._all if child not in former]
             places = [(child.addresses, child.fds) for child in former] + [(spec.addresses, spec.fds) for spec in first]
             for addresses, fds in places:
@@ -414,12 +427,14 @@ class Children:
         self._seats = seats
         for child in self.living:
             if child.is_server and child.who != who:
+                # The lost process itself gets no command: its successor starts with the new placement.
                 child.command({"command": "seats", "seats": seats})
         former = [child for child in self._all if child.who == who]
         self.end(child for child in former if child.code is None)
         if unit != self._unit.unit:
             return []
         if former:
+            # The old process may still hold its memory and its port, so the new one waits for its end.
             self._vacant[who] = number, why
             return self._replace_due(running=True)
         # This unit never had the server: it replaces a server of a lost unit.

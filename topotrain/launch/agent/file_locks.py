@@ -32,6 +32,8 @@ def locked(path: Path, how: int) -> Iterator[int]:
     fd = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
+            # A lock of `flock` belongs to the open file, so it also ends when a killed process leaves no chance to
+            # unlock.
             fcntl.flock(fd, how | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LockTaken(_taken(path, fd)) from None
@@ -41,6 +43,7 @@ def locked(path: Path, how: int) -> Iterator[int]:
 
 
 def _taken(path: Path, fd: int) -> str:
+    # A holder in another container is listed with a pid that does not exist here.
     owners = {pid: owner for pid in _holders(fd) if (owner := _owner(pid)) is not None}
     ours = [pid for pid, owner in owners.items() if owner == os.geteuid()]
     if ours:
@@ -62,8 +65,11 @@ def _holders(fd: int) -> list[int]:
     with contextlib.suppress(OSError):
         for line in _LOCKS.read_text(encoding="ascii").splitlines():
             words = line.split()  # such as 7: FLOCK ADVISORY WRITE 4711 08:02:3145 0 EOF
+            # Only inodes are compared: file systems such as btrfs and overlayfs show another device here than `fstat`
+            # does.
             if len(words) > 5 and words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == info.st_ino:
                 found.append(int(words[4]))
+    # The kernel shows 0 or -1 for a process outside of this pid namespace.
     return [pid for pid in found if pid > 0]
 
 

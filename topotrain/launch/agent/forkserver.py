@@ -68,6 +68,7 @@ class ForkserverClient:
         """
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
+        # The request carries the environment and descriptors, so it must not reach another user's process.
         if _peer_uid(self._socket) != os.getuid():
             self._socket.close()
             raise PermissionError(f"the forkserver at {path} belongs to another user")
@@ -101,6 +102,7 @@ class ForkserverClient:
             data = self._socket.recv(65536)
         except OSError:
             return None
+        # An answer may arrive in two parts.
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines] if data else None
 
@@ -134,6 +136,7 @@ class OwnedForkserver:
     def close(self, patience_s: float = 1.0) -> int:
         """End the forkserver with all its children; return its exit code."""
         assert self.process.stdin is not None
+        # The end of stdin is the order to end.
         self.process.stdin.close()
         try:
             self.process.wait(patience_s)
@@ -202,9 +205,11 @@ class ForkserverLoop:
         self._ended = False
 
     def serve(self) -> child_channel.ForkedChild | None:
+        # A handler that does nothing: only with a handler is the number of the signal written to the wakeup descriptor.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT):  # only the end of stdin ends the forkserver
             signal.signal(number, signal.SIG_IGN)
+        # Between a check for dead children and `select` a signal would be missed without this descriptor.
         signal.set_wakeup_fd(self._waker.fileno())
         for source in (self._listener, self._stdin, self._woken):
             self._selector.register(source, selectors.EVENT_READ)
@@ -220,6 +225,7 @@ class ForkserverLoop:
                         return child
                 else:
                     self._ended = not os.read(self._stdin, 64)
+        # The children would die with this process, too, but the processes that they have started would not.
         for pid in self._owners:
             _kill_group(pid)
         return None
@@ -241,11 +247,13 @@ class ForkserverLoop:
             self._forget(connection)
             return None
         with open(fds[0], "rb") as file:
+            # The descriptor is shared with the requester, and stands where that has stopped writing.
             file.seek(0)
             body = json.load(file)
         if "signal" in body:
             self._signal(connection, body)
             return None
+        # The child compares it with its parent's pid, to notice a forkserver that has died meanwhile.
         parent = os.getpid()
         # The forkserver ignores SIGTERM. A new child blocks it until it has the default handler.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -258,6 +266,7 @@ class ForkserverLoop:
             self._abandon()
             return child_channel.ForkedChild(body, fds[1:], parent)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        # The forkserver keeps none of them: an open copy of a control channel would hide the end of its other side.
         for fd in fds[1:]:
             os.close(fd)
         if pid > 0:
@@ -293,6 +302,7 @@ class ForkserverLoop:
             _reply(self._owners[changed.si_pid], {"pid": changed.si_pid, "frozen": frozen})
         # WNOWAIT keeps the dead child waitable: while it keeps its pid, the process group is certainly its own.
         while (dead := _waited(os.WEXITED | os.WNOWAIT)) is not None:
+            # Processes that the child has started, such as those of a DataLoader, end with it.
             _kill_group(dead.si_pid)
             _, status = os.waitpid(dead.si_pid, 0)
             owner = self._owners.pop(dead.si_pid)
@@ -300,11 +310,13 @@ class ForkserverLoop:
 
     def _abandon(self) -> None:
         """Close the forkserver's resources in a forked child."""
+        # The signals of the child must not wake the forkserver.
         signal.set_wakeup_fd(-1)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self._selector.close()
+        # Garbage collection in the child must not close descriptors later, when their numbers belong to other files.
         self._waker.close()
         self._owners.clear()
 
@@ -329,6 +341,7 @@ def _kill_group(pid: int, number: int = signal.SIGKILL) -> None:
     """
     for send in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            # The group is the pid of its leader. Before `setsid` of the child there is no such group.
             send(pid, number)
             return
 

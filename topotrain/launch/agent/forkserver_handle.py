@@ -41,10 +41,13 @@ class ForkserverHandle:
 
         again: this is not the first attempt, so a forkserver of another owner may have died. Raises OSError.
         """
+        # Only a second attempt looks: at the first one an error is the user's, who has named a socket without a
+        # forkserver.
         if self._given and again and not _answers(self._given):
             self._given = ""
         if self._given:
             return self._given
+        # A death of the forkserver is the reason of some restarts.
         if self._own is not None and self._own.process.poll() is not None:
             self._own.close()
             self._own = None
@@ -63,6 +66,7 @@ class ForkserverHandle:
         """
         code = None if self._own is None else self._own.close()
         self._own = None
+        # After the forkserver: until then it would reap the processes, and their pids could be reused.
         sweep(self._mark)
         return code
 

@@ -25,6 +25,7 @@ def _is_marked(pid: int, mark: str) -> bool:
         environ = Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie, refused for another user's process
     except OSError:
         return False
+    # A whole entry is compared: the mark could be a part of another variable.
     return f"{RUN_VARIABLE}={mark}".encode() in environ.split(b"\0")
 
 
@@ -34,6 +35,7 @@ def sweep(mark: str, spared: Set[int] = frozenset()) -> None:
     A program may have left some in process groups of their own. spared: processes that stay.
     """
     deadline = time.monotonic() + SWEEP_S
+    # A process may fork while the list is read, so it is read again until it is empty.
     while (left := set(marked(mark)) - spared) and time.monotonic() < deadline:
         for pid in left:
             _kill_marked(pid, mark)

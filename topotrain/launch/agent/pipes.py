@@ -82,6 +82,7 @@ class OutputReader:
         An orphan of the program may keep writing, so reading until the pipe is empty could take forever.
         """
         found: list[bytes] = []
+        # FIONREAD: the number of bytes in the pipe now.
         there = int.from_bytes(fcntl.ioctl(self.fd, termios.FIONREAD, bytes(4)), sys.byteorder)
         while there > 0 and (pieces := self.read()) is not None:
             found += pieces
@@ -124,6 +125,7 @@ class LineWriter:
         The data is dropped if the reader is gone.
         """
         try:
+            # A pipe may take a part of the data.
             del self.waiting[: os.write(self.fd, self.waiting)]
         except BlockingIOError:
             pass
@@ -143,6 +145,7 @@ def log_tail(path: Path) -> str:
     """Return the end of a log file; "" if it cannot be read."""
     try:
         with os.fdopen(open_for_reading(path), "rb") as file:
+            # The cut may be inside a character, which `errors` then replaces.
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
             return file.read().decode(errors="replace")
     except OSError:

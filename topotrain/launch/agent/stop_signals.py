@@ -28,6 +28,7 @@ def signals() -> Iterator[StopSignals]:
     came: list[int] = []
     with woken, waker:
         waker.setblocking(False)
+        # Python allows signal handlers on the main thread only.
         if threading.current_thread() is not threading.main_thread():
             yield StopSignals(came, woken)
             return
@@ -51,6 +52,7 @@ def stop_signals() -> Iterator[socket.socket]:
     with woken, waker:
         waker.setblocking(False)
         for number in (signal.SIGTERM, signal.SIGINT):
+            # The handler does nothing: the descriptor below wakes the loop.
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(waker.fileno())
         yield woken

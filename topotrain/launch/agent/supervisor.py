@@ -28,7 +28,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -64,6 +64,7 @@ UNREACHABLE_S = 2.0
 _BACKLOG_BYTES = 1 << 20
 """Bytes that the launcher has not read yet. With more, the unit stops reading the main worker's output."""
 _STDIN, _STDOUT = 0, 1
+_READ = selectors.EVENT_READ
 _UNANNOUNCED = " before its work was done: did the program call os._exit, os.exec… or exit() of a C library?"
 _UNREACHABLE = (
     "has closed the channel to its unit and still runs: did the program call os.exec… or close all descriptors?"
@@ -138,12 +139,13 @@ class Supervisor:
         self._needed = self._continues  # the launcher may still send commands
 
     def run(self) -> int:
+        # A launcher that is stopped must not stop the unit, which has to notice deaths.
         os.set_blocking(_STDIN, False)
         os.set_blocking(_STDOUT, False)
-        self._register(_STDIN, self._on_commands)
-        self._register(self._client.fileno(), self._on_answers)
+        self._selector.register(_STDIN, _READ, self._on_commands)
+        self._selector.register(self._client.fileno(), _READ, self._on_answers)
         with stop_signals() as woken:
-            self._register(woken.fileno(), lambda: self._on_signal(woken))
+            self._selector.register(woken.fileno(), _READ, lambda: self._on_signal(woken))
             self._listen(self._children.start())
             while (
                 self._children.living or (self._needed and self._shutdown.running)
@@ -167,15 +169,13 @@ class Supervisor:
             self._advance()
         self._end_unreachable(time.monotonic())
 
-    def _register(self, fd: int, act: Callable[[], object]) -> None:
-        self._selector.register(fd, selectors.EVENT_READ, act)
-
     def _unregister(self, fd: int) -> None:
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
     def _on_signal(self, woken: socket.socket) -> None:
         wait_s = waits(self._unit.job) if signal.SIGINT not in woken.recv(64) else 0.0
+        # A second signal ends the wait for a last snapshot.
         if not self._shutdown.running or not wait_s:
             self._stop()
         elif self._shutdown.deadline is None:  # all processes may have been signaled: the launcher decides
@@ -200,6 +200,7 @@ class Supervisor:
                 self._held = command["on"]
                 self._regulate()
             case "restart" if self._shutdown.running:
+                # A restart that comes while the unit ends is ignored: the processes would be killed at once.
                 self._listen(self._children.restart(**command))
             case "seats" if self._shutdown.running:
                 self._listen(self._children.place_replica(**command))
@@ -243,17 +244,18 @@ class Supervisor:
 
     def _listen(self, children: Iterable[Child]) -> None:
         for child in children:
-            self._register(child.events.fd, partial(self._on_readable, child, "", child.events))
+            self._selector.register(child.events.fd, _READ, partial(self._on_readable, child, "", child.events))
             if not self._paused:
                 self._listen_to_output(child)
 
     def _listen_to_output(self, child: Child) -> None:
         for stream, output in child.outputs.items():
             if output.open:
-                self._register(output.fd, partial(self._on_readable, child, stream, output))
+                self._selector.register(output.fd, _READ, partial(self._on_readable, child, stream, output))
 
     def _regulate(self) -> None:
         """Read the main worker's output, or pause until the launcher has caught up."""
+        # With one threshold only, reading would stop and go on at every event.
         most = _BACKLOG_BYTES // 2 if self._paused else _BACKLOG_BYTES
         pauses = self._held or len(self._events.waiting) > most
         if pauses is self._paused:
@@ -272,6 +274,7 @@ class Supervisor:
         if not source.open:
             self._unregister(source.fd)
             if source is child.events:
+                # The process may be ending in order, and its exit is reported in a moment.
                 child.on_channel_end(time.monotonic())
 
     def _end_unreachable(self, now: float) -> None:
@@ -305,8 +308,11 @@ class Supervisor:
         """Read the remaining data of an ended process, then report its end."""
         sources: list[tuple[str, LineReader | OutputReader]] = [*child.outputs.items(), ("", child.events)]
         for stream, source in sources:
+            # First the outputs, then the events: the output explains the failure that an event reports.
             for line in source.drain():
                 self._on_line(child, stream, line)
+        # A program may leave with code 0 in the middle of its work (`os._exit(0)`), which only the missing announcement
+        # shows.
         known = child.failed or child.doomed or (code == 0 and child.announced)
         if not known and self._shutdown.running:
             self._fail(child, f"{child.who} (pid {child.pid}) {ending(code)}{'' if code else _UNANNOUNCED}")
@@ -335,6 +341,7 @@ class Supervisor:
             return
         self._shutdown.enter(ShutdownStage.ASKED, GRACE_S)
         for child in self._children.living:
+            # Before the signal: with it the process knows that its unit has sent the signal (`unit_commands`).
             child.command({"command": "stop"})
             self._children.signal(child, signal.SIGTERM)
         if not any(child.pid for child in self._children.living):

@@ -87,6 +87,7 @@ def _remove_unused(path: Path) -> None:
 
     Raises OSError for a folder in use, and for one without the lock file.
     """
+    # `lstat`, because another user may have placed a symbolic link under this name.
     if path.lstat().st_uid != os.geteuid():
         return
     lock = open_file(path / _LOCK, os.O_RDWR)

@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     except (ConfigError, OSError) as error:
         wrong = isinstance(error, ConfigError)
         failed = Failed(f"unit {place.rank}", "config" if wrong else "internal", str(error), traceback.format_exc())
+        # `Supervisor.run` may have made it non-blocking before the error.
         os.set_blocking(_STDOUT, True)
         print(to_json(failed), flush=True)
         return 2 if wrong else 1
@@ -68,11 +69,13 @@ def supervise(place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo) -> int
     if not 0 <= place.rank < units:
         raise ConfigError("rank", place.rank, f"must be 0 to {units - 1}")
     with contextlib.ExitStack() as stack:
+        # Under `topotrain run` all units of the host share one, which has loaded torch once.
         path = place.forkserver
         if not path:
             own = forkserver.start(run_dir / f"forkserver-unit-{place.rank}.log", calls.preload)
             stack.callback(own.close)
             path = own.path
+        # The forkserver's folder is private, and short enough for the path of a Unix socket.
         sockets = place.sockets or os.path.dirname(path)
         unit = UnitConfig(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, attempt)
         client = forkserver.ForkserverClient(path)

@@ -48,6 +48,7 @@ def claimed(job: Job) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         try:
             make_folder(path)
+            # Held until the launcher ends. A killed one frees it, too.
             lock = stack.enter_context(locked(path / "lock", fcntl.LOCK_EX))
         except OSError as error:
             raise _unusable(job, error) from None
@@ -73,6 +74,7 @@ def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         try:
             close_folder(path / LOGS)
+            # Shared: several units of this job may run on one host. The second lock keeps two units of one rank apart.
             stack.enter_context(locked(path / "lock", fcntl.LOCK_SH))
             stack.enter_context(locked(path / f"lock-{rank}", fcntl.LOCK_EX))
         except OSError as error:
@@ -91,10 +93,12 @@ def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
     """
     run_dir = workspace / "run"
     try:
+        # Addresses and tokens of an earlier job must not be found by this one.
         shutil.rmtree(run_dir, ignore_errors=True)
         make_folder(run_dir / STORE)
         close_folder(workspace / LOGS)
         (workspace / PROCESSES_FILE).unlink(missing_ok=True)
+        # A new secret for each start: processes that an earlier job has left cannot join this one.
         furnish(run_dir, job, secrets.token_bytes(TOKEN_BYTES), profile)
     except OSError as error:
         raise _unusable(job, error) from None
@@ -146,6 +150,7 @@ class ProcessEntry:
     def start(self, pid: int) -> None:
         """Record the pid of a new process, and clear the data of a former one."""
         if self.pid != pid:
+            # Serving may come before Started, because the two travel on different ways.
             self.pid, self.address, self.exit = pid, [], None
 
     def on_event(self, event: Event) -> bool:
@@ -211,6 +216,7 @@ class ProcessList:
         if not self._changed or any(e.pid is None and not set(e.roles) <= set(missing) for e in self._entries):
             return
         self._changed = False
+        # A reader of the file never sees half of it.
         temporary = self._path.with_suffix(".tmp")
         with contextlib.suppress(OSError):
             write_text(temporary, json.dumps([asdict(entry) for entry in self._entries], indent=1) + "\n")

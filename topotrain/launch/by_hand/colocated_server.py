@@ -27,6 +27,7 @@ _LOOK_S = 1.0
 def main() -> int:
     """Read the servers' settings from stdin, and run them. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Before stdin is read: the worker may have died in between, and then the parent is another process.
     worker = os.getppid()
     spec = json.loads(sys.stdin.readline())
     threading.Thread(target=_outlive_nobody, args=(worker,), name="worker's life", daemon=True).start()
@@ -65,6 +66,7 @@ def _outlive_nobody(worker: int) -> None:
     while not gone.wait(_LOOK_S):
         if os.getppid() != worker:
             break
+    # Not `sys.exit`: the servers' threads wait for workers that will not come.
     os._exit(1)
 
 

@@ -27,6 +27,7 @@ from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import ConfigError, Job, OnFailure, Road
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.client.client import JobError
+from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.protocol import Fail
 from topotrain.core.server.server import Server
 from topotrain.launch.runtime.child_channel import threads
@@ -194,7 +195,7 @@ class ManualServers:
         self._open = False
         self.router = Router(place, ProcessMemory())
         self.router.set_admission(self)
-        self.servers = HostedServers(place, self.router, _zeros, addresses, HostOptions(presence))
+        self.servers = HostedServers(place, self.router, PrivateMemory(), addresses, HostOptions(presence))
 
     def open(self) -> None:
         """Connect to the other servers, then admit workers. Raises TransportError."""
@@ -202,7 +203,10 @@ class ManualServers:
         self._open = True
 
     def admit(self, peer: Peer, connected: bool) -> None:
-        """Refuse a second process of one worker, and every worker before the servers are connected."""
+        """Refuse a second process of one worker.
+
+        Before the servers are connected every worker is refused.
+        """
         if peer.address.role is not Role.WORKER:
             return
         if connected:
@@ -231,10 +235,6 @@ def workers_of(topology: Topology, server: Address) -> list[Address]:
     """Return the workers of a server's group."""
     groups = topology.worker_groups_of(server.group)
     return [worker for group in groups for worker in topology.workers(group)]
-
-
-def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(numel, dtype=dtype)
 
 
 @flushing()

@@ -36,7 +36,7 @@ from topotrain.launch.runtime.prepare_composition import prepare_extensions
 from topotrain.launch.runtime.process_exit import ProcessExitHook
 from topotrain.launch.runtime.process_host import HostObserver, HostOptions, WorkerConnections
 from topotrain.training import context as process
-from topotrain.training.context import Connector, Context
+from topotrain.training.context import Connector, Context, ProcessOwner
 from topotrain.training.finish_job import close, finish, is_complete
 
 __all__ = ["StaticStore", "SharedSettings", "join", "leave"]
@@ -96,10 +96,12 @@ def join(
         check_there(place.topology, address)
     workspace = Path(job.workspace).absolute()
     if (me.group, me.index) == (0, 0):
+        # Only worker (0,0) writes files; the others may run where the folder cannot be made.
         make_folder(workspace)
-    here = Context(place, me, workspace, _emit, _Connector(terms), prepare_extensions(), gpus=gpus)
+    here = Context(place, me, workspace, _Console(), _Connector(terms), prepare_extensions(), gpus=gpus)
+    # The servers start before the worker connects, which would wait for them.
     joined = _Joined(here, _start_servers(job, beside, store, secret, host, terms) if beside is not None else None)
-    here.leave = joined.leave
+    here.owned_by(joined)
     process.enter(here)
     joined.watch()
     return here
@@ -118,8 +120,8 @@ def leave() -> None:
     here = process.current()
     if here is None:
         process.forget()
-    elif here.leave is not None:
-        here.leave()
+    else:
+        here.owner.leave()
 
 
 @dataclass(frozen=True)
@@ -149,19 +151,23 @@ class _Connector(Connector):
             raise understandable(error, self.terms) from error
 
 
-def _emit(event: Event) -> None:
-    """Print the events that a launcher would show of this worker."""
-    if isinstance(event, Metrics):
-        for name, value in event.values.items():
-            print(f"{name}: {value:.6g}", flush=True)
-    elif isinstance(event, Notice | Failed):
-        tell(f"{event.who}: {event.text}")
-    elif isinstance(event, Final):
-        tell(f"the result is in {event.path}")
+class _Console:
+    """Prints the events that a launcher would show of this worker."""
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Metrics):
+            for name, value in event.values.items():
+                print(f"{name}: {value:.6g}", flush=True)
+        elif isinstance(event, Notice | Failed):
+            tell(f"{event.who}: {event.text}")
+        elif isinstance(event, Final):
+            tell(f"the result is in {event.path}")
 
 
-class _Joined:
+class _Joined(ProcessOwner):
     """The worker in this process, until it leaves the job."""
+
+    by_hand = True
 
     def __init__(self, here: Context, servers: "subprocess.Popen[bytes] | None") -> None:
         self._here, self._servers = here, servers

@@ -110,6 +110,7 @@ def find_tool(name: str) -> LauncherTool:
     Raises ConfigError for an unknown name.
     """
     check_name(name)
+    # Imported by name: most launchers need a library that only their users have.
     return cast(LauncherTool, importlib.import_module(f"topotrain.launch.launchers.{LAUNCHERS[name].module}"))
 
 

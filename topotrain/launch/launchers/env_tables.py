@@ -86,6 +86,7 @@ def start_of(
         )
     if table is not None:
         if rank is None:
+            # Kubernetes counts the pods of each role from 0.
             first = _number(environ, table.first, 0) if table.first in environ else 0
             rank = first + _number(environ, table.rank, 0)
         nprocs = _number(environ, table.nprocs, 1) if nprocs is None else nprocs
@@ -100,6 +101,7 @@ def start_of(
         url = "env://"
     if not url:
         raise ConfigError("--rendezvous", None, f"must be given, or {RENDEZVOUS}, or MASTER_ADDR and MASTER_PORT")
+    # An empty variable counts as not set: manifests and scripts often pass it on unconditionally.
     patience = _number(environ, MEETING, 1) if environ.get(MEETING) else 0
     host = host or environ.get(HOST, "")
     _check_host(host)

@@ -11,7 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -46,17 +47,15 @@ def find(program: str, install: str) -> str:
     return path
 
 
-@dataclass(frozen=True, slots=True)
-class CommandTool:
-    """A `submission.LauncherTool` that is one foreground command.
+class CommandTool(ABC):
+    """A `submission.LauncherTool` that is one foreground command."""
 
-    Args:
-        words: makes the command. Raises ConfigError for options that the tool does not have.
-        install: what to do where the program is not on PATH.
-    """
+    install = ""
+    """The advice for a user without the program."""
 
-    words: Callable[[Submission], list[str]]
-    install: str = ""
+    @abstractmethod
+    def words(self, submission: Submission) -> list[str]:
+        """Return the command. Raises ConfigError for options that the tool does not have."""
 
     def command(self, submission: Submission) -> str:
         """Return the command line, and the variables that it inherits."""
@@ -103,6 +102,7 @@ def ending(submission: Submission, said: "JobEnd | None" = None) -> "JobEnd | No
 
     try:
         with contextlib.closing(open_store(with_job(submission.rendezvous, ""), load_secret(os.environ))) as store:
+            # Each start of the job has a prefix of its own, which unit 0 has named here.
             word = store.get(f"jobs/{submission.id}/run")
             if word is None:
                 return None
@@ -129,6 +129,7 @@ def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = Tr
             words, env={**os.environ, **environ}, stdin=subprocess.DEVNULL, stdout=where, start_new_session=True
         )
         try:
+            # A signal that came during Popen is raised here, when there is a process to end.
             gate.open()
             code = process.wait()
         except StopRequested:
@@ -138,6 +139,7 @@ def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = Tr
             process.kill()
             process.wait()
             raise
+    # As a shell reports a process that a signal has ended.
     return code if code >= 0 else 128 - code
 
 

@@ -15,18 +15,23 @@ from topotrain.launch.launchers.submission import Submission
 INSTALL = "it comes with Open MPI (Debian: openmpi-bin)"
 
 
-def words(submission: Submission) -> list[str]:
-    """Return the command.
+class Mpirun(CommandTool):
+    """Starts all units with one mpirun."""
 
-    Raises ConfigError for --nodes, which mpirun does not have.
-    """
-    if submission.options.nodes:
-        raise ConfigError("--nodes", submission.options.nodes, "is not for mpirun: name the machines with --hosts")
-    line = ["mpirun", "-np", str(submission.units), "--bind-to", "none", "--wdir", os.getcwd()]
-    line += ["--host", _slots(submission.options.hosts)] if submission.options.hosts else []
-    for variable in submission.environ:  # only the name: mpirun reads the value from its own environment
-        line += ["-x", variable]
-    return [*line, *submission.options.extra, *submission.command]
+    install = INSTALL
+
+    def words(self, submission: Submission) -> list[str]:
+        """Return the command.
+
+        Raises ConfigError for --nodes, which mpirun does not have.
+        """
+        if submission.options.nodes:
+            raise ConfigError("--nodes", submission.options.nodes, "is not for mpirun: name the machines with --hosts")
+        line = ["mpirun", "-np", str(submission.units), "--bind-to", "none", "--wdir", os.getcwd()]
+        line += ["--host", _slots(submission.options.hosts)] if submission.options.hosts else []
+        for variable in submission.environ:  # only the name: mpirun reads the value from its own environment
+            line += ["-x", variable]
+        return [*line, *submission.options.extra, *submission.command]
 
 
 def _slots(hosts: Sequence[str]) -> str:
@@ -34,5 +39,5 @@ def _slots(hosts: Sequence[str]) -> str:
     return ",".join(f"{name}:{slots}" if slots > 1 else name for name, slots in Counter(hosts).items())
 
 
-_TOOL = CommandTool(words, INSTALL)
+_TOOL = Mpirun()
 command, start = _TOOL.command, _TOOL.start

@@ -125,6 +125,7 @@ def start(submission: Submission) -> LaunchResult:
             while True:
                 attempt = _Attempt(ray, lived(submission, count), asked, stop)
                 code = attempt.run()
+                # A signal or a wrong configuration would only repeat itself.
                 if code in FINAL_CODES or stop.came or count == submission.options.max_restarts:
                     return LaunchResult(code, {"restarts": str(count)})
                 count += 1
@@ -152,6 +153,7 @@ def _connected(address: str) -> Iterator[Any]:
         ray: Any = importlib.import_module("ray")
     except ImportError:
         raise ConfigError("launcher", "ray", f"is not installed: {INSTALL}") from None
+    # An existing cluster has its dashboard already.
     own = {"include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address=address, logging_level="ERROR", log_to_driver=True, **own)
@@ -219,6 +221,7 @@ def main(parent: str, *words: str) -> None:
     The kernel sends the unit SIGTERM when the actor `parent` ends for any reason.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # The actor may have ended before the signal was requested, which then never comes.
     if os.getppid() == int(parent):
         os.execv(words[0], words)
 
@@ -295,6 +298,7 @@ class _Attempt:
             words = [*self.at.command, "--rank", str(rank), "--nprocs", str(self.at.units)]
             runs[actor.run.remote(words, dict(self.at.environ), os.getcwd(), not options.json)] = rank
         until = float("inf")
+        # A second signal means that the user does not want to wait.
         while runs and time.monotonic() < until and len(self.stop.came) < 2:
             for ref in self.ray.wait([*places, *runs], timeout=LOOK_S)[0]:
                 self._receive(ref, places, runs)

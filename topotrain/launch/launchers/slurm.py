@@ -45,7 +45,7 @@ def script(submission: Submission) -> str:
         *submission.options.extra,
     ]
     lines = ["#!/bin/sh", *(f"#SBATCH {_directive(option)}" for option in options)]
-    return "\n".join([*lines, "exec " + shlex.join(srun.words(submission, inside=True)), ""])
+    return "\n".join([*lines, "exec " + shlex.join(srun.Srun().words(submission, inside=True)), ""])
 
 
 def _directive(option: str) -> str:

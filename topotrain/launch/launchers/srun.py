@@ -12,19 +12,24 @@ from topotrain.launch.launchers.submission import Submission
 INSTALL = "it comes with Slurm (Debian: slurm-client), on a login node of the cluster"
 
 
-def words(submission: Submission, inside: bool = False) -> list[str]:
-    """Return the command.
+class Srun(CommandTool):
+    """Starts all units with one srun."""
 
-    inside: it is for a batch script, which sets the other options.
-    """
-    step = ["srun", f"--ntasks={submission.units}", f"--cpus-per-task={submission.processes}"]
-    if not inside:
-        step += [f"--job-name={submission.job.name or submission.id}", f"--chdir={os.getcwd()}"]
-        step += [f"--nodes={submission.options.nodes}"] if submission.options.nodes else []
-        step += ["--nodelist=" + ",".join(submission.options.hosts)] if submission.options.hosts else []
-        step += submission.options.extra
-    return [*step, "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=1", "--export=ALL", *submission.command]
+    install = INSTALL
+
+    def words(self, submission: Submission, inside: bool = False) -> list[str]:
+        """Return the command.
+
+        inside: it is for a batch script, which sets the other options.
+        """
+        step = ["srun", f"--ntasks={submission.units}", f"--cpus-per-task={submission.processes}"]
+        if not inside:
+            step += [f"--job-name={submission.job.name or submission.id}", f"--chdir={os.getcwd()}"]
+            step += [f"--nodes={submission.options.nodes}"] if submission.options.nodes else []
+            step += ["--nodelist=" + ",".join(submission.options.hosts)] if submission.options.hosts else []
+            step += submission.options.extra
+        return [*step, "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=1", "--export=ALL", *submission.command]
 
 
-_TOOL = CommandTool(words, INSTALL)
+_TOOL = Srun()
 command, start = _TOOL.command, _TOOL.start

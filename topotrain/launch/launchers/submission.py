@@ -166,6 +166,7 @@ def submission(job: Job, topology: Topology, options: LaunchOptions, environ: Ma
     url = wanted or (folder / STORE).as_uri()
     if not given:
         url += ("&" if urlsplit(url).query else "?") + f"job={name}"
+    # Only the path travels: a batch system may show the environment to other users.
     token = environ.get(TOKEN_VARIABLE) or str(folder / TOKEN_FILE)
     return Submission(
         job, topology, options, name, folder, url, {RENDEZVOUS_VARIABLE: url, TOKEN_VARIABLE: os.path.abspath(token)}
@@ -199,6 +200,7 @@ def _write_once(path: Path, text: str) -> None:
     with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
         file.write(text)
     try:
+        # A link and not a rename: it fails where another process has written the file first.
         os.link(temporary, path)
     except FileExistsError:
         if read_text(path) != text:

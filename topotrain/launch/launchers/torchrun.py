@@ -20,18 +20,21 @@ from topotrain.launch.multinode.node_info import with_job
 PORT = 29400
 
 
-def words(submission: Submission) -> list[str]:
-    """Return the command, which is the same on every node. Raises ConfigError."""
-    options = submission.options
-    nodes = options.nodes or len(options.hosts) or 1
-    per_node = submission.per_node(nodes)
-    line = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={per_node}"]
-    if nodes == 1:
-        line += ["--standalone"]
-    else:
-        line += ["--rdzv-backend=c10d", f"--rdzv-endpoint={_endpoint(submission)}", f"--rdzv-id={submission.id}"]
-    unit = [sys.executable, "-m", "topotrain.launch.launchers.torchrun", str(submission.folder / JOB_FILE)]
-    return [*line, *options.extra, "--no-python", *unit]
+class Torchrun(CommandTool):
+    """Starts all units with one torchrun."""
+
+    def words(self, submission: Submission) -> list[str]:
+        """Return the command, which is the same on every node. Raises ConfigError."""
+        options = submission.options
+        nodes = options.nodes or len(options.hosts) or 1
+        per_node = submission.per_node(nodes)
+        line = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={per_node}"]
+        if nodes == 1:
+            line += ["--standalone"]
+        else:
+            line += ["--rdzv-backend=c10d", f"--rdzv-endpoint={_endpoint(submission)}", f"--rdzv-id={submission.id}"]
+        unit = [sys.executable, "-m", "topotrain.launch.launchers.torchrun", str(submission.folder / JOB_FILE)]
+        return [*line, *options.extra, "--no-python", *unit]
 
 
 def _endpoint(submission: Submission) -> str:
@@ -44,7 +47,7 @@ def _endpoint(submission: Submission) -> str:
     return first if ":" in first else f"{first}:{PORT}"
 
 
-_TOOL = CommandTool(words)
+_TOOL = Torchrun()
 command, start = _TOOL.command, _TOOL.start
 
 

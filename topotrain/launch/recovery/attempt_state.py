@@ -116,6 +116,7 @@ class AttemptState:
 
     def exited(self, who: str) -> None:
         """Record the end of a process, or of a unit, which ends after its processes."""
+        # A killed unit reports the end of none of its processes.
         self.up -= self.residents_of(self._ranks[who]) if who in self._ranks else {who}
 
     def lose_unit(self, rank: int) -> set[str]:
@@ -139,6 +140,7 @@ class AttemptState:
         """Record that these workers of a group restart; return their incarnation."""
         # What the former processes have reported must not be counted against the new ones.
         self.forget(members)
+        # From here on losses of these workers are those of the former processes, until the new ones have started.
         self.leaving |= members
         self.up |= members
         self.finished -= members
@@ -155,6 +157,8 @@ class AttemptState:
     def hold(self, failed: Failed, until: float) -> None:
         """Hold an error back until a time. An earlier time limit stays."""
         self.held.append(failed)
+        # A later error may be another consequence of the same death, which has been reported by the first limit or
+        # never is.
         self.held_until = self.held_until or until
 
     def release(self, now: float) -> list[Failed]:
@@ -169,6 +173,7 @@ class AttemptState:
         members = set(members)
         for who in members:
             self.stopped.forget(who)
+        # Errors of servers are dropped, too: they are about connections to the processes that restart.
         self._keep([held for held in self.held if held.who in self.group_of and held.who not in members])
 
     def forget_servers(self, servers: Collection[str]) -> None:

@@ -120,6 +120,7 @@ class GroupStates:
         """
         gone = (GroupState.LEAVING, GroupState.ASKED, GroupState.LOST, GroupState.AWAY)
         for group in self._groups:
+            # Open questions are forgotten: the servers that were asked have ended, too.
             self._groups[group] = GroupEntry(GroupState.AWAY if self.has_state(group, *gone) else GroupState.HERE)
 
     def __str__(self) -> str:
@@ -155,6 +156,7 @@ class GroupStates:
         """Return the groups that have used up their time for leaving, each once."""
         late = [(g, part) for g, part in self._groups.items() if part.until is not None and part.until <= now]
         for group, part in late:
+            # Without the time limit, so that the group expires once.
             how = f"did not leave within {part.within_s:g} s and was ended"
             self._groups[group] = replace(part, until=None, how=how)
         return [group for group, _ in late]
@@ -182,6 +184,7 @@ class GroupChanges:
         The coordinator may not have received them. Repeating them does no harm.
         """
         asked = [AskServers(question, group) for group, question in self._states.open_questions()]
+        # One more than the last incarnation: no process of the last one is left either.
         return [*asked, *(ReportGone(group, self._incarnation(group) + 1) for group in sorted(self._states.away))]
 
     def on_request(self, request: GroupRequest) -> list[Action]:
@@ -211,6 +214,7 @@ class GroupChanges:
         if event.text:
             self._states.change(group, GroupState.AWAY)
             return [refused(GroupRequest(JOIN, group), f"group {group} cannot join: {event.text}")]
+        # Until its first step the group counts neither as finished nor as one that restarts.
         self._states[group] = GroupEntry(arriving=True)
         incarnation = self._restarts.prepare(group, self._attempt.members(group))
         joined = Joined(group, incarnation, self._restarts.at(now))
@@ -256,6 +260,7 @@ class GroupChanges:
         answers = self.refuse_pending(group)
         self._states[group] = GroupEntry(GroupState.LOST, how=how, lost=lost)
         self._forget(group)
+        # No step of this group will come that could end its incidents.
         self._restarts.times.drop(group)
         back = ", which `topotrain join` can bring back" if self._returnable else ""
         incident = self._restarts.incident(lost, f"the job goes on without group {group}{back}", now)
@@ -276,6 +281,7 @@ class GroupChanges:
         self._forget(group)
         how, gone = part.how or "has left", self._incarnation(group) + 1
         self._states[group] = GroupEntry(GroupState.AWAY)
+        # The servers hear of it only now: a worker that still runs may push until its process has ended.
         left = Left(group, how, self._restarts.at(now))
         return [left, ReportGone(group, gone), AnswerRequest(LEAVE, group, f"group {group} {how}")]
 

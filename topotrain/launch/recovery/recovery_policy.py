@@ -182,12 +182,14 @@ class RecoveryPolicy:
         topology: the units of the attempt, which may run on other hosts; None: the same as before.
         Raises ValueError where the hosts do not allow two replicas, see `replica_placement.check`.
         """
+        # First, because the attempt begins without the groups that were leaving.
         self._states.reset()
         self._topology = topology or self._topology
         self._attempt.reset(self._topology, self._states.away)
         self._restarts.times.reset(self._attempt.group_of)
         if self._replicas is not None:
             self._replicas.reset(self._topology)
+        # The scripts report their limits anew.
         self._resizing = None if self._resizing is None else ResizeState(self._resizing.job)
 
     def begin_resized(self, job: Job, topology: Topology) -> None:
@@ -276,6 +278,7 @@ class RecoveryPolicy:
             return [failed]
         if failed.who in self._attempt.leaving:
             return []
+        # No restart helps: the same script would raise the same exception.
         if failed.kind in ("program", "config"):
             self._attempt.end()
             return [failed]
@@ -314,6 +317,7 @@ class RecoveryPolicy:
         group = self._attempt.group_of.get(cause.who, WHOLE_JOB)
         if cause.who in self._attempt.leaving:
             return []
+        # The servers may have passed the point at which this group could join, so it starts again.
         if self._states.is_arriving(group):
             return self._on_lost(cause, now)
         # A restarted worker may be refused because the servers are past the point where they could accept it.
@@ -338,6 +342,7 @@ class RecoveryPolicy:
         group = attempt.group_of.get(lost.who)
         if group is not None and self._states.is_going(group):
             return self._groups.on_loss(group)
+        # Nothing is missing: the process's work is on the servers.
         if lost.who in attempt.finished or self._all_finished():
             arriving = group is not None and self._states.is_arriving(group)
             return [
@@ -359,6 +364,7 @@ class RecoveryPolicy:
         found = replicas.replace(gone, lost, now)
         if self._attempt.over:
             return found
+        # The successor has not received what the first server was asked.
         found += self._groups.questions() if moves else []
         # The process that was asked for a snapshot may have died.
         asked = self._resizing is not None and self._resizing.under_way is not None
@@ -367,6 +373,7 @@ class RecoveryPolicy:
     def on_unit_lost(self, rank: int, lost: Failed, now: float) -> list[Action]:
         """Return the actions after the loss of a unit with all its processes."""
         attempt = self._attempt
+        # A unit may vanish, return, and be lost once more before the job restarts.
         if attempt.over or rank in attempt.lost_units:
             return []
         gone = attempt.lose_unit(rank)
@@ -430,6 +437,7 @@ def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | 
         return None
     terms = _terms(job, topology)
     if near is not None:
+        # The death of a host is noticed after a lease, and so later than the errors that it causes.
         cause_s = FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S
         terms = replace(terms, cause_s=cause_s, returnable=False)
     return RecoveryPolicy(topology, terms, began, job.cluster.replicas > 1, near, ResizeState(job))

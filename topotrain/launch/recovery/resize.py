@@ -30,6 +30,7 @@ def resized(cluster: Cluster, workers: int) -> Cluster:
     Where every worker has a server in its process (AllReduce), this stays so. Where all workers are in one unit, this
     stays so, too. Raises ConfigError.
     """
+    # With one worker it cannot be told which of the two was meant; then each worker gets a unit of its own.
     per_unit = workers if 1 < cluster.nworkers_per_procs == cluster.nworkers_per_group else cluster.nworkers_per_procs
     beside = all_reduces(cluster)
     return replace(
@@ -72,6 +73,7 @@ class ResizeState:
         self._check(wish, workers)
         try:
             job = replace(self.job, cluster=resized(self.job.cluster, workers))
+            # Now, and not at the restart: a refused request must leave the job as it is.
             replica_placement.check(job, layout(job.cluster))
         except ConfigError as error:
             raise ConfigError("", None, f"the job cannot go on with {_workers(workers)}: {error}") from None

@@ -102,6 +102,7 @@ class RecoveryTimes:
 
     def widen(self) -> None:
         """Let all open incidents end with the first step of the restarted job."""
+        # After a restart of the whole job no group is special: the first step of any shows that the job trains.
         self._waits = [replace(wait, group=None) for wait in self._waits]
 
     def reset(self, group_of: Mapping[str, int]) -> None:
@@ -123,6 +124,7 @@ class RecoveryTimes:
         self._stepped[who] = now
         over = [wait for wait in self._waits if wait.group in (None, group)]
         self._waits = [wait for wait in self._waits if wait not in over]
+        # The other groups went on with this step, so the pause before it is known now.
         for wait in self._waits:
             wait.delay(now - last)
         return [Recovered(wait.number, now - wait.since, self._gap(wait, finished, now)) for wait in over]

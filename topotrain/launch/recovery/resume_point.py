@@ -35,6 +35,7 @@ class ResumeSource:
         Raises ConfigError if all snapshots are damaged.
         """
         folder, resume = self._workspace / FOLDER, self._resume
+        # Snapshots that an earlier job has left in the workspace must not be resumed by this one.
         if _identity(folder) != self._former or Path(resume).parent == folder:
             found = latest(self._workspace, notify)
             resume = resume if found is None else str(found.path)
@@ -86,4 +87,5 @@ def _identity(folder: Path) -> tuple[int, int] | None:
         info = folder.stat()
     except OSError:
         return None
+    # A name is not enough: a new folder may have the name of a former job's.
     return info.st_dev, info.st_ino

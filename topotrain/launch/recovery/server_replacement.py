@@ -71,6 +71,7 @@ class ServerReplacement:
 
     def on_finished(self) -> list[Action]:
         """End server processes that are only backups, once all primaries have finished."""
+        # A process of backups only has nothing to deliver, so it would never end by itself.
         finished = self._attempt.finished
         primaries = {who for who, slot in self._slots.items() if slot in self._placement.leads()}
         rest = sorted(self._slots.keys() - finished) if primaries <= finished else []
@@ -83,6 +84,7 @@ class ServerReplacement:
         They are needed until the workers' processes have ended, not only their scripts.
         """
         attempt = self._attempt
+        # A process that has finished has delivered the values of its primaries.
         missed = gone - attempt.finished
         heirs = {heir for who in missed for heir in self._placement.heirs(self._slots[who])}
         ended = {slot for who, slot in self._slots.items() if who in attempt.finished}
@@ -120,6 +122,7 @@ class ServerReplacement:
         if rank >= 0:
             self._placement.filled(slot, domain_in(self._topology, slot, rank))
             self._attempt.move(who, rank)
+            # The number becomes the incarnation of the process: peers refuse one with a lower number.
             self._replaced += 1
         return PlaceReplica(who, self._replaced, what(lost), self._placement.to_data(), rank)
 
@@ -129,6 +132,7 @@ class ServerReplacement:
         It is the process's own unit if that still runs. Otherwise it is the one in which the process would be a useful
         replica for most servers, and of those the one with the fewest servers.
         """
+        # A unit that was lost may still run somewhere, so it gets no processes.
         lost = self._attempt.lost_units
         if self._attempt.unit_of(who) not in lost:
             return self._attempt.unit_of(who)

@@ -55,7 +55,9 @@ class StallDetector:
             return None
         self._due = None
         rest = self._workers - self._waiting.keys() - self._gone - set(missing)
+        # A worker that never made a step counts as quiet at once.
         quiet = sorted(who for who in rest if now - self._stepped.get(who, -QUIET_S) >= QUIET_S)
+        # Others still make steps, so it is the asynchronous job's ordinary state.
         if not self._waiting or (rest and not quiet):
             return None
         seconds = max(self._waiting.values())

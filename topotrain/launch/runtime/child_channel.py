@@ -68,6 +68,7 @@ class ChildChannel:
     def start(self, *handlers: CommandHandler) -> None:
         """Start the thread that receives commands, and passes each to all handlers."""
         self._handlers = handlers
+        # A daemon: it waits for as long as the unit lives, and must not keep the process.
         threading.Thread(target=self._receive, name="control", daemon=True).start()
 
     def emit(self, event: Event) -> None:
@@ -76,6 +77,7 @@ class ChildChannel:
         A lost unit raises no error here: the receiving thread ends this process.
         """
         line = to_json(event).encode() + b"\n"
+        # Two threads that send at the same time would mix their lines.
         with self._lock, contextlib.suppress(OSError):
             self._channel.sendall(line)
 
@@ -97,6 +99,7 @@ class _Closed(Exception):
 
 def _lines(channel: socket.socket) -> Iterator[bytes]:
     rest = b""
+    # A program that closes all descriptors frees this number, and its next file may get it.
     file = _file(channel.fileno())
     readable = select.poll()
     readable.register(channel, select.POLLIN)
@@ -136,6 +139,7 @@ def leave_with_group() -> None:
 
     Only a process that leads its group kills the group.
     """
+    # The group of another process may be that of a test runner or a shell.
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -211,6 +215,7 @@ def run_forked(child: ForkedChild) -> NoReturn:
             os.set_inheritable(fd, False)
         _become(child)
         control, fds = child.fds[0], child.fds[3:]
+        # The file is compared at the end, when the program may have closed the descriptor.
         channel, file = socket.socket(fileno=control), _file(control)
         code = call(child.request["call"], child.request["spec"], channel, fds)
         if _file(control) == file:
@@ -243,6 +248,7 @@ def die_with_parent(yes: bool) -> None:
 def _become(child: ForkedChild) -> None:
     request = child.request
     die_with_parent(True)
+    # The forkserver died before the kernel was asked to signal that.
     if os.getppid() != child.parent:
         os._exit(1)
     os.setsid()  # a group of its own: the terminal's Ctrl-C comes once, through the launcher
@@ -250,8 +256,10 @@ def _become(child: ForkedChild) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignore_sigint"] else signal.default_int_handler)
+    # The kernel's limit for a name is 15 bytes.
     _libc.prctl(_PR_SET_NAME, request["who"].encode()[:15])
     _open_streams(*child.fds[1:3])
+    # The forkserver's own environment is that of the moment at which it started.
     os.environ.clear()
     asked = request["environ"]
     os.environ.update(asked if _OMP in asked else {**THREADS, **asked})
@@ -280,9 +288,11 @@ def end_process(code: int) -> NoReturn:
     this, too, because it has no other means to set the exit code.
     """
     try:
+        # As Python at its end: this waits for the threads that are no daemons.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
+            # `os._exit` flushes nothing.
             stream.flush()
     except Exception:
         traceback.print_exc()

@@ -61,6 +61,7 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     control = ChildChannel(channel)
     placements, sigterm = ReplicaCommands(), SigtermHandler()
     requests, snapshot = ResizeRequests(control.emit), FinalSnapshot(str(addresses[0]), control)
+    # Before the servers exist: the handlers queue commands that come meanwhile.
     control.start(sigterm, requests, snapshot, placements)
     profile = _recorders(spec, addresses[0])
     place = _place(spec)
@@ -225,11 +226,12 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     profile = _recorders(spec, me)
     writer = _writer(place, [server], control) if place.topology.inline else None
     snapshot.open(writer)
+    # No connection is opened yet: the script may take long before it prepares, or never prepare.
     here = Context(
         place,
         me,
         Path(place.job.workspace).absolute(),
-        control.emit,
+        control,
         WorkerConnector(HostOptions(UnitObserver(control, server, me), profile, writer)),
         prepare_extensions(),
         fds[0] if spec["shared_memfd"] else None,
@@ -243,7 +245,7 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     work = WorkerPart(here, control, log, profile, servers)
     hook = ProcessExitHook(work)
     hook.watch()
-    here.loop_ended = hook.watch_c
+    here.owned_by(hook)
     with ProgramGuard(here, log) as guard:
         run_program(spec["program"], spec["args"])
     # From here on an exit is the runtime's own, and not the script's.
@@ -293,6 +295,7 @@ class WorkerPart:
 
 def run_program(program: str, args: Sequence[str]) -> None:
     sys.argv = [program, *args]
+    # As `python program` does; the first entry is the forkserver's.
     sys.path[0:1] = [str(Path(program).resolve().parent)]
     try:
         runpy.run_path(program, run_name="__main__")
@@ -320,6 +323,7 @@ class ProgramGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        # The script was stopped on purpose, in the middle of a loop.
         if isinstance(error, GroupLeaving):
             leave(self._here)
             self.code = _LEFT
@@ -350,6 +354,7 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 
     The calls before that are the same for all programs.
     """
+    # runpy's own frames are between this file and the program.
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.run_path.__code__.co_filename):
         trace = trace.tb_next
     return trace

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
+from topotrain.training.context import ProcessOwner
+
 # The type of glibc's exit functions. The second argument is the exit code.
 _ExitFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
 _libc = ctypes.CDLL(None)
@@ -33,7 +35,7 @@ class JobPart(Protocol):
         ...
 
 
-class ProcessExitHook:
+class ProcessExitHook(ProcessOwner):
     """Notices that the script ends this process, on its main thread.
 
     It is active from `watch` to `forget`.
@@ -55,12 +57,14 @@ class ProcessExitHook:
         # The other forms of exec call one of these two.
         _install(self._leave, self._replaced(self._execv), self._replaced(self._execve))
 
-    def watch_c(self) -> None:
-        """Watch also for `exit` of a C library. Call it again after each loop.
+    def loop_ended(self) -> None:
+        """Watch also for `exit` of a C library, from the end of each loop on.
 
-        Exit functions run in reverse order of registration, so this one must be registered after those of torch. It is
-        only for a process that Python does not end itself: Python calls `exit` last, too, when its interpreter is gone.
+        This is only for a process that Python does not end itself: Python calls `exit` last, too, when its interpreter
+        is gone.
         """
+        # Exit functions run in reverse order of registration, so this one must be registered after those of torch,
+        # which registers more of them while it trains.
         if not self._watches or os.getpid() != self._pid:
             return
         function = ctypes.cast(self._at_c_exit, ctypes.c_void_p)
@@ -85,9 +89,11 @@ class ProcessExitHook:
 
         It is 0 also where there was no work to complete.
         """
+        # A process that the script has forked ends for itself, and says nothing about the worker.
         here = os.getpid() == self._pid and threading.current_thread() is threading.main_thread()
         if not (self._watches and here and self._part.is_complete()):
             return 0
+        # First: the end of the worker may call these functions itself.
         self.forget()
         return self._part.end()
 

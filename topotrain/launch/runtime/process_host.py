@@ -27,7 +27,7 @@ from topotrain.config.job import ConfigError, OnFailure
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.client.client import Client
 from topotrain.core.client.step_exchange import GradientExchange
-from topotrain.core.model.schema import Allocate
+from topotrain.core.model.schema import BufferMemory, PrivateMemory
 from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import Fail, Message, ProtocolError
@@ -168,6 +168,7 @@ class ServerEndpoint:
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         with self._lock:
+            # The server's state names the buffer, and another reader may be changing it.
             return self.server.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
@@ -283,7 +284,7 @@ class HostedServers:
     Args:
         place: the settings of the process.
         router: of the process.
-        allocate: memory for the servers, as for `server.Server`.
+        memory: for the servers, as for `server.Server`.
         addresses: the servers.
         options: of the process.
     """
@@ -292,13 +293,13 @@ class HostedServers:
         self,
         place: RouterConfig,
         router: Router,
-        allocate: Allocate,
+        memory: BufferMemory,
         addresses: Sequence[Address],
         options: HostOptions,
     ) -> None:
         self._place, self._router, self._observer = place, router, options.observer
         self._change = threading.Condition()
-        make = partial(hosted_server, place, allocate, options)
+        make = partial(hosted_server, place, memory, options)
         goes_on, inline = place.job.on_failure is OnFailure.kContinue, place.topology.inline
         self.endpoints = {
             me: ServerEndpoint(me, make, router, self._change, options, goes_on, inline) for me in addresses
@@ -306,8 +307,10 @@ class HostedServers:
 
     def open(self) -> None:
         """Connect the servers, then admit workers."""
+        # All are attached before one is published: a peer may dial as soon as the first URL is there.
         urls = {me: self._router.attach(me, endpoint) for me, endpoint in self.endpoints.items()}
         for me in urls:
+            # Under a kind of its own: workers look for "server", which is published when the servers are connected.
             self._router.publish("door", me, urls[me])
         for me in urls:
             for peer in peers(me, self._place.topology):
@@ -346,23 +349,24 @@ def serve(
 
     slot: the replica settings, where every server has two replicas.
     """
-    memory = ProcessMemory()
-    router = Router(place, memory)
-    allocate = memory.allocate if place.shared else _zeros
+    shared = ProcessMemory()
+    router = Router(place, shared)
+    memory: BufferMemory = shared if place.shared else PrivateMemory()
     observer = options.observer
     with flushing():
         if place.job.cluster.replicas > 1:
             if slot is None:
                 accepted = "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes"
                 raise ConfigError("cluster.replicas", 2, accepted)
-            make = partial(hosted_server, place, allocate, options)
+            make = partial(hosted_server, place, memory, options)
             process = (observer.on_failure, options.writer, slot, observer.on_open)
             copied = ReplicatedServers(place, router, make, addresses[0], *process)
+            # Before it opens: the placement may have changed while this process started.
             slot.subscribe(copied.arrange)
             copied.open(observer.on_serving)
             copied.wait()
         else:
-            servers = HostedServers(place, router, allocate, addresses, options)
+            servers = HostedServers(place, router, memory, addresses, options)
             servers.open()
             observer.on_open(servers)
             servers.wait()
@@ -374,19 +378,15 @@ def serve(
 
 def hosted_server(
     place: RouterConfig,
-    allocate: Allocate,
+    memory: BufferMemory,
     options: HostOptions,
     me: Address,
     deliver: Callable[[Address, Message], None],
 ) -> Server:
     """Make the server at an address of the job of this process."""
-    server = make_server(me, place.job, place.topology, allocate, place.shared, deliver, as_manifest(place.resumed))
+    server = make_server(me, place.job, place.topology, memory, place.shared, deliver, as_manifest(place.resumed))
     server.record_spans(options.recorder(me, server.groups))
     return server
-
-
-def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(numel, dtype=dtype)
 
 
 def peers(me: Address, topology: Topology) -> list[Address]:
@@ -418,6 +418,7 @@ class _LongWaits:
     def check(self) -> None:
         seconds = time.monotonic() - self._began
         if seconds >= self._next_s:
+            # A long evaluation of one worker must not fill the terminal of all others.
             self._next_s = 2 * seconds
             self._observer.on_long_wait(seconds)
 
@@ -439,6 +440,7 @@ class ConditionWaiter:
         """Make a change; a waiting worker wakes if its condition is met."""
         with self._condition:
             yield
+            # The reader tests the condition, so the script's thread wakes once, and not for every message.
             if self._ready is not None and self._ready():
                 self._condition.notify_all()
 
@@ -471,6 +473,7 @@ class InlineWaiter(ConditionWaiter):
     def wait(self, ready: Callable[[], bool]) -> None:
         """Return when `ready()` is true."""
         waits = _LongWaits(self._observer)
+        # The script's thread handles the server's messages while it waits for the server's reply.
         while not self._reader.released:
             self._router.deliver()
             if ready():
@@ -500,7 +503,7 @@ class WorkerConnections(Connections):
     def __init__(self, place: RouterConfig, me: Address, options: HostOptions = HostOptions()) -> None:
         self.me = me
         self.memory = ProcessMemory()
-        self._shared = place.shared
+        self._buffers: BufferMemory = self.memory if place.shared else PrivateMemory()
         self._place = place
         reader = InlineReader() if place.topology.inline else None
         self._router = Router(place, self.memory, reader)
@@ -523,7 +526,7 @@ class WorkerConnections(Connections):
         self._beside: HostedServers | None = None
         if reader is not None:
             beside = Address(Role.SERVER, 0, me.index)
-            self._beside = HostedServers(place, self._router, self.allocate, [beside], options)
+            self._beside = HostedServers(place, self._router, self, [beside], options)
         try:
             self._connect()
         except BaseException:  # the caller has no object yet that it could close
@@ -610,9 +613,10 @@ class WorkerConnections(Connections):
                 "a list of addresses names servers only",
             )
         send = partial(self._router.send, self.me)
-        channel = NetworkChannel(self.exchange, send, self._waiter.look, SendBuffers(self.allocate))
+        channel = NetworkChannel(self.exchange, send, self._waiter.look, SendBuffers(self._buffers))
         incarnation = self._place.identity.incarnation
         kind = f"worker-{incarnation}" if incarnation else "worker"  # addresses of former processes are of no use
+        # Before it connects: workers after this one may be waiting for the URL.
         self._router.publish(kind, self.me, self._urls)
         workers = self._place.topology.workers(self.me.group)
         for peer in workers[: self.me.index]:
@@ -623,7 +627,7 @@ class WorkerConnections(Connections):
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros, in memory that the transport can share."""
-        return self.memory.allocate(numel, dtype) if self._shared else _zeros(numel, dtype)
+        return self._buffers.allocate(numel, dtype)
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes of messages sent and received."""

@@ -1,7 +1,7 @@
-"""Which extensions a server has: the only place that names them.
+"""The extensions of a server: the only place that names them.
 
 The core knows none of them (see `core.server.server_extension`). Their order here is the order in which a server asks
-them. An extension whose package or module is not there is left out, so that a feature is deleted with its folder.
+them. An extension without its package or module is left out, so that a feature is deleted with its folder.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from topotrain.config.job import Compression, Job
 from topotrain.config.topology import Address, Role, Topology
-from topotrain.core.model.schema import Allocate
+from topotrain.core.model.schema import BufferMemory
 from topotrain.core.server.server import Deliver, Server
 from topotrain.core.server.server_extension import ServerExtension
 from topotrain.core.server.steps.step_policy import makes_partial_steps
@@ -21,7 +21,7 @@ def make_server(
     me: Address,
     job: Job,
     topology: Topology,
-    allocate: Allocate,
+    memory: BufferMemory,
     shared: bool = False,
     deliver: Deliver | None = None,
     resumed: SnapshotSource | None = None,
@@ -35,16 +35,19 @@ def make_server(
         from topotrain.extensions.checkpointing.checkpoint_extension import SnapshotStart
 
         start = SnapshotStart(resumed)
-    server = Server(me, job, topology, allocate, shared, deliver, start)
-    server.attach(server_extensions(server, job, topology, allocate, resumed))
+    server = Server(me, job, topology, memory, shared, deliver, start)
+    server.attach(server_extensions(server, job, topology, memory, resumed))
     return server
 
 
 def server_extensions(
-    server: Server, job: Job, topology: Topology, allocate: Allocate, resumed: SnapshotSource | None = None
+    server: Server, job: Job, topology: Topology, memory: BufferMemory, resumed: SnapshotSource | None = None
 ) -> tuple[ServerExtension, ...]:
-    """The extensions of a server, in order; resumed: the snapshot that the job starts with."""
-    found = list(_extensions(server, job, topology, allocate, resumed))
+    """The extensions of a server, in order.
+
+    resumed: the snapshot that the job starts with.
+    """
+    found = list(_extensions(server, job, topology, memory, resumed))
     if installed("extensions.elastic.membership"):
         from topotrain.extensions.elastic.group_departure import GroupDeparture
         from topotrain.extensions.elastic.membership import GroupRestarts
@@ -61,7 +64,7 @@ def server_extensions(
 
 
 def _extensions(
-    server: Server, job: Job, topology: Topology, allocate: Allocate, resumed: SnapshotSource | None
+    server: Server, job: Job, topology: Topology, memory: BufferMemory, resumed: SnapshotSource | None
 ) -> Iterator[ServerExtension]:
     me = server.me
     if makes_partial_steps(job):
@@ -71,7 +74,7 @@ def _extensions(
     if topology.relayed:
         from topotrain.extensions.collectives.collective_server import CollectiveServer
 
-        yield CollectiveServer(server, job, topology, allocate)
+        yield CollectiveServer(server, job, topology, memory)
     elif topology.foreign:
         from topotrain.extensions.collectives.collective_server import TorchCollectiveServer
 
@@ -84,6 +87,7 @@ def _extensions(
         from topotrain.extensions.tables.table_server import TableServer
 
         yield TableServer(me, job, topology, resumed)
+    # One queue for the whole job: a batch must not be handed out twice.
     if me == (Role.SERVER, 0, 0) and installed("training.data.lease_queue"):
         from topotrain.training.data.lease_queue import LeaseQueue
 

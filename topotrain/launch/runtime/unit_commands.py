@@ -19,14 +19,16 @@ import threading
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from topotrain.config.job import Job
 from topotrain.core.events import Unsaved
-from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotWriter
 from topotrain.extensions.replication.replica_placement import ReplicaSet, standings
 from topotrain.launch.grace_period import waits
 from topotrain.launch.runtime.child_channel import ChildChannel
+
+if TYPE_CHECKING:  # its import loads torch, which the handlers of the other commands do not need
+    from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotWriter
 
 SNAPSHOT = "snapshot"
 
@@ -45,7 +47,7 @@ class FinalSnapshot:
         self._name, self._control = name, control
         self._writer: SnapshotWriter | None = None
 
-    def open(self, writer: SnapshotWriter | None) -> None:
+    def open(self, writer: "SnapshotWriter | None") -> None:
         """Use this writer of snapshots; None if the job writes none."""
         self._writer = writer
 
@@ -63,6 +65,7 @@ class ReplicaCommands:
     """Queues the commands about replica placement until a consumer is set."""
 
     def __init__(self) -> None:
+        # The placement may change while the process still imports and binds.
         self._queue: SimpleQueue[Mapping[int, ReplicaSet]] = SimpleQueue()
 
     def on_command(self, command: Mapping[str, Any]) -> None:
@@ -75,6 +78,7 @@ class ReplicaCommands:
 
         def run() -> None:
             while True:
+                # Not on the channel's thread: a consumer may wait for a connection, and "stop" must be read meanwhile.
                 consumer(self._queue.get())
 
         threading.Thread(target=run, name="orders", daemon=True).start()
@@ -111,6 +115,7 @@ class SigtermHandler:
             self._stop.set()
 
     def _signaled(self, number: int, frame: FrameType | None) -> None:
+        # The signal belongs to the command, or the time is over: it acts as if there were no handler.
         if self._asked:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -121,6 +126,7 @@ class SigtermHandler:
             _thread.start_new_thread(self._wait, ())
 
     def _fork(self) -> None:
+        # A script may have replaced the handler, and then its own stays in the fork.
         if signal.getsignal(signal.SIGTERM) == self._signaled:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._unblock()

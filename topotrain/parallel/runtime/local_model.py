@@ -18,11 +18,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from topotrain.config.sharding import Parameter
-from topotrain.core.model.schema import ModelBuffer
+from topotrain.core.model.schema import ModelBuffer, PrivateMemory
 from topotrain.parallel.placement.parameter_owners import OwnedPart, ParameterOwners, WholeTensor, tables
 from topotrain.parallel.runtime.meta_init import cut_to, drop_memory, materialise, set_memory
-from topotrain.parallel.runtime.send_buffers import private
-from topotrain.training.parameters.flat_parameters import HOME, ModelParts, in_file
+from topotrain.training.parameters.flat_parameters import HOME, FileMemory, ModelParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +187,8 @@ def restore(
 def _joined(whole: WholeTensor, values: Sequence[torch.Tensor], folder: Path | None) -> torch.Tensor:
     if len(values) == 1:
         return values[0].detach()
-    like, room = whole.like(), private if folder is None else in_file(folder)
-    joined = room(like.numel(), like.dtype).as_strided(like.shape, like.stride())
+    like, memory = whole.like(), PrivateMemory() if folder is None else FileMemory(folder)
+    joined = memory.allocate(like.numel(), like.dtype).as_strided(like.shape, like.stride())
     for share, part in zip(whole.shares, values, strict=True):
         share.of(joined).copy_(part)
     return joined

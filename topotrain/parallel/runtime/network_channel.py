@@ -23,7 +23,7 @@ from topotrain.config.sharding import ITEM_BYTES
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import Client, PeerLost
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.core.model.schema import torch_dtype
+from topotrain.core.model.schema import PrivateMemory, torch_dtype
 from topotrain.core.protocol import Message, ProtocolError
 from topotrain.parallel.runtime.activation_messages import Activation, ActivationHello
 from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
@@ -56,7 +56,7 @@ class NetworkChannel(ClientExtension):
         self.me, self.size = client.channel.me.index, client.channel.group_size
         self._channel, self._send, self._look = client.channel, send, look
         self._group = client.channel.me.group
-        self._store, self._slots = ArrivedTensors(), buffers or SendBuffers()
+        self._store, self._slots = ArrivedTensors(), buffers or SendBuffers(PrivateMemory())
         # Buffers are lent and messages sent in the same order, whichever thread of autograd sends.
         self._turn = threading.Lock()
         self._read: dict[int, int] = defaultdict(int)  # messages of each worker

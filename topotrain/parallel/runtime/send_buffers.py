@@ -10,20 +10,14 @@ has read. Only such a report frees a buffer.
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from topotrain.core.model.schema import BufferMemory
+
 SMALL = 4096  # bytes; smaller tensors are cheaper to send inline than by reference
 _STEPS = 4  # sizes between a power of two and the next: at most a quarter of a buffer is unused
-
-Allocate = Callable[[int, torch.dtype], torch.Tensor]
-
-
-def private(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate memory that no transport shares."""
-    return torch.empty(numel, dtype=dtype)
 
 
 @dataclass(slots=True)
@@ -45,11 +39,11 @@ class SendBuffers:
     """The send buffers of one worker. Any thread may call it.
 
     Args:
-        allocate: allocate(numel, dtype) returns 1-D memory, which is kept until the end.
+        memory: where the buffers are, which are kept until the end.
     """
 
-    def __init__(self, allocate: Allocate = private) -> None:
-        self._allocate = allocate
+    def __init__(self, memory: BufferMemory) -> None:
+        self._memory = memory
         self._lock = threading.Lock()
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size
         self._lent: dict[int, deque[_Lent]] = defaultdict(deque)  # by peer, in the order of sending
@@ -65,7 +59,7 @@ class SendBuffers:
         """
         again = again and nbytes > SMALL
         with self._lock:
-            memory = self._slot(rounded(nbytes)) if again else private(nbytes, torch.uint8)
+            memory = self._slot(rounded(nbytes)) if again else torch.empty(nbytes, dtype=torch.uint8)
             self._lent[to].append(_Lent(memory, parts, again))
         return memory[:nbytes]
 
@@ -88,7 +82,7 @@ class SendBuffers:
 
     def _slot(self, size: int) -> torch.Tensor:
         free = self._free[size]
-        return free.pop() if free else self._allocate(size, torch.uint8)
+        return free.pop() if free else self._memory.allocate(size, torch.uint8)
 
     def _return(self, lent: _Lent) -> None:
         if lent.kept:

@@ -20,7 +20,7 @@ from topotrain.config.job import Job
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.client.client import Client, StepEnd, StepOutcome
-from topotrain.core.model.schema import FlatBuffers, Schema
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
@@ -34,11 +34,6 @@ from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransp
 def parameters(*counts: int, dtype: str = "float32") -> tuple[Parameter, ...]:
     """Return 1-D parameters p0, p1, … of these lengths."""
     return tuple(Parameter(f"p{i}", (count,), (1,), dtype, True) for i, count in enumerate(counts))
-
-
-def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of a server or a worker, which is not shared here."""
-    return torch.zeros(numel, dtype=dtype)
 
 
 @lru_cache(maxsize=64)
@@ -111,7 +106,7 @@ class SimCluster:
         for group in range(self.topology.server_groups):
             for me in self.topology.servers(group):
                 self.sim_servers[me] = SimServer(
-                    make_server(me, job, self.topology, zeros, resumed=resumed), self.transport
+                    make_server(me, job, self.topology, PrivateMemory(), resumed=resumed), self.transport
                 )
                 self.transport.attach(me, self.sim_servers[me])
         self._connect_servers()
@@ -154,7 +149,7 @@ class SimWorker:
 
     def __post_init__(self) -> None:
         self.client = self.cluster.clients[self.me]
-        self.flats = FlatBuffers(self.cluster.map, None, zeros)
+        self.flats = FlatBuffers(self.cluster.map, None, PrivateMemory())
         self.visible = self.client.channel.group_size > 1 and not self.singly
 
     def open(self, start: float = 0.0) -> "SimWorker":

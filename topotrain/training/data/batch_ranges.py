@@ -17,6 +17,7 @@ def merged(runs: Iterable[tuple[int, int]]) -> Runs:
     """The same batches as `Runs`; those that are named twice are there once."""
     found: list[tuple[int, int]] = []
     for first, last in sorted(run for run in runs if run[0] < run[1]):
+        # `<=`: ranges that meet are one range.
         if found and first <= found[-1][1]:
             found[-1] = (found[-1][0], max(last, found[-1][1]))
         else:
@@ -55,6 +56,7 @@ def origin(done: Runs, positions: Iterable[tuple[int, int]]) -> Runs:
     for first, last in positions:
         while first < last:
             number = nth(done, first)
+            # The positions go on behind the next range that is done.
             gap = next((start for start, _ in done if start > number), number + last - first)
             count = min(last - first, gap - number)
             found.append((number, number + count))

@@ -63,6 +63,7 @@ class DataClient(ClientExtension):
             none_now = reply.first == reply.last
             return (reply.epoch, reply.ordinal) == (epoch, ordinal) and not (wait and none_now)
 
+        # While this group waits for a lease, its clock must not hold up the others.
         if wait and self._bounded:
             self._channel.send(self._coordinator, m.GroupIdle(epoch, ordinal, True))
         reply = self._ask(self._first_server, LeaseRequest(epoch, ordinal, total, digest, passed, wait), Lease, answers)
@@ -80,6 +81,7 @@ class DataClient(ClientExtension):
 
     def free(self, epoch: int, ordinal: int, first: int) -> None:
         """Give the rest of the epoch's leases back."""
+        # The script leaves its loop here, perhaps at the end of the process: an ended connection is no error.
         self._channel.try_send(self._first_server, LeaseRelease(epoch, ordinal, first))
 
     def applied(self, stream: int) -> int:

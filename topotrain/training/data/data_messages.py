@@ -1,4 +1,7 @@
-"""Messages between workers and the data service, server (0,0): leases of batches, and drawn batches."""
+"""Messages between workers and the data service: leases, and drawn batches.
+
+The data service is server (0,0).
+"""
 
 from dataclasses import dataclass
 
@@ -18,7 +21,9 @@ from topotrain.core.protocol.message import (
 @message(50, TO_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class LeaseRequest(Message):
-    """Worker -> server (0,0): request for the `ordinal`-th lease of the worker's group in this epoch.
+    """Worker -> server (0,0): request for a lease of the worker's group.
+
+    It is the `ordinal`-th lease of the group in this epoch.
 
     Attributes:
         total: the number of batches in the epoch. -1: not known.
@@ -77,7 +82,9 @@ class LeaseRelease(Message):
 @message(53, Route(Sender.MAIN_WORKER, Receiver.DATA_SERVICE), FROM_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class DrawnBatches(Message):
-    """Worker (0,0) -> server (0,0): consecutive batches of the epoch. Also the reply to DrawRequest.
+    """Worker (0,0) -> server (0,0): consecutive batches of the epoch.
+
+    The reply to DrawRequest is this message, too.
 
     Attributes:
         sizes: the size of each batch.
@@ -98,7 +105,10 @@ class DrawnBatches(Message):
 @message(54, TO_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class DrawRequest(Message):
-    """Worker -> server (0,0): request for DrawnBatches number `chunk` of the epoch, as soon as they have arrived."""
+    """Worker -> server (0,0): request for a chunk of the epoch's draw.
+
+    The reply is DrawnBatches number `chunk`, as soon as they have arrived.
+    """
 
     epoch: int
     chunk: int

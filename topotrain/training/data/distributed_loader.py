@@ -97,9 +97,11 @@ class ShardedLoader:
         self._epochs = 0
         self._recorder: ResumeRecorder | None = None
         self._kept: LoaderCopy | None = None
+        # A weak reference: a pass that the script drops must be collected, because `__del__` gives its batches back.
         self._live: Callable[[], _Pass | None] = lambda: None
 
     def __iter__(self) -> Iterator[Any]:
+        # The batches that the last pass holds are given back before this one asks for leases.
         if self._plan.mode == "lease":
             self.close()
         epoch = self._epochs
@@ -200,6 +202,7 @@ def _check(loader: DataLoader[Any], plan: DataPlan) -> None:
     size, samples = _batch_of(loader)
     if size is not None and samples is not None:
         group = size * plan.workers if plan.in_rounds else size
+        # With `drop_last` such a loader would give no batch, and without it the last shares would be empty.
         if group > samples:
             each = f" for each of {plan.workers} workers" if plan.in_rounds else ""
             accepted = f"a group's batch{each} must fit in the {samples} samples of an epoch: make it smaller"
@@ -287,5 +290,6 @@ class _Pass(Iterator[Any]):
             self._ledger.left_early(self._epoch, self._given)
 
     def __del__(self) -> None:
+        # At the end of the interpreter the modules that `close` needs may be gone.
         if not sys.is_finalizing():
             self.close()

@@ -21,7 +21,7 @@ from topotrain.training.data.map_dataset import (
     ResumePoint,
     ResumeRecorder,
 )
-from topotrain.training.data.sampling import epoch_seed, leading, share_of_loaded
+from topotrain.training.data.sampling import epoch_seed, leading, length_of, share_of_loaded
 from topotrain.training.data.step_batches import BatchAccounting
 from topotrain.training.rng_state import RngState
 
@@ -178,5 +178,6 @@ class IterableEpoch:
             return samples, data
         if plan.workers == 1 or plan.in_rounds:
             return leading(batch) or 1, batch
-        data, samples = share_of_loaded(batch, plan.bounds, plan.min_share)
+        samples = length_of(batch)
+        data, samples = share_of_loaded(batch, samples, plan.bounds(samples), plan.min_share)
         return samples, data

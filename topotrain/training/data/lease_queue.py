@@ -284,8 +284,10 @@ class LeaseQueue(RegroupExtension):
             return [(sender, Fail(refusal))]
         epoch.learn(ask.total)
         epoch.passed[sender] = max(ask.passed, epoch.passed.get(sender, 0))
+        # A worker asks again after its connection was made anew.
         if (sender, ask) not in epoch.held:
             epoch.held.append((sender, ask))
+        # Only a newer epoch can close earlier ones.
         if ask.epoch > self._newest.get(sender, -1):
             self._newest[sender] = ask.epoch
             return self._reply_ready(ask.epoch) + self._close()

@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,15 +23,16 @@ from topotrain.training.data.batch_ranges import Runs, left
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.sampling import (
     Chunk,
-    announced,
     cut,
     digest,
     draw_again,
     draw_epoch,
     draws_at_once,
+    in_runs,
     index_sampler,
     is_list,
     leading,
+    length_of,
     received,
     repeats,
     share_of,
@@ -282,6 +283,7 @@ class LoaderCopy:
         self.loader = copy(loader)
         self.indices: _Indices | None = None
         self.collates = False
+        # `copy` has copied the iterator of persistent processes, which belongs to the script's loader.
         self._set("_iterator", None)
         if not isinstance(loader.dataset, IterableDataset):
             self.indices = _Indices()
@@ -311,6 +313,7 @@ class LoaderCopy:
 
     def throw(self) -> None:
         """Move the script's dice as far as the plain loader's `iter()` does."""
+        # An iterator that persists draws its seeds once, when it is made.
         if self.fresh:
             throw(self.original)
 
@@ -395,7 +398,7 @@ class MapEpoch:
         )
         if plan.own_streams:  # the workers may have come to different places
             self._again = False
-        self._untold: list[tuple[int, Chunk]] = []
+        self._untold: list[Chunk] = []  # of the whole epoch
         self._ahead: _Ahead | None = None
         self._recorder: ResumeRecorder | None = None
         self._leases: LeaseIterator | None = None
@@ -436,7 +439,8 @@ class MapEpoch:
         if self._leases is not None:
             self._leases.read(mark.place)
         if mark.after is _After.SLICE:
-            data, samples = share_of_loaded(data, self._plan.bounds, self._plan.min_share)
+            samples = length_of(data)
+            data, samples = share_of_loaded(data, samples, self._plan.bounds(samples), self._plan.min_share)
         else:
             samples = mark.samples if mark.after is _After.NOTHING else leading(data) or 1
         return mark.place, samples, data
@@ -465,7 +469,7 @@ class MapEpoch:
         They may train without this worker: not before what it takes to draw the same again has been left.
         """
         untold, self._untold = self._untold, []
-        for number, (sizes, indices, end) in untold:
+        for number, (sizes, indices, end) in enumerate(untold):
             self._desk.put_draw(self._epoch, number, end, sizes, indices)
 
     def leave(self) -> None:
@@ -477,6 +481,7 @@ class MapEpoch:
 
     def end(self) -> None:
         """Release the loader's iterator, so that its processes end at once."""
+        # The last reference to the loader's iterator, which ends its processes.
         self._batches = _nothing()
         self._reopen = _nothing
         self._indices.close()
@@ -496,22 +501,18 @@ class MapEpoch:
 
     def _broadcast(self) -> Iterator[tuple[BatchPosition, Any]]:
         plan, desk, epoch, loader = self._plan, self._desk, self._epoch, self._original
-
-        def put(number: int, chunk: Chunk) -> None:
-            sizes, indices, end = chunk
-            desk.put_draw(epoch, number, end, sizes, indices)
-
         if plan.workers == 1:
             batches = iter(index_sampler(loader))
         elif plan.is_main:
             drawn = self._listed(iter(index_sampler(loader)))
-            batches = announced(drawn, draws_at_once(loader), put)
             if plan.own_streams:  # the others do not wait for a worker (0,0) that is slow
-                self._untold = []
-                told = announced(drawn, True, lambda number, chunk: self._untold.append((number, chunk)))
-                batches = iter(list(told))
+                runs = list(in_runs(drawn, True))
+                self._untold = [chunk for _, chunks in runs for chunk in chunks]
+                batches = iter([batch for run, _ in runs for batch in run])
+            else:
+                batches = self._announced(in_runs(drawn, draws_at_once(loader)))
         else:
-            batches = received(partial(desk.get_draw, epoch))
+            batches = received(desk.get_draw(epoch, number) for number in count())
         if self._again:
             return self._placed(self._units(batches), -self._units_done())
         done = self._opening.done
@@ -519,6 +520,15 @@ class MapEpoch:
         self._ahead = _Ahead(iter(batches), first, self._recorder)
         rest = tuple((a - first, b - first) for a, b in done if a)
         return self._placed(self._units(left(self._ahead, rest) if rest else self._ahead), 0)
+
+    def _announced(self, runs: Iterator[tuple[list[Any], list[Chunk]]]) -> Iterator[Any]:
+        """The batches of worker (0,0), each sent to the others before it is used."""
+        number = 0
+        for run, chunks in runs:
+            for sizes, indices, end in chunks:
+                self._desk.put_draw(self._epoch, number, end, sizes, indices)
+                number += 1
+            yield from run
 
     def _dealt(self, units: list[Any]) -> Iterator[tuple[BatchPosition, Any]]:
         return self._placed(units[self._plan.group :: self._plan.groups], 0)
@@ -529,6 +539,7 @@ class MapEpoch:
         stream = plan.stream(self._epoch)
         applied = self._desk.applied(stream) if self._opening.returned else 0
         if plan.own_streams:
+            # The last round of an epoch may have fewer batches than workers.
             units = (unit for unit in units if plan.index < len(unit))
         numbered = islice(enumerate(units, first), applied, None)
         return ((BatchPosition(stream, seq, 0, seq, False), unit) for seq, unit in numbered)
@@ -556,6 +567,7 @@ class MapEpoch:
         place, unit = drawn
         plan, auto = self._plan, self._original.batch_sampler is not None
         if plan.in_rounds and plan.index >= len(unit):
+            # A batch at weight 0: the worker's collectives and its BatchNorm must take part in the step.
             spare = unit[0]
             if is_list(spare):
                 spare = [spare[i] for i in repeats(len(spare), plan.min_share)]

@@ -6,7 +6,7 @@ gradient does not count.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from functools import lru_cache
 from hashlib import blake2b
@@ -54,6 +54,7 @@ def cut(samples: int, workers: int, shares: tuple[float, ...] = (), min_share: i
             reached += claims[r]
             edges.append(int(samples * reached / total + 1e-9))  # 0.7 + 0.2 is not 0.9
         edges.append(samples)
+        # BatchNorm needs two samples to compute a variance.
         if len(active) == 1 or min(hi - lo for lo, hi in pairwise(edges)) >= min_share:
             break
         active.remove(min(reversed(active), key=lambda r: claims[r]))
@@ -100,14 +101,8 @@ def _leaves(data: Any) -> Iterator[Any]:
             yield from _leaves(value)
 
 
-def share_of_loaded(data: Any, bounds: Callable[[int], tuple[int, int]], min_share: int) -> tuple[Any, int]:
-    """A worker's part of a loaded batch, and how many of its samples count.
-
-    Every tensor, array, and list of n plain values is sliced. Dicts, lists, tuples and named tuples are kept. All
-    workers get the other values.
-
-    Args:
-        bounds: bounds(n) is the worker's part of n samples.
+def length_of(data: Any) -> int:
+    """The common leading dimension of a loaded batch, along which it is divided.
 
     Raises:
         ConfigError: the tensors have no common leading dimension.
@@ -120,7 +115,18 @@ def share_of_loaded(data: Any, bounds: Callable[[int], tuple[int, int]], min_sha
             "with batch_size=None an item is divided among the workers of a group along the leading dimension of its "
             "tensors: they must agree in it, in (nested) dicts, lists and tuples",
         )
-    lo, hi = bounds(samples)
+    return samples
+
+
+def share_of_loaded(data: Any, samples: int, bounds: tuple[int, int], min_share: int) -> tuple[Any, int]:
+    """A worker's part of a loaded batch, and how many of its samples count.
+
+    samples: the length of the batch.
+
+    Every tensor, array, and list of n plain values is sliced. Dicts, lists, tuples and named tuples are kept. All
+    workers get the other values.
+    """
+    lo, hi = bounds
     which = slice(lo, hi) if hi > lo else repeats(samples, min_share)
     return _pick(data, which, samples), hi - lo
 
@@ -178,6 +184,7 @@ def draw_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
     generators = generators_of(loader)
     states = [(g, g.get_state()) for g in generators]
     try:
+        # Samplers may draw from any of the global generators, and the script's own draws must not change.
         with RngState(mixed):
             for generator in generators:
                 generator.manual_seed(mixed)
@@ -232,6 +239,7 @@ def digest(batches: Iterable[Any]) -> int:
         numbers.extend(map(as_int, chain.from_iterable(batches)))
     except TypeError:
         return 0
+    # 63 bits, because a field of a message is a signed integer; 0 means that there is no digest.
     return (int.from_bytes(blake2b(numbers.tobytes(), digest_size=8).digest(), "little") >> 1) or 1
 
 
@@ -244,6 +252,7 @@ def draws_at_once(loader: DataLoader[Any]) -> bool:
     share a random number generator with it.
     """
     sampler: Any = index_sampler(loader)
+    # Exact types: a subclass may do anything.
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
     if type(sampler) is RandomSampler:
@@ -255,12 +264,12 @@ def draws_at_once(loader: DataLoader[Any]) -> bool:
 # --- a draw on its way to the other workers ----------------------------------------------------------------------
 
 
-def announced(batches: Iterator[Any], at_once: bool, put: Callable[[int, Chunk], None]) -> Iterator[Any]:
-    """Worker (0,0): the batches as drawn, each sent to the others before it is used.
+def in_runs(batches: Iterator[Any], at_once: bool) -> Iterator[tuple[list[Any], list[Chunk]]]:
+    """The batches in runs, as worker (0,0) draws them, each with its chunks.
 
-    put(number, chunk) sends a chunk.
+    The other workers need the chunks to get the same batches.
     """
-    number, end = 0, False
+    end = False
     while not end:
         run: list[Any] = []
         room = CHUNK if at_once else 1
@@ -269,10 +278,7 @@ def announced(batches: Iterator[Any], at_once: bool, put: Callable[[int, Chunk],
             end = not drawn
             run += drawn
             room -= sum(len(batch) + 1 if is_list(batch) else 2 for batch in drawn)
-        for chunk in pack(run, end):
-            put(number, chunk)
-            number += 1
-        yield from run
+        yield run, list(pack(run, end))
 
 
 def pack(batches: Sequence[Any], end: bool) -> Iterator[Chunk]:
@@ -313,16 +319,12 @@ def _integers(batch: Any) -> list[int]:
         ) from None
 
 
-def received(get: Callable[[int], Chunk]) -> Iterator[Any]:
-    """The other workers: the batches that worker (0,0) has sent.
-
-    get(number) waits for a chunk.
-    """
-    number, end = 0, False
+def received(chunks: Iterator[Chunk]) -> Iterator[Any]:
+    """The other workers: the batches of the chunks that worker (0,0) has sent."""
+    end = False
     begun: list[int] = []
     while not end:
-        sizes, indices, end = get(number)
-        number += 1
+        sizes, indices, end = next(chunks)
         at = 0
         for size in sizes:
             if size == KEY:

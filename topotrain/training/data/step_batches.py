@@ -61,6 +61,7 @@ class StepBatches:
 
     def use(self, counts: bool = True) -> None:
         """The samples given since the last step are in the next commit, or in none."""
+        # A step may have read several batches (gradient accumulation).
         self.samples += self._unused if counts else 0
         self._unused = 0
 

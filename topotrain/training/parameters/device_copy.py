@@ -165,6 +165,7 @@ class CudaCopier:
                 matching = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype, device=self._device)
                 matching.copy_(source)
             place.copy_(matching, non_blocking=True)
+        # The allocator would otherwise give the memory away when the script drops it, while the copy still runs.
         source.record_stream(self._stream)
 
     def out(self, pairs: Iterable[Pair]) -> None:
@@ -174,6 +175,7 @@ class CudaCopier:
         with torch.cuda.stream(self._stream):
             for target, place in pairs:
                 target.copy_(place, non_blocking=True)
+        # Later work of the device reads the new values. The host does not wait.
         current.wait_stream(self._stream)
         self._read = self._event()
 

@@ -20,7 +20,7 @@ from torch import nn
 from topotrain.config.job import ConfigError
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.core.model.safetensors_layout import NAMES
-from topotrain.core.model.schema import Allocate, FlatBuffers, ModelBuffer
+from topotrain.core.model.schema import FlatBuffers, ModelBuffer
 from topotrain.training.parameters.device_parameters import HostParameters, ParameterViews, mirror_for
 
 DEVICES = ("cpu", "cuda")
@@ -60,6 +60,7 @@ def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> Mo
     for name, tensor in model.named_parameters(remove_duplicate=False):
         if id(tensor) in others:
             continue
+        # By identity: a tied weight is one parameter with several names.
         names.setdefault(id(tensor), []).append(name.replace(_COMPILED, ""))
         tensors[id(tensor)] = tensor
     if not tensors and not aside:
@@ -67,6 +68,7 @@ def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> Mo
     unique = tuple(tensors.values())
     described = tuple(_describe(names[key], tensor) for key, tensor in tensors.items())
     modules = dict(model.named_modules())
+    # torch has no public name for this set.
     passing = {f"{prefix}.{n}".lstrip(".") for prefix, m in modules.items() for n in m._non_persistent_buffers_set}
     buffers = [(name.replace(_COMPILED, ""), b) for name, b in model.named_buffers() if name not in passing]
     index = {key: number for number, key in enumerate(tensors)}
@@ -95,6 +97,7 @@ def _describe(names: list[str], tensor: nn.Parameter) -> Parameter:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in NAMES:
         raise ConfigError(f"model parameter {names[0]}", dtype, f"must be one of {', '.join(NAMES)}, to fit into files")
+    # Set where the script names a server for the parameter.
     home = getattr(tensor, HOME, -1)
     return Parameter(names[0], tuple(tensor.shape), tuple(stride), dtype, tensor.requires_grad, tuple(names[1:]), home)
 
@@ -136,6 +139,7 @@ class ModelBuffers(ParameterViews):
 
     def view(self, name: str, index: int) -> torch.Tensor:
         """Return a parameter's view of a flat buffer, with its shape and strides."""
+        # Every hook of every backward comes here, so views are made once.
         view = self._views.get((name, index))
         if view is None:
             view = self._views[(name, index)] = self._make_view(name, index)
@@ -235,26 +239,29 @@ def version_of(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
-def in_file(folder: Path) -> Allocate:
-    """Return an allocator of zeroed memory over unlinked files in a folder.
+class FileMemory:
+    """Memory over unlinked files in a folder.
 
-    The system can write this memory to disk, so it may be larger than the memory of a process. The allocator raises
-    ConfigError if the disk is full.
+    The system can write this memory to disk, so it may be larger than the memory of a process.
     """
 
-    def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros, 1-D. Raises ConfigError if the disk is full."""
         nbytes = numel * dtype.itemsize
         if not nbytes:
             return torch.empty(0, dtype=dtype)
         try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # else a full disk would kill the process later
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                # Without blocks on the disk a write to this memory would kill the process with SIGBUS later.
+                os.posix_fallocate(file.fileno(), 0, nbytes)
                 memory = mmap.mmap(file.fileno(), nbytes)
         except OSError as error:
-            raise ConfigError("workspace", str(folder), f"has no space for {nbytes:,} more bytes: {error}") from None
+            accepted = f"has no space for {nbytes:,} more bytes: {error}"
+            raise ConfigError("workspace", str(self._folder), accepted) from None
         return torch.frombuffer(memory, dtype=dtype, count=numel)
-
-    return allocate
 
 
 def _own_storage(view: torch.Tensor) -> torch.Tensor:

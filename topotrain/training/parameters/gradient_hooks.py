@@ -74,6 +74,7 @@ class GradientPath(ABC):
         self._arrived = [0] * len(slice_map.buckets)
         self._pushed = 0  # bit per bucket that was sent in this backward
         self._hooked: set[int] = set()
+        # With several devices autograd runs hooks on a thread for each.
         self._turn = threading.Lock()
         for index, tensor in enumerate(parts.tensors):
             if tensor.requires_grad and not tensor.is_meta:  # else another worker holds it
@@ -132,6 +133,7 @@ class GradientPath(ABC):
 
         Returns True if this is the first gradient.
         """
+        # torch has no public name for it. A nested backward has a number of its own.
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return False
@@ -187,6 +189,7 @@ class GradientPath(ABC):
                 yield bucket
 
     def _same_bits(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        # As integers: NaN differs from itself, and -0.0 equals 0.0.
         kind = _BITS[a.element_size()]
         return torch.equal(a.view(kind), b.view(kind))
 
@@ -431,6 +434,7 @@ class MeanPath(GradientPath):
         workers, mine = self._gradients.channel.group_size, self._gradients.channel.me.index
         for bucket in self._map.buckets if edited else ():
             changed = any(edited & self._gradients.model.piece_bit(bucket, i) for i in range(len(bucket.pieces)))
+            # Every worker has the same mean, so one of them sends the edit; the load is spread over all.
             sender = bucket.shard if self._gradients.model.sends_own_shard else bucket.id % workers
             if changed and sender == mine:
                 self._gradients.edit(step, bucket, self._flats.view("grad", bucket))
@@ -562,6 +566,7 @@ class PushPath(GradientPath):
         )
 
     def after_step(self) -> None:
+        # A script mostly makes as many backwards in each step.
         self._guess = max(1, self.backwards) if self._eager else 0
         super().after_step()
         self._revision = [NO_REVISION] * len(self._revision)
@@ -619,6 +624,7 @@ class ArrivalPath(GradientPath):
         self._pushed = 0
         rates = self._hyper()
         if rates != self._sent_hyper:
+            # Servers apply buckets before the commit, so they need the rates before the first bucket.
             self._sent_hyper = rates
             self._gradients.set_rates(rates)
 

@@ -116,14 +116,17 @@ class EvaluationLoader:
         return twin
 
     def __iter__(self) -> Iterator[Any]:
+        # At each pass, so that every evaluation sees the same batches.
         self._dice.manual_seed(_SEED)
         return islice(self._loader, self._batches)
 
 
 def evaluate(
-    model: nn.Module, objective: Objective, data: EvaluationLoader, stopped: Callable[[], bool] = lambda: False
+    model: nn.Module, objective: Objective, data: EvaluationLoader, stop: threading.Event | None = None
 ) -> Values:
-    """Return the means over all samples of `data`, or over those before `stopped()`.
+    """Return the means over all samples of `data`.
+
+    With `stop`, only the samples before it was set count.
 
     Raises:
         ConfigError: the loader gives no batch.
@@ -136,7 +139,7 @@ def evaluate(
             for name, value in objective.measure(model, batch).items():
                 sums[name] = sums.get(name, 0.0) + float(value) * count
             samples += count
-            if stopped():
+            if stop is not None and stop.is_set():
                 break
     if not samples:
         raise ConfigError(f"tt.Trainer {data.kind}", "a loader", "must give at least one batch")
@@ -147,12 +150,13 @@ def follow(model: nn.Module, objective: Objective, data: EvaluationLoader) -> No
     """Compute this worker's part of a split model that another worker evaluates."""
     with _looking(model):
         for batch in data:
-            one = batch if leading(batch) is None else share_of_loaded(batch, lambda _: (0, 1), 1)[0]
-            objective.follow(model, one)
+            samples = leading(batch)
+            objective.follow(model, batch if samples is None else share_of_loaded(batch, samples, (0, 1), 1)[0])
 
 
 @contextlib.contextmanager
 def _looking(model: nn.Module) -> Iterator[None]:
+    # A script may have set parts of a model to eval mode, and `model.train()` would lose that.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -180,22 +184,20 @@ class BackgroundEvaluator:
 
     Args:
         model: the model before training, which is copied.
-        measure: evaluates (model, data, stopped).
+        objective: the measures.
 
     Raises:
         ConfigError: the model cannot be copied.
     """
 
-    def __init__(
-        self, model: nn.Module, measure: Callable[[nn.Module, EvaluationLoader, Callable[[], bool]], Values]
-    ) -> None:
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
         model = getattr(model, "_orig_mod", model)
         try:
             self._copy = copy.deepcopy(model)
         except Exception as error:
             accepted = f"cannot be copied for testing beside the training (copy.deepcopy): {error}"
             raise ConfigError("tt.Trainer model", type(model).__name__, accepted) from error
-        self._model, self._measure = model, measure
+        self._model, self._objective = model, objective
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, "evaluation", _yield_to_others)
         self._running: Future[list[EvaluationResult]] | None = None
@@ -210,6 +212,7 @@ class BackgroundEvaluator:
             return False
         with torch.no_grad():
             for into, now in zip(_contents(self._copy), _contents(self._model), strict=True):
+                # On the script's thread: the values must not change while they are copied.
                 into.copy_(now)
         copied = _mark(next(self._copy.parameters()).device)
         self._running = self._pool.submit(self._evaluate, step, data, copied)
@@ -227,13 +230,15 @@ class BackgroundEvaluator:
     def close(self) -> None:
         """Stop a running evaluation after its current batch."""
         self._stop.set()
+        # With `wait`: a thread that still runs torch kernels at interpreter shutdown may crash.
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _evaluate(
         self, step: int, data: list[EvaluationLoader], copied: torch.cuda.Event | None
     ) -> list[EvaluationResult]:
         with self._on_own_stream(copied):
-            return [EvaluationResult(one.kind, step, self._measure(self._copy, one, self._stop.is_set)) for one in data]
+            found = [(one.kind, evaluate(self._copy, self._objective, one, self._stop)) for one in data]
+        return [EvaluationResult(kind, step, values) for kind, values in found]
 
     def _on_own_stream(self, copied: torch.cuda.Event | None) -> contextlib.AbstractContextManager[Any]:
         """Use a separate GPU stream, so that training does not wait for the evaluation."""

@@ -3,7 +3,7 @@
 A checkpoint has the contents of `final.safetensors` at an earlier step. Optimizer state is not included.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,8 +14,6 @@ from topotrain.config.job import ConfigError
 from topotrain.config.private_files import make_folder
 from topotrain.training import context as process
 from topotrain.training.final_parameters import load_tensors, save_tensors
-
-Taken = tuple[dict[str, torch.Tensor], dict[str, str]]
 
 _FIELD = "checkpoint_path"
 _SHOWN = 4  # names that an error lists
@@ -28,22 +26,20 @@ class ParameterFiles:
 
     Args:
         folder: the folder of the files, which is made if it is missing.
-        take: copies the present tensors of the model, by name, and a file's metadata.
     """
 
-    def __init__(self, folder: Path, take: Callable[[], Taken]) -> None:
-        self._folder, self._take = folder, take
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         make_folder(folder)
 
-    def write(self, step: int) -> None:
-        """Copy the present values of the model and start to write them.
+    def write(self, step: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+        """Start to write tensors, which must not change any more.
 
         Raises the error of the last file, if there was one.
         """
         self.wait()
-        tensors, metadata = self._take()
         path = self._folder / f"step-{step}.safetensors"
         self._writing = self._pool.submit(save_tensors, tensors, path, {**metadata, "step": str(step)})
 

@@ -87,6 +87,7 @@ class Trainer:
             ConfigError: the job needs something that is missing (the error names the field), or cannot be trained with
                 a Trainer.
         """
+        # Nothing may be read or written: the plan needs only the model.
         if process.planning():
             api.prepare(self.model, self.optimizer, self._train)
         here = process.current()
@@ -147,6 +148,7 @@ class Trainer:
         if here is not None and here.continuing is not None and here.continuing.steps:
             done = here.continuing.steps
             loader.skip_to(here.continuing.first)
+        # An ordinary script's loop, so that a synchronous job has the bits of that script.
         for step, batch in enumerate(_batches(loader, job.train_steps, groups, done), done + 1):
             optimizer.zero_grad()
             loss = self._objective.loss(self.model, batch)

@@ -9,9 +9,8 @@ a checkpoint. All of them use the same job and count the same steps, so no messa
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +33,7 @@ from topotrain.training.trainer.evaluation import (
     follow,
     same_dice,
 )
-from topotrain.training.trainer.parameter_files import ParameterFiles, Taken
+from topotrain.training.trainer.parameter_files import ParameterFiles
 
 KINDS = ("test", "validate")
 _CHECKPOINT = "a checkpoint (checkpoint_freq)"
@@ -79,16 +78,14 @@ class TrainerCallbacks:
         if tests or self._rhythms["checkpoint"].freq:
             _refuse_tables(job, self._model)
         if tests and here is not None and not split:
-            self._beside = BackgroundEvaluator(
-                self._model, lambda model, *args: evaluate(model, self._objective, *args)
-            )
+            self._beside = BackgroundEvaluator(self._model, objective)
             stack.callback(self._beside.close)
 
     def begin(self) -> None:
         """Start, with the job's initial values in the model."""
         if self._rhythms["checkpoint"].freq and self._main:
             folder = Path(self._job.workspace) if self._here is None else self._here.workspace
-            self._checkpoints = ParameterFiles(folder, self._values())
+            self._checkpoints = ParameterFiles(folder)
             self._stack.callback(self._checkpoints.close)
         self._look(0)
         self._since = time.monotonic()
@@ -134,12 +131,14 @@ class TrainerCallbacks:
         # As in SINGA the last values are always written; they are tested as the job's result.
         write = self._rhythms["checkpoint"].freq > 0 and (last or self._rhythms["checkpoint"].due(step))
         due = [] if last else [self._held[kind] for kind in KINDS if self._rhythms[kind].due(step)]
+        # With `pull: kLazy` some values are still on their way.
         if (write or due) and self._here is not None and self._here.worker is not None:
             self._here.worker.client.values.settle()
         if due:
             self._test(step, due)
         if write and self._checkpoints is not None:
-            self._checkpoints.write(step)
+            self._checkpoints.wait()  # before the next copy, so that there is one at a time
+            self._checkpoints.write(step, *self._values())
         elif write:
             self._split().gather(_CHECKPOINT)
 
@@ -159,12 +158,13 @@ class TrainerCallbacks:
         assert self._here.split is not None
         return self._here.split
 
-    def _values(self) -> Callable[[], Taken]:
-        """Return the source of the main worker's checkpoints."""
+    def _values(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return copies of the main worker's tensors by name, and a file's metadata."""
         if self._here is not None and self._here.split is not None:
-            return lambda: (self._split().gather(_CHECKPOINT) or {}, self._split().metadata)
+            return self._split().gather(_CHECKPOINT) or {}, self._split().metadata
         worker = None if self._here is None else self._here.worker
-        return partial(tensors_of, describe_model(self._model) if worker is None else worker.parts)
+        tensors, metadata = tensors_of(describe_model(self._model) if worker is None else worker.parts)
+        return {name: tensor.clone() for name, tensor in tensors.items()}, metadata
 
     def _found(self, result: EvaluationResult) -> None:
         values = "  ".join(f"{name} {value:.6g}" for name, value in result.values.items())

@@ -34,6 +34,7 @@ def join(store: Store, rank: int, size: int, timeout: float) -> str:
 def _propose(store: Store, size: int, until: float) -> str:
     ranks = range(1, size)
     while True:
+        # A number may be that of a process that has died; it then never agrees, and the next round reads a newer one.
         values = {rank: _watch_rank(store, rank, until) for rank in ranks}
         name = f"room-{secrets.token_hex(8)}"
         proposal = {"room": name, "numbers": {str(rank): _read(value)["number"] for rank, value in values.items()}}
@@ -41,6 +42,7 @@ def _propose(store: Store, size: int, until: float) -> str:
         if all(_agrees(store, rank, values[rank], name, until) for rank in ranks):
             store.set(_ROUND, json.dumps(proposal | {"open": True}).encode())
             for rank in ranks:
+                # The next start of the job must not find the numbers of this one.
                 store.delete(_rank_key(rank))
             return name
 
@@ -77,6 +79,7 @@ def _agree(store: Store, rank: int, size: int, until: float) -> str:
         except TimeoutError:
             raise TimeoutError(f"rank {rank} of {size} was not called by rank 0 in time") from None
         proposal = _read(known)
+        # Of an earlier start, or made before this process had written its number.
         if proposal["numbers"].get(str(rank)) != number:
             continue
         name: str = proposal["room"]

@@ -75,6 +75,7 @@ class Registry:
             self._store.set(_alive(record.id), repr(time.time()).encode(), ttl)
             if self._store.compare_and_set(_key(record.id), old, _dumped(entry), KEEP):
                 break
+        # Last: the request was meant for an earlier job of this ID.
         self._store.delete(stop_key(record.id))
 
     def list(self) -> "list[JobRecord]":
@@ -115,6 +116,7 @@ class Registry:
             entry = replace(_loaded(id, raw), state=state)
             if self._store.compare_and_set(_key(id), raw, _dumped(entry), KEEP):
                 break
+        # An ended job needs no heartbeat, and a lost one is recognized by its absence.
         self._store.delete(_alive(id))
 
     def stop(self, id: str) -> JobRecord:

@@ -56,6 +56,7 @@ class RankClaim:
             value = self._store.get(key)
             if number == self.number or value is None:
                 continue
+            # A value that never changes may be that of a dead process.
             if self._first.setdefault(number, value) != value:
                 found[number] = str(json.loads(value)["says"])
         return found
@@ -65,6 +66,7 @@ class RankClaim:
         self._over.set()
         self._thread.join()
         with suppress(StoreError):
+            # Another process may have taken the rank while this one was stopped.
             if self._store.get(self._key) == self._value:
                 self._store.delete(self._key)
 
@@ -80,6 +82,7 @@ class RankClaim:
         known: bytes | None = None
         while not self._store.compare_and_set(self._key, None, self._value, LIFE_S):
             there = self._store.get(self._key)
+            # The claim was renewed while this process watched, so its owner is alive.
             if known is not None and there not in (None, known):
                 raise RankTaken(f"{self._key} belongs to another process, which is alive")
             known = there or known

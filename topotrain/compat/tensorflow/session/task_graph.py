@@ -19,7 +19,6 @@ from topotrain.compat.tensorflow.cluster_spec import task_name
 from topotrain.config.job import Cluster, ConfigError, Job, Road
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError, PeerLost, StepEnd
-from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.optim.adapter import OptimizerSpec, remake
 from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, place_of
 from topotrain.launch.runtime.process_host import WorkerConnections
@@ -32,7 +31,7 @@ from topotrain.parallel.runtime.program_runner import Runner
 from topotrain.parallel.runtime.worker_sync import WorkerSync
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.parameters.gradient_hooks import PushPath
-from topotrain.training.worker import Worker
+from topotrain.training.worker import Worker, WorkerMemory
 from topotrain.training.worker_extension import WorkerExtension
 
 OVER = "the session is over"
@@ -134,7 +133,7 @@ class SessionWorker:
             self._localised.parts,
             self._optimizer,
             roads.exchange,
-            lambda slice_map: FlatBuffers(slice_map, None, roads.allocate),
+            WorkerMemory(roads),
         )
         self._worker.start()
         self._channel: NetworkChannel = roads.meet_group()

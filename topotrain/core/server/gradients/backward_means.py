@@ -154,6 +154,7 @@ class BackwardMeans(GradientSource):
         backward = self._backwards.begin(self.step, message.ordinal)
         if backward.done >> (message.bucket - self._first) & 1:
             return ()
+        # The first push counts: a repeated one may have another body behind it by now.
         backward.pushes.setdefault(message.bucket, {}).setdefault(worker, (message, body))
         return self._ready(backward, (message.bucket,))
 
@@ -195,6 +196,7 @@ class BackwardMeans(GradientSource):
             if reduced.mean is not None:
                 backward.contribute(bit)
             else:
+                # The mean is in the workers' memory already, and is not sent.
                 backward.written[bucket - self._first] = present
             yield reduced
 
@@ -205,6 +207,7 @@ class BackwardMeans(GradientSource):
         for worker in range(self.workers):
             if worker in pushes:
                 parts[worker] = (pushes[worker][0].weight, pushes[worker][1])
+            # The worker has no gradient in this bucket. Its weight still counts in the mean.
             elif worker in backward.ends and not bits_to_int(backward.ends[worker].pushed) & bit:
                 parts[worker] = (backward.ends[worker].weight, None)
             else:
@@ -245,6 +248,7 @@ class BackwardMeans(GradientSource):
         return self._backwards.any_begun or super().begun
 
     def _complete(self) -> bool:
+        # Any commit will do: workers that disagree in these fields have failed by now.
         commit = self.commits[0]
         full = (1 << len(self._buckets)) - 1
         for ordinal in range(commit.backwards):

@@ -47,6 +47,7 @@ class CommittedPushes(GradientSource):
         """Keep a worker's gradient of a bucket, unless a later one is here."""
         pushes = self._pushes.setdefault(message.bucket, {})
         old = pushes.get(worker)
+        # Pushes may arrive in another order after a connection was made anew.
         if old is None or old[0].ordinal < message.ordinal:
             pushes[worker] = (message, body)
             if self._looks_early:  # while it is in the processor's cache
@@ -83,6 +84,7 @@ class CommittedPushes(GradientSource):
             for worker in workers:
                 if self.commits[worker].revisions[at] != NO_REVISION:
                     self._present[at] |= bits_to_int(self._pushes[bucket.id][worker][0].present)
+            # Before the dropped pieces are taken out: the others of the bucket still need the sum.
             if self._present[at]:
                 self._unsummed.add(at)
             self._present[at] &= ~dropped
@@ -122,6 +124,7 @@ class CommittedPushes(GradientSource):
     def refuse(self, workers: Collection[int]) -> bool:
         """As `GradientSource.refuse`."""
         for worker in workers:
+            # The commit stays, because its batches are applied with the step.
             self.commits[worker] = replace(self.commits[worker], weight=0.0)
         self._find_present([worker for worker in self.commits if worker not in workers])
         return any(commit.weight > 0 for commit in self.commits.values())

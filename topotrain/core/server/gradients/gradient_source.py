@@ -162,6 +162,7 @@ class GradientSource(ABC):
         if worker in self.commits:
             return
         self.commits[worker] = message
+        # With each of them, so that the error names two workers that differ.
         for other, theirs in self.commits.items():
             agree(other, theirs, worker, message, self.words, self.may_differ)
 

@@ -1,11 +1,11 @@
-"""What one server exchanges with the same shard of other server groups, from their common start to the final values."""
+"""The exchange of one server with the same shard of other server groups.
+
+It lasts from their common start to the final values.
+"""
 
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.server.component_state import State
@@ -18,7 +18,7 @@ from topotrain.core.server.shutdown import Shutdown
 
 
 class GroupExchange:
-    """One server's part in the agreement of the server groups, and in the end of the job.
+    """One server's part in group synchronization, and in the end of the job.
 
     Args:
         state, groups, shutdown, queue, hooks: the parts of the server that it uses.
@@ -86,19 +86,25 @@ class GroupExchange:
         self._end()
 
     def _end(self) -> None:
-        """Once every worker group here has ended and every exchange is answered: hand on the final values."""
+        """Hand on the final values, once nothing more can change them.
+
+        That is when every worker group here has ended and every exchange is answered.
+        """
         if not self._groups.any_runs and self._state.known.agreement.drained():
-            self._queue.send_all(self._shutdown.drained(self._state.known.buckets, self._final_values))
+            self._queue.send_all(self._shutdown.drained(self._state.known))
 
     def close(self, sender: Address, message: Any) -> None:
-        """A message of the job's end (`shutdown`). Raises ProtocolError for a buffer that the sender does not have."""
+        """Handle a message of the job's end (`shutdown`).
+
+        Raises ProtocolError for a buffer that the sender does not have.
+        """
         model = self._state.known
         if isinstance(message, m.ModelBufferValue) and (
             message.group != sender.group or message.index >= len(model.schema.buffers)
         ):
             raise m.ProtocolError(f"{sender} sends buffer {message.index} of group {message.group}")
         body = model.body(message) if isinstance(message, m.FinalValue) else message.body
-        self._queue.send_all(self._shutdown.take(sender, message, body, model.buckets, self._final_values))
+        self._queue.send_all(self._shutdown.take(sender, message, body, model))
         if isinstance(message, m.ModelBufferValue) and message.index < 0:
             self.end_group(message.group)
 
@@ -106,9 +112,6 @@ class GroupExchange:
         """The workers of a group have left the job, or their scripts have ended."""
         for extension in self._hooks.group_over:
             self._queue.send_all(extension.group_over(group))
-
-    def _final_values(self, bucket: Bucket) -> torch.Tensor:
-        return self._state.known.values(bucket.id)
 
     def state_dict(self) -> State:
         """Return the state, see `component_state`."""

@@ -1,4 +1,4 @@
-"""The worker groups that use one server: which of them train, and where their clocks are."""
+"""The worker groups that use one server: which train, and their clocks."""
 
 from collections.abc import Mapping
 
@@ -35,7 +35,7 @@ class WorkerGroups:
         self._finished[worker.group][worker.index] = steps
 
     def finished(self, group: int) -> Mapping[int, int]:
-        """The workers of a group whose scripts have ended, and the steps of each."""
+        """The workers of a group with ended scripts, and the steps of each."""
         return self._finished[group]
 
     def has_finished(self, worker: Address) -> bool:
@@ -92,7 +92,9 @@ class WorkerGroups:
         self.clocks.go_on(ours if ours.keys() == set(self.groups) else clocks)
 
     def start_together(self, clock: int, earlier: Mapping[int, int] | None) -> list[int]:
-        """Start all groups at the same clock, or where an earlier start of the job has left them.
+        """Start all groups at the same clock.
+
+        In a resumed job each starts where an earlier start of the job has left it.
 
         Returns:
             The groups that came back before, and join now.

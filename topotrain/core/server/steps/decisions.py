@@ -131,7 +131,10 @@ class Decisions:
             self._queue.send_all(extension.on_decree(decision))
 
     def catch_up(self) -> None:
-        """A connection was made anew: send the votes again, and ask for the decisions that have been missed."""
+        """Send the votes again, over a new connection.
+
+        The server also asks for the decisions that it has missed.
+        """
         self._contributions.repeat_votes()
         self._queue.send(self._shards[0], m.StepDecisionRequest(self._state.order.next))
 

@@ -1,4 +1,4 @@
-"""When the workers of a group may read: replies are held until the group's clock allows them."""
+"""Pulls: replies are held until the clock of the worker's group allows them."""
 
 from collections.abc import Iterable
 
@@ -40,7 +40,7 @@ class Pulls:
         self.release()
 
     def release(self) -> None:
-        """Send the held replies whose groups may read."""
+        """Send the held replies of groups that may read."""
         state = self._state
         if state.model is not None:
             self.send(self.replies.release(state.model, state.version, self._may_read))

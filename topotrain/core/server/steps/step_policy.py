@@ -1,4 +1,7 @@
-"""Which contributions make a step: those of all workers of a group, or as many as an extension asks for."""
+"""Step policies: which contributions make a step.
+
+They are those of all workers of a group, or as many as an extension asks for.
+"""
 
 from collections.abc import Collection
 
