@@ -394,13 +394,8 @@ def _resize(found: Resized, recovered: Recovered | None) -> dict[str, Any]:
     waited_s: the seconds without training; null if training never continued.
     """
     waited_s = None if recovered is None else recovered.waited_s
-    return {
-        "what": moved(found),
-        "workers": found.workers,
-        "step": found.step,
-        "at_s": found.at_s,
-        "waited_s": waited_s,
-    }
+    sizes = {"workers": found.workers, "step": found.step}
+    return {"what": moved(found), **sizes, "at_s": found.at_s, "waited_s": waited_s}
 
 
 def moved(found: Resized) -> str:
