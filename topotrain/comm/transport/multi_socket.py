@@ -14,10 +14,13 @@ import socket
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from topotrain.comm.transport import TransportError
 from topotrain.config.topology import Address
+
+if TYPE_CHECKING:
+    from topotrain.comm.security.tls import TlsChannel
 
 STRIPE = 1 << 16  # bytes; the kernel takes this much at once even before it has learned what a connection can do
 
@@ -36,12 +39,7 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-class HandshakeSocket(Channel, Protocol):
-    """The calls of `socket.socket` that a handshake needs besides."""
-
-    def sendall(self, data: Any, flags: int = 0, /) -> None: ...
-    def send(self, data: Any, flags: int = 0, /) -> int: ...
-    def recv(self, size: int, flags: int = 0, /) -> bytes: ...
+HandshakeSocket: TypeAlias = "socket.socket | TlsChannel"
 
 
 class _Place:

@@ -14,9 +14,12 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from topotrain.config.sharding import ITEM_BYTES
+
+if TYPE_CHECKING:  # a program that only reads headers (the command line) does without torch
+    from torch import Tensor
 
 NAMES = {
     "bool": "BOOL",
@@ -181,20 +184,7 @@ def row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-class TensorMemory(Protocol):
-    """The part of a tensor that `bytes_of` uses, so that this module needs no torch."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        ...
-
-    def data_ptr(self) -> int:
-        """Address of the first byte."""
-        ...
-
-
-def bytes_of(tensor: TensorMemory) -> memoryview:
+def bytes_of(tensor: "Tensor") -> memoryview:
     """Return the memory of a contiguous CPU tensor as writable bytes.
 
     The tensor must live as long as the result.
