@@ -110,6 +110,9 @@ def imported_names(tree: ast.AST) -> set[str]:
 
 
 def is_other(node: ast.expr) -> bool:
+    """Whether it is another object than the one with this method; `super()` is the same object."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
+        return False
     return not (isinstance(node, ast.Name) and node.id in ("self", "cls"))
 
 

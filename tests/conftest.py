@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import process_pool
 import pytest
@@ -21,6 +22,16 @@ settings.register_profile("topotrain", deadline=None, print_blob=True, suppress_
 settings.load_profile("topotrain")
 
 unpickle_audit.in_tests()
+INTERPRETERS: list[str] = []
+"""The command lines of the Python processes that the running test has started."""
+
+
+def _on_audit_event(event: str, args: tuple[Any, ...]) -> None:
+    if event == "subprocess.Popen" and os.path.basename(os.fsdecode(args[0])).startswith("python"):
+        INTERPRETERS.append(str(args[1]))
+
+
+sys.addaudithook(_on_audit_event)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,6 +46,14 @@ def nothing_unpickled() -> Iterator[None]:
     yield
     found, unpickle_audit.FOUND[:] = list(unpickle_audit.FOUND), []
     assert not found
+
+
+@pytest.fixture(autouse=True)
+def marked_as_journey(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that starts Python processes has the mark `journey`: `-m "not journey"` stays quick."""
+    INTERPRETERS.clear()
+    yield
+    assert request.node.get_closest_marker("journey") or not INTERPRETERS, f"not marked as journey: {INTERPRETERS}"
 
 
 @pytest.fixture(autouse=True)

@@ -44,6 +44,7 @@ PURE = """
     extensions/collectives/collective_server.py extensions/collectives/precomputed_gradients.py
     extensions/backup_workers/quorum_pushes.py
     extensions/compression/* extensions/elastic/eligibility.py extensions/elastic/membership.py
+    extensions/elastic/group_departure.py
     extensions/replication/buffer_views.py
     extensions/replication/replica_checksum.py extensions/replication/replica_placement.py
     extensions/replication/state_codec.py extensions/replication/state_machine.py
@@ -282,6 +283,7 @@ def test_every_import_goes_to_an_earlier_package_and_libraries_stay_in_their_fil
     assert not found, "\n" + "\n".join(found)
 
 
+@pytest.mark.journey
 def test_the_layout_of_a_job_is_read_without_torch():
     code = "import sys, topotrain.config.topology, topotrain.config.sharding as s; sys.exit('torch' in sys.modules or "
     code += "'numpy' in sys.modules)"

@@ -1,13 +1,13 @@
 """Packages that nothing else imports can be deleted: automatic placement, and TensorFlow's client session.
 
-A test masks the modules of one package in a fresh interpreter, as if its folder were deleted.
+A test masks the modules of one package, as if its folder were deleted, in a process that has imported torch and forgets
+the package.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from process_pool import run_without_package
 
 ROOT = Path(__file__).parents[1]
 USERS = {
@@ -70,13 +70,13 @@ for name in ("minimize", "TrainOp"):
 """
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("package", "then"), [("parallel/auto_placement", PLACEMENT), ("compat/tensorflow/session", SESSION)]
 )
-def test_the_rest_works_without(package: str, then: str) -> None:
-    command = [sys.executable, "-c", MASK + then, package]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_rest_works_without(package: str, then: str, warm_at: str) -> None:
+    code, out = run_without_package(warm_at, MASK + then, package)
+    assert code == 0, out
 
 
 @pytest.mark.parametrize("package", USERS)

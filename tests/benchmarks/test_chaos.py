@@ -55,6 +55,7 @@ def test_cells_and_bits_that_are_not_as_they_must_be(tmp_path: Path) -> None:
     assert "cells" in torment._wrong(final, 0, {"cells": torch.zeros(4)})[0]
 
 
+@pytest.mark.journey
 def test_a_job_that_hangs_says_where_it_stood(tmp_path: Path) -> None:
     script = "import faulthandler, os; faulthandler.enable()\ndef waits(): os.abort()\nwaits()"
     (tmp_path / "worker-0-0.log").write_text("step 1\n")

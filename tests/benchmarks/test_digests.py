@@ -116,6 +116,7 @@ def test_what_is_recorded_was_the_same_twice(runner: Callable[[Case], str], verd
     assert settle(CASE, {"twin": {"digest": "a", "code": "abc"}}, runner).verdict is verdict
 
 
+@pytest.mark.journey
 def test_another_machine_is_named_and_not_compared(tmp_path: Path) -> None:
     here = digests.conditions()
     assert digests.incomparable(here, here) == ""
@@ -159,7 +160,8 @@ def test_only_names_that_survive_a_move_are_used(path: Path) -> None:
 
 @pytest.mark.journey
 @pytest.mark.parametrize("name", ["python", "in-memory-sandblaster"])
-def test_a_case_has_one_digest_per_seed(name: str) -> None:
+def test_a_case_has_one_digest_per_seed(name: str, served_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPOTRAIN_FORKSERVER", served_at)
     case = BY_NAME[name]
     first = digests.run(case)
     assert digests.run(case) == first

@@ -296,6 +296,7 @@ def test_the_digest_follows_what_decides_results_and_nothing_else() -> None:
     assert len({job.digest() for job in [Job(), *OTHER]}) == len(OTHER) + 1
 
 
+@pytest.mark.journey
 def test_the_digest_is_the_same_in_another_process() -> None:
     code = "from topotrain.config.job import Job; print(Job(seed=1).digest())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

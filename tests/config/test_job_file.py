@@ -465,6 +465,7 @@ def test_the_reference_lists_every_enum_value() -> None:
 # ---- how it is loaded ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.journey
 def test_reading_a_job_needs_no_torch_and_no_public_pool() -> None:
     code = (
         "import sys; from topotrain.config import job_file; job_file.loads('cluster { nworker_groups: 2 }');"

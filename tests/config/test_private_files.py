@@ -160,6 +160,7 @@ def refusal(path: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.journey
 def test_the_holder_is_named_and_not_the_launcher_before_it(tmp_path):
     (tmp_path / "lock").write_text("999999")  # of a launcher long gone
     with held(tmp_path / "lock") as pid:
@@ -168,6 +169,7 @@ def test_the_holder_is_named_and_not_the_launcher_before_it(tmp_path):
         pass
 
 
+@pytest.mark.journey
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_a_stranger_that_holds_the_lock_is_called_one(tmp_path):
     (tmp_path / "lock").touch(0o644)  # of a version that let others read it
@@ -180,6 +182,7 @@ def test_a_stranger_that_holds_the_lock_is_called_one(tmp_path):
             pass
 
 
+@pytest.mark.journey
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_no_stranger_can_open_the_lock(tmp_path):
     tmp_path.chmod(0o755)
@@ -190,6 +193,7 @@ def test_no_stranger_can_open_the_lock(tmp_path):
     assert "PermissionError" in done.stderr
 
 
+@pytest.mark.journey
 def test_a_lock_that_is_held_out_of_sight_names_no_pid_as_the_holder(tmp_path, monkeypatch):
     monkeypatch.setattr("topotrain.launch.agent.file_locks._LOCKS", tmp_path / "nothing")
     (tmp_path / "lock").write_text("4711")

@@ -1,8 +1,10 @@
 """Every event survives its line; a line that is no event is refused with a reason."""
 
 import dataclasses
+import gc
 import json
 import math
+import sys
 import typing
 
 import pytest
@@ -91,3 +93,17 @@ GOOD = json.loads(to_json(EXAMPLES[2]))
 def test_what_is_no_event_is_refused(line: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         from_json(line)
+
+
+def test_the_events_of_a_long_job_take_no_memory() -> None:
+    line = json.dumps(GOOD)
+    to_json(from_json(line))
+    gc.collect()  # it also empties the free lists of tuples
+    gc.disable()
+    try:
+        before = sys.getallocatedblocks()
+        for _ in range(1000):
+            to_json(from_json(line))
+        assert sys.getallocatedblocks() - before < 100
+    finally:
+        gc.enable()

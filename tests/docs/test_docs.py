@@ -216,6 +216,7 @@ def test_the_python_page_names_every_function() -> None:
         assert f"tt.{name}" in text or f"import Cluster, {name}" in text, name
 
 
+@pytest.mark.journey
 def test_the_objects_of_the_python_page_are_as_it_says(tmp_path: Path) -> None:
     (code,) = (fence.text for fence in fences("python") if fence.page.name == "python.md" and "dumps" in fence.text)
     code = code.replace('"digits.conf"', repr(str(tmp_path / "digits.conf")))

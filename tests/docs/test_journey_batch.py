@@ -4,12 +4,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from in_process_job import Trainer, building, job_of, run_local
-from journey_pages import PACKAGE, check_is_function, check_order, stops_in
+from journey_pages import Tracer, check_is_function, check_order, stops_in
 from torch.utils.data import DataLoader, TensorDataset
 
 from topotrain.config.topology import Address, Role
@@ -27,45 +26,30 @@ def stops() -> list[str]:
     return stops_in(PAGE.read_text(encoding="utf-8"))
 
 
-class Tracer:
-    """Notes the package's functions that are called for a lease or for the reader's batch, each once."""
+class BatchTracer(Tracer):
+    """Follows the reader's batch, and messages about leases."""
 
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self._reader: int | None = None
-        self._of_thread = threading.local()
+    _reader: int | None = None
 
     def watch(self, read: Callable[[], object]) -> None:
         """Note what this call enters on its thread, and what its messages enter on others."""
-        self._reader = threading.get_ident()
+        self._reader, self.watching = threading.get_ident(), True
         try:
             read()
         finally:
-            self._reader = None
+            self.watching = False
 
-    def profile(self, frame: FrameType, event: str, _: Any) -> None:
-        path = frame.f_code.co_filename
-        if event not in ("call", "return") or not path.startswith(str(PACKAGE)):
-            return
-        stack = self._of_thread.__dict__.setdefault("stack", [False])
-        if event == "return":
-            if len(stack) > 1:
-                stack.pop()
-            return
+    def concerns(self, frame: FrameType, caller: bool, first: bool) -> bool:
         message = frame.f_locals.get("message")
         if isinstance(message, Message):
-            stack.append(isinstance(message, Lease | LeaseRequest))
-        else:
-            stack.append(stack[-1] or (len(stack) == 1 and threading.get_ident() == self._reader))
-        name = f"{Path(path).stem}.{frame.f_code.co_qualname}"
-        if stack[-1] and self._reader is not None and name not in self.seen:
-            self.seen.append(name)
+            return isinstance(message, Lease | LeaseRequest)
+        return caller or (first and self.watching and threading.get_ident() == self._reader)
 
 
 @pytest.fixture(scope="module")
 def seen() -> list[str]:
     """The functions that the first batch of a group passes."""
-    tracer = Tracer()
+    tracer = BatchTracer()
 
     def script(t: Trainer) -> None:
         plan = DataPlan(t.me.group, 2, 0, 1, (), "lease", False, 0, 1, t.me == READER)
@@ -76,13 +60,9 @@ def seen() -> list[str]:
             tracer.watch(lambda: next(batches))
         batches.close()
 
-    before = threading.getprofile()
-    threading.setprofile(tracer.profile)
-    try:
+    with tracer.everywhere():
         run_local(job_of(nworker_groups=2, nworkers_per_group=1, nservers_per_group=1), building(), script)
-    finally:
-        threading.setprofile(before)
-    return tracer.seen
+    return list(tracer.seen)
 
 
 def test_every_stop_is_a_function_of_the_package() -> None:

@@ -23,7 +23,7 @@ def shells(tmp_path: Path, warm_at: str) -> Iterator[Shells]:
         yield opened
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def town() -> Iterator[Town]:
     with tempfile.TemporaryDirectory(prefix="tt-hosts-") as folder:
         built = Town(Path(folder))

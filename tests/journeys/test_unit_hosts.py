@@ -18,7 +18,7 @@ from job_runner import PROGRAMS, Shop
 from process_pool import client
 from safetensors.torch import load_file
 from shells import alive
-from unit_hosts import TOKEN, UNIT, Job, Town, Unit, hastily, port
+from unit_hosts import TOKEN, UNIT, Job, Town, Unit, hastily, port, wait
 
 pytestmark = pytest.mark.journey
 
@@ -252,3 +252,22 @@ def test_a_host_that_falls_off_the_network(shop: Shop, jobs: list[Job], town: To
     assert [code for code, _, _ in ended.values()] == [1, 1]
     assert f"unit 1 on {socket.gethostname()} vanished" in ended[0][2]
     assert gone(pids)
+
+
+def test_a_unit_that_comes_back_on_another_host(shop: Shop, jobs: list[Job], town: Town) -> None:
+    """Unit 0 is reached on the loopback address at first, and by its host's address then."""
+    words = ["--epochs", "2", "--step-s", "0.03"]
+    job = Job(shop, ALLREDUCE, "ledger.py", words, [0, 0], hosts_url(town), town)
+    job.conf.write_text(f"reduce: kSum snapshot_s: 0.3\n{job.conf.read_text()}")
+    jobs.append(job)
+    for rank in (0, 1):
+        job.start(rank, command=HASTILY)
+    wait(lambda: any((job.workspace / "manifests").glob("*/manifest.json")))
+    assert all("127.0.0.1" in address or address.startswith("unix:") for address in job.addresses())
+    job.units[1].kill()
+    job.hosts = [0, 1]
+    job.start(1, command=HASTILY)
+    job.end_well()
+    assert all(bool((cells == 2).all()) for cells in job.final.values())
+    outside = {address for address in job.addresses() if not address.startswith("unix:")}
+    assert {re.sub(r":\d+$", "", address) for address in outside} == {f"tls://{a}" for a in town.addresses}

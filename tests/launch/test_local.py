@@ -19,6 +19,8 @@ from topotrain.launch.agent.pipes import LineReader
 from topotrain.launch.agent.unit_process import UnitProcess
 from topotrain.launch.local import LocalLauncher
 
+pytestmark = pytest.mark.journey
+
 GONE_S = 5.0
 
 

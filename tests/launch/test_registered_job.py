@@ -13,6 +13,8 @@ from topotrain.config.topology import layout
 from topotrain.core.events import Notice, Started
 from topotrain.launch.local import LocalLauncher
 
+pytestmark = pytest.mark.journey
+
 
 def launch(folder, url, args=(), on_event=lambda event: None):
     job = replace(small_job(folder / "work", args), rendezvous=url)

@@ -39,24 +39,24 @@ class Holder(Seat):
         return [index for index in range(len(SCHEMA)) if self.holds(index)]
 
     def open(self, start: float = START) -> "Holder":
-        self.door.open(self.town.schema, self.town.map, self.flats)
+        self.client.open(self.cluster.schema, self.cluster.map, self.flats)
         if self.me.group == 0:
-            for space in self.town.map.spaces:
+            for space in self.cluster.map.spaces:
                 if space.on(self.me.index):
                     self.flats.flat("local", space.index).fill_(start)
-            self.door.send_initial("local")
-        self.door.values.fetch()
+            self.client.send_initial("local")
+        self.client.values.fetch()
         return self
 
     def step(self, gradient: list[torch.Tensor]) -> None:
         for index in self.mine():
             self.view("local", index).copy_(gradient[index])
-        revisions = [NO_REVISION] * len(self.town.map.buckets)
-        for bucket in self.town.map.buckets_on(self.me.index):
+        revisions = [NO_REVISION] * len(self.cluster.map.buckets)
+        for bucket in self.cluster.map.buckets_on(self.me.index):
             revisions[bucket.id] = 1
             full = (1 << len(bucket.pieces)) - 1
-            self.door.gradients.push(self.steps, 1, bucket, 1.0, full, self.flats.view("local", bucket))
-        self.door.steps.commit(self.steps, StepEnd(1, 1.0, True, b"", (), tuple(revisions)))
+            self.client.gradients.push(self.steps, 1, bucket, 1.0, full, self.flats.view("local", bucket))
+        self.client.steps.commit(self.steps, StepEnd(1, 1.0, True, b"", (), tuple(revisions)))
         self.steps += 1
 
 
@@ -78,7 +78,7 @@ def play(town: Town) -> list[list[torch.Tensor]]:
         assert not names, "memory for what another worker holds"
         holder.finish()
         if holder.me == town.workers[0]:
-            holder.door.values.fetch_final()
+            holder.client.values.fetch_final()
             assert same(holder.values(), [START - t for t in total(list(given.values()))])
 
     town.play(script)

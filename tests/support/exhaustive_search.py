@@ -1,6 +1,6 @@
 """Every order in which things can happen, for a very small job: states are copied, searched depth first, seen once.
 
-The rules are the product's (`DecisionLog`, `ApplyOrder`, `AppliedBatches`, `ElasticGroups`, `Members`); what a shard
+The rules are the product's (`DecisionLog`, `ApplyOrder`, `AppliedBatches`, `GroupRestarts`, `Members`); what a shard
 does around them is told again here in a few lines, and a worker is an automaton. Connections keep the order of their
 messages. A pause of a process needs no action of its own: everything else may happen before its next message.
 """
@@ -14,7 +14,7 @@ from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core import protocol as m
 from topotrain.core.server.consistency import RESTARTS, AppliedBatches, ApplyOrder, DecisionLog
 from topotrain.core.server.server_extension import ExtensionHooks
-from topotrain.extensions.elastic.membership import ElasticGroups
+from topotrain.extensions.elastic.membership import GroupRestarts
 
 Way = tuple[object, Address]
 
@@ -54,14 +54,14 @@ class Shard:
 
     def __post_init__(self) -> None:
         self.decisions = ShardDecisions(self, None if self.me.index else DecisionLog(self.topology.shards))
-        self.regroup = ElasticGroups(self, self.job, self.topology)
+        self.regroup = GroupRestarts(self, self.job, self.topology)
 
     @property
     def log(self) -> DecisionLog | None:
         return self.decisions.log
 
     def send(self, to: Address, message: object) -> None:
-        if to.role is Role.WORKER and not self.regroup.members.hears(to):
+        if to.role is Role.WORKER and not self.regroup.members.is_current(to):
             return
         if to == self.me:
             self.inside.append(message)
@@ -82,7 +82,7 @@ class Shard:
         if (
             sender.role is Role.WORKER
             and not isinstance(message, m.WorkerRejoined)
-            and not self.regroup.members.hears(sender)
+            and not self.regroup.members.is_current(sender)
         ):
             return
         match message:
@@ -122,7 +122,7 @@ class Shard:
         self.made[group] = push.step + 1
         self.send(Address(Role.WORKER, group, 0), m.Applied(push.step, 0, 0, False, 0.0))
 
-    # what `ElasticGroups` asks of its server
+    # what `GroupRestarts` asks of its server
 
     hooks = ExtensionHooks(())
 
@@ -160,7 +160,7 @@ class Shard:
 
 
 class ShardDecisions:
-    """What `ElasticGroups` asks of a shard's `Decisions`."""
+    """What `GroupRestarts` asks of a shard's `Decisions`."""
 
     def __init__(self, shard: Shard, log: DecisionLog | None) -> None:
         self.log, self._shard = log, shard

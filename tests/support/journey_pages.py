@@ -1,13 +1,60 @@
 """The numbered lists of functions on the pages that follow one thing through the package (docs/journey*.md)."""
 
 import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import topotrain
 
 PACKAGE = Path(topotrain.__file__).parent
+
+
+class Tracer:
+    """Notes the package's functions that are called for one thing while `watching`, each once, with its file.
+
+    A subclass decides in `concerns` whether a call is for this thing.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[str, str] = {}
+        self.watching = False
+        self._of_thread = threading.local()
+
+    def concerns(self, frame: FrameType, caller: bool, first: bool) -> bool:
+        """caller: its caller is for this thing. first: it is called by no other function of the package."""
+        raise NotImplementedError
+
+    @contextmanager
+    def everywhere(self) -> Iterator[None]:
+        """Trace this thread, and every thread that starts inside."""
+        before = threading.getprofile()
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(before)
+
+    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
+        path = frame.f_code.co_filename
+        if event not in ("call", "return") or not path.startswith(str(PACKAGE)):
+            return
+        stack = self._of_thread.__dict__.setdefault("stack", [False])
+        if event == "return":
+            if len(stack) > 1:
+                stack.pop()
+            return
+        stack.append(self.concerns(frame, stack[-1], len(stack) == 1))
+        if stack[-1] and self.watching:
+            name = f"{Path(path).stem}.{frame.f_code.co_qualname}"
+            self.seen.setdefault(name, str(Path(path).relative_to(PACKAGE)))
 
 
 def stops_in(text: str) -> list[str]:

@@ -28,7 +28,7 @@ from topotrain.launch.runtime.child_channel import ChildChannel
 from topotrain.launch.runtime.unit_commands import SigtermHandler
 
 PLAY = "tests.support.launch_targets:play"
-CALLS = EntryPoints(PLAY, PLAY, ())
+CALLS = EntryPoints(PLAY, PLAY, (PLAY.partition(":")[0],))
 MARK = "TOPOTRAIN_TEST"
 
 
@@ -299,6 +299,7 @@ def world(spec, control, fds):
     assert sys.stdin.read() == ""
     assert os.environ["OMP_NUM_THREADS"] == "1" and os.environ["GREETING"] == "hello"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert "torch" not in sys.modules  # a child that imports it costs each of these tests seconds
     print("cwd", os.getcwd())
     print("fds", [os.read(fd, 10).decode() for fd in fds])
     sys.exit(7)

@@ -24,6 +24,7 @@ from topotrain.core.model.schema import PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
+from topotrain.extensions.checkpointing.snapshot_coordinator import NoFiles
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.state_machine import Primary, ReplicatedServer, Standby
 from topotrain.extensions.replication.state_transfer import restore, save
@@ -60,53 +61,53 @@ class Process:
 
 class LeadHouse:
     def __init__(self, town: "ReplicatedTown", process: Process, lead: Primary) -> None:
-        self.town, self.process, self.lead = town, process, lead
+        self.cluster, self.process, self.lead = town, process, lead
         self.server = lead.copy.server
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
         return self.server.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        with self.town.dying(self.process):
-            self.town.tick(self.process)
-            self.say(self.lead.hear(sender, message))
+        with self.cluster.dying(self.process):
+            self.cluster.tick(self.process)
+            self.say(self.lead.handle(sender, message))
             if self.lead.fault is not None:
                 raise self.lead.fault
 
     def say(self, out: list[tuple[Address, m.Message]]) -> None:
         """What it says to a peer that is gone has nobody to go to."""
-        with self.town.dying(self.process):
+        with self.cluster.dying(self.process):
             for to, message in out:
-                self.town.tick(self.process)
+                self.cluster.tick(self.process)
                 with suppress(TransportError):
-                    self.town.wire.send(self.lead.me, to, message)
+                    self.cluster.transport.send(self.lead.me, to, message)
 
     def lost(self, peer: Address, reason: str) -> None:
         if peer.role is Role.SERVER:
-            self.lead.parted(peer)
+            self.lead.disconnected(peer)
         elif peer in self.lead.up and self.process.alive:
             self.say(self.lead.lost(peer))
 
 
 class ShadowHouse:
     def __init__(self, town: "ReplicatedTown", process: Process, me: Address, shadow: Standby) -> None:
-        self.town, self.process, self.me, self.shadow = town, process, me, shadow
+        self.cluster, self.process, self.me, self.shadow = town, process, me, shadow
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
         return self.shadow.place(message)
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        with self.town.dying(self.process):
-            self.town.tick(self.process)
-            receipt = self.shadow.receipt(message)
+        with self.cluster.dying(self.process):
+            self.cluster.tick(self.process)
+            receipt = self.shadow.early_ack(message)
             if receipt is not None:
                 with suppress(TransportError):
-                    self.town.wire.send(self.me, sender, receipt)
-            self.town.tick(self.process)
-            answer = self.shadow.hear(message)
+                    self.cluster.transport.send(self.me, sender, receipt)
+            self.cluster.tick(self.process)
+            answer = self.shadow.handle(message)
             if answer is not None:
                 with suppress(TransportError):
-                    self.town.wire.send(self.me, sender, answer)
+                    self.cluster.transport.send(self.me, sender, answer)
 
     def lost(self, peer: Address, reason: str) -> None:
         pass
@@ -114,14 +115,14 @@ class ShadowHouse:
 
 class _Dying:
     def __init__(self, town: "ReplicatedTown", process: Process) -> None:
-        self.town, self.process = town, process
+        self.cluster, self.process = town, process
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         if kind is Killed:
-            self.town.bury(self.process)
+            self.cluster.bury(self.process)
             return True
         return False
 
@@ -138,10 +139,10 @@ class ReplicatedTown(sim_cluster.SimCluster):
         self.ends: dict[Address, list[Any]] = {}  # what each worker has seen
         self.job, self.topology = job, layout(job.cluster)
         self.sim = Simulation(seed)
-        self.wire = TcpLike(self.sim, NetworkFaults(snapshots=False))  # a body is what it is when it arrives
+        self.transport = TcpLike(self.sim, NetworkFaults(snapshots=False))  # a body is what it is when it arrives
         self.random = __import__("random").Random(seed)
         self.schema, self.map = self._plan()
-        self.houses = {}
+        self.sim_servers = {}
         self.lifelines: dict[Address, ReplicaConnections] = {}
         servers = self.topology.servers(0)
         for me in servers:
@@ -149,25 +150,25 @@ class ReplicatedTown(sim_cluster.SimCluster):
             self.settle_lead(self.home[me], Primary(ReplicatedServer(partial(self.make, me)), save))
         for me in servers:
             for peer in peers(me, self.topology):
-                self.wire.connect(me, peer, "")
+                self.transport.connect(me, peer, "")
                 self.home[me].leads[me].lead.connected(peer)
         for me in servers:
             self.shadow(me, self.processes[(me.index + 1) % len(servers)])
         self.workers = [me for group in range(self.topology.worker_groups) for me in self.topology.workers(group)]
-        self.doors = {me: self._door(me) for me in self.workers}
+        self.clients = {me: self._make_client(me) for me in self.workers}
 
     def _plan(self) -> tuple[Schema, SliceMap]:
         return plan(self.topology.shards)
 
     def make(self, me: Address, deliver: Callable[[Address, m.Message], None]) -> Server:
         server = make_server(me, self.job, self.topology, PrivateMemory(), deliver=deliver)
-        snapshots_of(server).follow(lambda work: None)
+        snapshots_of(server).attach_host(NoFiles())
         return server
 
     def settle_lead(self, process: Process, lead: Primary) -> LeadHouse:
         process.leads[lead.me] = house = LeadHouse(self, process, lead)
         self.home[lead.me] = process
-        self.wire._residents[lead.me] = house
+        self.transport._residents[lead.me] = house
         return house
 
     def shadow(self, me: Address, process: Process) -> None:
@@ -175,12 +176,12 @@ class ReplicatedTown(sim_cluster.SimCluster):
         address = Address(Role.SHADOW, me.group, me.index)
         house = ShadowHouse(self, process, address, Standby(partial(self.make, me), restore))
         process.shadows[me] = house
-        self.wire._residents[address] = house
-        self.wire.connect(me, address, "")
+        self.transport._residents[address] = house
+        self.transport.connect(me, address, "")
         lead = self.home[me].leads[me]
-        lead.say(lead.lead.join())
+        lead.say(lead.lead.add_standby())
 
-    def _door(self, me: Address) -> Client:
+    def _make_client(self, me: Address) -> Client:
         extensions = client_extensions(self.topology)
         door = Client(me, self.topology, lambda to, x: lines.send(to, x), self.sim.waiter(), extensions=extensions)
 
@@ -188,19 +189,19 @@ class ReplicatedTown(sim_cluster.SimCluster):
             self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))
 
         servers = dict.fromkeys((*door.channel.servers, door.channel.first_server))
-        lines = ReplicaConnections(servers, door, lambda to, x, wait=False: self.wire.send(me, to, x), redial)
+        lines = ReplicaConnections(servers, door, lambda to, x, wait=False: self.transport.send(me, to, x), redial)
         self.lifelines[me] = lines
-        self.wire.attach(me, lines)
+        self.transport.attach(me, lines)
         for server in servers:
             lines.begin(server)
-            self.wire.connect(me, server, "")
+            self.transport.connect(me, server, "")
         return door
 
     def dial(self, lines: ReplicaConnections, me: Address, server: Address, moves: int) -> None:
         if not self.home[server].alive:
             self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))
             return
-        self.wire.connect(me, server, "")
+        self.transport.connect(me, server, "")
         lines.connected(server, moves)
 
     # --- bad luck ------------------------------------------------------------------------------------------------
@@ -231,25 +232,25 @@ class ReplicatedTown(sim_cluster.SimCluster):
         self.deaths += 1
         process.alive = False
         who = {*process.leads, *(Address(Role.SHADOW, me.group, me.index) for me in process.shadows)}
-        self.wire.end(who)
+        self.transport.end(who)
         self.sim.at(self.sim.now + 0.02, lambda: self.replace(process))
 
     def replace(self, dead: Process) -> None:
         for me in dead.shadows:
             lead = self.home[me].leads.get(me)
             if lead is not None and self.home[me].alive:
-                lead.say(lead.lead.alone())
+                lead.say(lead.lead.drop_standby())
         for me in dead.leads:
             heir = next(p for p in self.processes.values() if me in p.shadows and p.alive)
             copy = heir.shadows.pop(me).shadow.copy
             assert copy is not None
             house = self.settle_lead(heir, Primary(copy, save))
-            house.say(house.lead.orphaned())
+            house.say(house.lead.take_over())
         coordinator, *others = self.topology.servers(0)
         for me in others:
             if me in dead.leads or coordinator in dead.leads:
-                self.wire.connect(me, coordinator, "")
-                self.home[coordinator].leads[coordinator].lead.parted(me)
+                self.transport.connect(me, coordinator, "")
+                self.home[coordinator].leads[coordinator].lead.disconnected(me)
                 house = self.home[me].leads[me]
                 house.say(house.lead.reconnected(coordinator))
         self.processes[dead.number] = fresh = Process(dead.number)
@@ -303,10 +304,10 @@ class TcpLike(SimulatedTransport):
                 resident = self._residents[peer]
                 self._simulation.at(self._simulation.now + 0.003, partial(resident.lost, dead, "died"))
 
-    def _depart(self, me: Address, to: Address, message: m.Message, late: bool) -> None:
+    def _schedule(self, me: Address, to: Address, message: m.Message, late: bool) -> None:
         ages = self.ages.get(me, 0), self.ages.get(to, 0)
         uniform, now = self._simulation.random.uniform, self._simulation.now
-        time = self._last[(me, to)] = max(now + uniform(*self.weather.delay), self._last.get((me, to), 0.0))
+        time = self._last[(me, to)] = max(now + uniform(*self.network_faults.delay), self._last.get((me, to), 0.0))
         self._simulation.at(time, lambda: self._come(me, to, message, ages))
 
     def _come(self, me: Address, to: Address, message: m.Message, ages: tuple[int, int]) -> None:
@@ -315,4 +316,4 @@ class TcpLike(SimulatedTransport):
             return  # its receiver is gone
         if ages[0] != now[0] and self.loses:
             return
-        self._arrive(me, to, message)
+        self._deliver(me, to, message)

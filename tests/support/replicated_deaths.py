@@ -52,7 +52,7 @@ class MortalTown(ReplicatedTown):
         again: int = 0,
         falls: tuple[tuple[float, int, float], ...] = (),
     ) -> None:
-        self.lives: dict[Address, WorkerProcess] = {}
+        self.worker_processes: dict[Address, WorkerProcess] = {}
         self.batches, self.falls = batches, falls
         self.worker_deaths = 0
         self.gone: dict[int, int] = {}  # groups that are given up, and the first incarnation that is not
@@ -60,7 +60,7 @@ class MortalTown(ReplicatedTown):
         self.failures: list[str] = []
         super().__init__(job, seed, kill, again)
         self.random = random.Random(seed)
-        self.wire.observers.append(self._look)
+        self.transport.observers.append(self._look)
 
     def _plan(self) -> tuple[Schema, SliceMap]:
         return ledger(self.batches * self.job.cluster.nworkers_per_group, self.topology.shards)
@@ -71,9 +71,9 @@ class MortalTown(ReplicatedTown):
 
     # --- workers -------------------------------------------------------------------------------------------------
 
-    def _door(self, me: Address) -> Client:
-        known = self.lives.get(me)
-        life = self.lives[me] = WorkerProcess(me, 0 if known is None else known.incarnation + 1)
+    def _make_client(self, me: Address) -> Client:
+        known = self.worker_processes.get(me)
+        life = self.worker_processes[me] = WorkerProcess(me, 0 if known is None else known.incarnation + 1)
 
         def say(to: Address, message: m.Message) -> None:
             if life.over:
@@ -90,11 +90,11 @@ class MortalTown(ReplicatedTown):
 
         def send(to: Address, x: m.Message, wait: bool = False) -> None:
             if not life.dead:
-                self.wire.send(me, to, x)
+                self.transport.send(me, to, x)
 
-        lines = ReplicaConnections(servers, door, send, redial, life=life.incarnation)
+        lines = ReplicaConnections(servers, door, send, redial, restarts=life.incarnation)
         self.lifelines[me] = lines
-        self.wire._residents[me] = lines
+        self.transport._residents[me] = lines
         self.unfound: dict[WorkerProcess, set[Address]] = getattr(self, "unfound", {})
         self.unfound[life] = set(servers)
 
@@ -114,30 +114,30 @@ class MortalTown(ReplicatedTown):
         if not self.home[server].alive:
             self._soon(0.001, lambda: self._dial(life, lines, server, done))
             return
-        self.wire.connect(life.me, server, "")
+        self.transport.connect(life.me, server, "")
         done(server)
 
     def fall(self, group: int, away: float) -> None:
         """All processes of a group die; they come again after a while, or (away < 0) never."""
-        if group in self.gone or all(self.lives[me].over for me in self.topology.workers(group)):
+        if group in self.gone or all(self.worker_processes[me].over for me in self.topology.workers(group)):
             return
         self.worker_deaths += 1
         for me in self.topology.workers(group):
-            life = self.lives[me]
+            life = self.worker_processes[me]
             if not life.dead:
                 life.over = life.dead = True
-                self.wire.end({me})
+                self.transport.end({me})
         if away < 0:
-            self.gone[group] = self.lives[self.topology.workers(group)[0]].incarnation + 1
+            self.gone[group] = self.worker_processes[self.topology.workers(group)[0]].incarnation + 1
             self._soon(0.02, lambda: self.miss(group))
         else:
-            self._soon(0.004 + away, lambda: self._bear(group))
+            self._soon(0.004 + away, lambda: self._restart(group))
 
     def miss(self, group: int) -> None:
         """The launcher tells the coordinator that a group has gone."""
         if self.home[DESK].alive:  # else its successor is told
             house = self.home[DESK].leads[DESK]
-            house.say(house.lead.hear(DESK, GroupLeft(group, self.gone[group])))
+            house.say(house.lead.handle(DESK, GroupLeft(group, self.gone[group])))
 
     def replace(self, dead: Any) -> None:
         super().replace(dead)
@@ -145,13 +145,13 @@ class MortalTown(ReplicatedTown):
             for group in self.gone:
                 self.miss(group)
 
-    def _bear(self, group: int) -> None:
+    def _restart(self, group: int) -> None:
         for me in self.topology.workers(group):
-            self.doors[me] = self._door(me)
+            self.clients[me] = self._make_client(me)
             self._start(me)
 
     def _start(self, me: Address) -> None:
-        life, door = self.lives[me], self.doors[me]
+        life, door = self.worker_processes[me], self.clients[me]
 
         def live() -> None:
             try:
@@ -180,9 +180,9 @@ class MortalTown(ReplicatedTown):
 
     def script(self, seat: SimWorker) -> None:
         """Read all that there is, one step for each batch."""
-        life, workers = self.lives[seat.me], self.topology.workers_per_group
+        life, workers = self.worker_processes[seat.me], self.topology.workers_per_group
         seat.open(0.0)
-        leases = LeaseIterator(seat.door.extension(DataClient), 0, self.batches, 0)
+        leases = LeaseIterator(seat.client.extension(DataClient), 0, self.batches, 0)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
             seat.sleep(0.0, 0.004)
@@ -195,8 +195,8 @@ class MortalTown(ReplicatedTown):
             leases.passed = place.ordinal + place.last
         seat.finish()
         if seat.me == self.workers[0]:
-            seat.door.values.fetch_final()
-            seat.door.buffers.final()
+            seat.client.values.fetch_final()
+            seat.client.buffers.final()
             self.final = seat.values()
 
     # --- what came out -------------------------------------------------------------------------------------------
@@ -212,14 +212,21 @@ class MortalTown(ReplicatedTown):
         for index in range(self.topology.shards):
             first, *others = self.copies(index)
             for second in others:
-                if second.version != first.version or second.steps.batches.counts() != first.steps.batches.counts():
+                if (
+                    second.state.version != first.state.version
+                    or second.steps.batches.counts() != first.steps.batches.counts()
+                ):
                     found.append(f"the copies of server {index} have counted other things")
                 if not all(map(torch.equal, flats(first), flats(second))):
                     found.append(f"the copies of server {index} have other values")
             if first.decisions.undecided:
                 found.append(f"server {index} waits for votes about {first.decisions.undecided} steps")
             house = self.home[Address(Role.SERVER, 0, index)].leads[Address(Role.SERVER, 0, index)]
-            stays = [str(who) for who, line in house.lead.copy.lines.items() if who.role is Role.WORKER and line.kept]
+            stays = [
+                str(who)
+                for who, line in house.lead.copy.channels.items()
+                if who.role is Role.WORKER and line.unconfirmed
+            ]
             if stays:
                 found.append(f"server {index} keeps words for {stays}")
             if house.lead._held:

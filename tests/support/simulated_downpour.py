@@ -21,14 +21,14 @@ def downpour(town: Town, steps: int = 3, start: float = 5.0) -> tuple[list[torch
             if seat.visible:
                 mean = seat.backward(gradient)
                 group = pushed[(seat.me.group, step)]
-                assert len(group) == seat.door.channel.group_size, "a mean without everybody's gradient"
+                assert len(group) == seat.client.channel.group_size, "a mean without everybody's gradient"
                 assert same(mean, total(group)), f"seed {town.sim.seed}: a sum that is not the group's own"
             else:
                 seat.push(gradient)
             seat.commit()
         seat.finish()
         if seat.me == town.workers[0]:
-            seat.door.values.fetch_final()
+            seat.client.values.fetch_final()
             final.extend(seat.values())
 
     town.play(script)

@@ -104,7 +104,7 @@ class Town(sim_cluster.SimCluster):
         """What `tt.prepare` makes of a model and an optimizer. `flats`: memory for the parameters, by space."""
 
         memory = GivenValues(flats or {})
-        worker = Worker(me, self.job, self.topology, describe_model(model), optimizer, self.doors[me], memory)
+        worker = Worker(me, self.job, self.topology, describe_model(model), optimizer, self.clients[me], memory)
         worker.start()
         adopt(optimizer, worker)
         return worker
@@ -141,10 +141,10 @@ class Seat(sim_cluster.SimWorker):
 
     def numbers(self, low: int = -100, high: int = 100, scale: float = 1.0) -> list[torch.Tensor]:
         """Whole numbers times a scale, others at every step of every worker."""
-        dice = torch.Generator().manual_seed(hash((self.town.sim.seed, *self.me, self.steps)) & 0x7FFF_FFFF)
+        dice = torch.Generator().manual_seed(hash((self.cluster.sim.seed, *self.me, self.steps)) & 0x7FFF_FFFF)
         return [
             torch.randint(low, high, p.shape, generator=dice).to(getattr(torch, p.dtype)) * scale
-            for p in self.town.map.parameters
+            for p in self.cluster.map.parameters
         ]
 
 
@@ -165,7 +165,7 @@ def trace(town: Town, *kinds: type[Message]) -> list[tuple[float, Address, Addre
         if not kinds or isinstance(message, kinds):
             seen.append((town.sim.now, sender, to, message))
 
-    town.wire.observers.append(observe)
+    town.transport.observers.append(observe)
     return seen
 
 
@@ -213,4 +213,4 @@ def books(town: Town, group: int = 0) -> list[Book]:
         server.steps.carry_out, server.queue.send = noted, sent  # type: ignore[method-assign]
         return book
 
-    return [watch(town.houses[me].server) for me in town.topology.servers(group)]
+    return [watch(town.sim_servers[me].server) for me in town.topology.servers(group)]

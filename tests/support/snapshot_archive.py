@@ -5,32 +5,41 @@ from simulation import Town
 
 from topotrain.config.topology import Address, Role
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
-from topotrain.extensions.checkpointing.snapshot_coordinator import (
+from topotrain.extensions.checkpointing.snapshot_coordinator import DropSnapshot, PublishSnapshot, WriteSnapshot
+from topotrain.extensions.checkpointing.snapshot_messages import (
     PUBLISHED,
     WRITTEN,
-    DropSnapshot,
-    PublishSnapshot,
-    WriteSnapshot,
-    texts,
+    SnapshotPart,
+    SnapshotRequest,
+    snapshot_parts,
 )
-from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
+
+
+class Host:
+    """The host of one server."""
+
+    def __init__(self, archive: "Archive", me: Address) -> None:
+        self._archive, self._me = archive, me
+
+    def execute(self, order: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
+        self._archive.work(self._me, order)
 
 
 class Archive:
     """The host of all servers of a town: keeps what it is to write, and answers at once."""
 
     def __init__(self, town: Town, fails: int = -1) -> None:
-        self.town, self.fails = town, fails
+        self.cluster, self.fails = town, fails
         self.parts: dict[int, dict[int, WriteSnapshot]] = {}
         self.values: dict[int, dict[str, torch.Tensor]] = {}
         self.published: list[PublishSnapshot] = []
         self.dropped: list[DropSnapshot] = []
-        for me, house in town.houses.items():
-            snapshots_of(house.server).follow(lambda what, me=me: self.work(me, what))
+        for me, house in town.sim_servers.items():
+            snapshots_of(house.server).attach_host(Host(self, me))
 
     def ask(self) -> None:
         me = Address(Role.SERVER, 0, 0)
-        self.town.houses[me].handle(me, SnapshotRequest())
+        self.cluster.sim_servers[me].handle(me, SnapshotRequest())
 
     def work(self, me: Address, what: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
         if isinstance(what, DropSnapshot):
@@ -47,12 +56,12 @@ class Archive:
         else:
             self.published.append(what)
         stage = WRITTEN if isinstance(what, WriteSnapshot) else PUBLISHED
-        said = texts(what.number, stage, answer)
-        self.town.sim.actor(f"host {me} {what.number} {stage}", lambda: self.say(me, said))
+        said = snapshot_parts(what.number, stage, answer)
+        self.cluster.sim.actor(f"host {me} {what.number} {stage}", lambda: self.say(me, said))
 
     def say(self, me: Address, said: list[SnapshotPart]) -> None:
         for part in said:
-            self.town.houses[me].handle(me, part)
+            self.cluster.sim_servers[me].handle(me, part)
 
     def count(self, name: str) -> int:
-        return next(p.count for p in self.town.map.parameters if p.name == name)
+        return next(p.count for p in self.cluster.map.parameters if p.name == name)

@@ -28,6 +28,7 @@ from topotrain.parallel.program.split_program import (
 from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
 from topotrain.parallel.runtime.local_model import localise
 from topotrain.parallel.runtime.program_runner import Runner
+from topotrain.parallel.runtime.worker_sync import WorkerSync
 
 BATCH, SAME, OWN, WHOLE = (
     ValueLocation(LocationKind.BATCH),
@@ -89,6 +90,23 @@ class Town:
             if self.roads.lost:
                 raise PeerLost("another worker is gone")
             assert came, f"worker {self.me} waits for ever for {wanted}"
+
+
+class WeightedSync(WorkerSync):
+    """The weight of a worker comes from a function."""
+
+    def __init__(self, town: Town, weight: Callable[[], float]) -> None:
+        super().__init__(town)  # type: ignore[arg-type]
+        self._weight = weight
+
+    def weight(self) -> float:
+        return self._weight()
+
+
+def make_runner(
+    program: Program, model: nn.Module, town: Town, weight: Callable[[], float], *args: Any, **kwargs: Any
+) -> Runner:
+    return Runner(program, model, town, *args, sync=WeightedSync(town, weight), **kwargs)  # type: ignore[arg-type]
 
 
 def together(size: int, work: Callable[[Town], Any], roads: Roads | None = None) -> list[Any]:
@@ -235,7 +253,9 @@ class Group:
             self.divisions.append(division)
             chances = torch.Generator().manual_seed(7)
             weight = partial(self.weights.__getitem__, me)
-            self.runners.append(Runner(self.program, mine, Town(self.roads, me), weight, generator=chances, **kwargs))
+            self.runners.append(
+                make_runner(self.program, mine, Town(self.roads, me), weight, generator=chances, **kwargs)
+            )
 
     def step(self, loss: Callable[..., torch.Tensor]) -> float:
         """The group's loss; afterwards all parameters have moved as servers move them."""

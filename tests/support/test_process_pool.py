@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from process_pool import Forked, client
 
+pytestmark = pytest.mark.journey
+
 PROBE = """
 import os, signal, sys
 main = sys.modules["__main__"]

@@ -47,11 +47,13 @@ def run(code: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.journey
 def test_what_a_server_does_anyway_is_no_offense() -> None:
     done = run(HARMLESS)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("code", "text"),
     [

@@ -285,7 +285,7 @@ class Life:
 
     def snapshot(self, number: int) -> Past:
         """After a step with this snapshot, and one more of each group (or their end)."""
-        blobs = {(w.group, w.index): b.numpy().tobytes() for w, b in self.deposits.taken(number).items()}
+        blobs = {(w.group, w.index): b.numpy().tobytes() for w, b in self.deposits.snapshot_states(number).items()}
         return Past(blobs, self.positions())
 
     def positions(self) -> dict[int, batch_ranges.Runs]:

@@ -84,6 +84,11 @@ class Parameter:
         """Number of elements; 1 for a zero-dimensional parameter."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return self.count * ITEM_BYTES[self.dtype]
+
 
 @dataclass(frozen=True, slots=True)
 class Space:
@@ -367,7 +372,7 @@ def _lightest_first(parameters: Sequence[Parameter], shards: int) -> list[int]:
 
     The largest parameters (in bytes) are assigned first.
     """
-    sizes = [parameter.count * ITEM_BYTES[parameter.dtype] for parameter in parameters]
+    sizes = [parameter.nbytes for parameter in parameters]
     homes = [max(parameter.home, 0) for parameter in parameters]
     fixed = [0] * shards
     for parameter, size in zip(parameters, sizes, strict=True):

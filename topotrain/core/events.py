@@ -31,6 +31,8 @@ class EventSink(Protocol):
 _CLASSES: dict[str, type[Event]] = {}
 EVENTS: Mapping[str, type[Event]] = MappingProxyType(_CLASSES)
 """All classes of events, by the name that their JSON has."""
+# The type of each field. `fields` makes a new tuple in each call, and CPython keeps 2000 freed tuples of each length.
+_KINDS: dict[type[Event], Mapping[str, Any]] = {}
 
 
 _E = TypeVar("_E", bound=Event)
@@ -41,6 +43,7 @@ def event(cls: type[_E]) -> type[_E]:
     """Make a class a frozen dataclass. Its fields are the keys of its JSON."""
     made = dataclass(frozen=True, slots=True)(cls)
     _CLASSES[made.__name__] = made
+    _KINDS[made] = {f.name: f.type for f in fields(made)}  # type: ignore[arg-type]
     return made
 
 
@@ -441,7 +444,7 @@ def to_json(event: Event) -> str:
 
     A loss that is not finite is written as NaN or Infinity, as Python's json module does.
     """
-    values = {f.name: getattr(event, f.name) for f in fields(event)}  # type: ignore[arg-type]
+    values = {name: getattr(event, name) for name in _KINDS[type(event)]}
     return json.dumps({"event": type(event).__name__, **values}, separators=(",", ":"))
 
 
@@ -458,7 +461,7 @@ def from_json(line: str) -> Event:
     cls = _CLASSES.get(name) if isinstance(name, str) else None
     if cls is None:
         raise ValueError(f"no event: {line[:80]!r}")
-    kinds = {f.name: f.type for f in fields(cls)}  # type: ignore[arg-type]
+    kinds = _KINDS[cls]
     if data.keys() != kinds.keys():
         raise ValueError(f"{name}: has the fields {sorted(data)}, must have {sorted(kinds)}")
     return cls(**{key: _checked(name, key, kinds[key], value) for key, value in data.items()})

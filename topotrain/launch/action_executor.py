@@ -55,7 +55,7 @@ class ActionExecutor:
     ) -> None:
         self._topology, self._recovery = topology, recovery
         self._leads = recovery if isinstance(recovery, RecoveryPolicy) else None
-        self._units, self._shutdown, self._mailbox = units, shutdown, host.mailbox
+        self._units, self._shutdown, self._connection = units, shutdown, host.connection
         self._promises = host.promises
         self._replicated = topology.cluster.replicas > 1
         self._control: ControlSocket | None = None
@@ -146,12 +146,12 @@ class ActionExecutor:
 
     def send_remote(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
         """Send a command to units on other hosts, if this unit decides for them."""
-        if self._mailbox is None or self._leads is None:
+        if self._connection is None or self._leads is None:
             return
         # The attempt's number lets a unit ignore a command of an earlier attempt.
-        for rank in self._mailbox.others:
+        for rank in self._connection.ranks:
             if ranks is None or rank in ranks:
-                self._mailbox.say(rank, {"life": self._attempt, "command": command, **values})
+                self._connection.send(rank, {"life": self._attempt, "command": command, **values})
 
     def command_servers(self, group: int, command: str, incarnation: int) -> None:
         """Send a command to the coordinator of a worker group."""

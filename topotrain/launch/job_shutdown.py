@@ -22,8 +22,8 @@ from topotrain.launch.agent.supervisor import GRACE_S
 from topotrain.launch.agent.unit_process import ProcessTable, UnitProcesses
 from topotrain.launch.control_socket import PendingAnswer
 from topotrain.launch.grace_period import hint
+from topotrain.launch.multinode.control_connection import ControlConnection
 from topotrain.launch.multinode.follower import Follower
-from topotrain.launch.multinode.mailbox import Mailbox
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
 
 CAUSE_S = 1.0
@@ -109,7 +109,7 @@ class LauncherContext:
     forkserver: of this host.
     mark: the run's mark, see RUN_VARIABLE.
     others: the units on other hosts, if there are any.
-    mailbox: sends to and receives from the units on other hosts, where one unit decides about restarts for all.
+    connection: sends to and receives from the units on other hosts, where one unit decides about restarts for all.
     outlet: where the program's output goes.
     promises: answers to clients that are due when the job trains again, possibly in another attempt.
     """
@@ -120,7 +120,7 @@ class LauncherContext:
     forkserver: ForkserverHandle
     mark: str
     others: OtherUnits | None = None
-    mailbox: Mailbox | None = None
+    connection: ControlConnection | None = None
     outlet: Outlet = field(default_factory=AlwaysTaken)
     promises: list[PendingAnswer] = field(default_factory=list)
 

@@ -4,7 +4,8 @@ There is one process per unit.
 
 * The end of the job is decided in `job_shutdown.py`. No process is left behind: if the launcher itself is killed, the
   units and the forkserver read the end of their stdin, and end.
-* Unit 0 decides about restarts. It receives the events of the other units and sends them commands (`Mailbox`).
+* Unit 0 decides about restarts. It receives the events of the other units and sends them commands
+  (`control_connection.py`).
 * Where a job survives process deaths, `RecoveryPolicy` receives every event first, and its actions are executed
   (`action_executor.py`): a group restarts, or this run ends so that another one follows.
 """
@@ -36,8 +37,15 @@ from topotrain.launch.agent.unit_process import ProcessTable, UnitProcess, UnitP
 from topotrain.launch.agent.workspace import ProcessList
 from topotrain.launch.grace_period import grace
 from topotrain.launch.job_shutdown import JobShutdown, LauncherContext
+from topotrain.launch.multinode.control_connection import (
+    ControlClient,
+    ControlServer,
+    News,
+    UnitMessage,
+    UnitReturned,
+    UnitVanished,
+)
 from topotrain.launch.multinode.follower import Follower
-from topotrain.launch.multinode.mailbox import News, UnitMessage, UnitReturned, UnitVanished
 from topotrain.launch.multinode.reliable_messages import Words
 from topotrain.launch.recovery.recovery_actions import Action
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
@@ -63,7 +71,7 @@ class RunLoop:
     ) -> None:
         self.job, self.topology = job, topology
         self._host, self._recovery = host, recovery
-        self._mailbox = host.mailbox
+        self._connection = host.connection
         self._began = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._units = UnitProcesses(self._selector)
@@ -85,8 +93,8 @@ class RunLoop:
         self._selector.register(self._host.signals.woken, selectors.EVENT_READ, self._on_signal)
         if self._host.others is not None:
             self._selector.register(self._host.others.fileno(), selectors.EVENT_READ, self._on_decided)
-        if self._mailbox is not None:
-            self._selector.register(self._mailbox.fileno(), selectors.EVENT_READ, self._on_mail)
+        if self._connection is not None:
+            self._selector.register(self._connection.fileno(), selectors.EVENT_READ, self._on_news)
         self._attempt = attempt.number
         forkserver = self._host.forkserver
         address = forkserver.up(calls.preload, environ, again=attempt.number > 0)
@@ -132,7 +140,7 @@ class RunLoop:
         for actions in self.executor.receive():
             self._execute(actions)
         self.shutdown.poll(time.monotonic())
-        self._poll_mailbox()
+        self._poll_connection()
         if self._recovery is not None and not self.shutdown.stopping:
             self._execute(self._recovery.poll(time.monotonic()))
         notice = self._stalls.poll(time.monotonic(), self.shutdown.missing)
@@ -213,29 +221,21 @@ class RunLoop:
 
         It may have messages to send or to receive although its own processes have ended.
         """
-        away = self._mailbox is None or self._recovery is None
+        away = self._connection is None or self._recovery is None
         return not (away or self.shutdown.stopping or self.executor.released)
 
-    def _poll_mailbox(self) -> None:
-        """Pass the mailbox's state to the policy.
-
-        This unit is released if its processes have ended and the store stays away.
-        """
-        mailbox = self._mailbox
-        if mailbox is None:
+    def _poll_connection(self) -> None:
+        """Pass the state of the connections to the policy, and its suspicion to them."""
+        if self._connection is None or self._recovery is None:
             return
-        if isinstance(self._recovery, Follower):
-            self._recovery.told(mailbox.all_told, mailbox.alone)
-            return
-        if self._recovery is not None:
-            mailbox.suspicious = self._recovery.suspicious
-        if mailbox.alone and self._table.have_all_ended(self.shutdown.missing) and not self.shutdown.stopping:
-            self.executor.release()
+        if isinstance(self._recovery, Follower) and isinstance(self._connection, ControlClient):
+            self._recovery.told(self._connection.all_received, self._connection.alone)
+        self._connection.suspect(self._recovery.suspicious)
 
-    def _on_mail(self) -> None:
+    def _on_news(self) -> None:
         """Handle messages and disappearances of other units."""
-        assert self._mailbox is not None
-        for news in self._mailbox.news():
+        assert self._connection is not None
+        for news in self._connection.news():
             match news:
                 case UnitMessage(rank=rank, words=words) if words.get("life") == self._attempt and "ready" not in words:
                     # The processes of a lost unit may have been restarted elsewhere, so its messages are ignored.
@@ -253,8 +253,8 @@ class RunLoop:
     def _on_unit_lost(self, rank: int, failed: Failed) -> None:
         if isinstance(self._recovery, RecoveryPolicy) and not self.shutdown.stopping:
             self._execute(self._recovery.on_unit_lost(rank, failed, time.monotonic()))
-            if not self.shutdown.stopping and self._mailbox is not None:  # if it still runs, it must end
-                self._mailbox.say(rank, {"life": self._attempt, "outcast": True})
+            if not self.shutdown.stopping and self._connection is not None:  # if it still runs, it must end
+                self._connection.send(rank, {"life": self._attempt, "outcast": True})
 
     def _on_unit_returned(self, news: UnitReturned) -> None:
         """Handle a new unit at the rank of a lost one.
@@ -265,14 +265,14 @@ class RunLoop:
         self._on_unit_lost(news.rank, Failed(f"unit {news.rank}", "died", what, ""))
         if self.shutdown.again:
             self.unread.append(news)
-        elif not self.shutdown.stopping and self._mailbox is not None:
-            self._mailbox.open(news.rank, news.unit.word)
+        elif not self.shutdown.stopping and isinstance(self._connection, ControlServer):
+            self._connection.open(news.rank, news.unit.word)
             if self.topology.cluster.replicas > 1:  # its servers are needed if more are lost
                 self.unread.append(news)
                 text = f"{news.unit.who} waits until the whole job starts again: other units run its processes"
                 self._host.on_event(Notice("launcher", text))
             else:
-                self._mailbox.say(news.rank, {"life": self._attempt, "outcast": True})
+                self._connection.send(news.rank, {"life": self._attempt, "outcast": True})
 
     def _on_message(self, words: Words) -> None:
         """Handle an event of another unit, or a command of unit 0."""

@@ -17,6 +17,7 @@ from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address
 from topotrain.core.client.client import Client
+from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.events import Event, EventSink
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.training.data.distributed_loader import BatchReplay, ShardedLoader
@@ -36,6 +37,10 @@ class Connections(ABC):
     @abstractmethod
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros, in memory that the transport can share."""
+
+    @abstractmethod
+    def meet_group(self) -> ClientExtension:
+        """Connect the workers of the group, which all call this once; return their channel."""
 
     @abstractmethod
     def traffic(self) -> tuple[int, int]:

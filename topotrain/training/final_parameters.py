@@ -20,11 +20,11 @@ from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import open_file, open_for_reading, sync_folder, write_at
-from topotrain.core.model.safetensors_layout import PAIRED, TensorDescription, bytes_of, lay_out, said_of
+from topotrain.core.model.safetensors_layout import PAIRED, TensorDescription, bytes_of, lay_out
 from topotrain.core.model.schema import torch_dtype
 from topotrain.training.parameters.flat_parameters import FileMemory, ModelParts
 from topotrain.training.worker import Worker
@@ -228,21 +228,20 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise ConfigError("file", str(path), f"must be a safetensors file: {error}") from None
 
 
-def _in_pairs(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """These tensors as the format can have them, and what the metadata says of that."""
-    paired = [name for name, tensor in tensors.items() if tensor.dtype is torch.complex128]
-    return {**tensors, **{name: torch.view_as_real(tensors[name]) for name in paired}}, said_of(paired)
-
-
 def _out_of_pairs(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, torch.Tensor]:
     names = json.loads(metadata.get(PAIRED, "[]"))
     return {**tensors, **{name: torch.view_as_complex(tensors[name]) for name in names}}
 
 
-def to_bytes(tensors: dict[str, torch.Tensor]) -> bytes:
+def to_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """These tensors, contiguous and on the CPU, as bytes of a safetensors file."""
-    written, paired = _in_pairs(tensors)
-    return save(written, paired or None)
+    # Not `safetensors.torch.save`: it keeps two classes in this process forever for each size of a tensor.
+    layout = lay_out((_told(name, tensor) for name, tensor in tensors.items()), {})
+    return b"".join([layout.header, *(_flat_bytes(tensors[name]) for name in layout.entries)])
+
+
+def _flat_bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def from_bytes(data: bytes, what: str) -> dict[str, torch.Tensor]:

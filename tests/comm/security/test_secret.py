@@ -64,6 +64,7 @@ def test_what_is_no_file_is_refused(tmp_path):
         load_secret({"HOME": str(tmp_path / "flat")})
 
 
+@pytest.mark.journey
 def test_processes_that_come_together_agree(tmp_path):
     code = "import os; from topotrain.comm.security.secret import load_secret; print(load_secret(os.environ).hex())"
     environ = {key: text for key, text in os.environ.items() if not key.startswith("TOPOTRAIN_TOKEN")}

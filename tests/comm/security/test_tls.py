@@ -616,6 +616,7 @@ def machines():
             ip("netns", "delete", name, must=False)
 
 
+@pytest.mark.journey
 def test_two_machines_talk_and_neither_takes_plain_words(machines):
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests' / 'support'}:{ROOT}"}
 

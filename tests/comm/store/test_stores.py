@@ -161,6 +161,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.journey
 def test_processes_that_count_together_lose_nothing(store, url):
     words = [sys.executable, "-c", COUNT.format(paths=[str(ROOT)]), url]
     processes = [subprocess.Popen(words) for _ in range(3)]

@@ -262,6 +262,7 @@ def test_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert address("") == "redis://there"
 
 
+@pytest.mark.journey
 def test_a_wrong_endpoint_or_password_is_said_at_once(server: str) -> None:
     def start(endpoint: str, **conf: str) -> None:
         create(RendezvousParameters("redis", endpoint, "id", 1, 1, **conf))

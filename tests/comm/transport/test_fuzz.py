@@ -107,12 +107,15 @@ class Said:
 class Conversation:
     """All that was said in a job, and how to have its residents anew."""
 
-    town: Town
+    cluster: Town
     said: list[Said] = field(default_factory=list)
     shared: bool = False
 
     def servers(self) -> dict[Address, Server]:
-        return {me: make_server(me, self.town.job, self.town.topology, PrivateMemory()) for me in self.town.houses}
+        return {
+            me: make_server(me, self.cluster.job, self.cluster.topology, PrivateMemory())
+            for me in self.cluster.sim_servers
+        }
 
 
 SMALLEST = (Parameter("a", (70,), (1,), "float32", True), Parameter("b", (5,), (1,), "float64", True))
@@ -121,16 +124,16 @@ SMALLEST = (Parameter("a", (70,), (1,), "float32", True), Parameter("b", (5,), (
 def conversation(**more: Any) -> Conversation:
     town = Town(job(**more), schema=SMALLEST)
     found = Conversation(town)
-    town.wire.observers.append(lambda sender, to, message: found.said.append(Said(sender, to, message)))
+    town.transport.observers.append(lambda sender, to, message: found.said.append(Said(sender, to, message)))
     town.play(everything)
     return found
 
 
 def everything(seat: Seat) -> None:
     """A worker's life with as many kinds of messages as it can have."""
-    door, me = seat.door, seat.me
+    door, me = seat.client, seat.me
     first = me.group == 0 and me.index == 0
-    seat.visible = seat.visible and seat.town.job.grads is Grads.kVisible
+    seat.visible = seat.visible and seat.cluster.job.grads is Grads.kVisible
     seat.open()
     _, start, _ = door.extension(DataClient).lease(0, 0, 8, 5, 0, False)
     if first:
@@ -147,7 +150,7 @@ def everything(seat: Seat) -> None:
     door.extension(DataClient).applied(1)
     door.channel.exit_loop(seat.steps, 1)
     for part in door.optimizer_state.get():
-        bucket = seat.town.map.buckets[part.bucket]
+        bucket = seat.cluster.map.buckets[part.bucket]
         door.optimizer_state.put(bucket, part.piece, part.key, part.number if part.body is None else part.body)
     door.extension(DataClient).free(0, 0, start)
     seat.step(seat.numbers(), **handed_in(seat))
@@ -159,19 +162,19 @@ def everything(seat: Seat) -> None:
 
 def handed_in(seat: Seat) -> dict[str, Any]:
     """In a collective each worker hands in the gradient of its server's shard."""
-    if not seat.door.model.sends_own_shard:
+    if not seat.client.model.sends_own_shard:
         return {}
-    for bucket in seat.town.map.buckets_of(seat.me.index):
-        seat.door.gradients.edit(seat.steps, bucket, seat.flats.view("local", bucket))
-    return {"edited": (1 << sum(len(bucket.pieces) for bucket in seat.town.map.buckets)) - 1}
+    for bucket in seat.cluster.map.buckets_of(seat.me.index):
+        seat.client.gradients.edit(seat.steps, bucket, seat.flats.view("local", bucket))
+    return {"edited": (1 << sum(len(bucket.pieces) for bucket in seat.cluster.map.buckets)) - 1}
 
 
 def tables(seat: Seat) -> None:
     """Words about a table that nobody waits for."""
     spec = TableSpec("t", 50, 3, mode="async")
     rows = torch.ones(4 * 3)
-    for server in seat.door.channel.servers:
-        ids = torch.arange(4).numpy() * len(seat.door.channel.servers) + server.index
+    for server in seat.client.channel.servers:
+        ids = torch.arange(4).numpy() * len(seat.client.channel.servers) + server.index
         for number, word in enumerate(
             [
                 TableOpen(0, 0, spec.to_text()),
@@ -186,7 +189,7 @@ def tables(seat: Seat) -> None:
             ]
         ):
             assert word.number == number
-            seat.door.channel.send(server, word)
+            seat.client.channel.send(server, word)
 
 
 def come(resident: Server | Client, sender: Address, message: m.Message, viewable: bool) -> Any:
@@ -222,12 +225,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_servers_take_nothing_but_true_words(layout: str) -> None:
     talk, dice = conversation(**LAYOUTS[layout]), Dice(SEED + len(layout))
     truth = [said for said in talk.said if said.to.role is Role.SERVER]
-    people = sorted({said.sender for said in talk.said} | set(talk.town.workers))
+    people = sorted({said.sender for said in talk.said} | set(talk.cluster.workers))
     words = [said.message for said in talk.said]
     left, ends = share(0.5 / len(LAYOUTS)), Counter[str]()
     while left > 0:
         servers = talk.servers()
-        hostile = dice.random.choice((None, *talk.town.workers))  # None: everybody
+        hostile = dice.random.choice((None, *talk.cluster.workers))  # None: everybody
         stays = dice.random.choice((0.2, 1.0, 3.0))
         for said in truth[: dice.random.randrange(len(truth)) + 1 if dice.random.random() < 0.3 else None]:
             for _ in range(dice.random.randrange(int(2 * stays) + 1)):
@@ -271,7 +274,7 @@ def test_workers_take_nothing_but_true_words() -> None:
     left = share(0.15)
     while left > 0:
         talk = dice.random.choice(talks)
-        me = dice.random.choice(talk.town.workers)
+        me = dice.random.choice(talk.cluster.workers)
         door = opened(talk, me, dice)
         truth = [said for said in talk.said if said.to == me]
         words = [said.message for said in talk.said]
@@ -287,10 +290,10 @@ def test_workers_take_nothing_but_true_words() -> None:
 
 
 def opened(talk: Conversation, me: Address, dice: Dice) -> Client:
-    topology = talk.town.topology
+    topology = talk.cluster.topology
     door = Client(me, topology, lambda to, message: None, Idle(), extensions=client_extensions(topology))
     if dice.random.random() < 0.9:
-        door.open(talk.town.schema, talk.town.map, FlatBuffers(talk.town.map, None, PrivateMemory()))
+        door.open(talk.cluster.schema, talk.cluster.map, FlatBuffers(talk.cluster.map, None, PrivateMemory()))
     return door
 
 

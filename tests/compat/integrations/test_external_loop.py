@@ -40,6 +40,7 @@ def test_nobody_in_the_package_imports_them():
     }
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_missing_library_is_named(name):
     library, extra = LIBRARIES[name]

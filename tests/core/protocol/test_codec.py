@@ -106,6 +106,7 @@ NUMBERS = {
     89: "TableBarrier TablesFinished TableList TableIds",
     96: "Activation ActivationHello",
     100: "ResumeConnection Ack ReplicatedEvent ReplicaAck StateTransfer ReplicaReleased ReplicaChecksum",
+    110: "UnitPart",
 }
 
 

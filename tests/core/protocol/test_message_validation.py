@@ -26,6 +26,7 @@ from topotrain.extensions.collectives.collective_messages import CollectivePart
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
 from topotrain.extensions.replication.state_machine import UNCOUNTED
 from topotrain.extensions.tables.table_messages import TablePush
+from topotrain.launch.multinode.reliable_messages import UnitPart
 from topotrain.launch.runtime.process_host import HostOptions, ServerEndpoint
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.parallel.runtime.activation_messages import ActivationHello
@@ -52,7 +53,8 @@ def test_every_message_has_somebody_who_hears_it() -> None:
             for me in (*unit.workers, *unit.servers):
                 validator = MessageValidator(me, topology)
                 heard |= {kind for kind in every_message() if validator.senders(kind)}
-    assert heard | set(UNCOUNTED) == set(every_message()), "the rest is between the copies of servers, and their peers"
+    # The rest is between the copies of servers and their peers, or between units.
+    assert heard | {*UNCOUNTED, UnitPart} == set(every_message())
 
 
 TWO_GROUPS = {"nworker_groups": 2, "nserver_groups": 2, "nservers_per_group": 2}
@@ -191,10 +193,10 @@ def test_too_many_open_backwards_are_refused() -> None:
 )  # fmt: skip
 def test_settings_that_the_optimizer_refuses_are_told_to_the_group_before_anything_changes(text: str) -> None:
     hall = started(nworkers_per_group=1)
-    home, before = hall.servers[server()], hall.servers[server()].version
+    home, before = hall.servers[server()], hall.servers[server()].state.version
     home.handle(worker(), replace(COMMIT, revisions=b"\xff", hyper=text.encode("utf-8", "surrogateescape")))
     out = home.handle(worker(), m.AppliedBatchesRequest(0))
-    assert home.version == before and [type(reply) for _, reply in out] == [m.AppliedBatchesReply]
+    assert home.state.version == before and [type(reply) for _, reply in out] == [m.AppliedBatchesReply]
 
 
 def test_settings_of_one_kind_are_taken() -> None:

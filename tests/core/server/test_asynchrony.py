@@ -106,9 +106,9 @@ def test_the_servers_of_a_job_know_it(agreement: Agreement) -> None:
 
     town.play(script)
     for group in range(2):
-        found = town.server(group, 0).distance
+        found = town.server(group, 0).exchange.distance
         assert found.exchanges > 0 and found.updates > 0 and 0 < found.share < 0.1
-    assert Town(job(1, 1, 1)).server(0, 0).distance.exchanges == 0
+    assert Town(job(1, 1, 1)).server(0, 0).exchange.distance.exchanges == 0
 
 
 def test_the_report_and_the_tables_show_it() -> None:

@@ -23,8 +23,7 @@ from topotrain.core.server.steps.commit_agreement import StepError
 from topotrain.extensions.backup_workers.backup_messages import StepCatchUp
 from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.extensions.checkpointing.data_position import DataPosition
-from topotrain.extensions.checkpointing.snapshot_coordinator import TextParts
-from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart
+from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, TextParts
 from topotrain.extensions.elastic.membership import CoordinatorAnswers, Members
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams
 from topotrain.extensions.replication.state_codec import StateReader, StateWriter
@@ -160,17 +159,17 @@ def members(rng: Random) -> Event:
     return rng.choice(
         [
             lambda each: each.expect(group, number),
-            lambda each: each.returned(who, number),
-            lambda each: each.restarted(group, number),
-            lambda each: (each.hears(who), each.counts(who), each.asked(group), each.incarnation(group)),
-            lambda each: (each.undone(), each.deserted(group, number), each.changed),
+            lambda each: each.join(who, number),
+            lambda each: each.restart(group, number),
+            lambda each: (each.is_current(who), each.is_newest(who), each.newest(group), each.incarnation(group)),
+            lambda each: (each.pending(), each.is_empty(group, number), each.changed),
         ]
     )
 
 
 def answers(rng: Random) -> Event:
     part = AppliedBatchesOfStreams(rng.randrange(2), rng.randrange(2), rng.randrange(2), 2, (rng.randrange(9), 3))
-    return lambda each: each.take(part)
+    return lambda each: each.add(part)
 
 
 def quorum(rng: Random) -> Event:
@@ -191,7 +190,7 @@ def position(rng: Random) -> Event:
     epoch, lease = rng.randrange(3), rng.randrange(3)
     return rng.choice(
         [
-            *[lambda each: each.leased(epoch, lease, 4 * lease)] * 3,
+            *[lambda each: each.add_lease(epoch, lease, 4 * lease)] * 3,
             lambda each: each.close(epoch),
             lambda each: each.applied({epoch << 32 | lease: 2, epoch << 32 | STATIC: 3}),
         ]
@@ -201,7 +200,7 @@ def position(rng: Random) -> Event:
 def texts(rng: Random) -> Event:
     part, number = rng.randrange(2), rng.randrange(2)
     message = SnapshotPart(number, 0, part, 2, ('{"a":', "1}")[part])
-    return lambda each: each.take(Address(Role.SERVER, 0, rng.randrange(1, 2)), message)
+    return lambda each: each.add(Address(Role.SERVER, 0, rng.randrange(1, 2)), message)
 
 
 def leases(rng: Random) -> Event:
@@ -230,8 +229,8 @@ def left_states(rng: Random) -> Event:
         [
             *[lambda each: each.handle(who, part)] * 3,
             lambda each: each.handle(who, WorkerStateRequest()),
-            lambda each: (each.taken(1), each.begun()),
-            lambda each: each.forget(1),
+            lambda each: (each.snapshot_states(1), each.epoch_states()),
+            lambda each: each.forget_snapshots(1),
         ]
     )
 

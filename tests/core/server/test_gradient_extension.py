@@ -56,7 +56,7 @@ def test_a_server_updates_with_the_source_and_the_codec_of_an_extension():
     plain, other = Core(()), Core((Sums(),))
     plain.steps(1)
     other.steps(1)
-    assert plain.server.version == other.server.version == 1
+    assert plain.server.state.version == other.server.state.version == 1
     assert torch.equal(values_of(other), -2 * values_of(plain)) and bool(values_of(plain).any())
 
 

@@ -393,7 +393,7 @@ def test_the_ledger_is_exact_whatever_the_network_does(shape: tuple[int, int, in
 
 
 def door_of(seat: Seat) -> TableClient:
-    return TableClient(seat.door, seat.town.topology, seat.town.job)
+    return TableClient(seat.client, seat.town.topology, seat.town.job)
 
 
 def test_rows_that_are_not_finite_take_the_step_with_them() -> None:

@@ -56,7 +56,7 @@ def test_every_sample_counts_once_whoever_dies(layout: tuple[int, int, int, int]
         kills += trial.kills
         assert not trial.wrong(), f"seed {seed}"
         coordinators = [trial.server(group, 0) for group in range(server_groups)]
-        counts = {who: count for server in coordinators for who, count in server.samples.items()}
+        counts = {who: count for server in coordinators for who, count in server.steps.samples.items()}
         assert sum(counts.values()) == 6 * 2 * workers, f"seed {seed}: {counts}"
         assert len(counts) == groups * workers
     assert kills and crashes

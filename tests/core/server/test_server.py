@@ -128,7 +128,7 @@ def test_a_step_is_applied_on_all_shards_or_on_none():
     hall.push(worker(), 5)
     hall.commit(worker(), to=server(0, 1))
     assert hall.got[worker()] == []
-    assert hall.servers[server(0, 1)].version == 0
+    assert hall.servers[server(0, 1)].state.version == 0
     hall.commit(worker(), to=server(0, 0))
     assert hall.values(worker()) == -5.0
     assert len(hall.heard(worker(), m.Applied)) == 2
@@ -138,11 +138,11 @@ def test_without_the_decision_a_shard_asks_and_never_guesses():
     hall = started(nservers_per_group=2, holding=(m.StepDecision,))
     hall.step(worker(), 5)
     assert [a.step for a in hall.heard(worker(), m.Applied)] == [0]  # shard 0 is the coordinator itself
-    assert hall.servers[server(0, 1)].version == 0
+    assert hall.servers[server(0, 1)].state.version == 0
     hall.held.clear()
     hall.holding = ()
     hall.route(server(0, 1), hall.servers[server(0, 1)].reconnected())
-    assert hall.servers[server(0, 1)].version == 1
+    assert hall.servers[server(0, 1)].state.version == 1
     assert hall.values(worker()) == -5.0
 
 
@@ -293,9 +293,9 @@ def test_nobody_waits_for_a_group_that_ended():
 def test_with_a_bound_of_0_updates_come_in_group_order():
     hall = started(nworker_groups=2, max_staleness=0)
     hall.step(worker(1), 10)
-    assert hall.servers[server()].version == 0
+    assert hall.servers[server()].state.version == 0
     hall.step(worker(0), 1)
-    assert hall.servers[server()].version == 2
+    assert hall.servers[server()].state.version == 2
     assert [a.version for a in hall.heard(worker(0), m.Applied)] == [1]
     assert [a.version for a in hall.heard(worker(1), m.Applied)] == [2]
 

@@ -61,7 +61,7 @@ def test_a_worker_that_dies_between_its_commits_leaves_no_half_step(sent, worker
     for seed in range(6):
         town = Town(job(1, workers, 3), seed, STORM)
         written = books(town)
-        town.wire.crash(Address(Role.WORKER, 0, 0), after=3 + sent, kind=Commit)
+        town.transport.crash(Address(Role.WORKER, 0, 0), after=3 + sent, kind=Commit)
         script, *_ = (record := steps(town, 3))
         with pytest.raises(Deadlock, match="worker 0/0"):
             town.play(script)
@@ -75,18 +75,18 @@ def test_the_other_groups_go_on_when_a_worker_dies_between_its_commits():
         town = Town(job(2, 1, 3), seed, STORM)
         written = books(town)
         dead = Address(Role.WORKER, 1, 0)
-        town.wire.crash(dead, after=1, kind=Commit)
+        town.transport.crash(dead, after=1, kind=Commit)
         script, *_ = (record := steps(town, 4))
         with pytest.raises(Deadlock, match=r"wait: worker 1/0$"):
             town.play(script)
         assert [book.applied for book in written] == [[(0, step) for step in range(4)]] * 3
         theirs = [gradient for me, _, gradient in record[1:] if me.group == 0]
         assert same(town.values(), [3.0 - part for part in total(theirs)])
-        for house in town.houses.values():  # what the dead one staged is given up, whatever may still turn up
+        for house in town.sim_servers.values():  # what the dead one staged is given up, whatever may still turn up
             house.send(house.server.lost(dead))
-        town.wire.revive(dead)
-        for sender, to, message in [row for row in town.wire.lost if row[0] == dead]:
-            town.wire.send(sender, to, message)
+        town.transport.revive(dead)
+        for sender, to, message in [row for row in town.transport.lost if row[0] == dead]:
+            town.transport.send(sender, to, message)
         town.sim.run()
         assert [len(book.applied) for book in written] == [4, 4, 4]
 
@@ -96,12 +96,12 @@ def reconnect(town: Town, who: Address) -> None:
 
     Messages between servers stay lost: `ask` alone has to make up for them.
     """
-    lost, town.wire.lost = town.wire.lost, []
-    town.wire.revive(who)
+    lost, town.transport.lost = town.transport.lost, []
+    town.transport.revive(who)
     for sender, to, message in lost:
         if Role.WORKER in (sender.role, to.role):
-            town.wire.send(sender, to, message)
-    for house in town.houses.values():
+            town.transport.send(sender, to, message)
+    for house in town.sim_servers.values():
         house.send(house.server.reconnected())
 
 
@@ -112,7 +112,7 @@ def test_a_coordinator_cut_between_its_apply_messages_has_decided(sent, groups):
     for seed in range(15):
         town = Town(job(groups, 2, 3), seed, STORM)
         written = books(town)
-        town.wire.crash(COORDINATOR, after=2 + sent, kind=StepDecision)  # in the middle of its second decision
+        town.transport.crash(COORDINATOR, after=2 + sent, kind=StepDecision)  # in the middle of its second decision
         cut = []
 
         def revive(town=town, written=written, cut=cut) -> None:
@@ -132,7 +132,7 @@ def test_a_shard_cut_after_staging_asks_and_never_guesses():
     for seed in range(15):
         town = Town(job(2, 1, 3), seed, STORM)
         written, shard = books(town), Address(Role.SERVER, 0, 2)
-        town.wire.crash(shard, after=1, kind=StepVote)
+        town.transport.crash(shard, after=1, kind=StepVote)
         at_cut = []
 
         def revive(town=town, written=written, shard=shard, at_cut=at_cut) -> None:
@@ -171,14 +171,14 @@ def test_the_same_batches_pushed_twice_count_once():
 
     def script(seat: Seat) -> None:
         seat.open()
-        seat.town.sim.sleep(float(seat.me.group))
+        seat.cluster.sim.sleep(float(seat.me.group))
         gradient = [part * 0 + 1 for part in seat.numbers()]
         seat.step(gradient, marks=(77, 0, 1))
         seen.append(seat.step(gradient, marks=(78 + seat.me.group, 0, 0)).version)
         seat.finish()
 
     town.play(script)
-    assert town.server(0, 0).version == town.server(0, 1).version == 3
+    assert town.server(0, 0).state.version == town.server(0, 1).state.version == 3
     assert all((part == -3).all() for part in town.values())
 
 
@@ -191,10 +191,10 @@ def test_pushes_of_a_dead_step_do_not_reach_the_next_one():
         def keep(sender, to, message, old=old, town=town):
             if isinstance(message, Push) and message.step == 0:
                 old.append((sender, to, message))
-                town.sim.at(town.sim.now + 0.08, lambda: town.wire.send(sender, to, message))
+                town.sim.at(town.sim.now + 0.08, lambda: town.transport.send(sender, to, message))
 
-        town.wire.observers.append(keep)
+        town.transport.observers.append(keep)
         script, *_ = (record := steps(town, 5))
-        town.sim.at(0.5, town.wire.observers.clear)
+        town.sim.at(0.5, town.transport.observers.clear)
         town.play(script)
         assert old and same(town.values(), [3.0 - part for part in total([g for _, _, g in record[1:]])])

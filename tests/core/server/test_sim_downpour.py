@@ -66,7 +66,7 @@ def test_defect_1_no_gradient_of_two_groups_in_one_sum():
                 seat.step(seat.numbers(1, 100, scale=1024.0 if seat.me.group else 1.0))
             seat.finish()
 
-        town.wire.observers.append(look)
+        town.transport.observers.append(look)
         town.play(script)
         assert all(small < 512 for group, small, _ in seen if group == 0)
         assert all(pure for group, _, pure in seen if group == 1)
@@ -87,7 +87,7 @@ def test_defect_1_a_2x2_downpour_ends_on_every_seed():
             seat.finish()
 
         town.play(script)
-        assert town.server(0, 0).version == 6
+        assert town.server(0, 0).state.version == 6
 
 
 # --- staleness ---------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def race(
     def script(seat: Seat) -> None:
         seat.open()
         for _ in range(steps):
-            seat.sleep(0.0, seat.town.random.choice((0.001, 0.05, 0.3)))
+            seat.sleep(0.0, seat.cluster.random.choice((0.001, 0.05, 0.3)))
             outcomes.append((seat.me.group, seat.steps, seat.step(seat.numbers())))
         seat.finish()
 
@@ -134,7 +134,7 @@ def test_staleness_is_what_an_independent_count_finds():
             counted = dict(zip(book.applied, book.staleness, strict=True))
             reported = {(group, step): outcome.staleness[shard] for group, step, outcome in outcomes}
             assert reported == counted, f"seed {seed}"
-            assert book.server.version == len(book.applied)
+            assert book.server.state.version == len(book.applied)
 
 
 def test_with_a_bound_of_0_the_updates_come_in_group_order_and_the_result_is_one():
@@ -170,10 +170,10 @@ def test_groups_of_different_speed_finish_independently():
         def script(seat: Seat, slowness=slowness, end=end) -> None:
             seat.open()
             for _ in range(5):
-                seat.town.sim.sleep(slowness if seat.me.group else 0.01)
+                seat.cluster.sim.sleep(slowness if seat.me.group else 0.01)
                 seat.step(seat.numbers())
             seat.finish()
-            end[seat.me.group] = seat.town.sim.now
+            end[seat.me.group] = seat.cluster.sim.now
 
         town.play(script)
         assert end[0] < end[1]
@@ -192,7 +192,7 @@ def test_leases_give_the_slow_group_fewer_batches_and_every_batch_once():
             loader = town.loader(worker, DataLoader(torch.arange(160.0).reshape(160, 1), 4, shuffle=True), "lease")
             for batch in loader:
                 batches.setdefault(seat.me[1:], []).append(batch.flatten().int().tolist())
-                seat.town.sim.sleep(0.3 if seat.me.group else 0.03)
+                seat.cluster.sim.sleep(0.3 if seat.me.group else 0.03)
                 model(batch).sum().backward()
                 worker.optimizer.step()
             worker.finish()
@@ -212,18 +212,18 @@ def test_defect_6_servers_go_on_when_group_0_ends():
         def script(seat: Seat, town=town, pushed=pushed) -> None:
             seat.open()
             for _ in range(1 if seat.me.group == 0 else 6):
-                seat.town.sim.sleep(0.01)
+                seat.cluster.sim.sleep(0.01)
                 pushed.append(seat.numbers())
                 seat.step(pushed[-1])
             seat.finish()
             if seat.me == town.workers[0]:
-                assert town.server(0, 0).version < 7
-                seat.door.values.fetch_final()
-                assert town.server(0, 0).version == 7, "the result is read after the drain"
+                assert town.server(0, 0).state.version < 7
+                seat.client.values.fetch_final()
+                assert town.server(0, 0).state.version == 7, "the result is read after the drain"
                 assert same(seat.values(), [-part for part in total(pushed)]), f"seed {town.sim.seed}"
 
         town.play(script)
-        assert town.server(0, 0).version == 7
+        assert town.server(0, 0).state.version == 7
 
 
 def test_defect_7_share_memory_false_does_not_leave_groups_stale():
@@ -238,7 +238,7 @@ def test_defect_7_share_memory_false_does_not_leave_groups_stale():
             for _ in range(3):
                 seat.sleep(0.0, 0.01)
                 seat.step(seat.numbers())
-            seat.town.sim.sleep(1.0)  # everybody's updates are applied
+            seat.cluster.sim.sleep(1.0)  # everybody's updates are applied
             seat.step([part * 0 for part in seat.numbers()])
             last[seat.me.group] = seat.values()
             seat.finish()

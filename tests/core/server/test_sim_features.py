@@ -39,7 +39,7 @@ def test_group_0_warms_up_alone_and_all_start_from_its_values(server_groups, agr
 
         def script(seat: Seat, started=started, first=first, town=town) -> None:
             seat.open(9.0)
-            started[seat.me.group] = seat.values(), seat.town.sim.now
+            started[seat.me.group] = seat.values(), seat.cluster.sim.now
             if seat.me.group == 1:
                 home = town.server(town.topology.server_group_of(1), 0)
                 clocks = home.worker_groups.clocks
@@ -59,7 +59,7 @@ def test_group_0_warms_up_alone_and_all_start_from_its_values(server_groups, agr
         early = [who for time, who, _, _ in pushes if time < started[1][1]]
         assert {who.group for who in early} == {0}, "nobody else trains during the warm-up"
         assert {message.step for _, who, _, message in pushes if who.group == 0} >= set(range(warmup + 2))
-        for house in town.houses.values():
+        for house in town.sim_servers.values():
             clocks = house.server.worker_groups.clocks
             # group 0's warm-up counts as warm-up, the others take its clock
             assert [clocks.clock(g) for g in house.server.groups] == [
@@ -78,8 +78,8 @@ def test_a_group_0_that_ends_during_the_warm_up_lets_the_others_start():
                     pushed.append(seat.numbers())
                     seat.step(pushed[-1])
                 seat.finish()
-                if seat.me == seat.town.workers[0]:
-                    seat.door.values.fetch_final()
+                if seat.me == seat.cluster.workers[0]:
+                    seat.client.values.fetch_final()
                     pushed.append([part - 9.0 for part in seat.values()])
 
             town.play(script)
@@ -100,7 +100,7 @@ def test_unequal_numbers_of_backwards_fail_naming_both_workers(groups):
             seat.sleep(0.0, 0.05)
             seat.backward(seat.numbers())
             seat.sleep(0.0, 0.05)
-            if seat.me == (Role.WORKER, seat.town.topology.worker_groups - 1, 1):
+            if seat.me == (Role.WORKER, seat.cluster.topology.worker_groups - 1, 1):
                 seat.backward(seat.numbers(), ordinal=1)
                 seat.commit(backwards=2)
             seat.commit()
@@ -142,7 +142,7 @@ def test_a_last_backward_without_a_step_is_no_error():
             seat.finish()
 
         town.play(script)
-        assert town.server(0, 0).version == 2
+        assert town.server(0, 0).state.version == 2
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_downpours_own_steps_push_the_sum_and_fetch_when_asked_to():
                 assert torch.equal(model.weight[0], -torch.stack(sums).sum(0)), f"seed {town.sim.seed}"
 
         town.play(script)
-        assert town.server(0, 0).version == 2 * 4, "three full pushes and what was left"
+        assert town.server(0, 0).state.version == 2 * 4, "three full pushes and what was left"
 
 
 # --- duplicates of single messages, placed where they would hurt -------------------------------------------------
@@ -338,14 +338,14 @@ def test_downpours_own_steps_push_the_sum_and_fetch_when_asked_to():
 
 def repeat(town: Town, kind: type, delay: float) -> None:
     """Every message of a kind comes once more, this much later."""
-    arrive = town.wire._arrive
+    arrive = town.transport._deliver
 
     def again(me, to, message):
         arrive(me, to, message)
         if isinstance(message, kind):
             town.sim.at(town.sim.now + delay, lambda: arrive(me, to, message))
 
-    town.wire._arrive = again
+    town.transport._deliver = again
 
 
 @pytest.mark.parametrize(("kind", "delay"), [(Values, 0.013), (Applied, 0.013), (Fetch, 0.05), (Commit, 0.005)])
@@ -382,7 +382,7 @@ def test_initial_values_that_come_again_do_not_undo_the_warm_up():
         def script(seat: Seat, pushed=pushed) -> None:
             seat.open(2.0)
             for _ in range(5):
-                seat.town.sim.sleep(0.004)
+                seat.cluster.sim.sleep(0.004)
                 pushed.append(seat.numbers())
                 seat.step(pushed[-1])
             seat.finish()
@@ -396,7 +396,7 @@ def test_initial_values_that_come_again_do_not_undo_the_warm_up():
 
 def test_defect_12_a_worker_hears_that_a_server_died():
     town = Town(job(2, 2, 2), 0, STORM)
-    town.wire.crash(Address(Role.SERVER, 0, 1), after=7, tell=True)
+    town.transport.crash(Address(Role.SERVER, 0, 1), after=7, tell=True)
 
     def script(seat: Seat) -> None:
         seat.open()
@@ -410,7 +410,7 @@ def test_defect_12_a_worker_hears_that_a_server_died():
 def test_defect_12_who_waits_for_a_dead_process_does_nothing_at_all():
     """No timer, no retry, no spinning: with the road silent nothing happens any more, and the run says who waits."""
     town = Town(job(2, 2, 2), 0, STORM)
-    town.wire.crash(Address(Role.SERVER, 0, 1), after=30)
+    town.transport.crash(Address(Role.SERVER, 0, 1), after=30)
 
     def script(seat: Seat) -> None:
         seat.open()

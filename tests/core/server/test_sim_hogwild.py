@@ -32,7 +32,7 @@ def hogwild(
             seat.step(pushed[-1])
         seat.finish()
         if seat.me == town.workers[0]:
-            seat.door.values.fetch_final()
+            seat.client.values.fetch_final()
             final.extend(seat.values())
 
     town.play(script)
@@ -84,17 +84,17 @@ def slow_neighbors(town: Town) -> dict[tuple[Address, int], int]:
 
     Returns the sender's version at its last request, by sender and bucket.
     """
-    depart, asked = town.wire._depart, {}
+    depart, asked = town.transport._schedule, {}
 
     def slowly(me, to, message, late):
         if isinstance(message, Delta | RingOffer):
-            asked.setdefault((me, message.bucket), town.houses[me].server.version)
+            asked.setdefault((me, message.bucket), town.sim_servers[me].server.state.version)
         if isinstance(message, Delta | MasterValue | RingOffer | RingReply):
             town.sim.at(town.sim.now + town.random.uniform(0.3, 0.6), lambda: depart(me, to, message, late))
         else:
             depart(me, to, message, late)
 
-    town.wire._depart = slowly
+    town.transport._schedule = slowly
     return asked
 
 
@@ -108,9 +108,9 @@ def test_defect_2_updates_between_a_request_and_its_reply_are_kept(agreement):
 
         def look(sender, to, message, town=town, asked=asked, between=between):
             if isinstance(message, MasterValue | RingReply) and (to, message.bucket) in asked:
-                between.append(town.houses[to].server.version - asked.pop((to, message.bucket)))
+                between.append(town.sim_servers[to].server.state.version - asked.pop((to, message.bucket)))
 
-        town.wire.observers.append(look)
+        town.transport.observers.append(look)
         start, pushed, final = hogwild(town, steps=20)
         share = 2 if agreement is Agreement.kRingAverage else 1
         assert same(final, [(a * share - b) / share for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
@@ -121,12 +121,12 @@ def test_training_goes_on_while_an_exchange_is_missing():
     """The neighbor is away for a while: no worker waits for it, and nothing is missing in the end."""
     town = Town(job(2, 1, 1, nserver_groups=2), 1, None, DOUBLE)
     neighbor, home = Address(Role.SERVER, 1, 0), town.server(0, 0)
-    town.sim.at(0.05, lambda: town.wire.pause(neighbor))
+    town.sim.at(0.05, lambda: town.transport.pause(neighbor))
     met = []
 
     def back() -> None:
-        met.append(home.version)
-        town.wire.resume(neighbor)
+        met.append(home.state.version)
+        town.transport.resume(neighbor)
 
     town.sim.at(10.0, back)
     start, pushed, final = hogwild(town, steps=30)
@@ -138,13 +138,13 @@ def test_an_update_that_is_faster_than_the_start_is_not_overwritten():
     """Group 1 has its start and sends what it learned to group 2, whose start is still on its way."""
     for agreement in Agreement:
         town = Town(job(3, 1, 1, nserver_groups=3, agreement=agreement), 0, None, DOUBLE)
-        depart, last = town.wire._depart, Address(Role.SERVER, 2, 0)
+        depart, last = town.transport._schedule, Address(Role.SERVER, 2, 0)
 
         def slow_start(me, to, message, late, town=town, depart=depart, last=last):
             wait = 1.0 if to == last and isinstance(message, Init) else 0.0
             town.sim.at(town.sim.now + wait, lambda: depart(me, to, message, late))
 
-        town.wire._depart = slow_start
+        town.transport._schedule = slow_start
         start, pushed, final = hogwild(town)
         share = 3 if agreement is Agreement.kRingAverage else 1
         assert same(final, [(a * share - b) / share for a, b in zip(start, pushed, strict=True)])

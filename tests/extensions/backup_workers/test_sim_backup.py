@@ -68,7 +68,7 @@ def run(
                 else:
                     told.counted.setdefault(step, set()).add((me, epoch * batches(me) + number))
                     number += 1
-            seat.steps = seat.door.extension(BackupWorkersClient).catch_up(epoch).next
+            seat.steps = seat.client.extension(BackupWorkersClient).catch_up(epoch).next
             told.end[epoch, me] = seat.steps, seat.values()
         seat.finish()
 
@@ -151,8 +151,8 @@ def test_without_lateness_a_group_with_backup_does_what_one_without_does():
             seat.visible = False
             seat.open(3.0)
             for number in range(4):
-                seat.town.sim.sleep(1.0 if seat.me.index < 2 else 0.9)  # it is never the last
-                marks = (STATIC | seat.me.index * (seat.town.job.cluster.backup > 0), number, number)
+                seat.cluster.sim.sleep(1.0 if seat.me.index < 2 else 0.9)  # it is never the last
+                marks = (STATIC | seat.me.index * (seat.cluster.job.cluster.backup > 0), number, number)
                 seat.step(numbers(0, seat.me.index, number), marks=marks)
             seat.finish()
 
@@ -195,7 +195,7 @@ def test_a_bad_road_changes_who_is_late_and_nothing_else(weather):
 
         told = run(town, batches, lambda *_, town=town: town.random.uniform(0.0, 0.05), ones, epochs=2)
         check(town, told, workers, batches, epochs=2)
-        assert town.server(0, 0).version == len(told.counted)
+        assert town.server(0, 0).state.version == len(told.counted)
 
 
 # --- who is waited for ---------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_a_bad_road_changes_who_is_late_and_nothing_else(weather):
 
 def test_a_worker_that_never_comes_is_not_waited_for():
     town = Town(group(3, 1), schema=SMALL)
-    town.wire.crash(Address(Role.WORKER, 0, 1))
+    town.transport.crash(Address(Role.WORKER, 0, 1))
     done = []
 
     def script(seat: Seat) -> None:
@@ -234,10 +234,10 @@ def test_who_leaves_an_epoch_early_or_ends_is_not_waited_for():
             seat.steps = outcome.next if outcome.late else seat.steps
             number += not outcome.late
         if me == 0:
-            seat.door.extension(BackupWorkersClient).through(0)
+            seat.client.extension(BackupWorkersClient).through(0)
             town.sim.sleep(50.0)
         elif me == 2:
-            seat.door.extension(BackupWorkersClient).catch_up(0)
+            seat.client.extension(BackupWorkersClient).catch_up(0)
         ends[me] = town.sim.now
         seat.finish()
 
@@ -372,7 +372,7 @@ def test_whoever_dies_when_every_batch_counts_once_and_a_snapshot_has_what_it_sa
     for seed in range(30):
         found = tormented(seed, drawn(seed, shape[0]), shape=shape).run()
         assert not found.wrong(), f"seed {seed}: {found.wrong()[:5]}"
-        kills, snapshots = kills + found.kills, snapshots + found.archive.published
+        kills, snapshots = kills + found.kills, snapshots + found.disks.published
     assert kills >= 30
     assert snapshots >= 10
 
@@ -381,7 +381,7 @@ def test_the_others_go_on_while_one_is_away():
     """Worker 1 of three dies and comes back when all else is done: nobody has waited for it before that."""
     found = tormented(0, (Fault(0, index=1, at=0.02, away=50.0),), batches=30, weather=CALM).run()
     assert not found.wrong()
-    ((death, _),), ((birth, _),) = found.deaths, found.births
+    ((death, _),), ((birth, _),) = found.deaths, found.restarts
     before = [moment for moment in found.commits[0] if death < moment < birth]
     assert len(before) > 40
     gaps = [after - start for start, after in itertools.pairwise([death, *before])]

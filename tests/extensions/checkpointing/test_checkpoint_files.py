@@ -218,6 +218,7 @@ def test_those_of_an_earlier_run_are_moved_aside(files, tmp_path):
     assert latest(tmp_path) is None and numbers(tmp_path / ASIDE) == [7]
 
 
+@pytest.mark.journey
 def test_a_launcher_finds_them_without_torch(files, tmp_path):
     Vault().train(1).write(files, 3)
     code = (
@@ -327,7 +328,7 @@ def test_workers_file_is_an_ordinary_one(files):
 def test_plain_starts_remove_nothing_that_was_kept_by_its_step_and_say_what_they_move(files, tmp_path):
     said = []
     for run in range(4):  # the first and the third keep a snapshot by its step
-        assert files.begin(None, again=False, tell=said.append) == 1
+        assert files.begin(None, again=False, notify=said.append) == 1
         vault = Vault().train(1)
         for number in (1, 2):
             vault.write(files, number, step=100 + run if number == 1 and run % 2 == 0 else None)
@@ -345,7 +346,7 @@ def test_what_is_gone_back_behind_keeps_its_step(files, tmp_path):
     for number in range(1, 4):
         path = vault.train(1).write(files, number, step=number)
     said = []
-    files.begin(path.with_name("000001"), again=False, tell=said.append)
+    files.begin(path.with_name("000001"), again=False, notify=said.append)
     assert Manifest.open(tmp_path / ASIDE / "step-3").number == 3
     assert "the snapshots after 1 (000002 to 000003)" in said[0]
     vault.write(files, 4)

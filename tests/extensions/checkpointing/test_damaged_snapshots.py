@@ -21,12 +21,15 @@ from topotrain.config import private_files
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.core.events import Event
+from topotrain.core.server.message_queue import MessageQueue
+from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.extensions.checkpointing import checkpoint_writer
 from topotrain.extensions.checkpointing.checkpoint_reader import FILES, FOLDER, MANIFEST, MODEL, latest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, SnapshotWriter
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
 from topotrain.extensions.checkpointing.shard_snapshot import ShardFreezer
-from topotrain.extensions.checkpointing.snapshot_coordinator import TextParts, WriteSnapshot
+from topotrain.extensions.checkpointing.snapshot_coordinator import WriteSnapshot
+from topotrain.extensions.checkpointing.snapshot_messages import TextParts
 
 IMAGES = int(os.environ.get("TORTURE_IMAGES", "300"))
 ME = Address(Role.SERVER, 0, 0)
@@ -270,16 +273,17 @@ class Host:
         self.heard = threading.Event()
         self.files = SnapshotFiles(workspace / FOLDER)
         writer = SnapshotWriter(self.vault.job, self.vault.topology, self.files, 1, str(ME), self.told.append)
-        self.snapshots = ServerSnapshots(ME, self.vault.job, self.vault.topology, None, lambda *_: None)
-        self.aside = writer.follow(ME, self.snapshots, self.heard.set)
+        queue = MessageQueue(ME, ExtensionHooks(), None)
+        self.snapshots = ServerSnapshots(ME, self.vault.job, self.vault.topology, None, queue)
+        self.aside = writer.attach(self.snapshots, self.heard.set)
         self.texts = TextParts()
 
     def write(self, number: int) -> dict:
         frozen = ShardFreezer(self.vault.models[0], 0).freeze()
         self.heard.clear()
-        self.snapshots._do(WriteSnapshot(number, ME, frozen, frozen.table))
+        self.aside.execute(WriteSnapshot(number, ME, frozen, frozen.table))
         assert self.heard.wait(30)
-        answers = [self.texts.take(ME, message) for message in self.aside.heard()]
+        answers = [self.texts.add(ME, message) for message in self.aside.messages()]
         return next(answer for answer in answers if answer is not None)
 
 

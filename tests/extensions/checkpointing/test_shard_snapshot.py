@@ -12,14 +12,13 @@ from topotrain.core.optim.state_table import StateError, from_rows, merge, to_ro
 from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension, snapshots_of
 from topotrain.extensions.checkpointing.data_position import STATIC, DataPosition
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
-    CUT,
     END,
     TIME,
     DropSnapshot,
     PublishSnapshot,
     WriteSnapshot,
 )
-from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
+from topotrain.extensions.checkpointing.snapshot_messages import CUT, SnapshotPart, SnapshotRequest
 
 
 @pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
@@ -62,7 +61,7 @@ def test_the_workers_of_every_group_are_told_with_their_next_step():
         if isinstance(message, m.Applied) and sender.index == 0:
             told[to.group].append(message.snapshot)
 
-    town.wire.observers.append(observe)
+    town.transport.observers.append(observe)
 
     def script(seat: Seat) -> None:
         seat.open()
@@ -154,9 +153,9 @@ def stream(epoch, lease):
 
 def test_positions_of_leases_are_batches_of_the_epoch():
     position = DataPosition(2, 1, {})
-    position.leased(0, 0, 0)
-    position.leased(0, 1, 8)
-    position.leased(1, 0, 0)
+    position.add_lease(0, 0, 0)
+    position.add_lease(0, 1, 8)
+    position.add_lease(1, 0, 0)
     counts = {stream(0, 0): 8, stream(0, 1): 3, stream(1, 0): 2}
     assert position.applied(counts) == {0: ((0, 11),), 1: ((0, 2),)}
     position.close(1)
@@ -209,19 +208,23 @@ def test_rows_that_nobody_wrote_are_refused(rows):
 # --- what workers leave ------------------------------------------------------------------------------------------
 
 
+def under_way(server) -> int:
+    return snapshots_of(server).coordinator.number
+
+
 class Boxes:
     """Stands for the book of what workers left: who left something when an epoch began, and at which snapshot."""
 
     def __init__(self, *workers: Address) -> None:
         self.workers, self.left, self.forgotten = workers, {}, 0
 
-    def begun(self):
+    def epoch_states(self):
         return {worker: torch.zeros(3, dtype=torch.uint8) for worker in self.workers}
 
-    def taken(self, number):
+    def snapshot_states(self, number):
         return self.left.get(number, {})
 
-    def forget(self, number):
+    def forget_snapshots(self, number):
         self.forgotten = number
 
 
@@ -231,7 +234,7 @@ def waiting(groups: int, workers: int) -> tuple[Town, Archive, Boxes]:
     archive = Archive(town)
     server = town.server(0, 0)
     boxes = Boxes(*town.workers)
-    snapshots_of(server)._keepers = (boxes,)
+    server.extension(CheckpointExtension)._keepers = [boxes]
 
     def script(seat: Seat) -> None:
         seat.open()
@@ -242,7 +245,7 @@ def waiting(groups: int, workers: int) -> tuple[Town, Archive, Boxes]:
             seat.sleep(0.1, 0.1)
 
     town.play(script)
-    assert archive.values and not archive.published and not archive.dropped and snapshots_of(server).under_way == 1
+    assert archive.values and not archive.published and not archive.dropped and under_way(server) == 1
     return town, archive, boxes
 
 
@@ -256,7 +259,7 @@ def test_a_snapshot_counts_when_the_last_worker_has_left_its_state():
     assert archive.published[0].deposits == boxes.left[1]
     town.sim.run()
     server.extension(CheckpointExtension)._proceed()
-    assert boxes.forgotten == 1 and snapshots_of(server).under_way == 0
+    assert boxes.forgotten == 1 and under_way(server) == 0
 
 
 def test_a_group_that_stands_still_gives_the_state_that_it_left_before():
@@ -273,19 +276,19 @@ def test_in_one_group_an_older_state_does_not_do():
     boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
     archive.ask()
     assert not archive.published and "worker 0/1" in archive.dropped[0].why
-    assert snapshots_of(town.server(0, 0)).under_way == 2
+    assert under_way(town.server(0, 0)) == 2
 
 
 @pytest.mark.parametrize(("why", "again"), [(TIME, 0), (END, 2)])
 def test_one_that_waits_for_a_worker_that_had_to_start_again_is_dropped_and_the_last_one_taken_anew(why, again):
     town, archive, boxes = waiting(groups=1, workers=2)
     server = town.server(0, 0)
-    snapshots_of(server).book._now.reason = why
+    snapshots_of(server).coordinator._now.reason = why
     boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
     server.reset_group(0, ended=False)
     assert "worker 0/1 had to start again" in archive.dropped[0].why
     server.extension(CheckpointExtension).before_decision(0)  # the next step is about to be decided
-    assert snapshots_of(server).under_way == again
+    assert under_way(server) == again
 
 
 def test_one_that_has_everybodys_state_does_not_care_who_starts_again():
@@ -366,9 +369,9 @@ def test_asked_for_by_time_and_by_step_each_is_taken_once_the_other_is_over():
 def test_one_that_waits_for_workers_is_not_given_up_for_another_that_comes_soon_after():
     town, archive, _ = waiting(groups=1, workers=2)
     server = town.server(0, 0)
-    snapshots_of(server)._timed = 0  # it was asked for by step
+    server.extension(CheckpointExtension)._schedule._timed = 0  # it was asked for by step
     archive.ask()
-    assert snapshots_of(server).under_way == 1 and not archive.dropped
+    assert under_way(server) == 1 and not archive.dropped
     archive.ask()
     assert archive.dropped
 
@@ -381,19 +384,19 @@ def test_the_last_one_is_behind_the_very_next_step():
     def script(seat: Seat) -> None:
         seat.open()
         if seat.me.group == 0:
-            town.houses[me].handle(me, SnapshotRequest(last=True))  # nothing is there yet
+            town.sim_servers[me].handle(me, SnapshotRequest(last=True))  # nothing is there yet
         for step in range(4):
             seat.step(seat.numbers())
             seat.sleep(0.1, 0.1)
             if seat.me.group == 0 and step == 1:
-                town.houses[me].handle(me, SnapshotRequest(last=True))
+                town.sim_servers[me].handle(me, SnapshotRequest(last=True))
         seat.finish()
 
     town.play(script)
     assert [drop.number for drop in archive.dropped] == [0]
     ((why, _),) = taken(archive)
     assert why == "end" and archive.published[0].facts["version"] in (4, 5, 6)
-    town.houses[me].handle(me, SnapshotRequest(last=True))  # the job ends by itself
+    town.sim_servers[me].handle(me, SnapshotRequest(last=True))  # the job ends by itself
     assert len(archive.dropped) == 1
 
 
@@ -479,7 +482,7 @@ def at_rest(seat: Seat, archive: Archive, moment: float) -> None:
         seat.step(seat.numbers())
     seat.finish()
     if seat.me.group == 0:
-        seat.door.values.fetch_final()
+        seat.client.values.fetch_final()
         seat.sleep(moment, moment)
         archive.ask()
 
@@ -501,9 +504,9 @@ def test_an_announcement_that_is_said_again_freezes_nobody_again():
     def repeat(sender: Address, to: Address, message: m.Message) -> None:
         if isinstance(message, SnapshotPart) and message.stage == CUT and not heard:
             heard.append(message.number)
-            town.sim.at(town.sim.now + 0.5, lambda: town.houses[to].handle(sender, message))
+            town.sim.at(town.sim.now + 0.5, lambda: town.sim_servers[to].handle(sender, message))
 
-    town.wire.observers.append(repeat)
+    town.transport.observers.append(repeat)
 
     def script(seat: Seat) -> None:
         seat.open()
@@ -515,7 +518,7 @@ def test_an_announcement_that_is_said_again_freezes_nobody_again():
         seat.finish()
 
     frozen: list[tuple[Address, int]] = []
-    for me, house in town.houses.items():
+    for me, house in town.sim_servers.items():
         snapshots = snapshots_of(house.server)
         freeze = snapshots.freeze
 
@@ -526,7 +529,7 @@ def test_an_announcement_that_is_said_again_freezes_nobody_again():
 
         snapshots.freeze = noted
     town.play(script)
-    assert heard == [1] and sorted(frozen) == sorted((me, 1) for me in town.houses)
+    assert heard == [1] and sorted(frozen) == sorted((me, 1) for me in town.sim_servers)
 
 
 @pytest.mark.parametrize("broken", [0, 1], ids=["group 0", "group 1"])

@@ -116,6 +116,17 @@ class Setup:
         return sum(1 << rank for rank in ranks)
 
 
+class RelayOf(Relay):
+    """A relay with memory from a function."""
+
+    def __init__(self, memory, *settings):
+        super().__init__(*settings)
+        self.memory = memory
+
+    def buffer(self, slot, bucket):
+        return self.memory(slot, bucket)
+
+
 @dataclass
 class Net:
     """Random order between pairs, first in first out within one; bodies are read when they arrive, not when sent."""
@@ -134,13 +145,7 @@ class Net:
         self.buffers = [{} for _ in range(s.size)]
         self.ways = {(a, b): deque() for a in range(s.size) for b in range(s.size)}
         self.relays = [
-            Relay(
-                s.algorithm,
-                s.size,
-                rank,
-                s.homes.__getitem__,
-                lambda slot, bucket, rank=rank: self.buffer(rank, slot, bucket),
-            )
+            RelayOf(lambda slot, bucket, rank=rank: self.buffer(rank, slot, bucket), s.algorithm, s.size, rank, s.homes)
             for rank in range(s.size)
         ]
         self.sent = [0] * s.size
@@ -314,7 +319,7 @@ def test_who_has_no_gradient_sends_no_bytes():
 
 def relay(rank=1, algorithm=Algorithm.kRing):
     memory = {}
-    return Relay(algorithm, 4, rank, lambda bucket: 3, lambda slot, b: memory.setdefault((slot, b), torch.zeros(2)))
+    return RelayOf(lambda slot, b: memory.setdefault((slot, b), torch.zeros(2)), algorithm, 4, rank, (3,) * 8)
 
 
 def hop(step=0, ordinal=0, going_up=True, body=True):

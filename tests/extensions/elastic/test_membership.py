@@ -12,10 +12,10 @@ from topotrain.extensions.elastic.eligibility import refusal
 from topotrain.extensions.elastic.membership import (
     STREAMS,
     CoordinatorAnswers,
-    ElasticGroups,
+    GroupRestarts,
     Members,
-    answer,
-    questions,
+    count_reply,
+    count_requests,
 )
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams
 from topotrain.extensions.tables.table_server import TableServer
@@ -26,58 +26,60 @@ A, B, OTHER = (Address(Role.WORKER, *place) for place in ((0, 0), (0, 1), (1, 0)
 
 def test_everybody_is_heard_until_a_group_is_started_again():
     members = Members((0, 1))
-    assert not members.changed and all(map(members.hears, (A, B, OTHER)))
+    assert not members.changed and all(map(members.is_current, (A, B, OTHER)))
     assert members.expect(0, 1) and members.changed
-    assert not members.hears(A) and not members.hears(B) and members.hears(OTHER)
+    assert not members.is_current(A) and not members.is_current(B) and members.is_current(OTHER)
 
 
 def test_a_worker_is_heard_once_it_has_said_so_and_the_change_is_carried_out():
     members = Members((0,))
     members.expect(0, 1)
-    members.returned(A, 1)
-    assert not members.hears(A) and members.undone() == [(0, 1)]
-    assert members.restarted(0, 1) == [A] and members.undone() == []
-    assert members.hears(A) and not members.hears(B)
-    members.returned(B, 1)
-    assert members.hears(B)
+    members.join(A, 1)
+    assert not members.is_current(A) and members.pending() == [(0, 1)]
+    assert members.restart(0, 1) == [A] and members.pending() == []
+    assert members.is_current(A) and not members.is_current(B)
+    members.join(B, 1)
+    assert members.is_current(B)
 
 
 def test_a_change_may_be_carried_out_before_anybody_comes():
     members = Members((0,))
-    assert members.restarted(0, 1) == []
-    assert not members.hears(A) and not members.expect(0, 1)
-    members.returned(A, 1)
-    assert members.hears(A)
+    assert members.restart(0, 1) == []
+    assert not members.is_current(A) and not members.expect(0, 1)
+    members.join(A, 1)
+    assert members.is_current(A)
 
 
 def test_a_newer_incarnation_outdates_one_that_has_not_begun():
     members = Members((0,))
     members.expect(0, 1)
-    members.returned(A, 1)
+    members.join(A, 1)
     members.expect(0, 2)
-    members.returned(B, 2)
-    assert members.restarted(0, 1) == [] and not members.hears(A) and not members.hears(B)
-    members.returned(A, 1)
-    assert members.restarted(0, 2) == [B] and not members.hears(A)
+    members.join(B, 2)
+    assert members.restart(0, 1) == [] and not members.is_current(A) and not members.is_current(B)
+    members.join(A, 1)
+    assert members.restart(0, 2) == [B] and not members.is_current(A)
     assert not members.expect(0, 1), "numbers only rise"
 
 
 def test_what_the_desk_asks_comes_in_parts_and_back_whole():
     streams = list(range(2 * STREAMS + 1))
-    asked, answers = questions(3, 2, streams), CoordinatorAnswers()
+    asked, answers = count_requests(3, 2, streams), CoordinatorAnswers()
     assert [len(question.counts) for question in asked] == [2 * STREAMS, 2 * STREAMS, 2]
     assert all(m.decode(*m.encode(question)) == question for question in asked)
-    parts = [answer(question, lambda stream: stream % 7, False) for question in asked]
-    assert answers.take(parts[2]) is None and answers.take(parts[2]) is None and answers.take(parts[0]) is None
-    assert answers.take(parts[1]) == {stream: stream % 7 for stream in streams}
-    assert questions(3, 2, ()) == [AppliedBatchesOfStreams(3, 2, 0, 1, ())], "the group comes back without a lease, too"
+    parts = [count_reply(question, lambda stream: stream % 7, False) for question in asked]
+    assert answers.add(parts[2]) is None and answers.add(parts[2]) is None and answers.add(parts[0]) is None
+    assert answers.add(parts[1]) == {stream: stream % 7 for stream in streams}
+    assert count_requests(3, 2, ()) == [AppliedBatchesOfStreams(3, 2, 0, 1, ())], (
+        "the group comes back without a lease, too"
+    )
 
 
 def test_an_answer_to_an_earlier_question_is_no_part_of_a_later_one():
     answers, streams = CoordinatorAnswers(), list(range(STREAMS + 1))
-    answers.take(questions(0, 1, streams)[0])
-    assert answers.take(questions(0, 2, streams)[1]) is None
-    assert answers.take(questions(0, 2, streams)[0]) is not None
+    answers.add(count_requests(0, 1, streams)[0])
+    assert answers.add(count_requests(0, 2, streams)[1]) is None
+    assert answers.add(count_requests(0, 2, streams)[0]) is not None
 
 
 APART = Cluster(nworker_groups=2, nworkers_per_group=2, server_worker_separate=True)
@@ -159,11 +161,11 @@ def test_who_is_lost_after_the_end_of_its_script_is_not_missed():
     server.worker_groups.finish(B, 3)
     server.startup.schema = object()  # type: ignore[assignment]
     server.lost(B)
-    assert not server.extension(ElasticGroups).members.changed
+    assert not server.extension(GroupRestarts).members.changed
     server.lost(A)
-    assert server.extension(ElasticGroups).members.incarnation(0) == 1
+    assert server.extension(GroupRestarts).members.incarnation(0) == 1
     server.lost(A)
-    assert server.extension(ElasticGroups).members.asked(0) == 1, "its end is heard once"
+    assert server.extension(GroupRestarts).members.newest(0) == 1, "its end is heard once"
     assert not server.worker_groups.finished(0), "all its workers are started again"
 
 
@@ -172,16 +174,16 @@ def test_the_end_of_a_replaced_process_does_not_count():
     server.lost(A)
     server.handle(A, m.WorkerRejoined(1))
     server.lost(B)
-    assert server.extension(ElasticGroups).members.asked(0) == 1
+    assert server.extension(GroupRestarts).members.newest(0) == 1
     server.handle(B, m.WorkerRejoined(1))
     server.lost(B)
-    assert server.extension(ElasticGroups).members.asked(0) == 2
+    assert server.extension(GroupRestarts).members.newest(0) == 2
 
 
 def test_a_group_is_deserted_until_somebody_of_the_next_incarnation_is_there():
     members = Members((0, 1))
-    assert members.deserted(0, 0) and members.deserted(0, 1)
+    assert members.is_empty(0, 0) and members.is_empty(0, 1)
     members.expect(0, 1)
-    assert members.deserted(0, 1) and members.deserted(0, 2) and not members.deserted(0, 0)
-    members.returned(A, 1)
-    assert not members.deserted(0, 1) and members.deserted(0, 2)
+    assert members.is_empty(0, 1) and members.is_empty(0, 2) and not members.is_empty(0, 0)
+    members.join(A, 1)
+    assert not members.is_empty(0, 1) and members.is_empty(0, 2)

@@ -138,7 +138,7 @@ def before_its_last_step(patch):
     def leave(self, group, incarnation):
         self._server.decisions.decree(group, incarnation, AWAY)
 
-    patch.setattr("topotrain.extensions.elastic.membership.ElasticGroups.leave", leave)
+    patch.setattr("topotrain.extensions.elastic.group_departure.GroupDeparture.leave", leave)
     patch.setattr(Server, "lost", lambda self, worker: [])
 
 

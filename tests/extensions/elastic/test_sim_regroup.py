@@ -15,7 +15,7 @@ from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server import Server
 from topotrain.core.server.steps.decisions import Decisions
 from topotrain.extensions.compression.message_filter import ServerEncoding
-from topotrain.extensions.elastic.membership import ElasticGroups, Members
+from topotrain.extensions.elastic.membership import GroupRestarts, Members
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultSchedule
 from topotrain.tools.simulator.sim_network import NetworkFaults
@@ -203,31 +203,31 @@ def echo_first(patch):
     def returned(self, worker, incarnation):
         members = self.members
         self._expect(worker.group, incarnation)
-        members.returned(worker, incarnation)
-        if incarnation == members.asked(worker.group):
+        members.join(worker, incarnation)
+        if incarnation == members.newest(worker.group):
             known = members._groups[worker.group]
             known.incarnation = incarnation
-            self._welcome(worker)
+            self._accept(worker)
 
-    patch.setattr(ElasticGroups, "_returned", returned)
+    patch.setattr(GroupRestarts, "_receive_rejoin", returned)
 
 
 def desk_greets_first(patch):
     """Server (0,0) does not ask the coordinator of other servers how far the group came."""
-    ask = ElasticGroups._ask
+    ask = GroupRestarts._ask
 
     def asks_nobody(self, group, incarnation):
         if group in self._ours:
             ask(self, group, incarnation)
-        elif self._hands_out:
+        elif self._leases:
             self._change(group, incarnation, lambda _: 0, False)
 
-    patch.setattr(ElasticGroups, "_ask", asks_nobody)
+    patch.setattr(GroupRestarts, "_ask", asks_nobody)
 
 
 def words_of_the_dead(patch):
     """Everybody is heard always."""
-    patch.setattr(Members, "hears", lambda self, worker: True)
+    patch.setattr(Members, "is_current", lambda self, worker: True)
 
 
 def words_before_the_greeting(patch):
@@ -235,9 +235,9 @@ def words_before_the_greeting(patch):
 
     def hears(self, worker):
         group = self._groups.get(worker.group)
-        return group is None or group.asked == group.incarnation
+        return group is None or group.newest == group.incarnation
 
-    patch.setattr(Members, "hears", hears)
+    patch.setattr(Members, "is_current", hears)
 
 
 def taken_for_mine(patch):

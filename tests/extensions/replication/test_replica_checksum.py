@@ -14,7 +14,7 @@ STEPS, SERVER = 8, Address(Role.SERVER, 0, 1)
 def train(seat: Seat, spoil: int = -1) -> None:
     """Before its step `spoil` the first worker turns a bit in a second copy."""
     seat.open(start=1.0)
-    town: ReplicatedTown = seat.town  # type: ignore[assignment]
+    town: ReplicatedTown = seat.cluster  # type: ignore[assignment]
     for step in range(STEPS):
         if step == spoil and seat.me.index == 0:
             town.sim.sleep(0.01)  # the copies have done the same by then
@@ -22,8 +22,8 @@ def train(seat: Seat, spoil: int = -1) -> None:
         seat.step(seat.numbers(scale=0.01))
     seat.finish()
     if seat.me.index == 0:
-        seat.door.values.fetch_final()
-        seat.door.buffers.final()
+        seat.client.values.fetch_final()
+        seat.client.buffers.final()
     town.ends[seat.me] = list(seat.values())
 
 

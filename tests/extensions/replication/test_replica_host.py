@@ -105,9 +105,9 @@ class Town:
         with self.complete:
             assert self.complete.wait_for(lambda: self.seats._covered == everybody, WAIT_S)
         dead = self.processes.pop(seat)
-        for speaker in dead._speakers.values():
-            speaker._do = lambda what: None  # type: ignore[method-assign]  # else it would tell of its own end
-        dead._speakers.clear()  # nor does it look for others
+        for speaker in dead._primaries.values():
+            speaker._run = lambda what: None  # type: ignore[method-assign]  # else it would tell of its own end
+        dead._primaries.clear()  # nor does it look for others
         wire = self.roads.pop(seat)._tcp
         assert wire is not None and wire._listener is not None
         wire._residents.clear()

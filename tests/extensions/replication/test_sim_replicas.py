@@ -57,7 +57,7 @@ def drawn(name: str, seed: int) -> MortalTown:
     if groups > 1 and dice.random() < 0.3:
         falls.append((dice.uniform(0, end), dice.randrange(1, groups), -1.0))
     town = place(name, seed, kill=kill, again=again, falls=tuple(falls))
-    town.wire.loses = dice.random() < 0.5
+    town.transport.loses = dice.random() < 0.5
     return town
 
 
@@ -87,14 +87,14 @@ def given_up(moment: int) -> MortalTown:
 def test_a_copy_that_knows_only_the_dead_takes_whoever_stands_in_as_new() -> None:
     """The other copy had heard of both, the death and the newcomer, and has died before it could tell."""
     lead, worker = place("sandblaster", 0).run().home[SERVER].leads[SERVER].lead, Address(Role.WORKER, 0, 1)
-    line = lead.copy.lines[worker] = ReliableChannel(said=80, heard=57)
-    (answer,) = [x for to, x in lead.hear(worker, ResumeConnection(0, life=1)) if to == worker]
+    line = lead.copy.channels[worker] = ReliableChannel(sent=80, received=57)
+    (answer,) = [x for to, x in lead.handle(worker, ResumeConnection(0, restarts=1)) if to == worker]
     assert answer == ResumeConnection(0, answer=True)
-    lead.hear(worker, m.WorkerRejoined(1))
-    assert lead.copy.lines[worker].life == 1 and lead.copy.lines[worker] is not line
-    for late in (ResumeConnection(0), ResumeConnection(5, life=2)):
+    lead.handle(worker, m.WorkerRejoined(1))
+    assert lead.copy.channels[worker].restarts == 1 and lead.copy.channels[worker] is not line
+    for late in (ResumeConnection(0), ResumeConnection(5, restarts=2)):
         with pytest.raises(m.ProtocolError, match="never had"):
-            lead.hear(worker, late)
+            lead.handle(worker, late)
 
 
 # --- rules left out ----------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ STEPS = 3
 
 def train(seat: Seat) -> None:
     """A synchronous script that leases its batches, steps, leaves its state behind, and reads the end."""
-    town: ReplicatedTown = seat.town  # type: ignore[assignment]
-    door, main = seat.door, seat.me.index == 0
+    town: ReplicatedTown = seat.cluster  # type: ignore[assignment]
+    door, main = seat.client, seat.me.index == 0
     seat.open(start=1.0)
     door.extension(WorkerStateClient).save(-1, torch.arange(1000, dtype=torch.uint8) + seat.me.index)
     leases = []
@@ -49,7 +49,7 @@ def train(seat: Seat) -> None:
 
 def run(kill: tuple[int, int] | None = None, again: int = 0, loses: bool = False, servers: int = 2) -> ReplicatedTown:
     town = ReplicatedTown(job(workers=2, shards=servers), 1, kill, again)
-    town.wire.loses = loses
+    town.transport.loses = loses
     return town.play(train)
 
 
@@ -66,7 +66,7 @@ def check(town: ReplicatedTown, servers: int = 2) -> None:
     for index in range(servers):
         first, second = town.copies(index)
         assert equal(flats_of(first), flats_of(second))
-        assert first.version == second.version == STEPS
+        assert first.state.version == second.state.version == STEPS
         assert first.steps.batches.counts() == second.steps.batches.counts()
 
 
@@ -107,10 +107,10 @@ def test_it_can_happen_again(servers: int) -> None:
 def hidden(apply: Apply, kill: tuple[int, int] | None = None, loses: bool = False) -> ReplicatedTown:
     """A job whose gradients nobody sees."""
     town = ReplicatedTown(job(workers=2, shards=2, grads=Grads.kHidden, apply=apply), 1, kill)
-    town.wire.loses = loses
+    town.transport.loses = loses
 
     def script(seat: Seat) -> None:
-        seat.visible, door = False, seat.door
+        seat.visible, door = False, seat.client
         seat.open(start=1.0)
         for step in range(STEPS):
             dice = torch.Generator().manual_seed(100 * step + seat.me.index)
@@ -149,12 +149,12 @@ def test_a_line_keeps_what_the_other_side_may_not_have() -> None:
     line = ReliableChannel()
     words = [m.Fetch(number) for number in range(4)]
     for word in words:
-        line.say(word)
-    line.taken(3)
-    line.taken(1)  # said late
-    assert list(line.kept) == words[3:]
+        line.send(word)
+    line.confirm(3)
+    line.confirm(1)  # said late
+    assert list(line.unconfirmed) == words[3:]
     with pytest.raises(m.ProtocolError, match="5 messages were confirmed, but 4 sent"):
-        line.taken(5)
+        line.confirm(5)
 
 
 # --- the transfer ------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_a_server_in_the_middle_of_a_step_is_told_with_what_is_under_way() -> No
         under_way = sum(len(source.state_dict()["backwards"]["known"]) for source in sources)
         told.append((under_way, again is not None and torch.equal(data, again)))
 
-    town.wire.observers.append(look)
+    town.transport.observers.append(look)
 
     def script(seat: Seat) -> None:
         seat.open()
@@ -230,7 +230,7 @@ def test_bytes_that_are_no_likeness_are_refused(damage: str) -> None:
 
 def test_only_plain_data_is_a_state() -> None:
     town = run()
-    town.speaking(0).steps.hyper[0] = object()  # type: ignore[assignment]
+    town.speaking(0).hyper.of_group[0] = object()  # type: ignore[assignment]
     with pytest.raises(TypeError, match="a state holds a object, which is not plain data"):
         save(copy_of(town))
 
@@ -290,15 +290,15 @@ def test_no_field_of_any_component_is_forgotten() -> None:
             restore(twin, data)
             copied += 1
             found.update(differences(copy.server, twin.server, "server", set()))
-            found.update(differences(copy.lines, twin.lines, "lines", set()))
+            found.update(differences(copy.channels, twin.channels, "channels", set()))
 
-    town.wire.observers.append(look)
+    town.transport.observers.append(look)
 
     def script(seat: Seat) -> None:
         seat.open()
-        seat.door.extension(WorkerStateClient).save(-1, torch.arange(1000, dtype=torch.uint8))
+        seat.client.extension(WorkerStateClient).save(-1, torch.arange(1000, dtype=torch.uint8))
         for step in range(2):
-            seat.door.extension(DataClient).lease(0, step, 2, 7, step, False)
+            seat.client.extension(DataClient).lease(0, step, 2, 7, step, False)
             seat.step(seat.numbers())
         seat.finish()
 

@@ -1,8 +1,10 @@
 """A fresh process goes on where the one before it ended: data, dice, rates, and what it was asked to keep."""
 
+import gc
 import json
 import random
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -36,6 +38,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create", "i
 
 NATURAL = Shape()
 REPEATABLE = [kind for kind in KINDS if kind not in ("batch sampler", "stream of items")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_search() -> Iterator[None]:
+    """A search for schedulers looks at all objects: those of pytest and of torch's compiler are left out."""
+    sgd(nn.Linear(1, 1))  # imports the compiler
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def abandoned_loaders_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of a loader that a death has abandoned is waited for when it is collected: five seconds each."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
 
 
 def shuffled(n: int = 23, size: int = 4, **more: Any) -> DataLoader[Any]:
@@ -167,7 +185,7 @@ def test_with_backup_workers_the_state_at_a_snapshot_is_left_before_the_next_pas
     life.run(5)
     life.step(0, snapshot=1)  # its last batch of the first pass
     life.run(1)
-    condition = WorkerState.from_bytes(life.deposits.taken(1)[who].numpy().tobytes())
+    condition = WorkerState.from_bytes(life.deposits.snapshot_states(1)[who].numpy().tobytes())
     assert condition.passes == (0 if backup else 1)
     assert bool(condition.now) == bool(backup)
 

@@ -74,12 +74,12 @@ def test_snapshots_are_kept_until_they_are_written_and_no_more_than_two():
     for number in (1, 2, 3):
         leave(book, ME, number, blob(number))
     leave(book, OTHER, 3, blob(9))
-    assert book.taken(1) == {}
-    assert {who: body.tolist() for who, body in book.taken(3).items()} == {ME: [3], OTHER: [9]}
-    book.forget(2)
-    assert book.taken(2) == {} and len(book.taken(3)) == 2
-    book.forget(3)
-    assert book.taken(3) == {}
+    assert book.snapshot_states(1) == {}
+    assert {who: body.tolist() for who, body in book.snapshot_states(3).items()} == {ME: [3], OTHER: [9]}
+    book.forget_snapshots(2)
+    assert book.snapshot_states(2) == {} and len(book.snapshot_states(3)) == 2
+    book.forget_snapshots(3)
+    assert book.snapshot_states(3) == {}
 
 
 @pytest.mark.parametrize(

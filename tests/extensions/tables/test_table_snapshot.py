@@ -335,9 +335,9 @@ def test_a_table_that_the_model_has_no_more_is_missed_at_the_first_step(tmp_path
 
 def test_tables_without_steps_are_in_no_snapshot() -> None:
     bench = Bench()
-    assert not bench.book.unkept
+    assert not bench.book.snapshot_obstacle
     bench.open(replace(WORDS, optimizer="", mode="sync"))
-    assert bench.book.unkept == "pushes of table 'words' belong to no step of the model"
+    assert bench.book.snapshot_obstacle == "pushes of table 'words' belong to no step of the model"
     with pytest.raises(StateError, match="belong to no step"):
         bench.book.freeze(NOTHING)
 
@@ -354,7 +354,7 @@ def test_a_job_with_a_store_takes_none_and_says_why() -> None:
             archive.ask()
             seat.step(seat.numbers())
         leader = Address(Role.SERVER, 0, 0)
-        town.houses[leader].handle(leader, SnapshotRequest(last=True))
+        town.sim_servers[leader].handle(leader, SnapshotRequest(last=True))
         door.close()
         seat.finish()
 

@@ -48,7 +48,7 @@ SGD = rule(torch.optim.SGD, lr=1.0)
 
 
 def door_of(seat: Seat) -> TableClient:
-    return TableClient(seat.door, seat.town.topology, seat.town.job)
+    return TableClient(seat.client, seat.cluster.topology, seat.cluster.job)
 
 
 def whole(low: int, high: int, shape: tuple[int, ...], dice: random.Random) -> torch.Tensor:
@@ -207,7 +207,7 @@ def test_sparse_rules_have_torchs_bits(name: str, width: int) -> None:
 )
 def test_optimizers_that_sparse_tables_refuse(cls: Any, more: dict[str, Any], words: str) -> None:
     town = Town(job())
-    door = TableClient(town.doors[town.workers[0]], town.topology, town.job)
+    door = TableClient(town.clients[town.workers[0]], town.topology, town.job)
     with pytest.raises(ConfigError, match=words):
         door.open(TableSpec("t", -1, 4, mode="async", optimizer=rule(cls, **more)))
 
@@ -245,7 +245,7 @@ def test_async_pushes_add_up_whatever_the_road_does(shards: int, seed: int) -> N
         return total
 
     town.play(script)
-    assert all(house.server.done for house in town.houses.values())
+    assert all(house.server.done for house in town.sim_servers.values())
 
 
 class Bench:
@@ -811,7 +811,7 @@ def test_workers_that_describe_a_table_differently() -> None:
 def test_tables_have_one_home() -> None:
     town = Town(job(2, 1, 1, nserver_groups=2))
     with pytest.raises(ConfigError, match=r"nserver_groups = 2.*must be 1"):
-        TableClient(town.doors[town.workers[0]], town.topology, town.job)
+        TableClient(town.clients[town.workers[0]], town.topology, town.job)
 
 
 IDS = pack_ids(np.array([1, 3], dtype=np.int64))

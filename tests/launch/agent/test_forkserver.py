@@ -13,6 +13,8 @@ from topotrain.core.events import Failed, Notice, from_json
 from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.pipes import LineReader
 
+pytestmark = pytest.mark.journey
+
 
 class Host:
     """A forkserver and one requester."""

@@ -33,6 +33,7 @@ def base(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.journey
 def test_what_a_killed_unit_has_left_goes_with_the_next_start(base):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", MAKE, str(base)], text=True, **pipes) as unit:
@@ -56,6 +57,7 @@ def test_folders_of_others_stay(base):
     assert sorted(path.name for path in base.iterdir()) == ["topotrain-data", "topotrain-file", "topotrain-link"]
 
 
+@pytest.mark.journey
 def test_a_forkserver_keeps_its_folder_as_long_as_it_is_used(tmp_path, base):
     running = forkserver.start(tmp_path / "log", preload=())
     temporary_folders.sweep()

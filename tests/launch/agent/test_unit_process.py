@@ -16,6 +16,8 @@ from topotrain.launch import UnitPlace, arguments, choose_cause
 from topotrain.launch.agent import workspace
 from topotrain.launch.agent.children import members
 
+pytestmark = pytest.mark.journey
+
 
 class Supervised:
     """One unit with its own forkserver, and a launcher's two ends of it."""

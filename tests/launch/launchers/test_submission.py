@@ -292,6 +292,7 @@ def test_a_tool_in_front_gives_its_code(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.journey
 def test_ctrl_c_ends_the_tool_and_tells_the_signal(tmp_path: Path) -> None:
     tell = tmp_path / "told"
     child = f"trap 'echo ended > {tell}; exit 0' TERM; echo up; while :; do sleep 0.05; done"

@@ -29,8 +29,9 @@ from topotrain.launch.agent.stop_signals import signals
 from topotrain.launch.launchers.env_tables import TABLES, LaunchInfo, start_of, started_by
 from topotrain.launch.multinode import node, node_rendezvous
 from topotrain.launch.multinode import node_membership as company_module
-from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, hosts_of, with_job
-from topotrain.launch.multinode.node_membership import NodeMembership, StoreKeys, UnitReport
+from topotrain.launch.multinode.control_connection import ControlAccess
+from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, NodeVerifier, hosts_of, with_job
+from topotrain.launch.multinode.node_membership import FollowerMembership, LeaderMembership, StoreKeys, UnitReport
 from topotrain.launch.multinode.node_rendezvous import NodeRendezvous, forget
 
 WORD = "7" * 64
@@ -273,7 +274,7 @@ def test_a_unit_that_comes_back_after_the_store_was_wiped_finds_the_job(store, t
     back = threading.Thread(target=lambda: met.append(entered(store, 1)))
     back.start()
     said = NodeInfo.loaded(first.run.watch("back/1", 20))
-    first.run.set(f"down/1.{said.word}", b"")
+    first.run.set(node_rendezvous.welcome_key(1, said.word), b"1")
     back.join(20)
     assert met[0].returns
     assert met[0].take(None).name == "j"
@@ -301,14 +302,21 @@ def test_units_meet_though_the_store_is_wiped_meanwhile(store, tmp_path, monkeyp
 
 
 @pytest.fixture
-def company(store, monkeypatch):
+def company(store):
+    """Makes the membership of one unit; `leads` is the rank of the unit with the first server."""
     made = []
 
-    def make(rank=0, units=3, served=False):
+    def make(rank=0, units=3, leads=0):
         run = within(store, "jobs/j.1")
         stores = StoreKeys(run, within(store, "jobs/j"), Registry(store), JobRecord("j", "j"))
-        hosts = HostMap(tuple(range(units)), tuple(f"h{r}" for r in range(units)), ("",) * units, "", served)
-        made.append(NodeMembership(stores, rank, hosts))
+        hosts = HostMap(tuple(range(units)), tuple(f"h{r}" for r in range(units)), ("127.0.0.1",) * units)
+        access = ControlAccess(run, "j.1", bytes(32))
+        known = [NodeInfo(r, f"h{r}", 1, "m", "", "", units, False, f"{r:08x}") for r in range(units)]
+        if rank:
+            made.append(FollowerMembership(stores, rank, hosts, rank == leads, access, known[rank].word))
+        else:
+            verifier = NodeVerifier(bytes(32), "j", units)
+            made.append(LeaderMembership(stores, hosts, leads == 0, access, known, verifier, False, {}))
         return made[-1], run
 
     yield make
@@ -318,26 +326,37 @@ def company(store, monkeypatch):
 
 def test_the_first_end_counts(company):
     (a, _), (b, _) = company(0), company(1)
-    a.tell(Failed("worker 0/0", "program", "boom", ""))
+    b.tell(Failed("worker 0/1", "program", "boom", ""))
     end = a.wait(10)
     assert end == b.wait(10)
-    assert (end.code, end.unit, end.host, end.failed.text) == (1, 0, "h0", "boom")
+    assert (end.code, end.unit, end.host, end.failed.text) == (1, 1, "h1", "boom")
     b.signalled(signal.SIGINT)
     assert b.wait(0).failed.text == "boom"
     assert a.over
     assert b.over
 
 
+def test_an_end_that_a_unit_has_written_before_it_was_a_member_ends_all(company):
+    (a, run), (b, _) = company(0), company(1)
+    end = JobEnd(2, 2, "h2", text="unit 2 refused the job")
+    run.set("end", end.dumped())
+    assert a.wait(10) == b.wait(10) == end
+    b.signalled(signal.SIGINT)
+    assert b.wait(0) == end
+
+
 def test_a_lost_peer_waits_for_who_can_explain_it(company):
     (a, run), (b, _) = company(0), company(1)
     for rank in range(3):
         run.set(f"alive/{rank}", b"1")
-    a.tell(Failed("worker 0/0", "peer", "lost worker 0/1", ""))
-    b.tell(Failed("worker 0/1", "died", "was killed", ""))
+    b.tell(Failed("worker 0/1", "peer", "lost worker 0/0", ""))
+    a.tell(Failed("worker 0/0", "died", "was killed", ""))
     assert a.wait(10).failed.text == "was killed"
+    assert b.wait(10) == a.end
 
 
-def test_who_is_missing_explains_a_lost_peer(company):
+def test_who_is_missing_explains_a_lost_peer(company, monkeypatch):
+    monkeypatch.setattr(company_module, "BEAT_S", 0.1)
     a, run = company(0)
     for rank in (0, 2):
         run.set(f"alive/{rank}", b"1")
@@ -354,42 +373,41 @@ def test_jobs_stop_ends_it(company, store):
     assert "jobs stop" in end.text
 
 
-def test_a_report_that_is_wiped_out_is_told_again(company, monkeypatch):
-    monkeypatch.setattr(company_module, "BEAT_S", 0.05)
-    (first, run), (second, _) = company(0, units=2), company(1, units=2)
-    for rank in (0, 1):
-        run.set(f"alive/{rank}", b"1")
+def test_all_reports_reach_unit_0_and_end_the_job(company):
+    first, second = company(0, units=2)[0], company(1, units=2)[0]
     second.finish([Finished("worker 0/1", 1, 1, 0.0, 1, 0, 0)])
-    run.watch("report/1", 10)
-    forget(run)
-    run.watch("report/1", 10)
+    assert not first.wait(0.2)
     first.finish([])
     assert first.wait(10).code == second.wait(10).code == 0
     assert first.reports[1] == second.reports[1]
 
 
-@pytest.mark.parametrize(
-    ("key", "tell"),
-    [
-        ("save", lambda one: one.save(signal.SIGTERM)),
-        ("end", lambda one: one.tell(Failed("worker 0/1", "program", "boom", ""))),
-    ],
-)
-def test_a_wish_and_an_end_that_are_wiped_out_are_told_again(company, monkeypatch, key, tell):
+@pytest.mark.parametrize(("asked", "leads"), [(0, 1), (1, 0), (1, 2), (2, 2)])
+def test_a_wish_for_a_last_snapshot_reaches_the_unit_that_takes_it(company, asked, leads):
+    units = [company(rank, leads=leads)[0] for rank in range(3)]
+    units[asked].save(signal.SIGTERM)
+    wait_for(lambda: units[leads].saves)
+    assert [each.saves for each in units] == [rank == leads for rank in range(3)]
+    units[leads].signalled(signal.SIGTERM, "snapshot 3")
+    name = f"ended by SIGTERM to unit {asked} on h{asked}; snapshot 3"
+    assert {each.wait(10).text for each in units} == {name}
+
+
+def test_an_end_that_is_wiped_out_is_written_again(company, monkeypatch):
     monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
-    one, run = company(1, units=2)
-    tell(one)
-    said = run.watch(key, 20)
+    one, run = company(0)
+    one.tell(Failed("worker 0/1", "program", "boom", ""))
+    said = run.watch("end", 20)
     forget(run)
-    assert run.watch(key, 20) == said
+    assert run.watch("end", 20) == said
     one.close()
     forget(run)
-    assert run.get(key) is None
+    assert run.get("end") is None
 
 
 def test_a_jobs_entry_in_the_list_that_is_wiped_out_is_made_again(company, store, monkeypatch):
     monkeypatch.setattr(company_module, "BEAT_S", 0.05)
-    monkeypatch.setattr(company_module, "_TELL_EVERY_S", 0.1)
+    monkeypatch.setattr(company_module, "_REGISTER_EVERY_S", 0.1)
     company(0)
     for _ in range(2):
         store.watch("registry/j", 20)
@@ -397,16 +415,49 @@ def test_a_jobs_entry_in_the_list_that_is_wiped_out_is_made_again(company, store
     store.watch("registry/j", 20)
 
 
-def test_without_a_store_whoever_is_done_ends_alone_and_says_so(company, monkeypatch, tmp_path):
+def test_without_a_store_and_the_others_whoever_is_done_ends_alone_and_says_so(company, monkeypatch, tmp_path):
     monkeypatch.setattr(company_module, "BEAT_S", 0.05)
     monkeypatch.setattr(company_module, "AWAY_S", 0.3)
-    (first, _), (second, _) = company(0, units=2), company(1, units=2)
     block(tmp_path / "store")
-    for each in (first, second):
+    first, second = company(0, units=2)[0], company(1, units=2)[0]  # the second finds no address to connect to
+    for each, what in ((first, "the store"), (second, "unit 0")):
         each.finish([])
         end = each.wait(10)
         assert end.code == 0
-        assert "the store was unavailable for 0.3 s at the end" in end.text
+        assert f"{what} was out of reach for 0.3 s at the end" in end.text
+
+
+def test_a_unit_that_cannot_reach_unit_0_for_long_ends_with_its_own_cause(company, monkeypatch):
+    monkeypatch.setattr(company_module, "AWAY_S", 0.1)
+    for tell, text in (
+        (lambda one: one.tell(Failed("worker 0/1", "died", "was killed", "")), "was killed"),
+        (lambda one: one.signalled(signal.SIGTERM), "ended by SIGTERM to unit 1 on h1"),
+    ):
+        one, run = company(1)  # there is no unit 0, but a heartbeat of it
+        run.set("alive/0", b"1")
+        wait_for(lambda one=one: one.control.alone)
+        tell(one)
+        end = one.wait(5)
+        assert (end.unit, end.failed.text if end.failed else end.text) == (1, text)
+
+
+def test_a_unit_that_missed_the_end_finds_it_in_the_store(company, monkeypatch):
+    monkeypatch.setattr(company_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(company_module, "LOST_S", 0.2)
+    one, run = company(1)
+    end = JobEnd(1, 2, "h2", Failed("worker 0/2", "program", "boom", ""))
+    run.set("end", end.dumped())
+    assert one.wait(10) == end
+
+
+def test_without_the_store_a_job_ends_over_the_connections(company, tmp_path):
+    first, second = company(0, units=2)[0], company(1, units=2)[0]
+    second.tell(Failed("worker 0/1", "peer", "lost worker 0/0", ""))
+    wait_for(lambda: second.control.all_received)  # they are connected
+    block(tmp_path / "store")
+    first.tell(Failed("worker 0/0", "died", "was killed", ""))
+    assert first.wait(10) == second.wait(10)
+    assert first.end.failed.text == "was killed"
 
 
 # ---- whole units -----------------------------------------------------------------------------------------------------
@@ -475,6 +526,7 @@ def port():
         return sock.getsockname()[1]
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_units_in_any_order_are_one_job(units, tmp_path, kind):
     url = "" if kind == "file" else f"tcp://127.0.0.1:{port()}?job=play"
@@ -490,6 +542,7 @@ def test_units_in_any_order_are_one_job(units, tmp_path, kind):
         assert [record.state for record in Registry(store).list()] == ["done"]
 
 
+@pytest.mark.journey
 def test_the_first_cause_is_everybodys(units):
     args = parts(worker_0_0="stay", worker_0_1="program", worker_0_2="lost_peer", server_0_0="stay")
     job = [units(rank, [arg.replace("_", " ") for arg in args]) for rank in range(3)]
@@ -502,6 +555,7 @@ def incidents(unit):
     return [(event.who, event.action) for event in unit.events if isinstance(event, Incident)]
 
 
+@pytest.mark.journey
 def test_a_group_that_lives_in_one_unit_starts_again_there(units):
     counts = {"nworker_groups": 2, "nworkers_per_group": 1, "restarts": 1}
     job = [units(rank, parts(worker_1_0="once"), nprocs=2, counts=counts) for rank in range(2)]
@@ -513,6 +567,7 @@ def test_a_group_that_lives_in_one_unit_starts_again_there(units):
 SEPARATE = {**TWO, "server_worker_separate": True, "restarts": 3}
 
 
+@pytest.mark.journey
 def test_a_group_of_several_units_starts_again_in_all_of_them(units):
     args = parts(worker_0_0="second", worker_0_1="once")
     job = [units(rank, args, nprocs=3, counts=SEPARATE) for rank in range(3)]
@@ -520,6 +575,7 @@ def test_a_group_of_several_units_starts_again_in_all_of_them(units):
     assert incidents(job[0]) == [("worker 0/1", "group 0 starts again (incarnation 1)")]
 
 
+@pytest.mark.journey
 def test_a_lost_server_starts_the_whole_job_again_in_all_units(units):
     args = parts(worker_0_0="life", worker_0_1="life", server_0_0="mortal life")
     job = [units(rank, args, nprocs=3, counts=SEPARATE) for rank in range(3)]
@@ -541,6 +597,7 @@ def pair(units, **options):
     return job
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("victim", "number", "code"), [(0, signal.SIGINT, 130), (2, signal.SIGTERM, 143)])
 def test_a_signal_to_one_unit_ends_all(units, victim, number, code):
     if victim:
@@ -555,6 +612,7 @@ def test_a_signal_to_one_unit_ends_all(units, victim, number, code):
     assert {each.told["text"] for each in job} == {f"ended by {name} to unit {victim} on {socket.gethostname()}"}
 
 
+@pytest.mark.journey
 def test_sigterm_to_any_unit_ends_all_after_a_last_snapshot(units):
     roles = parts(worker_0_0="stay", worker_0_1="stay", worker_0_2="stay", server_0_0="saves")
     job = [units(rank, roles, counts={**THREE, "grace_s": 100.0}) for rank in range(3)]
@@ -566,6 +624,7 @@ def test_sigterm_to_any_unit_ends_all_after_a_last_snapshot(units):
     assert text.startswith(f"ended by SIGTERM to unit 2 on {socket.gethostname()}; snapshot 3 has step 70")
 
 
+@pytest.mark.journey
 def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch):
     """One notices it by a lost peer, one by the store's silence. (Of another one: journeys/test_hosts.py.)"""
     monkeypatch.setenv("TOPOTRAIN_TEST_HASTY", "1")
@@ -582,6 +641,7 @@ def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch):
     assert [each.told["text"] for each in job[1:]] == [named] * 2
 
 
+@pytest.mark.journey
 def test_jobs_stop_from_outside(units, tmp_path):
     job = pair(units)
     registry = Registry(open_store((tmp_path / "store").as_uri()))
@@ -592,12 +652,14 @@ def test_jobs_stop_from_outside(units, tmp_path):
     assert registry.view("play").state == "stopped"
 
 
+@pytest.mark.journey
 def test_a_job_that_does_not_fit_is_refused_by_all(units):
     job = [units(rank, counts={"nworkers_per_group": 4}) for rank in range(3)]
     assert [each.end() for each in job] == [2, 2, 2]
     assert any("--nprocs = 3: must be 4, the number of units of this job" in each.err for each in job)
 
 
+@pytest.mark.journey
 def test_a_second_job_of_the_same_name_is_refused(units):
     job = pair(units)
     again = units(0, nprocs=2, counts=TWO, name="other")
@@ -610,6 +672,7 @@ def test_a_second_job_of_the_same_name_is_refused(units):
     assert [each.end() for each in job] == [143] * 2
 
 
+@pytest.mark.journey
 def test_a_script_that_is_not_on_this_host(units, tmp_path):
     (tmp_path / "play.py").unlink()
     assert small_job(tmp_path).program == "play.py"
@@ -621,6 +684,7 @@ def test_a_script_that_is_not_on_this_host(units, tmp_path):
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -645,6 +709,7 @@ def test_a_typo_is_refused_at_once(tmp_path, words, said):
         assert word in done.stderr
 
 
+@pytest.mark.journey
 def test_ctrl_c_while_waiting_for_the_others(units, tmp_path):
     one = units(0)
     run = tmp_path / "store"

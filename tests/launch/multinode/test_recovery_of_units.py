@@ -1,6 +1,6 @@
 """What unit 0 decides for a job of several units, what the others tell it, and who is waited for between two lives."""
 
-import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -27,10 +27,18 @@ from topotrain.core.events import (
     Unrepeatable,
     Unsaved,
 )
+from topotrain.core.protocol import ProtocolError
+from topotrain.launch.multinode.control_connection import UnitMessage, UnitReturned, UnitVanished
 from topotrain.launch.multinode.follower import Follower
-from topotrain.launch.multinode.mailbox import UnitMessage, UnitReturned, UnitVanished
 from topotrain.launch.multinode.node_info import NodeInfo
-from topotrain.launch.multinode.reliable_messages import PAGE_BYTES, ReliableEnd, shortened
+from topotrain.launch.multinode.reliable_messages import (
+    MESSAGE_BYTES,
+    PART_BYTES,
+    ReliableEnd,
+    UnitPart,
+    Words,
+    shortened,
+)
 from topotrain.launch.multinode.restart_barrier import RestartBarrier
 from topotrain.launch.recovery.recovery_actions import (
     LOSE,
@@ -349,6 +357,7 @@ def test_who_cannot_be_heard_for_long_ends_by_itself() -> None:
     made.on_event(Started("worker 0/1", 1), 1.0)
     made.on_event(lost("worker 0/1"), 1.0)
     made.told(all=False, alone=False)
+    assert made.suspicious
     assert made.poll(5.0) == []
     made.told(all=False, alone=True)
     (give_up,) = made.poll(20.0)
@@ -358,6 +367,7 @@ def test_who_cannot_be_heard_for_long_ends_by_itself() -> None:
     made, _ = following()
     made.on_event(lost("worker 0/1"), 1.0)
     made.told(all=True, alone=False)
+    assert not made.suspicious
     made.told(all=False, alone=True)
     assert made.poll(20.0) == []
     assert not made.complete
@@ -365,40 +375,79 @@ def test_who_cannot_be_heard_for_long_ends_by_itself() -> None:
     assert made.complete
 
 
-# --- letters --------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------------------------
 
 
-def test_each_word_is_heard_once_however_often_and_late_pages_come() -> None:
+def received(end: ReliableEnd, parts: list[UnitPart]) -> list[Words]:
+    return [words for part in parts if (words := end.receive(part)) is not None]
+
+
+def test_each_message_is_received_once_and_in_order_however_often_its_parts_come() -> None:
     a, b = ReliableEnd(), ReliableEnd()
-    a.say({"n": 1})
-    old = a.page()
-    a.say({"n": 2})
-    assert b.read(a.page()) == [{"n": 1}, {"n": 2}]
-    assert b.fresh
-    assert b.read(a.page()) == b.read(old) == []
+    first, second = a.send({"n": 1}), a.send({"n": 2})
+    assert received(b, second) == []  # the first is missing, and both will come again
+    assert received(b, a.unacknowledged()) == [{"n": 1}, {"n": 2}]
+    assert received(b, [*first, *second, *a.unacknowledged()]) == []
     assert a.waiting
-    a.read(b.page())
+    assert a.receive(b.acknowledgement()) is None
+    assert not a.waiting and a.unacknowledged() == []
+    assert received(b, a.send({"n": 3})) == [{"n": 3}]
+    (reply,) = b.send({"m": 1})  # a message acknowledges, too
+    assert a.receive(reply) == {"m": 1}
     assert not a.waiting
-    a.say({"n": 3})
-    assert json.loads(a.page())["said"] == [[3, {"n": 3}]]
-    assert b.read(a.page()) == [{"n": 3}]
-    for junk in (b"", b"[]", b"{}", b'{"heard":0,"said":[1]}', b"\xff"):
-        with pytest.raises(ValueError):
-            b.read(junk)
 
 
-def test_what_has_no_room_on_a_page_comes_with_the_next() -> None:
+def test_a_large_message_comes_in_parts_and_goes_on_after_a_reconnection() -> None:
     a, b = ReliableEnd(), ReliableEnd()
-    for number in range(5):
-        a.say({"n": number, "text": "x" * (PAGE_BYTES // 2)})
-    heard: list[int] = []
-    while a.waiting:
-        page = a.page()
-        assert len(page) < 2 * PAGE_BYTES
-        heard += [words["n"] for words in b.read(page)]
-        a.read(b.page())
-    assert heard == [0, 1, 2, 3, 4]
+    words = {"text": "x" * (3 * PART_BYTES)}
+    parts = a.send(words)
+    assert len(parts) == 4
+    assert received(b, parts[:2]) == []
+    a.receive(b.acknowledgement())
+    assert [part.number for part in a.unacknowledged()] == [3, 4]
+    assert received(b, a.unacknowledged()) == [words]
     assert shortened({"log": "y" * 10**6 + "end", "pid": 3})["log"].endswith("yend")
+
+
+def test_what_is_no_message_is_refused() -> None:
+    for text in (b"", b"[]", b"\xff", b"{", b"[" * 10**5):
+        with pytest.raises(ProtocolError):
+            ReliableEnd().receive(UnitPart(1, 0, False, text))
+    end, most = ReliableEnd(), MESSAGE_BYTES // PART_BYTES
+    for number in range(1, most + 1):
+        assert end.receive(UnitPart(number, 0, True, b"x" * PART_BYTES)) is None
+    with pytest.raises(ProtocolError, match="at most"):
+        end.receive(UnitPart(most + 1, 0, True, b"x"))
+
+
+def test_units_with_any_losses_of_connections_receive_all_messages_once_and_in_order() -> None:
+    for seed in range(200):
+        dice = random.Random(seed)
+        ends, sent, found = (ReliableEnd(), ReliableEnd()), ([], []), ([], [])  # type: ignore[var-annotated]
+        ways: list[list[UnitPart]] = [[], []]  # to each end
+        for _ in range(60):
+            side = dice.randrange(2)
+            match dice.randrange(4):
+                case 0:
+                    sent[side].append({"n": len(sent[side]), "text": "x" * dice.choice((1, 2 * PART_BYTES))})
+                    ways[1 - side] += ends[side].send(sent[side][-1])
+                case 1:  # what is on its way is lost from some point on; both send again
+                    for way in (0, 1):
+                        del ways[way][dice.randrange(len(ways[way]) + 1) :]
+                        ways[way] += ends[1 - way].unacknowledged()
+                case _ if ways[side]:
+                    part = ways[side].pop(0)
+                    found[side].extend(received(ends[side], [part]))
+                    if part.number:
+                        ways[1 - side].append(ends[side].acknowledgement())
+                case _:
+                    pass
+        for side in (0, 1):
+            for part in [*ways[side], *ends[1 - side].unacknowledged()]:
+                found[side].extend(received(ends[side], [part]))
+            ends[1 - side].receive(ends[side].acknowledgement())
+        assert found == (sent[1], sent[0]), seed
+        assert not ends[0].waiting and not ends[1].waiting, seed
 
 
 # --- between two lives ----------------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def test_the_whole_job_starts_again_without_those_who_have_left() -> None:
 def test_what_cannot_be_is_refused_with_the_state_of_all_groups() -> None:
     made = machine()
     assert "groups: 0 trains, 1 trains, 2 trains" in refused(wish(made, "leave", 7))
-    assert "brings the result home" in refused(wish(made, "leave", 0))
+    assert "writes the result, so it stays to the end" in refused(wish(made, "leave", 0))
     assert refused(wish(made, "join", 1)).startswith("group 1 trains")
     gone(made, 2)
     assert refused(wish(made, "leave", 2)).startswith("group 2 is not there; groups: 0 trains, 1 trains, 2 is not")

@@ -278,6 +278,7 @@ class Caller:
             over.touch()
 
 
+@pytest.mark.journey
 def test_a_job_goes_on_with_one_worker_more_and_the_caller_hears_when_it_trains(tmp_path: Path, mark: str) -> None:
     caller = Caller(tmp_path, ResizeRequest("join", 1, 60.0))
     roles = parts(worker_0_0="stay once", worker_0_1="stay once", server_0_0="saves once")
@@ -296,6 +297,7 @@ def test_a_job_goes_on_with_one_worker_more_and_the_caller_hears_when_it_trains(
     assert "--- worker 0/1 starts again: the job goes on with nworkers_per_group: 3 ---" in log
 
 
+@pytest.mark.journey
 def test_a_job_of_which_no_snapshot_can_be_taken_goes_on_as_it_was(tmp_path: Path, mark: str) -> None:
     caller = Caller(tmp_path, ResizeRequest("leave", 1, 60.0))
     roles = parts(worker_0_0="until over", worker_0_1="until over", server_0_0="unsaved until over")
@@ -307,6 +309,7 @@ def test_a_job_of_which_no_snapshot_can_be_taken_goes_on_as_it_was(tmp_path: Pat
     assert not [event for event in events if isinstance(event, Notice) and "starts again" in event.text]
 
 
+@pytest.mark.journey
 def test_where_a_death_ends_the_job_nobody_leaves(tmp_path: Path, mark: str) -> None:
     caller = Caller(tmp_path, ResizeRequest("leave", 1, 60.0))
     roles = parts(worker_0_0="until over", worker_0_1="until over", server_0_0="until over")

@@ -14,6 +14,8 @@ from topotrain.core.events import Exited, Failed, Frozen, Incident, Lost, Notice
 from topotrain.launch.local import LocalLauncher
 from topotrain.launch.recovery import attempt_state, resume_point
 
+pytestmark = pytest.mark.journey
+
 GONE_S = 5.0
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from every_message import every_message
 
 from topotrain.core.protocol import Receiver
@@ -22,6 +23,7 @@ print(json.dumps(sorted(KINDS)))
 """
 
 
+@pytest.mark.journey
 def test_a_worker_imports_all_messages_that_it_may_be_sent() -> None:
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_workers import BATCH, NUMBER, OWN, WHOLE, Cut, Roads, Town, at, mean_gradients, rows, together
+from split_workers import BATCH, NUMBER, OWN, WHOLE, Cut, Roads, Town, at, make_runner, mean_gradients, rows, together
 from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from topotrain.config.field_checks import ConfigError
 from topotrain.parallel.program.split_program import Program
 from topotrain.parallel.runtime.one_f_one_b import in_flight
-from topotrain.parallel.runtime.program_runner import Runner
 
 
 class Mark(Function):
@@ -89,7 +88,7 @@ def run(program: Program, counts: tuple[int, ...], schedule: str, micros: int) -
 
     def work(town: Town) -> float:
         weight = float(counts[town.me])
-        runner = Runner(program, models[town.me], town, lambda: weight, micros, schedule)
+        runner = make_runner(program, models[town.me], town, lambda: weight, micros, schedule)
         loss = runner(*shares[town.me])
         assert all(p.grad is None for p in models[town.me].parameters())  # until the script says so
         (0.5 * loss).backward()
@@ -136,7 +135,7 @@ def test_it_needs_a_model_that_returns_its_loss():
     cut = Cut(1)
     program = cut.program(cut.module("0", at(0), rows(4), cut.input("x", rows(4))))
     with pytest.raises(ConfigError, match="schedule = 'k1F1B': needs a forward that returns the loss"):
-        Runner(program, nn.Sequential(nn.Linear(4, 4)), Town(Roads(1), 0), lambda: 1.0, 2, "k1F1B")
+        make_runner(program, nn.Sequential(nn.Linear(4, 4)), Town(Roads(1), 0), lambda: 1.0, 2, "k1F1B")
 
 
 def test_without_gradients_it_only_goes_forward():
@@ -145,7 +144,7 @@ def test_without_gradients_it_only_goes_forward():
 
     def work(town: Town) -> float:
         with torch.no_grad():
-            return Runner(program, copy.deepcopy(model), town, lambda: 8.0, 4, "k1F1B")(*shares[town.me]).item()
+            return make_runner(program, copy.deepcopy(model), town, lambda: 8.0, 4, "k1F1B")(*shares[town.me]).item()
 
     expected = model(*(torch.cat([share[k] for share in shares]) for k in range(2))).item()
     assert together(3, work) == pytest.approx([expected] * 3, rel=2e-6)

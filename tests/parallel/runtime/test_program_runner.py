@@ -7,7 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from split_workers import BATCH, NUMBER, SAME, WHOLE, Cut, Roads, Town, at, feature, mean_gradients, rows, together
+from split_workers import (
+    BATCH,
+    NUMBER,
+    SAME,
+    WHOLE,
+    Cut,
+    Roads,
+    Town,
+    at,
+    feature,
+    make_runner,
+    mean_gradients,
+    rows,
+    together,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -35,7 +49,9 @@ def train(
     models = [copy.deepcopy(model) for _ in shares]
     towns: list[Town | None] = [None] * count
     roads = roads or Roads(count)
-    runners = [Runner(program, models[k], Town(roads, k), lambda k=k: weights[k], **settings) for k in range(count)]
+    runners = [
+        make_runner(program, models[k], Town(roads, k), lambda k=k: weights[k], **settings) for k in range(count)
+    ]
     losses = []
     for _ in range(steps):
 
@@ -171,7 +187,7 @@ class Noting(Town):
 def test_the_last_stage_hears_of_all_micro_batches_before_the_first_one_goes_back():
     program, shares, roads = three(2, at(0), at(1), at(1)), shares_of(8, 8), Roads(2)
     towns = [Noting(roads, k) for k in range(2)]
-    runners = [Runner(program, copy.deepcopy(Three()), towns[k], lambda: 8.0, microbatches=4) for k in range(2)]
+    runners = [make_runner(program, copy.deepcopy(Three()), towns[k], lambda: 8.0, microbatches=4) for k in range(2)]
     together(2, lambda town: runners[town.me](*shares[town.me]).square().mean().backward(), roads)
     assert towns[0].noted == ["says"] * 4 + ["hears"] * 4
 
@@ -211,7 +227,7 @@ def test_features_that_are_cut(counts):
     weights = [float(count) for count in counts]
 
     def work(town: Town) -> float:
-        runner = Runner(halves(workers, town.me), replicas[town.me], town, lambda: weights[town.me])
+        runner = make_runner(halves(workers, town.me), replicas[town.me], town, lambda: weights[town.me])
         value = runner(*shares[town.me]).square().mean()
         value.backward()
         return value.item()
@@ -236,7 +252,7 @@ def call_all(
     roads = Roads(len(shares))
 
     def work(town: Town) -> Any:
-        return use(Runner(program, models[town.me], town, lambda: float(len(shares[town.me][0])), **kwargs), town)
+        return use(make_runner(program, models[town.me], town, lambda: float(len(shares[town.me][0])), **kwargs), town)
 
     results = together(len(shares), work, roads)
     assert not any(len(store) for store in roads.stores)
@@ -425,7 +441,7 @@ def test_frozen_layers_send_no_gradient():
     runner_of = {}
 
     def work(town: Town) -> None:
-        runner_of[town.me] = Runner(three(2, at(0), at(1), at(1)), copy.deepcopy(model), town, lambda: 4.0)
+        runner_of[town.me] = make_runner(three(2, at(0), at(1), at(1)), copy.deepcopy(model), town, lambda: 4.0)
         runner_of[town.me](*shares[town.me]).square().mean().backward()
 
     together(2, work, roads)
@@ -559,7 +575,7 @@ def test_steps_and_calls_without_gradient_in_between_are_no_disagreement():
     models = [Three(), Three()]
     roads = Roads(2)
     together(
-        2, lambda town: use(Runner(three(2, at(0), at(1), BATCH), models[town.me], town, lambda: 2.0), town), roads
+        2, lambda town: use(make_runner(three(2, at(0), at(1), BATCH), models[town.me], town, lambda: 2.0), town), roads
     )
     left = [key for store in roads.stores for _, key in store._came]
     assert all(key.edge == STEPPED for key in left) and len(left) <= 2  # no later forward has read them

@@ -342,9 +342,10 @@ class Clock:
         return self.now
 
 
-def test_plain_lines_come_every_few_seconds_and_at_the_end() -> None:
+def test_plain_lines_come_every_few_seconds_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     text, clock = io.StringIO(), Clock()
-    with PlainProgress(TOPOLOGY, Console(file=text, width=80), clock=clock) as window:
+    monkeypatch.setattr("topotrain.tools.monitor.progress_display.monotonic", clock)
+    with PlainProgress(TOPOLOGY, Console(file=text, width=80)) as window:
         for number in range(1, 4 * int(LINE_EVERY) + 1):
             clock.now = number / 2
             window(step("worker 0/0", number))
@@ -524,7 +525,7 @@ def test_compare_writes_data_and_picture(tmp_path: Path) -> None:
     def train(entry: ComparedJob) -> ComparedResult:
         return ComparedResult(JobOutcome(next(codes), 2.0), a_report(entry.job))
 
-    code, rows = compare(jobs, tmp_path / "out", train)
+    code, rows = compare(((entry, train(entry)) for entry in jobs), tmp_path / "out")
     assert code == 1  # the first that failed, and yet the second ran
     assert [row["label"] for row in rows] == ["Downpour (down)", "Downpour (ar)"]
     data = json.loads((tmp_path / "out" / "compare.json").read_text())["jobs"]
@@ -536,5 +537,7 @@ def test_compare_writes_data_and_picture(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_a_comparison(tmp_path: Path) -> None:
     jobs = entries([("a.conf", JOB), ("b.conf", JOB)], tmp_path)
-    code, rows = compare(jobs, tmp_path, lambda entry: ComparedResult(JobOutcome(130, 1.0), a_report(entry.job)))
+    code, rows = compare(
+        ((entry, ComparedResult(JobOutcome(130, 1.0), a_report(entry.job))) for entry in jobs), tmp_path
+    )
     assert (code, len(rows)) == (130, 1)

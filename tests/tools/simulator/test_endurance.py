@@ -85,9 +85,9 @@ def grown(few: Trial, many: Trial) -> dict[str, tuple[int, int]]:
     """Containers of servers, of workers' doors and of the newest snapshot that have more entries after more epochs."""
     found = {}
     for name, of in (
-        *((str(me), lambda trial, me=me: trial.houses[me].server) for me in few.houses),
-        *((str(me), lambda trial, me=me: trial.doors[me]) for me in few.doors),
-        ("snapshot", lambda trial: trial.archive and trial.archive.last),
+        *((str(me), lambda trial, me=me: trial.sim_servers[me].server) for me in few.sim_servers),
+        *((str(me), lambda trial, me=me: trial.clients[me]) for me in few.clients),
+        ("snapshot", lambda trial: trial.disks and trial.disks.last),
     ):
         short, long = entries(of(few)), entries(of(many))
         found |= {f"{name}: {at}": (short[at], long[at]) for at in long if long[at] > short[at] + 12}

@@ -17,7 +17,7 @@ from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointEx
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
 from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
-from topotrain.tools.simulator.seeded_runs import LAYOUTS, chosen, many, prepared, rehearse, scheduled, shrunk
+from topotrain.tools.simulator.seeded_runs import LAYOUTS, chosen, prepared, run_seeds, run_trial, schedule_of, shrink
 from topotrain.tools.simulator.sim_network import Deadlock
 from topotrain.tools.simulator.trial import Trial
 from topotrain.tools.simulator.worker_observer import InvariantViolated, WorkerObserver
@@ -38,7 +38,7 @@ def on_one_core():
 @pytest.mark.parametrize("part", range(4))
 def test_every_seed_counts_every_batch_once(part):
     kills = snapshots = moves = 0
-    for verdict in many(range(50 * part, 50 * part + 50)):
+    for verdict in run_seeds(range(50 * part, 50 * part + 50)):
         assert not verdict.wrong, f"topotrain simulate --seed {verdict.seed}: {verdict.wrong}"
         kills += verdict.kills
         snapshots += verdict.snapshots
@@ -47,7 +47,7 @@ def test_every_seed_counts_every_batch_once(part):
 
 
 def test_a_seed_is_one_rehearsal():
-    one, two = (next(many([29])) for _ in range(2))
+    one, two = (next(run_seeds([29])) for _ in range(2))
     assert one == two and one.messages > 50
 
 
@@ -67,13 +67,13 @@ def greedy(patch):
 def test_a_schedule_is_shrunk_to_what_is_needed(monkeypatch):
     nobody_is_awaited(monkeypatch)
     job, name = LAYOUTS["downpour"], "downpour"
-    found = rehearse(job, name, 7, scheduled(job, name, 7))
-    shortest, kept = shrunk(job, found)
+    found = run_trial(job, name, 7, schedule_of(job, name, 7))
+    shortest, kept = shrink(job, found)
     assert found.wrong and shortest.wrong
-    assert rehearse(job, name, 7, chosen(found.schedule, kept)) == shortest
+    assert run_trial(job, name, 7, chosen(found.schedule, kept)) == shortest
     for leave in kept:
         fewer = [at for at in kept if at != leave]
-        assert not rehearse(job, name, 7, chosen(found.schedule, fewer)).wrong
+        assert not run_trial(job, name, 7, chosen(found.schedule, fewer)).wrong
 
 
 def test_only_what_has_a_ledger_is_rehearsed():
@@ -83,26 +83,26 @@ def test_only_what_has_a_ledger_is_rehearsed():
 
 def test_a_snapshot_counts_leases_that_were_told_when_a_group_was_gone():
     """What the dead give back goes to those who have asked already, without another question."""
-    verdict = next(many([1123], name="downpour of pairs"))
+    verdict = next(run_seeds([1123], name="downpour of pairs"))
     assert verdict.kills and verdict.snapshots and not verdict.wrong
 
 
 def test_a_group_that_is_gone_does_not_come_back_on_a_shard_that_gets_its_values_late():
     """Shards have their first values between different decisions; who is waited for must not depend on that."""
-    verdict = next(many([4896], name="in step"))
+    verdict = next(run_seeds([4896], name="in step"))
     assert verdict.kills == 2
     assert not verdict.wrong
 
 
 def test_a_group_that_came_back_before_the_common_start_and_left_before_it_stays_away():
-    verdict = next(many([11332], name="warming up"))
+    verdict = next(run_seeds([11332], name="warming up"))
     assert verdict.kills
     assert verdict.moves
     assert not verdict.wrong
 
 
 def test_a_snapshot_leaves_out_epochs_that_are_over():
-    verdict = next(many([11618], name="downpour on three shards"))
+    verdict = next(run_seeds([11618], name="downpour on three shards"))
     assert verdict.schedule.epochs == 2 and verdict.snapshots > 1 and not verdict.wrong
 
 
@@ -116,14 +116,14 @@ def test_a_snapshot_leaves_out_epochs_that_are_over():
 )
 def test_a_worker_is_shown_its_own_work_and_never_less_than_before(now, text):
     witness = WorkerObserver("worker 0/0", 3)
-    witness.look([torch.tensor([1.0, 0.0, 0.0, 7.0])])
-    witness.look([torch.tensor([1.0, 0.0, 1.0, 7.0])])
+    witness.check([torch.tensor([1.0, 0.0, 0.0, 7.0])])
+    witness.check([torch.tensor([1.0, 0.0, 1.0, 7.0])])
     if "counted" in text:
-        witness.did([1])
+        witness.applied([1])
     else:
-        witness.look([torch.tensor([1.0, 1.0, 1.0, 7.0])])
+        witness.check([torch.tensor([1.0, 1.0, 1.0, 7.0])])
     with pytest.raises(InvariantViolated, match=f"worker 0/0 is shown {text}"):
-        witness.look([torch.tensor(now)])
+        witness.check([torch.tensor(now)])
 
 
 # --- rules left out ----------------------------------------------------------------------------------------------
@@ -269,12 +269,12 @@ def final_values_counted(patch):
 
 def nothing_held(patch):
     """What a group adds behind its cut is taken by a master that is before its own."""
-    patch.setattr(ServerSnapshots, "early", lambda self, message: False)
+    patch.setattr(CrossGroupCut, "_is_early", lambda self, message: False)
 
 
 def late_left_out(patch):
     """What was on its way at the cut is in nobody's part of it."""
-    patch.setattr(CrossGroupCut, "late", lambda self, message, body: None)
+    patch.setattr(CrossGroupCut, "_add_late", lambda self, message, body: None)
 
 
 def complete_too_soon(patch):
@@ -312,7 +312,9 @@ def test_each_rule_is_needed(mutant, name, seed, monkeypatch):
     mutant(monkeypatch)
     job = LAYOUTS[name]
     seeds = (seed, *range(40))
-    assert any(rehearse(job, name, each, scheduled(job, name, each)).wrong for each in seeds), "it makes no difference"
+    assert any(run_trial(job, name, each, schedule_of(job, name, each)).wrong for each in seeds), (
+        "it makes no difference"
+    )
 
 
 def ended_when_empty(patch):

@@ -160,6 +160,11 @@ class SocketTransport:
             self._stop.wait(spread(pause))
             pause = min(2 * pause, 0.5)
 
+    def attach_dialer(self, me: Address, resident: Endpoint) -> None:
+        """Let an endpoint connect to others, without a listener by which others could connect to it."""
+        with self._lock:
+            self._residents[me] = resident
+
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
         """Queue a message; with `wait`, a body waits for space.
 

@@ -78,22 +78,25 @@ class Net:
         started: the shards have met.
     """
 
-    def __init__(
-        self, model: Model, forward: ForwardBuilder, meets: ShardRendezvous | None, patience_s: float, workspace: str
-    ) -> None:
+    def __init__(self, model: Model, meets: ShardRendezvous | None, patience_s: float, workspace: str) -> None:
         self._placed = process.placed()
         self.model = model
         self.optimizer: Optimizer | None = None
-        self._forward, self._meets = forward, None if self._placed else meets
+        self._meets = None if self._placed else meets
         self._patience_s, self._workspace = patience_s, workspace
         self._meeting: ShardStart | None = None
         self.started = self._over = False
         self._exit_nets = [] if meets is None else meets.exit_nets
         self._batches: Iterator[Any] = iter(())
 
-    def build(self, inputs: InputBuilder, optimizer: OptimizerBuilder | None) -> None:
+    def build(self, inputs: InputBuilder, forward: ForwardBuilder, optimizer: OptimizerBuilder | None) -> None:
         """Call the functions that are called once. Raises ConfigError for bad results."""
-        self._batches = _batches(inputs, self.model)
+        self._inputs, self._forward = inputs, forward
+        source = inputs(self.model)
+        if source is not None and not isinstance(source, Iterable):
+            why = "must return batches, such as a DataLoader, or None"
+            raise ConfigError("input_builder_fun", type(source).__name__, why)
+        self._batches = self._called() if source is None else _repeated(source)
         if optimizer is None:
             return
         built = optimizer(self.model)
@@ -181,6 +184,11 @@ class Net:
             total = self._evaluate() if self.optimizer is None else self._train(self.optimizer)
         return float(total)
 
+    def _called(self) -> Iterator[Any]:
+        while True:  # the first call, in `build`, has set the first batch already
+            yield self.model.batch
+            self._inputs(self.model)
+
     def _train(self, optimizer: Optimizer) -> torch.Tensor:
         optimizer.zero_grad()
         losses = self._losses()
@@ -233,23 +241,6 @@ class Net:
             process.forget()
         for net in self._exit_nets:
             net()
-
-
-def _batches(inputs: InputBuilder, model: Model) -> Iterator[Any]:
-    """Return an endless iterator over the batches of the function."""
-    source = inputs(model)
-    if source is None:
-        return _called(inputs, model)
-    if not isinstance(source, Iterable):
-        why = "must return batches, such as a DataLoader, or None"
-        raise ConfigError("input_builder_fun", type(source).__name__, why)
-    return _repeated(source)
-
-
-def _called(inputs: InputBuilder, model: Model) -> Iterator[Any]:
-    while True:  # the first call, in `_batches`, has set the first batch already
-        yield model.batch
-        inputs(model)
 
 
 def _repeated(source: Iterable[Any]) -> Iterator[Any]:

@@ -97,8 +97,8 @@ def Parallelize(
         raise ConfigError("workspace", workspace, "must be the path of a directory")
     helper = model if isinstance(model, Model) else Model(model)
     helper.set_device(_device(devices, cpu_device))
-    net = Net(helper, forward_pass_builder_fun, meets, float(patience), str(workspace))
-    net.build(input_builder_fun, optimizer_builder_fun)
+    net = Net(helper, meets, float(patience), str(workspace))
+    net.build(input_builder_fun, forward_pass_builder_fun, optimizer_builder_fun)
     return net
 
 

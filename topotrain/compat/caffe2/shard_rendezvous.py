@@ -88,7 +88,7 @@ class RedisStoreHandler:
         return f"{self._url}?job={job}{self._more}"
 
 
-Handler = FileStoreHandler | RedisStoreHandler
+StoreHandler = FileStoreHandler | RedisStoreHandler
 
 
 def _text(field: str, value: object) -> str:
@@ -111,7 +111,7 @@ class ShardStart:
         StoreError: the store cannot be used, or not all shards came in time.
     """
 
-    def __init__(self, handler: Handler, shard_id: int, num_shards: int, patience_s: float) -> None:
+    def __init__(self, handler: StoreHandler, shard_id: int, num_shards: int, patience_s: float) -> None:
         job = encode(handler.prefix) if handler.prefix else _DEFAULT
         self._whole = open_store(handler.url(job))
         self._opened: Store | None = None

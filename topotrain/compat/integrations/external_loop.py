@@ -6,7 +6,6 @@ drawn it: many libraries draw one batch more than they use, to know which is the
 
 import os
 from collections import deque
-from collections.abc import Callable
 from operator import length_hint
 from typing import Any
 
@@ -127,20 +126,9 @@ def has_final_values_only_at_the_end() -> bool:
     return here is not None and here.worker is not None and here.place.topology.worker_groups > 1
 
 
-class _FinalValues(WorkerExtension):
-    """Saves the job's result."""
-
-    def __init__(self, save: Callable[[], object]) -> None:
-        self._save = save
-
-    def job_over(self) -> None:
-        """As `WorkerExtension.job_over`."""
-        self._save()
-
-
-def with_final_values(save: Callable[[], object]) -> None:
-    """On worker (0,0), call `save` again when the model has the job's result."""
+def with_final_values(saving: WorkerExtension) -> None:
+    """On worker (0,0), attach an extension that saves the job's result at its end."""
     here = process.current()
     assert here is not None
     if here.is_main and here.worker is not None:
-        here.worker.attach(_FinalValues(save))
+        here.worker.attach(saving)

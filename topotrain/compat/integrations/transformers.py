@@ -17,6 +17,7 @@ from topotrain.compat.integrations import accelerate, external_loop
 from topotrain.config.job import ConfigError
 from topotrain.training import api
 from topotrain.training import context as process
+from topotrain.training.worker_extension import WorkerExtension
 
 try:
     import transformers
@@ -77,10 +78,8 @@ class Trainer(transformers.Trainer):
         return loss
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate; during training on the main worker only.
-
-        All workers evaluate if training depends on the result.
-        """
+        """Evaluate; during training on the main worker only."""
+        # All workers must evaluate where training depends on the result.
         if api.is_main() or self._steered():
             return super()._evaluate(*args, **kwargs)  # type: ignore[no-any-return]
         return {}
@@ -102,4 +101,19 @@ class Trainer(transformers.Trainer):
         """
         super().save_model(output_dir, _internal_call)
         if not _internal_call and external_loop.has_final_values_only_at_the_end():
-            external_loop.with_final_values(lambda: self._save(output_dir))
+            external_loop.with_final_values(_FinalSave(self, output_dir))
+
+    def save_final(self, output_dir: str | None) -> None:
+        """Save the parameters once more, at the end of the job."""
+        self._save(output_dir)
+
+
+class _FinalSave(WorkerExtension):
+    """Saves the job's result where the script has saved the model."""
+
+    def __init__(self, trainer: Trainer, output_dir: str | None) -> None:
+        self._trainer, self._output_dir = trainer, output_dir
+
+    def job_over(self) -> None:
+        """As `WorkerExtension.job_over`."""
+        self._trainer.save_final(self._output_dir)

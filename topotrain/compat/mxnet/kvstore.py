@@ -270,10 +270,8 @@ class KVStore:
         return "" if self._optimizer is None else optimizer_text(self._optimizer)
 
     def _tell_rule(self) -> None:
-        """Send changed numbers of the optimizer before the push for which they count.
-
-        The servers take those of worker 0 for a sync push. Other workers may be some pushes ahead of it.
-        """
+        """Send changed numbers of the optimizer before the push for which they count."""
+        # For a sync push the servers take those of worker 0. Other workers may be some pushes ahead of it.
         speaks = self._kept.rank == 0 or self._kind == "dist_async"
         self._rule.send_changes(self._kept, (kept.table for kept in self._keys.values() if speaks))
 

@@ -6,6 +6,7 @@ from typing import Any
 from topotrain.comm.store import StoreError
 from topotrain.comm.store.discovery.static_addresses import split_address
 from topotrain.config.job import ConfigError
+from topotrain.config.topology import Address, Role
 
 Tasks = Sequence[str] | Mapping[int, str]
 
@@ -71,7 +72,7 @@ class ClusterSpec:
         return self._tasks[job_name]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClusterSpec) and self._tasks == other._tasks
+        return isinstance(other, ClusterSpec) and self.as_dict() == other.as_dict()
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -106,3 +107,10 @@ def _tasks_of(job: str, tasks: Any) -> dict[int, str]:
 def without_scheme(address: str) -> str:
     """Return HOST:PORT of an address that may begin with one of `SCHEMES`."""
     return next((address.removeprefix(scheme) for scheme in SCHEMES if address.startswith(scheme)), address)
+
+
+def task_name(address: Address) -> str:
+    """Return TensorFlow's name of a worker's or a server's task."""
+    if address.role is Role.SERVER:
+        return f"/job:ps/task:{address.index}"
+    return f"/job:worker/task:{address.group + address.index}"  # one of them is 0

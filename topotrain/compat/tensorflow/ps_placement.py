@@ -4,6 +4,7 @@ The choice depends only on the parameters and their order, so all workers choose
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,7 +12,11 @@ from torch import nn
 from topotrain.config.job import ConfigError
 from topotrain.training.parameters.flat_parameters import HOME
 
-Strategy = Callable[[torch.Tensor], int]
+
+class Strategy(Protocol):
+    """Chooses the task of a parameter."""
+
+    def __call__(self, parameter: torch.Tensor) -> int: ...
 
 
 class RoundRobinStrategy:

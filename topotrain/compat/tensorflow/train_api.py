@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from topotrain.comm.security.secret import load_secret
 from topotrain.comm.store import StoreError
 from topotrain.comm.store.discovery.static_addresses import StaticStore
-from topotrain.compat.tensorflow.cluster_spec import ClusterSpec, Tasks
+from topotrain.compat.tensorflow.cluster_spec import ClusterSpec, Tasks, task_name
 from topotrain.compat.tensorflow.ps_placement import (
     GreedyLoadBalancingStrategy,
     ReplicaDeviceSetter,
@@ -122,7 +122,7 @@ class Server:
         how = "sync" if sync else "async"
         apart = f"every worker task needs a task_index of its own; this process has task_index = {self.task_index}"
         self._terms = SharedSettings(
-            f"{len(self._ps)} ps, {len(workers)} workers, {how}", COMPARE, wait_s, _task, apart
+            f"{len(self._ps)} ps, {len(workers)} workers, {how}", COMPARE, wait_s, task_name, apart
         )
         self._placed = process.placed()
         if job_name == "worker" and not self._placed and not session:
@@ -213,13 +213,6 @@ def _job_of(servers: int, workers: int, sync: bool, workspace: str) -> Job:
     )
     layout(cluster)
     return Job(name="tensorflow", cluster=cluster)
-
-
-def _task(address: Address) -> str:
-    """Return TensorFlow's name of a task."""
-    if address.role is Role.SERVER:
-        return f"/job:ps/task:{address.index}"
-    return f"/job:worker/task:{address.group + address.index}"  # one of them is 0
 
 
 def SyncReplicasOptimizer(

@@ -105,7 +105,7 @@ class Message:
 
     Attributes:
         KIND: the number of the type on the wire.
-        ROUTES: the ways on which the message is sent. Empty: only the replication channel accepts it.
+        ROUTES: the ways on which the message is sent. Empty: only the replication channel, or another unit, accepts it.
         NAMES_GROUP: the field `group` must be a worker group of the receiver.
         HANDLED, SENT: the names of the spans in which a server handles and sends the message.
     """

@@ -47,6 +47,11 @@ class MessageQueue:
         for to, message in messages:
             self.send(to, message)
 
+    def send_each(self, receivers: Iterable[Address], message: Message) -> None:
+        """Send a message to several receivers."""
+        for to in receivers:
+            self.send(to, message)
+
     def handle_later(self, messages: Iterable[tuple[Address, Message]]) -> None:
         """Handle these (sender, message) later: they came too early."""
         self._pending += messages

@@ -9,6 +9,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.model import shared_windows
+from topotrain.core.model.schema import parse_schema
 from topotrain.core.server.component_state import State
 from topotrain.core.server.groups.group_exchange import GroupExchange
 from topotrain.core.server.groups.worker_groups import WorkerGroups
@@ -114,6 +115,10 @@ class ModelStart:
         self._held = []
         if state.complete:
             self._values_here()
+
+    def make_model(self, schema: str) -> None:
+        """Make the model of another copy of this server from its description."""
+        self._state.open(self._startup.mold(parse_schema(schema), self._hooks))
 
     def refused(self, sender: Address, message: m.Fail) -> None:
         """Server group 0 refuses this group's model."""

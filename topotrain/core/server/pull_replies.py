@@ -66,6 +66,7 @@ class PullReplies:
         self._streamed: dict[int, tuple[int, set[int]]] = {}  # group -> the step and buckets that it was sent early
         self._fixed: dict[int, int] = {}  # group -> the step of which `pulled` is the version already
         self._held: list[_Held] = []
+        self._applied: dict[int, Applied] = {}  # group -> the reply to its last step
 
     def fetch(self, worker: Address, message: Fetch, step: int) -> None:
         """A worker asks for values while its group is in `step`."""
@@ -81,13 +82,18 @@ class PullReplies:
 
     def reply(self, worker: Address, applied: Applied, fetch: bool) -> None:
         """A worker's step is applied; it wants values, too, with `fetch`."""
+        self._applied[worker.group] = applied
         self._held.append(_Held(worker, applied.step, applied, fetch))
 
-    def repeat(self, worker: Address, applied: Applied, fetch: bool) -> None:
-        """A worker commits again a step that is applied."""
-        # It gets values only if they are still those of that step.
+    def repeat(self, worker: Address, fetch: bool) -> bool:
+        """A worker commits the last step of its group again. False: no step of the group was applied."""
+        applied = self._applied.get(worker.group)
+        if applied is None:
+            return False
         self._check_held(worker)
+        # The worker gets values only if they are still those of that step.
         self.reply(worker, applied, fetch and (self._apart or self._shown.get(worker.group) == applied.step))
+        return True
 
     def _check_held(self, worker: Address) -> None:
         """Raise ProtocolError for a worker with too many requests."""
@@ -242,6 +248,7 @@ class PullReplies:
             "shown": self._shown,
             "streamed": self._streamed,
             "fixed": self._fixed,
+            "applied": self._applied,
             "held": [field_values(held) for held in self._held],
         }
 
@@ -250,4 +257,5 @@ class PullReplies:
         self._copies, self.pulled, self.asked = dict(state["copies"]), dict(state["pulled"]), set(state["asked"])
         self._fetched, self._shown, self._fixed = dict(state["fetched"]), dict(state["shown"]), dict(state["fixed"])
         self._streamed = {group: (step, set(buckets)) for group, (step, buckets) in state["streamed"].items()}
+        self._applied = dict(state["applied"])
         self._held = [_Held(*values) for values in state["held"]]

@@ -6,10 +6,10 @@ the host hands it messages (one at a time) and carries its answers, and a simula
 network.
 
 The parts of a server, in the order in which a message meets them: `model_start` makes the model and starts it,
-`step_pipeline` takes gradients and carries steps out, `decisions` is the list of what all shards do, `pulls` holds
-replies until their groups may read, and `group_exchange` speaks with other server groups. The frameworks differ in
-`gradients`, `consistency`, `group_sync` and in the optimizer. Optional features are extensions (`server_extension`); a
-server knows none of them by name.
+`step_contributions` receives gradients and commits, `decisions` is the list of what all shards do, `step_execution`
+carries a decided step out, `pulls` holds replies until their groups may read, and `group_exchange` sends values to
+other server groups. The frameworks differ in `gradients`, `consistency`, `group_sync` and in the optimizer. Optional
+features are extensions (`server_extension`); a server knows none of them by name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +20,12 @@ import torch
 from topotrain.config.job import ConfigError, Job, Pull
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
-from topotrain.core.model.schema import BufferMemory, FlatBuffers, parse_schema
+from topotrain.core.model.schema import BufferMemory
 from topotrain.core.model.shared_windows import buffers_of
 from topotrain.core.profiling.message_spans import handling
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol.message_validation import MessageValidator
 from topotrain.core.server.component_state import Component, State, load_states, states_of
-from topotrain.core.server.group_sync import Distance
 from topotrain.core.server.groups.group_exchange import GroupExchange
 from topotrain.core.server.groups.worker_groups import WorkerGroups
 from topotrain.core.server.message_queue import Deliver as Deliver
@@ -40,8 +39,10 @@ from topotrain.core.server.shutdown import Shutdown
 from topotrain.core.server.startup import Startup
 from topotrain.core.server.steps.commit_agreement import StepError
 from topotrain.core.server.steps.decisions import Decisions
+from topotrain.core.server.steps.hyper_parameters import HyperParameters
 from topotrain.core.server.steps.pulls import Pulls
-from topotrain.core.server.steps.step_pipeline import StepPipeline
+from topotrain.core.server.steps.step_contributions import StepContributions
+from topotrain.core.server.steps.step_execution import StepExecution
 from topotrain.core.server.steps.step_policy import makes_partial_steps
 
 _BEFORE_MODEL = frozenset({m.SchemaPart, m.SharedBuffer, m.StepDecision, m.StepDecisionRequest})
@@ -97,8 +98,10 @@ class Server:
         self.replies = PullReplies(self.groups, topology.workers_per_group, private, buffers, lazy, partial)
         self.pulls = Pulls(self.state, self.worker_groups, self.replies, self.queue, self.hooks)
         parts = (self.state, self.worker_groups)
-        self.steps = StepPipeline(*parts, self.pulls, self.exchange, self.queue, self.hooks)
-        self.decisions = Decisions(*parts, self.steps, self.queue, self.hooks)
+        self.hyper = HyperParameters(self.state, self.groups)
+        self.contributions = StepContributions(*parts, self.hyper, self.pulls, self.queue, self.hooks)
+        self.steps = StepExecution(*parts, self.hyper, self.pulls, self.exchange, self.queue, self.hooks)
+        self.decisions = Decisions(*parts, self.contributions, self.steps, self.queue, self.hooks)
         self.startup = Startup(me, job, topology, memory, shared, self.queue.send)
         ends = (self.exchange, self.queue, self.hooks)
         self.start = ModelStart(self.state, self.startup, self.worker_groups, self.pulls, self.decisions, *ends)
@@ -120,7 +123,7 @@ class Server:
     def record_spans(self, spans: Recorder) -> None:
         """Record from here on how long the server works at what."""
         self.spans = spans
-        self.steps.record_spans(spans)
+        self.contributions.record_spans(spans)
 
     # --- messages in -------------------------------------------------------------------------------------------------
 
@@ -169,7 +172,7 @@ class Server:
             self.steps.fail(sender.group, str(error))
 
     def _handled_here(self) -> Mapping[type[m.Message], Handler]:
-        start, steps, decisions, exchange = self.start, self.steps, self.decisions, self.exchange
+        start, given, decisions, exchange = self.start, self.contributions, self.decisions, self.exchange
         handlers: dict[type[m.Message], Handler] = {
             m.SchemaPart: start.schema_part,
             m.SharedBuffer: start.shared_buffer,
@@ -178,13 +181,13 @@ class Server:
             m.StateRequest: start.optimizer_state,
             m.StatePart: start.optimizer_state,
             m.Fetch: self.pulls.fetch,
-            m.Push: steps.push,
-            m.BackwardEnd: steps.backward_end,
-            m.GradientOverride: steps.override,
-            m.Commit: steps.commit,
-            m.StepRates: steps.rates,
-            m.LoopExited: steps.loop_exited,
-            m.AppliedBatchesRequest: steps.applied_batches,
+            m.Push: given.push,
+            m.BackwardEnd: given.backward_end,
+            m.GradientOverride: given.override,
+            m.Commit: given.commit,
+            m.StepRates: given.rates,
+            m.LoopExited: given.loop_exited,
+            m.AppliedBatchesRequest: self.steps.applied_batches,
             m.StepVote: decisions.vote,
             m.StepDecision: self._carry_out,
             m.StepDecisionRequest: decisions.repeat,
@@ -208,7 +211,7 @@ class Server:
     def _finish(self, sender: Address, message: m.Finish) -> None:
         self.worker_groups.finish(sender, message.steps)
         if self.state.known.staging[sender.group].waits:
-            self.steps.check_all_continue(sender.group)
+            self.contributions.check_all_continue(sender.group)
         for extension in self.hooks.on_finish:
             extension.on_finish(sender)
         if not self.worker_groups.runs(sender.group):
@@ -223,7 +226,7 @@ class Server:
             other.on_handled(extension)
         model = self.state.model
         if extension in self.hooks.may_stage and model is not None and sender.group in model.staging:
-            self.steps.try_stage(sender.group)
+            self.contributions.try_stage(sender.group)
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `transport.Endpoint.place`)."""
@@ -288,6 +291,7 @@ class Server:
         self.shutdown.forget(group, ended)
         if group in self.groups:
             self.start.reset(self.worker_groups.workers[group])
+            self.contributions.reset(group)
             self.steps.reset(group)
             self.replies.forget(group)
             self.decisions.reset(group)
@@ -297,7 +301,7 @@ class Server:
         """Another process has replaced one worker, and its group has continued."""
         self.start.reset([worker])
         self.replies.forget_one(worker)
-        self.steps.reset_worker(worker)
+        self.contributions.reset_worker(worker)
         for extension in self.hooks.reset_worker:
             extension.reset_worker(worker)
 
@@ -307,24 +311,6 @@ class Server:
     def model(self) -> ParameterShard | None:
         """The model, once it is known."""
         return self.state.model
-
-    @property
-    def version(self) -> int:
-        """How often the values have changed."""
-        return self.state.version
-
-    @property
-    def samples(self) -> Mapping[Address, int]:
-        """The number of samples of each worker that are in the values.
-
-        Workers of other server groups are not counted.
-        """
-        return self.steps.samples
-
-    @property
-    def distance(self) -> Distance:
-        """How far the other server groups were away, so far."""
-        return self.exchange.distance
 
     def has_finished(self, worker: Address) -> bool:
         """Whether the script of a worker of this server has ended."""
@@ -366,17 +352,8 @@ class Server:
         Raises ProtocolError.
         """
         if self.model is None and state["schema"]:
-            self.make_model(state["schema"])
+            self.start.make_model(state["schema"])
         load_states(self._components, state["parts"])
-
-    def make_model(self, schema: str) -> None:
-        """Make the model of another copy of this server from its description."""
-        self.state.open(self.startup.mold(parse_schema(schema), self.hooks))
-
-    @property
-    def buffers(self) -> FlatBuffers | None:
-        """The buffers of values and gradients, once the model is known."""
-        return None if self.model is None else self.model.flats
 
     @property
     def _components(self) -> dict[str, Component]:
@@ -386,6 +363,8 @@ class Server:
             "start": self.start,
             "groups": self.worker_groups,
             "replies": self.replies,
+            "hyper": self.hyper,
+            "contributions": self.contributions,
             "steps": self.steps,
             "decisions": self.decisions,
             "exchange": self.exchange,

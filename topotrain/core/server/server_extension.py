@@ -171,8 +171,8 @@ class ServerExtension:
         """Whether nothing is left for this server to do, in a job without a model."""
         return False
 
-    def snapshot_under_way(self) -> int:
-        """The number of the snapshot for which workers leave their states now; 0: none."""
+    def requested_states(self) -> int:
+        """The number under which workers leave their states on this server now. 0: they leave none."""
         return 0
 
 
@@ -300,7 +300,7 @@ class ExtensionHooks:
         self.has_begun = overriding(extensions, ServerExtension.has_begun)
         self.scripts_over = overriding(extensions, ServerExtension.scripts_over)
         self.is_done = overriding(extensions, ServerExtension.is_done)
-        self.snapshot_under_way = overriding(extensions, ServerExtension.snapshot_under_way)
+        self.requested_states = overriding(extensions, ServerExtension.requested_states)
         gradients = tuple(each for each in extensions if isinstance(each, GradientExtension))
         self.server_codecs = overriding(gradients, GradientExtension.server_codec)
         self.gradient_sources = overriding(gradients, GradientExtension.gradient_source)

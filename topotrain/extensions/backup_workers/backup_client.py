@@ -1,4 +1,7 @@
-"""Backup workers in the client of a worker: it learns that a step was made without it, and catches up."""
+"""Backup workers in the client: a step was made without this worker.
+
+The rule is in `quorum`.
+"""
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
@@ -12,7 +15,7 @@ from topotrain.extensions.backup_workers.quorum import values_round
 
 
 class BackupWorkersClient(ClientExtension):
-    """One worker's part of the rule in `quorum`."""
+    """One worker's part of the rule of backup workers."""
 
     messages = (StepMissed, StepCaughtUp)
 
@@ -37,7 +40,7 @@ class BackupWorkersClient(ClientExtension):
         return self._missed >= step
 
     def catch_up(self, through: int = -1) -> StepOutcome:
-        """Wait for the values that the others are at, and return which step they are in.
+        """Wait for the present values of the group, and return the step that it is in.
 
         through: not before all workers are through with the batches of this epoch, as this one is.
         """
@@ -54,5 +57,5 @@ class BackupWorkersClient(ClientExtension):
         return StepOutcome(replies[0].version, (), False, -1.0, taken, late=True, next=replies[0].step)
 
     def through(self, epoch: int) -> None:
-        """Tell the servers that this worker wants no more batches of an epoch; never waits."""
+        """Report that this worker needs no more batches of an epoch, without waiting."""
         self._channel.try_send(self._channel.servers[0], StepCatchUp(0, epoch))

@@ -1,4 +1,4 @@
-"""Messages between a worker that is late, in a group with backup workers, and its servers."""
+"""Messages between a late worker, in a group with backup workers, and its servers."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from topotrain.core.protocol.message import (
 @message(36, Route(Sender.COORDINATOR, Receiver.WORKER, Condition.BACKUP_WORKERS))
 @dataclass(frozen=True, slots=True)
 class StepMissed(Message):
-    """Coordinator -> worker: this step was decided without the worker's gradients, which do not count."""
+    """Coordinator -> worker: this step was decided without the worker's gradients."""
 
     step: int
 
@@ -28,7 +28,9 @@ class StepMissed(Message):
 @message(37, Route(Sender.GROUP_WORKERS, Receiver.COORDINATOR, Condition.BACKUP_WORKERS))
 @dataclass(frozen=True, slots=True)
 class StepCatchUp(Message):
-    """Worker -> coordinator: request for the values and the step of the group. Every shard replies.
+    """Worker -> coordinator: request for the values and the step of the group.
+
+    Every shard replies.
 
     Attributes:
         round: numbers the requests of one worker from 1. 0: this is no request, and only reports `through`.
@@ -46,7 +48,9 @@ class StepCatchUp(Message):
 @message(38, Route(Sender.GROUP_SERVERS, Receiver.WORKER, Condition.BACKUP_WORKERS))
 @dataclass(frozen=True, slots=True)
 class StepCaughtUp(Message):
-    """Shard -> worker: the values of StepCatchUp number `round` were sent, and the group is in `step`.
+    """Shard -> worker: the values of StepCatchUp number `round` were sent.
+
+    The group is in `step`.
 
     Attributes:
         snapshot: as in Applied.

@@ -1,11 +1,12 @@
-"""Backup workers: a step of a synchronous group is made without the last of its workers (Chen et al., 2016).
+"""Backup workers: a step does without the slowest workers (Chen et al., 2016).
 
 Rule: the coordinator decides which workers' gradients make a step, from those that all shards have, and its decision
-names the workers. So the mean is over the same workers on every shard. What other workers have pushed for that step
-does not count. A late worker is told so, is sent the values between two steps (the same two on every shard), and does
-its batch again. Its data stream is its own, so a batch counts once, whenever it counts.
+names the workers. So the mean is over the same workers on every shard. Pushes of other workers for that step do not
+count. A late worker gets a message, then the values between two steps (the same two on every shard), and does its batch
+again. Its data stream is its own, so a batch counts once, whenever it counts.
 
-At the end of an epoch late workers have batches left. A worker without batches waits for them; no step waits for it.
+At the end of an epoch late workers have batches left. A worker without batches waits for them, and no step waits for
+it.
 """
 
 from collections.abc import Collection
@@ -27,12 +28,15 @@ _FIRST_ROUND = 1 << 40
 
 
 def values_round(number: int) -> int:
-    """What `message.Values` says that answer a worker's CatchUp of this round: no step's number, and no Fetch's."""
+    """Return `Values.round` of the reply to a worker's StepCatchUp of this round.
+
+    It is the round of no step and of no Fetch.
+    """
     return -_FIRST_ROUND - number
 
 
 class Quorum:
-    """Whom a step waits for.
+    """The workers of a group that a step waits for.
 
     Args:
         workers: how many the group has.
@@ -43,18 +47,24 @@ class Quorum:
         self._workers, self._spare = workers, spare
         self._waiting: dict[int, tuple[int, int]] = {}  # worker -> round and epoch of its question
         self._through: dict[int, int] = {}  # worker -> the last epoch that it has no batch of any more
-        self._idle: set[int] = set()  # who has nothing to contribute: waits, or has left its loop, or its script
+        self._idle: set[int] = set()  # has nothing to contribute: waits, or has left its loop, or its script
         self._finished: set[int] = set()
         self._asked: dict[int, int] = {}
-        self._dead: set[int] = set()  # whose process is gone, and who has not contributed anything since
+        self._dead: set[int] = set()  # the process is gone, and its successor has contributed nothing yet
 
     @property
     def needed(self) -> int:
-        """How many contributions make a step. Who has nothing to contribute is not waited for, nor who is not there."""
+        """The number of contributions that make a step.
+
+        No step waits for a worker without a batch, or without a process.
+        """
         return max(1, min(self._workers - self._spare, self._workers - len(self._idle | self._dead)))
 
     def ask(self, worker: int, message: StepCatchUp) -> list[tuple[int, int]]:
-        """A worker's question; returns who is to be shown the values now, as (worker, round). Said twice, it is one."""
+        """Handle a worker's question; return the (worker, round) to be sent values now.
+
+        A repeated question counts once.
+        """
         if message.through > self._through.get(worker, -1):
             self._through[worker] = message.through
             self._idle.add(worker)
@@ -66,7 +76,10 @@ class Quorum:
         return self.released()
 
     def works(self, worker: int, epoch: int) -> list[tuple[int, int]]:
-        """A worker does a batch of this epoch, so it is through with those before; as `ask`."""
+        """Note that a worker does a batch of this epoch; return as `ask`.
+
+        It has used all batches of the epochs before.
+        """
         self._dead.discard(worker)
         if epoch > self._through.get(worker, -1):
             self._through[worker] = epoch - 1
@@ -74,20 +87,23 @@ class Quorum:
         return self.released()
 
     def gone(self, worker: int) -> None:
-        """A worker's process is gone; the next one asks anew, and is through with what it was through with."""
+        """Note that a worker's process is gone.
+
+        Its successor asks again. The epochs that the worker has used stay so.
+        """
         self._dead.add(worker)
         self._finished.discard(worker)
         self._waiting.pop(worker, None)
         self._asked.pop(worker, None)
 
     def finish(self, worker: int) -> list[tuple[int, int]]:
-        """A worker's script has come to its end; as `ask`."""
+        """Note the end of a worker's script; return as `ask`."""
         self._finished.add(worker)
         self._idle.add(worker)
         return self.released()
 
     def released(self) -> list[tuple[int, int]]:
-        """Those who have waited until everybody was through."""
+        """Return the workers that waited for an epoch that all have now used, as `ask`."""
         going = [worker for worker in range(self._workers) if worker not in self._finished]
         behind = min((self._through.get(worker, -1) for worker in going), default=-1)
         found = sorted((worker, number) for worker, (number, epoch) in self._waiting.items() if epoch <= behind)
@@ -145,7 +161,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
     def reset_worker(self, worker: Address) -> None:
         """As `ServerExtension.reset_worker`."""
         self._counted.pop(worker.index, None)
-        snapshot = max((each.snapshot_under_way() for each in self._server.hooks.snapshot_under_way), default=0)
+        snapshot = max((each.requested_states() for each in self._server.hooks.requested_states), default=0)
         if snapshot:
             self._owed[worker.index] = snapshot
         if self._server.decisions.log is not None:
@@ -163,7 +179,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
         return len(members) >= self._quorum.needed
 
     def handle(self, sender: Address, message: Message) -> Outbox:
-        """A worker asks for the values, or has no batch of an epoch left."""
+        """Handle a request for the values, or the end of a worker's epoch."""
         if isinstance(message, StepCatchUp):
             self._announce(self._quorum.ask(sender.index, message))
         return ()
@@ -183,7 +199,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
     # --- on every shard --------------------------------------------------------------------------------------------
 
     def accepts_commit(self, sender: Address, message: Commit, step: int) -> bool:
-        """As `StepPolicy.accepts_commit`; the sender of one that is too late is told so."""
+        """As `StepPolicy.accepts_commit`; a worker that is too late gets a message."""
         if self._server.decisions.log is not None and message.marks:
             self._announce(self._quorum.works(sender.index, message.marks[0] >> 32))
         if message.step >= step or message.step <= self._counted.get(sender.index, -1):
@@ -201,7 +217,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
         self._late = staging.choose(members)
 
     def step_over(self, result: StepResult) -> Outbox:
-        """As `ServerExtension.step_over`: late workers are told that the step was made without them."""
+        """As `ServerExtension.step_over`: notify the late workers."""
         snapshot = result.applied.snapshot
         if snapshot:
             self._owed = {w.index: snapshot for w in self._workers if w.index not in result.commits}
@@ -215,7 +231,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
             self._server.queue.send(worker, StepMissed(step))
 
     def on_decree(self, decision: StepDecision) -> Outbox:
-        """Some workers are sent the values as they are now.
+        """Send some workers the present values.
 
         Raises:
             ProtocolError: the group does not have these workers, or there are no values yet.
@@ -228,14 +244,14 @@ class BackupWorkers(GradientExtension, StepPolicy):
         return ()
 
     def _show(self, worker: Address, number: int, snapshot: int) -> None:
-        """Answer a worker's StepCatchUp of this number with the values and the step of its group."""
+        """Reply to a worker's StepCatchUp with the values and the step of its group."""
         server = self._server
         if server.model is None:
             raise ProtocolError(f"{worker} is to be shown values before there are any")
-        for values in server.replies.show(server.model, worker.index, values_round(number), server.version):
+        for values in server.replies.show(server.model, worker.index, values_round(number), server.state.version):
             server.queue.send(worker, values)
         step = server.model.staging[worker.group].step
-        server.queue.send(worker, StepCaughtUp(number, step, server.version, snapshot))
+        server.queue.send(worker, StepCaughtUp(number, step, server.state.version, snapshot))
 
     # --- a second copy -------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The gradient source of jobs with backup workers: a step is made of some of the workers' contributions."""
+"""Gradient source with backup workers: a step sums some workers' contributions."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -20,7 +20,10 @@ class QuorumPushes(CommittedPushes):
         self.members = tuple(member for member in self.members if member != worker)
 
     def try_stage(self) -> bool:
-        """Whether the contribution of one more worker is complete. The shard then votes again."""
+        """Return whether the contribution of one more worker is complete.
+
+        The shard then votes again.
+        """
         new = [worker for worker in self.commits if worker not in self.members and self._has_all(worker)]
         self.members = tuple(sorted([*self.members, *new]))
         return bool(new)
@@ -31,7 +34,10 @@ class QuorumPushes(CommittedPushes):
         return tuple(number for _, commit in sorted(self.commits.items()) for number in commit.marks)
 
     def choose(self, members: Collection[int]) -> list[int]:
-        """Make the step of these workers' contributions. Returns the other workers that had committed it."""
+        """Make the step of these workers' contributions.
+
+        Returns the other workers that had committed it.
+        """
         others = [worker for worker in self.commits if worker not in members]
         hyper = [self.commits[worker].hyper for worker in sorted(members)]
         # A worker that was late has called its schedulers less often, so the hyper-parameters of most workers count. In

@@ -1,6 +1,7 @@
-"""With backup workers: a batch is kept until it has counted, and given again if its step came too late.
+"""With backup workers: give a batch again if its step came too late.
 
-The data itself is kept, because a dataset need not give the same data twice. So the script must not change it.
+A batch is kept until it has counted. The data itself is kept, because a dataset need not give the same data twice. So
+the script must not change it.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from topotrain.training.worker_extension import WorkerExtension
 
 
 class LateSteps(WorkerExtension):
-    """One worker's steps where the group may make a step without it. Its batch then has to be given again.
+    """One worker's steps where the group may make a step without it.
+
+    The batch of such a step is given again.
 
     Args:
         worker: this worker.
@@ -31,15 +34,15 @@ class LateSteps(WorkerExtension):
         self._losses = worker.tally.loss_state()  # after the last step
 
     def counts_given(self) -> bool | None:
-        """Whether the batch that was given last has counted; False: it came too late, and has to be given again.
+        """Whether the batch that was given last has counted.
 
-        None: no step was made with it, or this was asked before.
+        False: it came too late, and has to be given again. None: no step was made with it, or this was asked before.
         """
         verdict, self._verdict = self._verdict, None
         return verdict
 
     def finish_epoch(self, epoch: int) -> None:
-        """Nothing is left of an epoch for this worker. Waits for all workers, and receives their values."""
+        """End an epoch of this worker: wait for all workers, and receive their values."""
         self._worker.advance(self._client.catch_up(epoch))
         self._worker.end_epoch()
 
@@ -48,12 +51,12 @@ class LateSteps(WorkerExtension):
     def before_clip(self) -> None:
         """As `WorkerExtension.before_clip`."""
         raise RuntimeError(
-            f"cluster.backup = {self._backup}: the servers cannot clip, since whose gradients make a step is decided "
-            f"before they are added up; clip none, or use cluster.backup: 0"
+            f"cluster.backup = {self._backup}: the servers cannot clip, since a step's workers are decided before "
+            f"their gradients are added up; clip none, or use cluster.backup: 0"
         )
 
     def before_step(self) -> None:
-        """A step that comes too late is done again, so the worker must know which batch it consists of."""
+        """Check that the step consists of one batch, which can be given again."""
         batches, backwards = len(self._worker.batches), self._worker.path.backwards
         if batches != 1 or backwards != 1:
             raise RuntimeError(
@@ -90,7 +93,7 @@ class LateSteps(WorkerExtension):
 
 
 class ReplayBatches:
-    """What one pass gives a second time.
+    """The batches that one pass gives a second time.
 
     Args:
         steps: knows which batches counted.
@@ -102,7 +105,10 @@ class ReplayBatches:
         self._kept: tuple[DrawnBatch, list[tuple[torch.Tensor, int]]] | None = None
 
     def next(self, fresh: BatchSource) -> DrawnBatch:
-        """The next batch; `fresh` gives one that was not given before. StopIteration once all workers are through."""
+        """Return the next batch; `fresh` gives one that was not given before.
+
+        Raises StopIteration when all workers have used the epoch.
+        """
         if self._steps.counts_given() is False and self._kept is not None:
             found, tensors = self._kept
             if any(tensor._version != version for tensor, version in tensors):
@@ -123,7 +129,7 @@ class ReplayBatches:
 
 @dataclass(frozen=True, slots=True)
 class LateBatchReplay:
-    """Gives batches again whose contribution came too late; as `distributed_loader.BatchReplay` has it."""
+    """Gives late batches again; as `distributed_loader.BatchReplay` has it."""
 
     steps: LateSteps
 

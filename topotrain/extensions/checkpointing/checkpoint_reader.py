@@ -1,15 +1,15 @@
-"""Snapshots on disk, and how one is read: `latest` finds the newest that is whole.
+"""Reads snapshots from disk. `latest` finds the newest complete one.
 
     WORKSPACE/manifests/000012/model.safetensors      parameters, which plain PyTorch loads
                                optimizer.safetensors  state of the optimizer: "parameter/entry"
-                               workers.safetensors    what workers left for those who go on in their place
+                               workers.safetensors    states of the workers, for the workers of a resumed job
                                tables-0.safetensors   rows of tables, where there are any (`table_file_layout`)
                                manifest.json          written last: without it there is no snapshot
 
-Rule: what is read is right or it is refused. manifest.json carries its own hash, and of every byte of the other files
-a checksum; headers are not parsed but compared with what they must be; no length that a file tells reaches an
-allocator before the file is known to be as large. Nothing here imports torch before it is asked for values: a launcher
-reads manifests, too.
+A damaged snapshot is refused. manifest.json has its own hash, and a checksum of every byte of the other files. Headers
+are not parsed. They are compared with the header that the manifest implies. A length in a file decides how much memory
+is allocated only after the size of the file has been compared with it. Values are read on demand, and torch is
+imported only then, since a launcher reads manifests, too.
 """
 
 import json
@@ -37,18 +37,20 @@ ASIDE = "manifests.previous"
 MANIFEST = "manifest.json"
 MODEL, STATE, WORKERS = "model.safetensors", "optimizer.safetensors", "workers.safetensors"
 FILES = (MODEL, STATE, WORKERS)
-"""Those that every snapshot has."""
+"""The files that every snapshot has."""
 FORMAT, WITH_TABLES = 1, 2
-"""Of a manifest; who knows only the first must not take one with tables for whole."""
+"""Formats of a manifest. A program that knows only the first must refuse a snapshot with tables."""
 _MOST_MANIFEST = 1 << 28
 _CHUNK = 4 << 20
 _WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
-def latest(workspace: Path | str, told: Callable[[str], None] = lambda _: None) -> "Manifest | None":
-    """The newest snapshot of a workspace that is whole, with all checksums compared; None where there is none.
+def latest(workspace: Path | str, notify: Callable[[str], None] = lambda _: None) -> "Manifest | None":
+    """The newest complete snapshot of a workspace. All checksums are compared.
 
-    told: hears of a newer one that is damaged, in words for the user.
+    None: there is no snapshot.
+
+    notify: called with a text for the user about a newer snapshot that is damaged.
 
     Raises:
         ConfigError: there are snapshots, and none can be read.
@@ -63,7 +65,7 @@ def latest(workspace: Path | str, told: Callable[[str], None] = lambda _: None) 
             damaged.append(f"{name_of(number)} {error.accepted}")
             continue
         for text in damaged:
-            told(f"snapshot {text}; the job goes on from {name_of(number)}")
+            notify(f"snapshot {text}; the job goes on from {name_of(number)}")
         return found
     if damaged:
         raise ConfigError("resume", str(folder), "no snapshot in it can be read: " + "; ".join(damaged))
@@ -71,7 +73,7 @@ def latest(workspace: Path | str, told: Callable[[str], None] = lambda _: None) 
 
 
 def numbers(folder: Path, whole: bool = True) -> list[int]:
-    """The snapshots in a folder, oldest first; not `whole`: also what has no manifest yet, or will never have one."""
+    """The snapshots in a folder, oldest first. whole: only those with a manifest."""
     try:
         found = [entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name.isdecimal()]
     except OSError:
@@ -80,17 +82,20 @@ def numbers(folder: Path, whole: bool = True) -> list[int]:
 
 
 def name_of(number: int) -> str:
-    """What the folder of a snapshot is called."""
+    """The name of a snapshot's folder."""
     return f"{number:06d}"
 
 
 def hashed(data: Mapping[str, Any]) -> str:
-    """The hash that stands in manifest.json beside this data."""
+    """The hash of a manifest's data."""
     return sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def workers_file(sizes: Mapping[Address, int]) -> FlatFile:
-    """Where what so many bytes of each worker are stands."""
+    """The layout of the file with the states of the workers.
+
+    sizes: bytes of each state.
+    """
     told = (TensorDescription(str(worker), "uint8", (size,), (1,)) for worker, size in sorted(sizes.items()))
     return lay_out(told, {"format": "pt"})
 
@@ -103,22 +108,22 @@ def as_manifest(resumed: object) -> "Manifest | None":
 
 
 class Manifest:
-    """One snapshot. Make it with `open`; values are read when they are asked for.
+    """One snapshot. Make it with `open`. Values are read on demand.
 
     Attributes:
         path: its folder.
-        number: of the snapshots of a job, from 1.
+        number: the number of the snapshot in its job, from 1.
         job, conf: the job's name, and its file as text.
-        version, clocks: of the values, and of each worker group.
-        parameters, optimizer, table: the model, `adapter.OptimizerSpec.to_text`, and what the optimizer held.
-        tables: what each server had of the tables that scripts had opened.
-        first_epoch: of the first batch that is not in the values; None: nobody has read further yet.
+        version, clocks: the version of the values, and the clock of each worker group.
+        parameters, optimizer, table: the model, `adapter.OptimizerSpec.to_text`, and the optimizer's state.
+        tables: the part of each server of the tables that scripts had opened.
+        first_epoch: the epoch of the first batch that is not in the values. None: no worker has read further.
         closed: all epochs before this one are in the values.
-        samples: of each worker, how many of its samples are in the values; of older snapshots nothing is known.
+        samples: the number of samples of each worker that are in the values. Older snapshots do not have it.
     """
 
     def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
-        """Raises one of _WRONG for data that no writer made."""
+        """Parse a manifest. Raises one of _WRONG for damaged data."""
         self.path = path
         self.number = int(data["number"])
         self.job, self.conf = str(data["job"]), str(data["conf"])
@@ -150,10 +155,10 @@ class Manifest:
 
     @staticmethod
     def open(path: Path | str) -> "Manifest":
-        """Read manifest.json, and compare the sizes and headers of the other files with what they must be.
+        """Read manifest.json, and check the sizes and headers of the other files.
 
         Raises:
-            ConfigError: it is damaged, or is not there.
+            ConfigError: it is damaged or missing.
         """
         path = Path(path)
         try:
@@ -203,28 +208,34 @@ class Manifest:
                 if zlib.crc32(self._in_memory_order(name, tensor)[lo:hi]) != told:
                     raise _damaged(self.path, f"has damaged elements of {tensor} in {name}")
 
-    # --- what is in it -------------------------------------------------------------------------------------------
+    # --- the content ---------------------------------------------------------------------------------------------
 
     @property
     def epochs(self) -> Sequence[int]:
-        """Epochs of which batches are in the values, but for those that had been over for long."""
+        """The epochs with batches in the values, without those before `closed`."""
         return tuple(self._runs)
 
     def runs(self, epoch: int) -> Runs:
-        """Runs [first, last) of an epoch's batches that are in the values, as the loader numbers them at first."""
+        """The batches of an epoch that are in the values.
+
+        They are ranges [first, last) of the loader's full list.
+        """
         return self._runs.get(epoch, ())
 
     def steps(self, group: int) -> int:
-        """Steps that a worker group had done; of a group that there was not, what the groups had done on average."""
+        """The number of steps of a worker group.
+
+        A group that the job did not have gets the average.
+        """
         return self._steps.get(group, sum(self._steps.values()) // max(1, len(self._steps)))
 
     @property
     def workers(self) -> Sequence[tuple[int, int]]:
-        """(group, index) of the workers that left their state."""
+        """(group, index) of the workers that left their states."""
         return tuple((worker.group, worker.index) for worker in sorted(self._sizes))
 
     def worker(self, group: int, index: int) -> bytes | None:
-        """What a worker left; None: nothing. Raises ConfigError."""
+        """The state of a worker. None: it left none. Raises ConfigError."""
         who = Address(Role.WORKER, group, index)
         if who not in self._sizes:
             return None
@@ -235,15 +246,21 @@ class Manifest:
         return bytes(data)
 
     def values(self, name: str, lo: int, out: "torch.Tensor") -> None:
-        """Elements of a parameter, from `lo` on as they lie in memory, into a 1-D tensor. Raises ConfigError."""
+        """Read elements of a parameter, from `lo` on in memory order, into a 1-D tensor.
+
+        Raises ConfigError.
+        """
         self._read(MODEL, name, lo, out)
 
     def state(self, parameter: str, entry: str, lo: int, out: "torch.Tensor") -> None:
-        """The same of a tensor of the optimizer's state."""
+        """Read elements of a tensor of the optimizer's state. Raises ConfigError."""
         self._read(STATE, f"{parameter}/{entry}", lo, out)
 
     def rows(self, shard: int, table: str, column: str, lo: int, out: "torch.Tensor") -> None:
-        """The same of what a server had of a table: its ids, values, or a column of state. Raises ConfigError."""
+        """Read ids, values or a state column of a server's part of a table.
+
+        Raises ConfigError.
+        """
         self._read(file_of(shard), entry_of(table, column), lo, out)
 
     def _read(self, file: str, name: str, lo: int, out: "torch.Tensor") -> None:
@@ -260,7 +277,7 @@ class Manifest:
             self._fill(fd, file, bytes_of(out), entry.begin + lo * entry.itemsize)
 
     def _in_memory_order(self, file: str, name: str) -> bytes:
-        """The bytes of a tensor as they lay in memory, where that is not the file's order."""
+        """The bytes of a tensor in memory order, where the file has another order."""
         import torch
 
         entry = self.files[file].entries[name]
@@ -287,7 +304,7 @@ class Manifest:
 
 
 class _Opened:
-    """A file of a snapshot, open for reading as long as the block lasts."""
+    """A context manager that opens a file of a snapshot for reading."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name = path, name
@@ -304,9 +321,14 @@ class _Opened:
 
 
 class _Sums:
-    """The checksums of one file: `ranges` of its bytes, and of tensors whose elements are scattered in it.
+    """The checksums of one file: of `ranges` of bytes, and of scattered tensors.
 
-    Together they cover all that is behind the header, once. Raises ValueError where they do not.
+    The elements of a scattered tensor have another order in the file than in memory.
+
+    Together they cover each byte after the header once.
+
+    Raises:
+        ValueError: they do not.
     """
 
     def __init__(self, layout: FlatFile, data: Mapping[str, Any]) -> None:

@@ -1,9 +1,8 @@
-"""The thread that writes snapshots, and the order in which their files become one that counts.
+"""Writes the files of snapshots on a thread of their host.
 
-Rule: training never waits for a disk. What is to be written lies in memory that nobody changes until this thread has
-answered; it writes, adds up checksums and waits for the disk at a low priority. The manifest comes last, by way of
-another name, when everything else is on disk; what is older goes after that. So whatever stops a writer, at any
-moment, there is the snapshot before it, or the new one, whole.
+Training never waits for a disk. The frozen shard does not change until this thread has replied. The thread writes,
+computes checksums and waits for the disk at a low priority. The manifest is written last, and renamed when all else is
+on disk. Older snapshots are removed after that. So at any moment the last snapshot or the new one is complete.
 """
 
 import contextlib
@@ -46,26 +45,29 @@ from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
 from topotrain.extensions.checkpointing.shard_snapshot import TensorSlice
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
     END,
-    PUBLISHED,
     STEP,
-    WRITTEN,
     DropSnapshot,
     PublishSnapshot,
+    SnapshotOrder,
     WriteSnapshot,
-    texts,
 )
-from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
+from topotrain.extensions.checkpointing.snapshot_messages import (
+    PUBLISHED,
+    WRITTEN,
+    SnapshotPart,
+    SnapshotRequest,
+    snapshot_parts,
+)
 from topotrain.extensions.checkpointing.table_file_layout import StoredTable, file_of, tables_file
 
 KEPT = 2
 STEPS = "step-"
 LEADER = Address(Role.SERVER, 0, 0)
-"""Who coordinates the snapshots of a job, and whose host makes them count."""
+"""The coordinator of snapshots. Its host writes the manifests."""
 _NICE = 10
 _SUMMED = 16 << 20  # bytes that one checksum covers at most
 
 Emit = Callable[[Event], None]
-_Order = WriteSnapshot | PublishSnapshot | DropSnapshot
 
 
 class SnapshotFiles:
@@ -77,15 +79,17 @@ class SnapshotFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._origin: int | None = None  # who starts again alone in this life of the job reads it, however old it is
+        self._origin: int | None = None  # processes that restart alone read it, however old it is
 
-    def begin(self, resumed: Path | None, again: bool, tell: Callable[[str], None] = lambda _: None) -> int:
-        """Make room for a start of the job: the number of its first snapshot.
+    def begin(self, resumed: Path | None, again: bool, notify: Callable[[str], None] = lambda _: None) -> int:
+        """Prepare the folder for a start of the job.
 
-        Those of an earlier run are moved aside, unless this start goes on from one of them (`resumed`), or is the same
-        run `again`. Of those the ones that were taken after it are moved aside, too: they are of a past that is undone.
+        Returns the number of its first snapshot.
 
-        tell: hears what is moved where, and what is removed, in words for the user.
+        Snapshots of an earlier run are moved to another folder, unless this start resumes from one of them
+        (`resumed`), or is the same run `again`. Snapshots that are newer than the resumed one are moved, too.
+
+        notify: called with a text for the user about files that are moved or removed.
         """
         ours = resumed is not None and resumed.parent.resolve() == self.folder.resolve()
         self._origin = int(resumed.name) if ours and resumed is not None and resumed.name.isdecimal() else None
@@ -93,27 +97,29 @@ class SnapshotFiles:
         found = numbers(self.folder, whole=False)
         undone = [] if again or self._origin is None else [number for number in found if number > (self._origin or 0)]
         if not goes_on and self.folder.exists():
-            aside = self._aside(resumed, tell)
+            aside = self._aside(resumed, notify)
             os.replace(self.folder, aside)
             if found:
-                tell(f"the snapshots of the earlier run ({_names(found)}) are in {aside} from now on")
+                notify(f"the snapshots of the earlier run ({_names(found)}) are in {aside} from now on")
             return 1
         if undone:
-            aside = self._aside(resumed, tell)
+            aside = self._aside(resumed, notify)
             make_folder(aside)
             links = _links(self.folder)
             for number in undone:
                 os.replace(self.folder / name_of(number), aside / name_of(number))
                 for link in links.get(number, ()):
                     os.replace(self.folder / link, aside / link)
-            tell(f"the snapshots after {self._origin} ({_names(undone)}) are in {aside} from now on")
+            notify(f"the snapshots after {self._origin} ({_names(undone)}) are in {aside} from now on")
         self._links()
         return max(found, default=0) + 1
 
-    def _aside(self, resumed: Path | None, tell: Callable[[str], None]) -> Path:
-        """A name for a folder of snapshots that are moved aside; what has that name is removed, and told.
+    def _aside(self, resumed: Path | None, notify: Callable[[str], None]) -> Path:
+        """A name for a folder of older snapshots.
 
-        A folder with a snapshot that is kept by its step, or that the job goes on from, stays as it is.
+        Another folder with that name is removed.
+
+        A folder with a snapshot that is kept by its step, or that the job resumes from, stays.
         """
         aside, more = self.folder.with_name(ASIDE), 1
         while _links(aside) or (resumed is not None and resumed.parent.resolve() == aside.resolve()):
@@ -123,15 +129,17 @@ class SnapshotFiles:
         if aside.exists():
             shutil.rmtree(aside)
         if there:
-            tell(f"the snapshots of the run before it ({_names(there)}), which were in {aside}, are removed")
+            notify(f"the snapshots of the run before it ({_names(there)}), which were in {aside}, are removed")
         return aside
 
     def write(
         self, number: int, parts: Mapping[str, tuple[FlatFile, Sequence[TensorSlice]]], first: bool
     ) -> dict[str, Any]:
-        """Write slabs at their places, and wait for the disk; returns the checksums by file, for the manifest.
+        """Write slices at their places, and wait for the disk.
 
-        first: write headers, too, which one of the shards does.
+        Returns the checksums by file, for the manifest.
+
+        first: this shard writes the headers, too.
         """
         path = self.folder / name_of(number)
         close_folder(self.folder)
@@ -147,10 +155,12 @@ class SnapshotFiles:
         return sums
 
     def publish(self, number: int, data: Mapping[str, Any], step: int | None = None) -> Path:
-        """Let a snapshot count whose files are on disk, and remove what is older than it and the one before.
+        """Write the manifest of a snapshot, and remove older snapshots but one.
 
-        The one that the job went on from stays, and so do those that have a `step`: they are kept by that name, which
-        is a link, until somebody removes the link. Returns where the snapshot is.
+        The other files of the snapshot are on disk already.
+
+        The snapshot that the job resumed from stays. A snapshot with a `step` stays until the user removes the link
+        with this name. Returns the path of the snapshot.
         """
         path = self.folder / name_of(number)
         link = path if step is None else self.folder / f"{STEPS}{step}"
@@ -169,7 +179,10 @@ class SnapshotFiles:
         return link
 
     def _links(self) -> set[int]:
-        """The snapshots that are kept by their steps; links to what is gone are removed."""
+        """The snapshots that are kept by their steps.
+
+        Links to removed snapshots are removed.
+        """
         for link in self.folder.glob(f"{STEPS}*"):
             if link.is_symlink() and not (link / MANIFEST).exists():
                 link.unlink()
@@ -180,7 +193,7 @@ class SnapshotFiles:
         kept = {*whole, *self._links(), self._origin}
         for number in numbers(self.folder, whole=False):
             if number < newest and number not in kept:
-                with contextlib.suppress(OSError):  # what cannot be removed takes nothing from the new one
+                with contextlib.suppress(OSError):  # the new snapshot is complete whether this one is removed or not
                     self.drop(number)
 
     def drop(self, number: int) -> None:
@@ -192,172 +205,181 @@ class SnapshotFiles:
 
 
 class SnapshotWriter:
-    """Writes the snapshots of the servers of one process, and says when it is time for one.
+    """Writes the snapshots of the servers of one process.
 
     Args:
         job, topology: the job.
         files: the folder.
         first: number of the first snapshot.
-        emit: told what is there, and what went wrong; training goes on.
+        name: the name of the server in events.
+        emit: sends events about snapshots that are written or failed.
     """
 
-    def __init__(self, job: Job, topology: Topology, files: SnapshotFiles, first: int, who: str, emit: Emit) -> None:
+    def __init__(self, job: Job, topology: Topology, files: SnapshotFiles, first: int, name: str, emit: Emit) -> None:
         self._job, self._topology, self._files, self._first = job, topology, files, first
-        self._who, self._emit = who, emit
-        self._orders: SimpleQueue[tuple[SnapshotPort, _Order]] = SimpleQueue()
-        self._answers: SimpleQueue[tuple[SnapshotPort, list[SnapshotPart]]] = SimpleQueue()
+        self._name, self._emit = name, emit
+        self._orders: SimpleQueue[tuple[SnapshotPort, SnapshotOrder]] = SimpleQueue()
+        self._replies: SimpleQueue[tuple[SnapshotPort, list[SnapshotPart]]] = SimpleQueue()
         self._begun = False
         self._leader: SnapshotPort | None = None
         self._refusal = ""
 
-    def follow(
-        self, me: Address, snapshots: ServerSnapshots, poke: Callable[[], None], from_another: bool = False
-    ) -> "SnapshotPort":
-        """Write what this server freezes. poke: called on a thread of its own when the server has something to hear.
+    def attach(self, snapshots: ServerSnapshots, poke: Callable[[], None], replaces: bool = False) -> "SnapshotPort":
+        """Write the snapshots of a server.
 
-        from_another: the host of another process has done so before.
+        Returns the port by which this host sends messages to its server.
+
+        poke: called on a thread of its own when the port has messages. replaces: another process was the host before.
         """
-        leads = snapshots.book is not None
-        aside = SnapshotPort(self._job.snapshot_s if leads else 0.0, poke)
+        leads = snapshots.coordinator is not None
+        port = SnapshotPort(self, self._job.snapshot_s if leads else 0.0, poke)
         if leads:
-            self._leader, self._refusal = aside, snapshots.refusal
+            self._leader, self._refusal = port, snapshots.refusal
         if leads and snapshots.refusal and self._job.checkpoint_freq:
-            self._tell(f"checkpoint_freq: no snapshots are taken, since {snapshots.refusal}")
-
-        def work(what: _Order) -> None:
-            self._begin()
-            self._orders.put((aside, what))
-
-        if from_another:
-            snapshots.succeed(work)
+            self._notify(f"checkpoint_freq: no snapshots are taken, since {snapshots.refusal}")
+        if replaces:
+            snapshots.replace_host(port)
         elif not snapshots.refusal:
-            snapshots.follow(work, self._first)
-        return aside
+            snapshots.attach_host(port, self._first)
+        return port
 
     def end(self) -> None:
-        """The job is to end: take one more snapshot; Saved or Unsaved is told. On any thread."""
+        """The job is to end: request one more snapshot. Emits Saved or Unsaved.
+
+        Any thread may call it.
+        """
         if self._leader is None or self._refusal:
-            self._emit(Unsaved(self._who, self._refusal or "its server has not begun"))
+            self._emit(Unsaved(self._name, self._refusal or "its server has not begun"))
         else:
-            self._leader.say([SnapshotRequest(last=True)])
+            self._leader.send([SnapshotRequest(last=True)])
 
-    def _tell(self, text: str) -> None:
-        self._emit(Notice(self._who, text))
+    def _notify(self, text: str) -> None:
+        self._emit(Notice(self._name, text))
 
-    def _begin(self) -> None:
-        """Two threads: whoever has a low priority must not be in a server's way while it speaks to it."""
+    def submit(self, port: "SnapshotPort", order: SnapshotOrder) -> None:
+        """Carry out an order on the writer's thread. The port gets the reply."""
+        self._start_threads()
+        self._orders.put((port, order))
+
+    def _start_threads(self) -> None:
+        # A thread of low priority must not hold a server's lock, so another thread sends the replies.
         if not self._begun:
             self._begun = True
-            for live in (self._live, self._say):
-                threading.Thread(target=live, name="snapshots", daemon=True).start()
+            for run in (self._execute_orders, self._send_replies):
+                threading.Thread(target=run, name="snapshots", daemon=True).start()
 
-    def _live(self) -> None:
+    def _execute_orders(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
-            aside, what = self._orders.get()
-            self._answers.put((aside, self._do(what)))
+            port, order = self._orders.get()
+            self._replies.put((port, self._execute(order)))
 
-    def _say(self) -> None:
+    def _send_replies(self) -> None:
         while True:
-            aside, answer = self._answers.get()
-            aside.say(answer)
+            port, reply = self._replies.get()
+            port.send(reply)
 
-    def _do(self, what: "_Order") -> list[SnapshotPart]:
-        if isinstance(what, DropSnapshot) and not what.number:
-            self._emit(Unsaved(self._who, what.why))
+    def _execute(self, order: SnapshotOrder) -> list[SnapshotPart]:
+        if isinstance(order, DropSnapshot) and not order.number:
+            self._emit(Unsaved(self._name, order.why))
             return []
-        if isinstance(what, DropSnapshot):
-            self._tell(f"snapshot {what.number} was not written: {what.why}; training goes on")
+        if isinstance(order, DropSnapshot):
+            self._notify(f"snapshot {order.number} was not written: {order.why}; training goes on")
             with contextlib.suppress(OSError):
-                self._files.drop(what.number)
+                self._files.drop(order.number)
             return []
-        stage = WRITTEN if isinstance(what, WriteSnapshot) else PUBLISHED
-        answer: dict[str, Any] = {}
+        stage = WRITTEN if isinstance(order, WriteSnapshot) else PUBLISHED
+        reply: dict[str, Any] = {}
         try:
-            answer = self._write(what) if isinstance(what, WriteSnapshot) else self._publish(what)
+            reply = self._write(order) if isinstance(order, WriteSnapshot) else self._publish(order)
         except (OSError, ValueError) as error:
-            answer = {"error": str(error)}
-            if isinstance(what, PublishSnapshot):
-                self._tell(f"snapshot {what.number} was not written: {error}; training goes on")
+            reply = {"error": str(error)}
+            if isinstance(order, PublishSnapshot):
+                self._notify(f"snapshot {order.number} was not written: {error}; training goes on")
                 with contextlib.suppress(OSError):
-                    self._files.drop(what.number)
-        return texts(what.number, stage, answer)
+                    self._files.drop(order.number)
+        return snapshot_parts(order.number, stage, reply)
 
-    def _write(self, what: WriteSnapshot) -> dict[str, Any]:
-        frozen = what.frozen
+    def _write(self, order: WriteSnapshot) -> dict[str, Any]:
+        frozen = order.frozen
         parts = {
             MODEL: (model_file(frozen.parameters), frozen.values),
-            STATE: (state_file(frozen.parameters, what.table), frozen.state),
+            STATE: (state_file(frozen.parameters, order.table), frozen.state),
         }
-        answer = self._files.write(what.number, parts, first=what.server == LEADER)
+        reply = self._files.write(order.number, parts, first=order.server == LEADER)
         if frozen.tables:
-            own = {file_of(what.server.index): (tables_file(frozen.tables), frozen.rows)}
-            answer |= self._files.write(what.number, own, first=True)
-            answer["tables"] = [table.to_data() for table in frozen.tables]
-        return answer
+            own = {file_of(order.server.index): (tables_file(frozen.tables), frozen.rows)}
+            reply |= self._files.write(order.number, own, first=True)
+            reply["tables"] = [table.to_data() for table in frozen.tables]
+        return reply
 
-    def _publish(self, what: PublishSnapshot) -> dict[str, Any]:
-        layout = workers_file({worker: data.numel() for worker, data in what.deposits.items()})
-        slabs = [TensorSlice(str(worker), 0, data) for worker, data in what.deposits.items()]
-        kept = self._files.write(what.number, {WORKERS: (layout, slabs)}, first=True)
-        files = {name: _joined(part[name] for part in what.written) for name in (MODEL, STATE)}
-        tables = _tables(what.written)
-        files |= {file_of(shard): what.written[shard][file_of(shard)] for shard in range(len(tables))}
+    def _publish(self, order: PublishSnapshot) -> dict[str, Any]:
+        layout = workers_file({worker: data.numel() for worker, data in order.deposits.items()})
+        slabs = [TensorSlice(str(worker), 0, data) for worker, data in order.deposits.items()]
+        kept = self._files.write(order.number, {WORKERS: (layout, slabs)}, first=True)
+        files = {name: _joined(part[name] for part in order.written) for name in (MODEL, STATE)}
+        tables = _tables(order.written)
+        files |= {file_of(shard): order.written[shard][file_of(shard)] for shard in range(len(tables))}
         topology = self._topology
-        step = dict(what.facts["steps"])[0]
+        step = dict(order.facts["steps"])[0]
         path = self._files.publish(
-            what.number,
+            order.number,
             {
                 "format": WITH_TABLES if tables else FORMAT,
-                "number": what.number,
+                "number": order.number,
                 "job": self._job.name,
                 "conf": dumps(self._job),
                 "layout": [topology.worker_groups, topology.workers_per_group, topology.shards],
-                **what.facts,
+                **order.facts,
                 **({"tables": tables} if tables else {}),
-                "workers": [[worker.group, worker.index, data.numel()] for worker, data in what.deposits.items()],
+                "workers": [[worker.group, worker.index, data.numel()] for worker, data in order.deposits.items()],
                 "files": {**files, **kept},
             },
-            step if what.why == STEP else None,
+            step if order.why == STEP else None,
         )
-        self._emit(Saved(self._who, what.number, step, str(path), what.why))
-        if what.why == END:
-            counts = {str(Address(Role.WORKER, group, index)): count for group, index, count in what.facts["samples"]}
-            self._emit(Counted(self._who, counts))
+        self._emit(Saved(self._name, order.number, step, str(path), order.why))
+        if order.why == END:
+            counts = {str(Address(Role.WORKER, group, index)): count for group, index, count in order.facts["samples"]}
+            self._emit(Counted(self._name, counts))
         return {}
 
 
 class SnapshotPort:
-    """What a server's own host has to say to it, between two messages of others.
+    """Connects a server with the writer of its process, in both directions.
 
     Args:
-        every_s: seconds from one snapshot to the next; 0: never.
-        poke: see `SnapshotWriter.follow`.
+        writer: carries out the orders.
+        every_s: seconds from one snapshot to the next. 0: no snapshots by time.
+        poke: see `SnapshotWriter.attach`.
     """
 
-    def __init__(self, every_s: float, poke: Callable[[], None]) -> None:
-        self._every_s, self._poke = every_s, poke
+    def __init__(self, writer: SnapshotWriter, every_s: float, poke: Callable[[], None]) -> None:
+        self._writer, self._every_s, self._poke = writer, every_s, poke
         self._due = time.monotonic() + every_s
-        self._said: SimpleQueue[Message] = SimpleQueue()
+        self._messages: SimpleQueue[Message] = SimpleQueue()
 
-    def say(self, messages: Iterable[Message]) -> None:
-        """Let the server hear these as soon as it can; on any thread."""
+    def execute(self, order: SnapshotOrder) -> None:
+        """As `SnapshotHost.execute`."""
+        self._writer.submit(self, order)
+
+    def send(self, messages: Iterable[Message]) -> None:
+        """Send messages to the server, in its own name. Any thread may call it."""
         for message in messages:
-            self._said.put(message)
+            self._messages.put(message)
         self._poke()
 
-    def heard(self) -> Iterator[Message]:
-        """What there is to hear now."""
-        while not self._said.empty():
-            yield self._said.get()
+    def messages(self) -> Iterator[Message]:
+        """The messages that the server is to handle now."""
+        while not self._messages.empty():
+            yield self._messages.get()
         if self._every_s and time.monotonic() >= self._due:
             self._due = time.monotonic() + self._every_s
             yield SnapshotRequest()
 
 
 def _links(folder: Path) -> dict[int, list[str]]:
-    """The snapshots of a folder that are kept by their steps, each with the names of its links."""
+    """The snapshots of a folder that are kept by their steps, with their links."""
     found: dict[int, list[str]] = {}
     for link in folder.glob(f"{STEPS}*"):
         target = link.resolve().name
@@ -375,7 +397,7 @@ def _names(found: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def _created(path: Path) -> Iterator[int]:
-    """A file that others write at the same time, each its own part."""
+    """Open a file of which other processes write other parts."""
     fd = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         yield fd
@@ -384,7 +406,10 @@ def _created(path: Path) -> Iterator[int]:
 
 
 def _slabs(fd: int, layout: FlatFile, slabs: Sequence[TensorSlice]) -> dict[str, Any]:
-    """Write; returns [first, last, checksum] of ranges of bytes, and of scattered tensors with their names."""
+    """Write slices.
+
+    Returns [first, last, checksum] of ranges of bytes, and of scattered tensors with names.
+    """
     ranges: list[list[int]] = []
     scattered: list[list[Any]] = []
     for slab in sorted(slabs, key=lambda slab: (layout.entries[slab.name].begin, slab.lo)):
@@ -406,7 +431,7 @@ def _slabs(fd: int, layout: FlatFile, slabs: Sequence[TensorSlice]) -> dict[str,
 
 
 def _scatter(fd: int, layout: FlatFile, slab: TensorSlice) -> None:
-    """Write elements that do not lie in memory as they stand in the file: runs of those that are neighbors in both."""
+    """Write a slice that has another order in the file than in memory."""
     import torch
 
     entry = layout.entries[slab.name]
@@ -428,7 +453,10 @@ def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _tables(written: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """What each server has written of tables; empty where there are none. Raises ValueError for others on each."""
+    """The tables that each server has written.
+
+    Raises ValueError if servers have different tables.
+    """
     tables = [part.get("tables", []) for part in written]
     names = [sorted(StoredTable.from_data(table).name for table in own) for own in tables]
     if any(own != names[0] for own in names):
@@ -439,23 +467,22 @@ def _tables(written: Sequence[Mapping[str, Any]]) -> list[Any]:
 def writer_for(
     job: Job, topology: Topology, servers: Sequence[Address], resumed: Path | None, again: bool, emit: Emit
 ) -> SnapshotWriter | None:
-    """What writes the snapshots of a process's servers; None where the job wants none.
+    """The writer of the snapshots of a process's servers. None: the job wants none.
 
-    resumed: the snapshot that the job goes on from. again: it was started before, and is the same run. emit: tells the
-    user what comes of it.
+    resumed: the snapshot that the job resumes from. again: the same run was started before. emit: sends events.
     """
     if not wants_snapshots(job):
         return None
     files = SnapshotFiles(Path(job.workspace).absolute() / FOLDER)
 
-    def tell(text: str) -> None:
+    def notify(text: str) -> None:
         emit(Notice(str(servers[0]), text))
 
     try:
-        any_may = job.cluster.replicas > 1  # have to lead
+        any_may = job.cluster.replicas > 1  # the coordinator may move to this process
         leads = LEADER in servers
-        first = files.begin(resumed, again or not leads, tell) if leads or any_may else 1
+        first = files.begin(resumed, again or not leads, notify) if leads or any_may else 1
     except OSError as error:
-        tell(f"no snapshots are written: {error}")
+        notify(f"no snapshots are written: {error}")
         return None
     return SnapshotWriter(job, topology, files, first, str(servers[0]), emit)

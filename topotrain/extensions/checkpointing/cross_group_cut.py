@@ -1,68 +1,156 @@
-"""One snapshot of a job whose server groups hold different values: what all of them have counted, as one model.
+"""A snapshot of several server groups: the updates of all groups in one model.
 
-Rule: each group freezes behind a step of its own, and what a group adds to a master afterwards says so (`Delta.cut`):
-where the master's group is not so far yet, it waits there. What was sent before and comes after the master has frozen
-is added to what is frozen, and so is what a group had not sent yet: it sends that as a `Remainder`. Then each master
-has, of its buckets, the start and every update that the groups had applied when they froze, each of them once (a cut
-that no message crosses backwards: Lai and Yang, On distributed snapshots, 1987).
+Each group freezes behind a step of its own. The changes that it sends to a master afterwards are marked
+(`Delta.cut`), and wait until the master's group has frozen, too. Changes that were sent before, and arrive after the
+master has frozen, are added to the frozen values. So is the rest that a group had not sent yet, which it sends as a
+`Remainder`. Then each master has, for its buckets, the start and every update that the groups had applied when they
+froze, each of them once. No message crosses this cut backwards (Lai and Yang, On distributed snapshots, 1987).
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from topotrain.core.protocol import Delta
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Delta, Message, ProtocolError
+from topotrain.core.server.component_state import State
 from topotrain.core.server.group_sync import MasterSync
-from topotrain.core.server.parameter_shard import ParameterShard
+from topotrain.core.server.server import Server
+from topotrain.core.server.server_extension import ExchangeExtension, Outbox
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard
-from topotrain.extensions.checkpointing.snapshot_messages import Remainder
+from topotrain.extensions.checkpointing.snapshot_messages import Remainder, SnapshotPart
+
+_MAX_HELD = 1 << 14
 
 
-class CrossGroupCut:
-    """One shard's part.
+class CrossGroupCut(ExchangeExtension):
+    """The changes that cross a snapshot, on one shard.
 
     Args:
-        model: of the shard.
-        group, groups: of this server, and how many there are.
+        server: the server.
+        groups: the number of server groups.
     """
 
-    def __init__(self, model: ParameterShard, group: int, groups: int) -> None:
-        assert isinstance(model.agreement, MasterSync)
-        self._model, self._agreement = model, model.agreement
-        others = [other for other in range(groups) if other != group]
-        self._mastered = [b.id for b in model.buckets if b.master == group]
-        self._wanted = {(other, bucket) for other in others for bucket in self._mastered}
+    messages = (Remainder,)
+
+    def __init__(self, server: Server, groups: int) -> None:
+        self._server = server
+        self._others = [other for other in range(groups) if other != server.me.group]
+        self.number = 0
+        """The last snapshot for which this shard has frozen."""
+        self._early: list[tuple[Address, Message]] = []  # sent behind a snapshot that is still to come here
+        self._wanted: set[tuple[int, int]] = set()  # (group, bucket) of the remainders
         self._sent: dict[tuple[int, int], int] = {}  # (group, bucket) -> the last exchange before the group froze
-        self._frozen: FrozenShard | None = None
+        self._frozen: FrozenShard | None = None  # until it is complete
+        self._report: Sequence[tuple[Address, SnapshotPart]] = ()
 
-    def remainders(self, number: int) -> Iterator[tuple[int, Remainder]]:
-        """This is the moment; what to tell the masters, which wait for it: (server group, message)."""
+    @property
+    def _agreement(self) -> MasterSync:
+        agreement = self._server.state.known.agreement
+        assert isinstance(agreement, MasterSync)
+        return agreement
+
+    # --- the moment of the snapshot ------------------------------------------------------------------------------
+
+    def send_remainders(self, number: int) -> None:
+        """The shard freezes now.
+
+        Send the masters the changes that they do not have, which they wait for.
+        """
+        self.number = number
         for master, bucket, sync, body in self._agreement.remainders():
-            yield master, Remainder(number, bucket, sync, body=body)
+            to = Address(Role.SERVER, master, self._server.me.index)
+            self._server.queue.send(to, Remainder(number, bucket, sync, body=body))
 
-    def begin(self, frozen: FrozenShard) -> None:
-        """The shard is frozen; what the others had added by then is to come."""
-        self._frozen = frozen
-        self._sent = {}
+    def begin(self, frozen: FrozenShard, report: Sequence[tuple[Address, SnapshotPart]]) -> None:
+        """Add the changes of the other groups to what is frozen.
 
-    def late(self, message: Delta, body: torch.Tensor) -> None:
-        """The group that sent this had not frozen when it did; the shard has taken it after it froze."""
-        self._add(message.bucket, body)
+        report: sent once all of them are in it.
+        """
+        mastered = [b.id for b in self._server.state.known.buckets if b.master == self._server.me.group]
+        self._wanted = {(other, bucket) for other in self._others for bucket in mastered}
+        self._frozen, self._report, self._sent = frozen, report, {}
+        self._report_if_complete()
 
-    def take(self, group: int, message: Remainder, body: torch.Tensor) -> None:
-        """What a group had not sent yet; one that is said twice changes nothing."""
-        key = (group, message.bucket)
-        if key in self._wanted and key not in self._sent:
-            self._sent[key] = message.sync
-            self._add(message.bucket, body)
+    def handle_early(self) -> None:
+        """Handle the messages of groups that froze before this one."""
+        self._server.queue.handle_later(self._early)
+        self._early = []
 
     @property
     def complete(self) -> bool:
-        """Everything is in what is frozen."""
+        """Whether all changes before the snapshot are in what is frozen."""
         return self._sent.keys() == self._wanted and all(
             self._agreement.taken(group, bucket) >= sync for (group, bucket), sync in self._sent.items()
         )
 
+    def _report_if_complete(self) -> None:
+        if self._frozen is not None and self.complete:
+            self._server.queue.send_all(self._report)
+            self._frozen, self._report = None, ()
+
+    # --- changes of the other groups -----------------------------------------------------------------------------
+
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
+        """Memory for the body of a Remainder."""
+        model = self._server.state.model
+        if model is None or viewable or not isinstance(message, Remainder):
+            return None
+        return model.flats.view(f"from {sender.group}", model.bucket(message.bucket))
+
+    def handle(self, sender: Address, message: Message) -> Outbox:
+        """Add a Remainder to the frozen values. A repeated one changes nothing."""
+        assert isinstance(message, Remainder)
+        body = self._server.state.known.body(message)
+        if self.take_exchange(sender, message, body) or self._frozen is None or message.number != self.number:
+            return ()
+        key = (sender.group, message.bucket)
+        if key in self._wanted and key not in self._sent:
+            self._sent[key] = message.sync
+            self._add(message.bucket, body)
+        self._report_if_complete()
+        return ()
+
+    def take_exchange(self, sender: Address, message: Message, body: torch.Tensor) -> bool:
+        """Hold a message that was sent behind a snapshot that is still to come here."""
+        early = self._is_early(message)
+        if early:
+            if len(self._early) >= _MAX_HELD:
+                raise ProtocolError(f"{sender} is far ahead of a snapshot that {self._server.me} does not know")
+            self._early.append((sender, replace(message, body=body.clone())))
+        return early
+
+    def _is_early(self, message: Message) -> bool:
+        mark = message.cut if isinstance(message, Delta) else message.number if isinstance(message, Remainder) else 0
+        return mark > self.number
+
+    def exchanged(self, message: Message, body: torch.Tensor) -> None:
+        """The values have taken a Delta, which its group may have sent before it froze."""
+        if self._frozen is not None and isinstance(message, Delta) and message.cut < self.number:
+            self._add_late(message, body)
+            self._report_if_complete()
+
+    def _add_late(self, message: Delta, body: torch.Tensor) -> None:
+        self._add(message.bucket, body)
+
     def _add(self, bucket: int, body: torch.Tensor) -> None:
         assert self._frozen is not None
         self._frozen.flats[bucket].add_(body)
+
+    def amend_exchange(self, message: Message) -> Message:
+        """Mark the changes that this group sends with its last snapshot."""
+        return replace(message, cut=self.number) if isinstance(message, Delta) else message
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As `ServerExtension.state_dict`.
+
+        `ServerSnapshots` has none while something is frozen.
+        """
+        return {"number": self.number, "early": self._early}
+
+    def load_state_dict(self, state: State) -> None:
+        """As `ServerExtension.load_state_dict`."""
+        self.number, self._early = state["number"], list(state["early"])

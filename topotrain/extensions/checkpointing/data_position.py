@@ -1,19 +1,22 @@
-"""Which batches of the data are in the values: from counts of applied units per stream to runs of the loader's batches.
+"""The batches that are in the values, from the applied units of each data stream.
 
-Rule: pure. A stream counts units from 0, as the workers of this start of the job form them; a snapshot tells batches of
-an epoch's full list, because another start may form other units. What an earlier start has applied is left out of the
-list before units are formed, so both counts are brought together here.
+A stream counts units from 0, as the workers of this start of the job form them. A snapshot lists batches of an epoch's
+full list, because another start may form other units. Batches that an earlier start has applied are left out of the
+list before units are formed, so both counts are added up here.
 """
 
 from collections.abc import Iterable, Mapping
 
+from topotrain.config.job import Job
+from topotrain.config.topology import Topology
 from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import STATIC as STATIC
+from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.training.data.batch_ranges import Runs, origin
 
 
 class DataPosition:
-    """The data of one start of a job, as its coordinator sees it.
+    """The data of one start of a job, on its coordinator.
 
     Args:
         groups: worker groups of the job.
@@ -27,22 +30,35 @@ class DataPosition:
         self._before = dict(before)
         self._first: dict[int, int] = {}
         self.closed = first
-        """All epochs before this one are read to their end, and have no account."""
+        """All epochs before this one are read to their end, and are not listed."""
 
-    def leased(self, epoch: int, lease: int, first: int) -> None:
-        """A lease begins with this unit of its epoch."""
+    @staticmethod
+    def of(job: Job, topology: Topology, source: SnapshotSource | None) -> "DataPosition":
+        """The position at the start of a job. source: the snapshot that it resumes from."""
+        groups, unit = topology.worker_groups, topology.workers_per_group if job.per_worker_batch else 1
+        if job.cluster.backup:  # each worker has a stream of its own, in batches instead of rounds of them
+            groups, unit = groups * topology.workers_per_group, 1
+        if source is None:
+            return DataPosition(groups, unit, {})
+        return DataPosition(groups, unit, {e: tuple(source.runs(e)) for e in source.epochs}, source.closed)
+
+    def add_lease(self, epoch: int, lease: int, first: int) -> None:
+        """Note that a lease begins with this unit of its epoch."""
         if epoch >= self.closed:
             self._first[epoch << 32 | lease] = first
 
     def close(self, epoch: int) -> None:
-        """All epochs before this one are read to their end, and need no account any more."""
+        """Forget all epochs before this one: they are read to their end."""
         if epoch > self.closed:
             self.closed = epoch
             self._first = {stream: first for stream, first in self._first.items() if stream >> 32 >= epoch}
             self._before = {known: runs for known, runs in self._before.items() if known >= epoch}
 
     def applied(self, counts: Mapping[int, int]) -> dict[int, Runs]:
-        """Batches by epoch that are in the values when so many units of each stream are."""
+        """The applied batches by epoch.
+
+        counts: the number of applied units of each stream.
+        """
         units: dict[int, list[tuple[int, int]]] = {epoch: [] for epoch in self._before}
         static: dict[int, dict[int, int]] = {}
         for stream, count in counts.items():
@@ -55,11 +71,14 @@ class DataPosition:
                 first = self._first[stream]
                 units.setdefault(epoch, []).append((first, first + count))
         for epoch, by_group in static.items():
-            units.setdefault(epoch, []).extend(self._dealt(by_group))
+            units.setdefault(epoch, []).extend(self._interleaved(by_group))
         return {epoch: self._batches(epoch, runs) for epoch, runs in sorted(units.items())}
 
-    def _dealt(self, counts: Mapping[int, int]) -> Iterable[tuple[int, int]]:
-        """Units of groups that take every so-manieth one: what all have done is one run."""
+    def _interleaved(self, counts: Mapping[int, int]) -> Iterable[tuple[int, int]]:
+        """The units of groups that take turns.
+
+        Units that all groups have applied are one range.
+        """
         groups = self._groups
         least = min(counts.get(group, 0) for group in range(groups))
         yield 0, least * groups

@@ -1,21 +1,19 @@
-"""Snapshots as one server sees them: announced in the log of decisions, frozen behind a step, handed to its host.
+"""The snapshots of one shard: announced, frozen, and written by its host.
 
-The server tells what happens (a step is decided, a worker's state has come), and carries what is to be sent; the clock,
-the files and the thread that writes them are the host's.
+The files, the clock and the thread that writes are the host's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from topotrain.config.intervals import Rhythm, wants_snapshots
+from topotrain.config.intervals import wants_snapshots
 from topotrain.config.job import Agreement, Apply, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.optim.state_table import StateError, from_rows, to_rows
-from topotrain.core.protocol import Delta, Message, ProtocolError
+from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.component_state import State
+from topotrain.core.server.message_queue import MessageQueue
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.data_position import DataPosition
@@ -24,31 +22,23 @@ from topotrain.extensions.checkpointing.shard_snapshot import (
     ShardFreezer,
     SnapshotParticipant,
     SnapshotSource,
+    unread,
 )
-from topotrain.extensions.checkpointing.snapshot_coordinator import (
+from topotrain.extensions.checkpointing.snapshot_coordinator import SnapshotCoordinator, SnapshotHost, WriteSnapshot
+from topotrain.extensions.checkpointing.snapshot_messages import (
     CUT,
-    END,
     FROZEN,
     LAYOUT,
     PUBLISHED,
-    STEP,
     WRITTEN,
-    DropSnapshot,
-    PublishSnapshot,
-    SnapshotCoordinator,
+    SnapshotPart,
     TextParts,
-    Work,
-    WriteSnapshot,
-    texts,
+    snapshot_parts,
 )
-from topotrain.extensions.checkpointing.snapshot_messages import Remainder, SnapshotPart
-from topotrain.training.data.data_messages import Lease
-
-Send = Callable[[Address, Message], None]
 
 
 def refusal(job: Job, topology: Topology) -> str:
-    """Why no snapshot can be taken of a job; empty: they can."""
+    """Why no snapshot can be taken of a job. Empty: they can."""
     if topology.server_groups > 1 and not topology.synced:
         return "its groups go their own ways"
     if topology.synced and job.cluster.agreement is Agreement.kRingAverage:
@@ -59,32 +49,19 @@ def refusal(job: Job, topology: Topology) -> str:
 
 
 def takes_snapshots(job: Job, topology: Topology) -> bool:
-    """Whether any are taken: the user wants them, and the layout has them."""
+    """Whether snapshots are taken: the user wants them, and the layout allows them."""
     return wants_snapshots(job) and not refusal(job, topology)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStates:
-    """What the coordinator knows of the workers' states.
-
-    expected: those who leave theirs here, and go on. taken: whose state at this snapshot has come. older: what else
-    there is of theirs. counts: batches that are applied, by data stream.
-    """
-
-    expected: set[Address]
-    taken: Mapping[Address, torch.Tensor]
-    older: Mapping[Address, torch.Tensor]
-    counts: Mapping[int, int]
-
-
 class ServerSnapshots:
-    """One server's part in all snapshots of a job.
+    """The snapshots of one shard.
 
     Args:
         me, job, topology: the server.
-        source: what the job started from, if it goes on from a snapshot.
-        send: how the server sends.
-        participants: what else of the server is in every snapshot.
+        source: the snapshot that the job resumes from, if any.
+        queue: sends messages.
+        participants: extensions of the server that have a part of their own in every snapshot.
+        cut: what other server groups add, where there are some.
     """
 
     def __init__(
@@ -93,363 +70,207 @@ class ServerSnapshots:
         job: Job,
         topology: Topology,
         source: SnapshotSource | None,
-        send: Send,
+        queue: MessageQueue,
         participants: Sequence[SnapshotParticipant] = (),
+        cut: CrossGroupCut | None = None,
     ) -> None:
-        self._me, self._send, self._participants = me, send, participants
-        self._keepers = tuple(each for each in participants if type(each).taken is not SnapshotParticipant.taken)
-        self._groups = topology.worker_groups_of(me.group)
-        self._servers = topology.servers(me.group)
-        self._across = topology.server_groups if topology.synced else 0
-        together = range(topology.server_groups) if topology.synced else (me.group,)
-        everybody = tuple(server for group in together for server in topology.servers(group))
-        self._leader = everybody[0]
-        self._several = len(self._groups) > 1 or self._across > 0
-        self.cut = 0
-        """The last snapshot for which this shard has frozen."""
-        self._crosscut: CrossGroupCut | None = None
-        self._due_rows: list[Any] | None = None
-        self._facts: dict[str, Any] = {}
-        # A group that has taken no step yet may have all of what was left to read before it.
-        self._reading = dict.fromkeys(self._groups, 0 if source is None else unread(source))
-        self._work: Work | None = None
+        self._me, self._queue, self._participants, self._cut = me, queue, participants, cut
         self.refusal = refusal(job, topology)
-        unit = topology.workers_per_group if job.per_worker_batch else 1
-        before = {} if source is None else {epoch: source.runs(epoch) for epoch in source.epochs}
-        closed = 0 if source is None else source.closed
-        groups = topology.worker_groups
-        if job.cluster.backup:  # each worker has a stream of its own, and deals with batches instead of rounds of them
-            groups, unit = groups * topology.workers_per_group, 1
-        self.position = DataPosition(groups, unit, {e: tuple(runs) for e, runs in before.items()}, closed)
-        self._listed = takes_snapshots(job, topology)
-        self.closed = closed
-        """What is applied of epochs before this one is in no snapshot's list any more: all of it is."""
-        self.book = SnapshotCoordinator(everybody, self.position, self._do) if me == self._leader else None
-        self.steps = {group: 0 if source is None else source.steps(group) for group in self._groups}
+        groups = topology.worker_groups_of(me.group)
+        self._servers = topology.servers(me.group)
+        together = range(topology.server_groups) if topology.synced else (me.group,)
+        shards = tuple(server for group in together for server in topology.servers(group))
+        # Shards send to the first one of their group, and these to the coordinator.
+        self._receiver = shards[0] if me.index == 0 else self._servers[0]
+        apart = len(groups) > 1 or topology.synced
+        position = DataPosition.of(job, topology, source)
+        self.coordinator = SnapshotCoordinator(shards, position, apart) if me == shards[0] else None
+        """On the first shard of the job."""
+        self.closed = position.closed
+        """Snapshots do not list the batches of epochs before this one any more, since all of them are applied."""
+        self.steps = {group: 0 if source is None else source.steps(group) for group in groups}
+        # A group that has taken no step yet may have read everything before this epoch.
+        self._reading = dict.fromkeys(groups, 0 if source is None else unread(source))
+        self._host: SnapshotHost | None = None
         self._texts = TextParts()
         self._freezer: ShardFreezer | None = None
-        self._frozen: dict[int, FrozenShard] = {}
-        self._rhythm = Rhythm.of(job, "checkpoint")
-        self._passed = self._pressed = self._rhythm.passed(self.steps[self._groups[0]])
-        self._timed = 0  # the number of the one that was under way when the last one by time was asked for
-        self._ends = False
-        self._announced = self._due = self._laid = 0
-        self._untold: dict[int, int] = {}
+        self._frozen: dict[int, FrozenShard] = {}  # until its layout is known
+        self._announced = self._due = self._last = self._laid_out = 0
+        self._unsent: dict[int, int] = {}  # worker group -> the snapshot of which its workers are to be told
 
-    @property
-    def under_way(self) -> int:
-        """On the coordinator: the number of the snapshot that is not over yet; 0: there is none."""
-        return 0 if self.book is None else self.book.number
+    def attach_host(self, host: SnapshotHost, first: int = 1) -> None:
+        """From here on snapshots may be taken, from number `first` on.
 
-    @property
-    def last(self) -> int:
-        """On the coordinator: the number of the newest one that was begun; 0: none was."""
-        return 0 if self.book is None else self.book.next - 1
-
-    @property
-    def unkept(self) -> str:
-        """Why a participant cannot be in a snapshot now; empty: all can."""
-        return next((each.unkept for each in self._participants if each.unkept), "")
-
-    def has_states_from(self, extension: object) -> bool:
-        """Whether workers leave their states with this extension."""
-        return extension in self._keepers
-
-    @property
-    def due(self) -> bool:
-        """Whether this shard has to freeze now."""
-        return self._due > 0
-
-    def states(self) -> tuple[dict[Address, torch.Tensor], dict[Address, torch.Tensor]]:
-        """Of workers that leave their states here: those of their last epoch's begin, and those at this snapshot."""
-        begun: dict[Address, torch.Tensor] = {}
-        taken: dict[Address, torch.Tensor] = {}
-        for keeper in self._keepers:
-            begun.update(keeper.begun())
-            taken.update(keeper.taken(self.under_way))
-        return begun, taken
-
-    def forget_states(self) -> None:
-        """No snapshot is under way: none needs the states that workers have left for it."""
-        for keeper in self._keepers:
-            keeper.forget(self.last)
-
-    def leased(self, lease: Lease) -> None:
-        """A worker is given these batches."""
-        if self._listed and lease.last > lease.first:
-            self.position.leased(lease.epoch, lease.lease, lease.first)
-
-    def follow(self, work: Work, first: int = 1) -> None:
-        """From now on snapshots may be taken, numbered from `first` on; `work` is told what to do with files."""
-        self._work = work
-        if self.book is not None:
-            self.book.next = first
-
-    def succeed(self, work: Work) -> None:
-        """Another host is told what to do with files from now on."""
-        self._work = work
-
-    def orphaned(self) -> list[SnapshotPart]:
-        """What the host would say that had this server before, and is gone: whatever it was writing came to nothing."""
-        lost = {"error": f"the process of {self._me} has died"}
-        said = texts(self._laid, WRITTEN, lost) if self._laid else []
-        if self.book is not None and self.book.publishing:
-            said += texts(self.book.number, PUBLISHED, lost)
-        return said
-
-    def _do(self, work: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
-        if self._work is not None:
-            self._work(work)
-
-    # --- on the coordinator: when --------------------------------------------------------------------------------
-
-    def begin(self, workers: WorkerStates) -> int:
-        """It is time: the number of the snapshot that is to be announced; 0: none is."""
-        if self.book is None or self._work is None or self.refusal:
-            return 0
-        if self.book.number and self.book.number == self._timed:
-            self._hurry(self.book, workers)
-        number = self.book.begin()
-        self._timed = self.book.number
-        return number
-
-    def end(self) -> None:
-        """The job is to end: one more, behind the very next step."""
-        self._ends = True
-
-    def cannot(self, why: str) -> None:
-        """None can be taken now, which the host should know."""
-        self._do(DropSnapshot(0, why))
-
-    def wanted(self, group: int) -> bool:
-        """On the coordinator: whether one is to be taken behind the step of this group that is decided next."""
-        if self.book is None or self._work is None or self.refusal:
-            return False
-        return self._ends or self._times(group) > self._passed
-
-    def _times(self, group: int) -> int:
-        """How many `checkpoint_freq` will have asked for; steps are those of the first worker group."""
-        return self._rhythm.passed(self.steps[group] + 1) if group == self._groups[0] else self._passed
-
-    def before(self, group: int, workers: Callable[[], WorkerStates]) -> int:
-        """A step is about to be decided behind which one is wanted: its number; 0: another is under way yet.
-
-        Then it is taken behind the first step that finds it over; if two more were due by then, nobody waits longer.
+        The host gets the orders.
         """
-        assert self.book is not None
-        due = self._times(group)
-        if self.book.number:
-            if due > self._pressed + 1:
-                self._pressed = due
-                self._hurry(self.book, workers())
-            return 0
-        why, self._ends = END if self._ends else STEP, False
-        self._passed = self._pressed = due
-        return self.book.begin(why)
+        self._host = host
+        if self.coordinator is not None:
+            self.coordinator.attach_host(host, first)
 
-    def _hurry(self, book: SnapshotCoordinator, workers: WorkerStates) -> None:
-        """A snapshot has waited for workers until the next is due.
+    def replace_host(self, host: SnapshotHost) -> None:
+        """Another process is the host from here on."""
+        self._host = host
+        if self.coordinator is not None:
+            self.coordinator.attach_host(host)
 
-        Where groups go their own ways an older state of one does as well; in one group the states of all belong to
-        the same step.
-        """
-        missing = book.missing(workers.expected, workers.taken)
-        if missing and self._several and missing <= workers.older.keys():
-            kept = {worker: workers.older[worker] for worker in missing}
-            book.publish({**workers.taken, **kept}, workers.counts, exact=False)
-        elif missing:
-            book.give_up("the state of " + ", ".join(map(str, sorted(missing))) + " never came")
+    def failed_replies(self) -> list[SnapshotPart]:
+        """The replies in the place of a host that has died: its orders have failed."""
+        error = {"error": f"the process of {self._me} has died"}
+        replies = snapshot_parts(self._laid_out, WRITTEN, error) if self._laid_out else []
+        if self.coordinator is not None and self.coordinator.publishing:
+            replies += snapshot_parts(self.coordinator.number, PUBLISHED, error)
+        return replies
 
-    def bereft(self, group: int, workers: WorkerStates) -> None:
-        """The workers of a group are others now: of those before nobody leaves the state that a snapshot waits for.
+    @property
+    def obstacle(self) -> str:
+        """Why a participant cannot be in a snapshot now. Empty: all can."""
+        return next((each.snapshot_obstacle for each in self._participants if each.snapshot_obstacle), "")
 
-        One that the job is to end with is taken again, behind their first step. Several groups have older states.
-        """
-        if self.book is None or self._several or not 0 < self.book.number <= self.cut:
-            return
-        missing = sorted(w for w in workers.expected - workers.taken.keys() if w.group == group)
-        if missing:
-            why = self.book.abandon(f"{', '.join(map(str, missing))} had to start again")
-            self._ends = self._ends or why == END
-
-    def go_on(self, workers: WorkerStates) -> None:
-        """Something has come that a snapshot may have waited for."""
-        if self.book is not None and not self.book.missing(workers.expected, workers.taken):
-            self.book.publish(workers.taken, workers.counts, exact=True)
-
-    # --- on every shard: what ------------------------------------------------------------------------------------
+    # --- from the announcement to the frozen shard ---------------------------------------------------------------
 
     def announce(self, number: int) -> None:
-        """The log of decisions says that a snapshot is taken behind the next step; once, if it says so twice."""
-        if number > max(self.cut, self._due):
+        """The log of decisions has a snapshot behind the next step.
+
+        An announcement may be repeated.
+        """
+        if number > max(self._last, self._due):
             self._announced = number
 
-    def step(self, group: int, epoch: int = 0) -> int:
-        """A step of a group is being carried out: which snapshot its workers are to be told of, 0: none.
+    def count_step(self, group: int, epoch: int = 0) -> int:
+        """A step of a group is carried out.
 
-        epoch: of the batches that are in it.
+        Returns the snapshot of which its workers are to be told, or 0.
+
+        epoch: the epoch of its batches.
         """
         self.steps[group] += 1
         self._reading[group] = max(epoch, self._reading[group])
         if self._announced:
             self._due, self._announced = self._announced, 0
-            self._untold = dict.fromkeys(self._groups, self._due)
-        return self._untold.pop(group, 0)
+            self._unsent = dict.fromkeys(self.steps, self._due)
+        return self._unsent.pop(group, 0)
 
-    def rest(self) -> None:
-        """No step will come any more: what is announced is due."""
-        if self._across and self._announced:
+    def end_steps(self) -> None:
+        """No step will follow, so an announced snapshot is due."""
+        if self._cut is not None and self._announced:
             self._due, self._announced = self._announced, 0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether this shard has to freeze now."""
+        return self._due > 0
+
     def freeze(self, model: ParameterShard, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
-        """A snapshot is `due`, and the step before it is carried out. facts: for the manifest; counts: of streams."""
+        """Freeze the shard. facts: entries of the manifest. counts: of the data streams."""
         number, self._due = self._due, 0
-        self.cut = number
-        if self._across and self._crosscut is None:
-            self._crosscut = CrossGroupCut(model, self._me.group, self._across)
-        for master, message in self._crosscut.remainders(number) if self._crosscut is not None else ():
-            self._send(Address(Role.SERVER, master, self._me.index), message)
-        if self._work is None:  # a shard whose host writes nothing; the coordinator is told, and drops the snapshot
-            self._say(number, FROZEN, {"error": f"{self._me} writes no snapshots"})
+        self._last = number
+        if self._cut is not None:
+            self._cut.send_remainders(number)
+        if self._host is None:
+            self._send(number, FROZEN, {"error": f"{self._me} writes no snapshots"})
             return
-        now = {**facts, "steps": sorted(self.steps.items()), "reading": sorted(self._reading.items())}
-        self._facts = {}
-        if self.book is not None:
-            self.book.frozen(number, now, dict(counts))
+        facts = {**facts, "steps": sorted(self.steps.items()), "reading": sorted(self._reading.items())}
+        reply: dict[str, Any] = {}
+        if self.coordinator is not None:
+            self.coordinator.set_facts(number, facts, dict(counts))
         elif self._me.index == 0:
-            self._facts = {"facts": {**now, "counts": sorted(counts.items())}}
+            reply = {"facts": {**facts, "counts": sorted(counts.items())}}
         if self._freezer is None:
-            self._freezer = ShardFreezer(model, self._me.index, self._me.group if self._across else None)
+            self._freezer = ShardFreezer(model, self._me.index, self._me.group if self._cut is not None else None)
         try:
             frozen = self._freezer.freeze()
             for participant in self._participants:
                 frozen = participant.freeze(frozen)
         except StateError as error:
-            self._say(number, FROZEN, {"error": str(error)})
+            self._send(number, FROZEN, {"error": str(error)})
             return
         self._frozen = {number: frozen}
-        if self._crosscut is None:
-            self._say(number, FROZEN, {"rows": to_rows(frozen.table)})
-            return
-        self._due_rows = to_rows(frozen.table)
-        self._crosscut.begin(frozen)
-        self._look()
+        if self._cut is None:
+            self._send(number, FROZEN, {"rows": to_rows(frozen.table)})
+        else:
+            report = snapshot_parts(number, FROZEN, {"rows": to_rows(frozen.table), **reply}, self._me.index)
+            self._cut.begin(frozen, [(self._receiver, part) for part in report])
 
-    # --- across several server groups (`cross_group_cut`)
-    # ---------------------------------------------------------------
+    # --- texts of the other shards, and of the hosts -------------------------------------------------------------
 
-    @property
-    def gathers(self) -> bool:
-        """Something of what other groups had added may not have come yet."""
-        return self._due_rows is not None
+    def _send(self, number: int, stage: int, data: Mapping[str, Any]) -> None:
+        for part in snapshot_parts(number, stage, data, self._me.index):
+            self._queue.send(self._receiver, part)
 
-    def early(self, message: Message) -> bool:
-        """Whether this was sent behind a cut that is still to come here."""
-        mark = message.cut if isinstance(message, Delta) else message.number if isinstance(message, Remainder) else 0
-        return mark > self.cut
+    def receive(self, sender: Address, message: SnapshotPart) -> None:
+        """Handle a text of another server or of the host.
 
-    def late(self, message: Delta, body: torch.Tensor) -> None:
-        """A Delta that was just taken, while this shard `gathers`."""
-        if self._crosscut is not None and message.cut < self.cut:
-            self._crosscut.late(message, body)
-            self._look()
-
-    def remainder(self, group: int, message: Remainder, body: torch.Tensor) -> None:
-        """What another group had not sent at the snapshot."""
-        if self.gathers and self._crosscut is not None and message.number == self.cut:
-            self._crosscut.take(group, message, body)
-            self._look()
-
-    def _look(self) -> None:
-        if self._due_rows is not None and self._crosscut is not None and self._crosscut.complete:
-            rows, self._due_rows = self._due_rows, None
-            self._say(self.cut, FROZEN, {"rows": rows, **self._facts})
-
-    def take(self, sender: Address, message: SnapshotPart) -> None:
-        """What another shard says of a snapshot, or this server's own host (`sender` is then the server itself)."""
-        if sender == self._me:  # the host speaks through its server
+        A host sends in the name of its server.
+        """
+        if sender == self._me:
             message = replace(message, shard=self._me.index)
         down = message.stage in (LAYOUT, CUT)
-        if not down and self.book is None:
-            self._send(self._leader if self._me.index == 0 else self._servers[0], message)
+        if not down and self.coordinator is None:
+            self._queue.send(self._receiver, message)
             return
         if not down and sender.group != self._me.group:
-            sender = self._of(sender.group, message.shard)
-        if message.stage == LAYOUT and self._me.index == 0 and self.book is None:
-            for server in self._servers[1:]:
-                self._send(server, message)
-        data = self._texts.take(sender, message)
+            sender = self._shard_of(sender.group, message.shard)
+        if message.stage == LAYOUT and self._me.index == 0 and self.coordinator is None:
+            self._queue.send_each(self._servers[1:], message)
+        data = self._texts.add(sender, message)
         if data is None:
             return
         if message.stage == LAYOUT:
-            self._laid_out(message.number, data)
-        elif self.book is not None:
+            self._write(message.number, data)
+        elif self.coordinator is not None:
             own = self._frozen.get(message.number)
-            for to, said in self.book.take(sender, message.number, message.stage, data, own):
-                self._send(to, said)
+            self._queue.send_all(self.coordinator.receive(sender, message.number, message.stage, data, own))
 
-    def _of(self, group: int, shard: int) -> Address:
+    def _shard_of(self, group: int, shard: int) -> Address:
         if not 0 <= shard < len(self._servers):
             raise ProtocolError(f"no shard {shard} of server group {group}")
         return Address(Role.SERVER, group, shard)
 
-    def _laid_out(self, number: int, data: Mapping[str, Any]) -> None:
-        if number <= self._laid:
-            return  # a road that says things twice
-        self._laid = number
-        self.closed = max(self.closed, int(data.get("closed", 0)))
+    def _write(self, number: int, layout: Mapping[str, Any]) -> None:
+        """Have the host write the frozen shard: the place of each element is known."""
+        if number <= self._laid_out:
+            return  # repeated by the transport
+        self._laid_out = number
+        self.closed = max(self.closed, int(layout.get("closed", 0)))
         frozen = self._frozen.pop(number, None)
-        if frozen is None or data.get("error"):
-            self._say(number, WRITTEN, {"error": data.get("error") or f"{self._me} had frozen nothing"})
+        if frozen is None or layout.get("error"):
+            self._send(number, WRITTEN, {"error": layout.get("error") or f"{self._me} had frozen nothing"})
             return
         try:
-            table = from_rows(data.get("rows"), frozen.parameters)
+            table = from_rows(layout.get("rows"), frozen.parameters)
         except StateError as error:
-            self._say(number, WRITTEN, {"error": str(error)})
+            self._send(number, WRITTEN, {"error": str(error)})
             return
-        self._do(WriteSnapshot(number, self._me, frozen, table))
+        if self._host is not None:
+            self._host.execute(WriteSnapshot(number, self._me, frozen, table))
 
-    def _say(self, number: int, stage: int, data: Mapping[str, Any]) -> None:
-        for part in texts(number, stage, data):
-            part = replace(part, shard=self._me.index)
-            self._send(self._leader if self._me.index == 0 else self._servers[0], part)
+    # --- a second copy -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State | None:
-        """Return the state, see `component_state`. None: not possible while a frozen shard waits for its layout."""
+        """Return the state, see `component_state`.
+
+        None: not possible while a frozen shard waits for its layout.
+        """
         if self._frozen:
             return None
         return {
-            "cut": self.cut,
-            "facts": self._facts,
+            "last": self._last,
             "reading": self._reading,
-            "position": self.position.state_dict(),
             "closed": self.closed,
-            "coordinator": None if self.book is None else self.book.state_dict(),
+            "coordinator": None if self.coordinator is None else self.coordinator.state_dict(),
             "steps": self.steps,
             "texts": self._texts.state_dict(),
-            "passed": self._passed,
-            "pressed": self._pressed,
-            "timed": self._timed,
-            "ends": self._ends,
             "announced": self._announced,
             "due": self._due,
-            "laid": self._laid,
-            "untold": self._untold,
+            "laid_out": self._laid_out,
+            "unsent": self._unsent,
         }
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
-        self.cut, self.closed, self._facts = state["cut"], state["closed"], dict(state["facts"])
-        self._reading, self.steps, self._untold = dict(state["reading"]), dict(state["steps"]), dict(state["untold"])
-        self.position.load_state_dict(state["position"])
+        self._last, self.closed, self._laid_out = state["last"], state["closed"], state["laid_out"]
+        self._reading, self.steps, self._unsent = dict(state["reading"]), dict(state["steps"]), dict(state["unsent"])
         self._texts.load_state_dict(state["texts"])
-        if self.book is not None:
-            self.book.load_state_dict(state["coordinator"])
-        self._passed, self._pressed, self._timed = state["passed"], state["pressed"], state["timed"]
-        self._ends, self._announced = state["ends"], state["announced"]
-        self._due, self._laid = state["due"], state["laid"]
-
-
-def unread(source: SnapshotSource) -> int:
-    """The epoch before which a job had read everything when the snapshot was taken."""
-    return min(source.epochs, default=source.closed) if source.first_epoch is None else source.first_epoch
+        if self.coordinator is not None:
+            self.coordinator.load_state_dict(state["coordinator"])
+        self._announced, self._due = state["announced"], state["due"]

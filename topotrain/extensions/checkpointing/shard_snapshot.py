@@ -1,12 +1,13 @@
-"""What one shard freezes at a decision, and how it starts from what was frozen once.
+"""The frozen state of one shard, and the start of a shard from a snapshot.
 
-Rule: all shards of a server group freeze behind the same decision, so what they freeze together is a state that the job
-has been in (a consistent cut: Chandy and Lamport, 1985; here the log of decisions gives it for nothing). To freeze is
-to copy into memory that is kept from one snapshot to the next: a server does nothing else meanwhile, and writing is
-another thread's business. Elements are counted as they lie in memory, parameter by parameter, and not by shard: other
-counts of servers cut the same numbers elsewhere.
+All shards of a server group freeze behind the same decision, so together they freeze a state that the job has been in.
+This is a consistent cut (Chandy and Lamport, 1985), which the log of decisions gives without markers. To freeze is to
+copy into memory that is kept from one snapshot to the next. The server handles no message meanwhile, and another thread
+writes. Elements are counted by parameter, in the order of their memory, and not by shard. So a job with another number
+of servers reads the same files.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,7 +38,10 @@ _PLAIN_TYPES: Mapping[str, type] = {"float": float, "int": int, "bool": bool}
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Elements from `lo` on of the tensor `name` of a file; 1-D, in memory that the next snapshot writes again."""
+    """Elements from `lo` on of the tensor `name` of a file, 1-D.
+
+    The next snapshot overwrites the memory.
+    """
 
     name: str
     lo: int
@@ -46,10 +50,14 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class FrozenShard:
-    """One shard's part of a snapshot. `table` says what the optimizer holds of the shard's parameters.
+    """One shard's part of a snapshot.
 
-    tables, rows: what it has of the tables that scripts have opened (`table_snapshot`), with slabs of
-    `table_file_layout`'s file.
+    Attributes:
+        values: elements of the parameters.
+        state: elements of the optimizer's state.
+        table: the optimizer's state of each parameter, by name.
+        flats: the frozen values by bucket.
+        tables, rows: the shard's part of the tables that scripts have opened (see `table_snapshot`).
     """
 
     parameters: tuple[Parameter, ...]
@@ -57,41 +65,49 @@ class FrozenShard:
     state: tuple[TensorSlice, ...]
     table: Table
     flats: Mapping[int, torch.Tensor]
-    """The frozen values by bucket."""
     tables: tuple[StoredTable, ...] = ()
     rows: tuple[TensorSlice, ...] = ()
 
 
 class SnapshotParticipant:
-    """An extension of a server that has something of its own in every snapshot."""
+    """An extension of a server that has a part of its own in every snapshot."""
 
     @property
-    def unkept(self) -> str:
-        """Why no snapshot can be taken now; empty: one can."""
+    def snapshot_obstacle(self) -> str:
+        """Why no snapshot can be taken now. Empty: one can."""
         return ""
 
     def freeze(self, frozen: FrozenShard) -> FrozenShard:
-        """The frozen shard with this extension's part as it is now. Raises StateError where that cannot be."""
+        """Return the frozen shard with this extension's part.
+
+        Raises StateError if it has none now.
+        """
         return frozen
 
-    def begun(self) -> Mapping[Address, torch.Tensor]:
-        """The state in which the last epoch began of each worker that leaves its state here (1-D uint8)."""
-        return {}
 
-    def taken(self, number: int) -> Mapping[Address, torch.Tensor]:
-        """The states at this snapshot that workers have left here so far (1-D uint8)."""
-        return {}
+class WorkerStateKeeper(ABC):
+    """An extension of a server with which workers leave their states (1-D uint8)."""
 
-    def forget(self, number: int) -> None:
-        """This snapshot, and all before it, are written or given up."""
+    @abstractmethod
+    def epoch_states(self) -> Mapping[Address, torch.Tensor]:
+        """The state of each worker at the begin of its last epoch."""
+
+    @abstractmethod
+    def snapshot_states(self, number: int) -> Mapping[Address, torch.Tensor]:
+        """The states at this snapshot that have arrived so far."""
+
+    @abstractmethod
+    def forget_snapshots(self, number: int) -> None:
+        """Forget the states at this snapshot and at all before it."""
 
 
 class ShardFreezer:
-    """Copies one shard's values and state of the optimizer into memory that is made once.
+    """Copies a shard's values and optimizer state into memory that is kept.
 
     Args:
-        model, shard: whose.
-        group: of several server groups: only what it masters is written by it, and state only by group 0.
+        model, shard: the shard.
+        group: the server group, where there are several. Each group writes the values of the buckets that it masters,
+            and only group 0 writes optimizer state.
     """
 
     def __init__(self, model: ParameterShard, shard: int, group: int | None = None) -> None:
@@ -100,7 +116,10 @@ class ShardFreezer:
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
 
     def freeze(self) -> FrozenShard:
-        """What the shard holds now. Raises StateError for state that cannot be told by parameter and element."""
+        """Copy the shard.
+
+        Raises StateError for state that does not belong to parameters and elements.
+        """
         table: dict[int, dict[str, StateValue]] = {}
         units = () if self._group else self._model.units
         state = tuple(slab for unit in units for slab in self._state(unit, table))
@@ -115,7 +134,10 @@ class ShardFreezer:
         }
 
     def _mastered(self) -> Iterator[TensorSlice]:
-        """What this group masters, which has no more to do with segments."""
+        """The values of the buckets that this group masters.
+
+        A bucket may have parts of several segments.
+        """
         self._copy()
         by_bucket = self._by_bucket()
         for bucket in self._model.buckets:
@@ -182,18 +204,18 @@ class ShardFreezer:
 
 
 class SnapshotSource(Protocol):
-    """A snapshot that a job starts from, as a server wants it."""
+    """A snapshot that a job resumes from."""
 
     @property
     def number(self) -> int: ...
     @property
     def version(self) -> int:
-        """Of the values."""
+        """The version of the values."""
         ...
 
     @property
     def clocks(self) -> Mapping[int, int]:
-        """Of the worker groups that there were."""
+        """The clocks of the worker groups of that job."""
         ...
 
     @property
@@ -205,57 +227,71 @@ class SnapshotSource(Protocol):
 
     @property
     def table(self) -> Table:
-        """What the optimizer held."""
+        """The optimizer's state of each parameter."""
         ...
 
     def steps(self, group: int) -> int:
-        """Steps that a worker group had done."""
+        """The number of steps of a worker group."""
         ...
 
     def runs(self, epoch: int) -> Sequence[tuple[int, int]]:
-        """Runs [first, last) of the loader's batches of an epoch that are in the values."""
+        """The batches of an epoch that are in the values, as ranges [first, last)."""
         ...
 
     @property
     def epochs(self) -> Sequence[int]:
-        """Those of which there are such runs."""
+        """The epochs with such ranges."""
         ...
 
     @property
     def first_epoch(self) -> int | None:
-        """Of the first batch that is not in the values; None: nobody had read further."""
+        """The epoch of the first batch that is not in the values.
+
+        None: no worker had read further.
+        """
         ...
 
     @property
     def closed(self) -> int:
-        """All epochs before this one were read to their end, and are not among `epochs`."""
+        """All epochs before this one were read to their end. They are not in `epochs`."""
         ...
 
     @property
     def samples(self) -> Mapping[Address, int]:
-        """Of each worker that there was, how many of its samples are in the values."""
+        """The number of samples of each worker of that job that are in the values."""
         ...
 
     def values(self, name: str, lo: int, out: torch.Tensor) -> None:
-        """Elements of a parameter, from `lo` on, into a 1-D tensor. Raises ConfigError."""
+        """Read elements of a parameter, from `lo` on, into a 1-D tensor.
+
+        Raises ConfigError.
+        """
         ...
 
     def state(self, parameter: str, entry: str, lo: int, out: torch.Tensor) -> None:
-        """The same of a tensor of the optimizer's state."""
+        """Read elements of a tensor of the optimizer's state. Raises ConfigError."""
         ...
 
     @property
     def tables(self) -> Sequence[Sequence[StoredTable]]:
-        """What each server had of the tables that scripts had opened."""
+        """The parts of each server of the tables that scripts had opened."""
         ...
 
     def rows(self, shard: int, table: str, column: str, lo: int, out: torch.Tensor) -> None:
-        """Elements of what a server had of a table (`table_file_layout`), from `lo` on. Raises ConfigError."""
+        """Read elements of a server's part of a table, from `lo` on. Raises ConfigError."""
         ...
 
 
+def unread(source: SnapshotSource) -> int:
+    """The first epoch that was not read to its end when the snapshot was taken."""
+    return min(source.epochs, default=source.closed) if source.first_epoch is None else source.first_epoch
+
+
 def restore(model: ParameterShard, source: SnapshotSource, shard: int) -> None:
-    """Fill a shard that was just made. Raises ConfigError where the snapshot is one of another model or optimizer."""
+    """Fill a new shard.
+
+    Raises ConfigError if the snapshot belongs to another model or optimizer.
+    """
     check_same(model.map.parameters, model.schema.optimizer, source)
     for segment in model.map.segments_of(shard):
         lo, _ = model.flats.range(segment.space)
@@ -290,7 +326,10 @@ def _loaded(
 
 
 def check_same(parameters: Sequence[Parameter], optimizer: str, source: SnapshotSource) -> None:
-    """Raise ConfigError unless a snapshot is of this model and of this kind of optimizer, whatever its settings."""
+    """Raise ConfigError for a snapshot of another model or kind of optimizer.
+
+    Settings may differ.
+    """
     theirs = {p.name: p for p in source.parameters}
     for mine in parameters:
         there = theirs.get(mine.name)

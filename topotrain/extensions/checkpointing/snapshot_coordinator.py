@@ -1,49 +1,43 @@
-"""How the shards of a server group take a snapshot together: who says what to whom, until it is on disk.
+"""The coordinator of snapshots: their schedule, and their exchange with the shards
 
-    host          SnapshotAsk   -> coordinator   it is time
-    coordinator   Apply(change) -> shards        after the next step that is decided, freeze
-    shard         FROZEN        -> coordinator   what my optimizer holds
-    coordinator   LAYOUT        -> shards        what it holds in all: now everybody knows the place of each element
-    shard's host  WRITTEN       -> coordinator   my elements are on disk, with these checksums
-    coordinator's host PUBLISHED                 the manifest is there: the snapshot counts
+    host          SnapshotRequest      -> coordinator   it is time
+    coordinator   StepDecision(change) -> shards        after the next step that is decided, freeze
+    shard         FROZEN               -> coordinator   the optimizer state that the shard holds
+    coordinator   LAYOUT               -> shards        the state of all shards, so the place of each element is known
+    shard's host  WRITTEN              -> coordinator   the shard's elements are on disk, with these checksums
+    coordinator's host PUBLISHED                        the manifest is written, so the snapshot counts
 
-Several server groups do that together (`cross_group_cut`): the first coordinator tells the others that it is time
-(CUT), they announce it to their shards, and pass on what is said in both directions.
+Several server groups take a snapshot together (`cross_group_cut`). The first coordinator sends CUT to the others. They
+announce the snapshot to their shards, and forward the messages in both directions.
 
-Rule: one at a time, since memory is kept for one. Whatever goes wrong on the way ends this snapshot and nothing else:
-every shard is heard first, then the part of it that is on disk is dropped, and the one before it stays.
+One snapshot is taken at a time, since there is memory for one. A failure ends this snapshot and nothing else. All
+shards reply first. Then the files of the snapshot are dropped, and the snapshot before it stays.
 """
 
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from topotrain.config.intervals import Rhythm
 from topotrain.config.topology import Address
 from topotrain.core.optim.state_table import StateError, Table, from_rows, merge, to_rows
-from topotrain.core.protocol import MAX_TEXT, Message, ProtocolError
+from topotrain.core.protocol import Message
 from topotrain.core.server.component_state import State, field_values
 from topotrain.extensions.checkpointing.data_position import STATIC, DataPosition
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard
-from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart
-
-FROZEN, LAYOUT, WRITTEN, PUBLISHED, CUT = 0, 1, 2, 3, 4
-"""SnapshotPart.stage."""
+from topotrain.extensions.checkpointing.snapshot_messages import CUT, LAYOUT, PUBLISHED, WRITTEN, snapshot_parts
 
 TIME, STEP, END = "time", "step", "end"
 """Why a snapshot is taken: seconds have passed, or steps, or the job is to end."""
 
-MOST_PARTS = 4096
-_PART = MAX_TEXT // 4
-_MOST_OPEN = 4096  # things to say of which some parts have not come
 Out = list[tuple[Address, Message]]
 
 
 @dataclass(frozen=True, slots=True)
 class WriteSnapshot:
-    """To a host: write this server's elements; answered by WRITTEN."""
+    """Order to a host: write this server's elements. The host replies with WRITTEN."""
 
     number: int
     server: Address
@@ -53,9 +47,15 @@ class WriteSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PublishSnapshot:
-    """To the coordinator's host: every element is on disk, make it count; answered by PUBLISHED.
+    """Order to the coordinator's host: every element is on disk, write the manifest.
 
-    facts: what the manifest says besides. written: what each shard's host answered. why: one of the reasons below.
+    The host replies with PUBLISHED.
+
+    Attributes:
+        why: TIME, STEP or END.
+        facts: entries of the manifest.
+        written: the WRITTEN of each shard's host.
+        deposits: the states of the workers.
     """
 
     number: int
@@ -67,69 +67,65 @@ class PublishSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class DropSnapshot:
-    """To the coordinator's host: this snapshot has come to nothing, for this reason.
+    """Order to the coordinator's host: this snapshot has failed, for this reason.
 
-    number: 0 where none was begun, since none can be taken.
+    number: 0 if no snapshot was begun, since none can be taken.
     """
 
     number: int
     why: str
 
 
-Work = Callable[[WriteSnapshot | PublishSnapshot | DropSnapshot], None]
+SnapshotOrder = WriteSnapshot | PublishSnapshot | DropSnapshot
 
 
-def texts(number: int, stage: int, data: Mapping[str, Any]) -> list[SnapshotPart]:
-    """Data as messages."""
-    text = json.dumps(data, separators=(",", ":"))
-    cuts = [text[i : i + _PART] for i in range(0, len(text), _PART)]
-    return [SnapshotPart(number, stage, i, len(cuts), cut) for i, cut in enumerate(cuts)]
+class SnapshotHost(Protocol):
+    """The process of a server, which has its files."""
+
+    def execute(self, order: SnapshotOrder) -> None:
+        """Start to carry out an order.
+
+        The reply is a message to the server, from the server itself.
+        """
+        ...
 
 
-class TextParts:
-    """Puts the parts of such data together, in whatever order they come."""
+class NoFiles:
+    """The host of a standby. It writes nothing, since the host of the primary does."""
 
-    def __init__(self) -> None:
-        self._parts: dict[tuple[Address, int, int], dict[int, str]] = {}
+    def execute(self, order: SnapshotOrder) -> None:
+        """Ignore the order."""
 
-    def take(self, sender: Address, message: SnapshotPart) -> dict[str, Any] | None:
-        """Keep a part; the data with the last one. Raises ProtocolError."""
-        if not 0 <= message.part < message.parts <= MOST_PARTS:
-            raise ProtocolError(f"part {message.part} of {message.parts} about a snapshot")
-        key = (sender, message.number, message.stage)
-        if key not in self._parts and len(self._parts) >= _MOST_OPEN:
-            raise ProtocolError(f"{sender} says much about snapshots, and nothing to its end")
-        parts = self._parts.setdefault(key, {})
-        parts[message.part] = message.text
-        if len(parts) < message.parts:
-            return None
-        del self._parts[key]
-        try:
-            data = json.loads("".join(parts[i] for i in range(message.parts)))
-        except (ValueError, KeyError, RecursionError) as error:
-            raise ProtocolError(f"not about a snapshot: {error}") from error
-        if not isinstance(data, dict):
-            raise ProtocolError("not about a snapshot")
-        return data
 
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        return {"parts": self._parts}
+@dataclass(frozen=True, slots=True)
+class WorkerStates:
+    """The states of the workers, as the coordinator has them.
 
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self._parts = {key: dict(parts) for key, parts in state["parts"].items()}
+    Attributes:
+        expected: the workers that leave their states here, and continue.
+        present: the states at this snapshot that have arrived.
+        older: the states at the begin of the workers' last epochs.
+        counts: the number of applied batches, by data stream.
+    """
+
+    expected: set[Address]
+    present: Mapping[Address, torch.Tensor]
+    older: Mapping[Address, torch.Tensor]
+    counts: Mapping[int, int]
 
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A snapshot that has been announced. `counts` are those of the data streams when it was frozen."""
+    """A snapshot that has been announced.
+
+    `counts` are those of the data streams when it was frozen.
+    """
 
     number: int
     reason: str = TIME
     facts: dict[str, Any] = field(default_factory=dict)
     counts: Mapping[int, int] = field(default_factory=dict)
-    told: dict[Address, Mapping[str, Any]] = field(default_factory=dict)
+    frozen: dict[Address, Mapping[str, Any]] = field(default_factory=dict)
     written: dict[Address, Mapping[str, Any]] = field(default_factory=dict)
     laid_out: bool = False
     publishing: bool = False
@@ -137,53 +133,64 @@ class _UnderWay:
 
 
 class SnapshotCoordinator:
-    """The coordinator's side.
+    """The exchange with the shards of a job, for one snapshot after the other.
 
     Args:
         servers: the shards, in order, of all groups that take snapshots together.
-        position: which batches are where.
-        work: the host's; told what to do with files.
+        position: the batches that are in the values.
+        apart: several worker groups go on by themselves, so that a snapshot may have an older state of a worker.
     """
 
-    def __init__(self, servers: tuple[Address, ...], position: DataPosition, work: Work) -> None:
-        self._servers = servers
+    def __init__(self, servers: tuple[Address, ...], position: DataPosition, apart: bool) -> None:
+        self._servers, self._apart = servers, apart
         group = servers[0].group
         self._near = [server for server in servers if server.group == group or server.index == 0]
         self._others = [server for server in self._near if server.group != group]
-        self._work = work
+        self._host: SnapshotHost = NoFiles()
+        self.has_host = False
+        """Whether snapshots can be written."""
         self.position = position
         self.next = 1
         self._now: _UnderWay | None = None
 
     @property
     def number(self) -> int:
-        """Of the snapshot that is under way; 0: none is."""
+        """The snapshot that is under way. 0: there is none."""
         return 0 if self._now is None else self._now.number
 
     @property
     def publishing(self) -> bool:
-        """Whether the coordinator's host is about to let one count."""
+        """Whether the coordinator's host is about to write the manifest."""
         return self._now is not None and self._now.publishing
 
+    def attach_host(self, host: SnapshotHost, first: int | None = None) -> None:
+        """Send orders to this host. first: the number of the next snapshot."""
+        self._host, self.has_host = host, True
+        if first is not None:
+            self.next = first
+
     def begin(self, why: str = TIME) -> int:
-        """Start one; its number, or 0 where another is not over yet."""
+        """Begin a snapshot. Returns its number, or 0 while another is under way."""
         if self._now is not None:
             return 0
         self._now = _UnderWay(self.next, why)
         self.next += 1
         return self._now.number
 
-    def cut(self, number: int) -> Out:
-        """Let the other groups freeze, too."""
-        return [(other, part) for other in self._others for part in texts(number, CUT, {})]
+    def announce(self, number: int) -> Out:
+        """The messages that let the other server groups freeze, too."""
+        return [(other, part) for other in self._others for part in snapshot_parts(number, CUT, {})]
 
-    def frozen(self, number: int, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
-        """The coordinator's own shard is frozen; the others are at the same decision."""
+    def set_facts(self, number: int, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
+        """The coordinator's own shard is about to freeze.
+
+        The others freeze at the same decision.
+        """
         if self._now is not None and self._now.number == number:
             self._now.facts, self._now.counts = dict(facts), counts
 
-    def take(self, shard: Address, number: int, stage: int, data: Mapping[str, Any], frozen: FrozenShard | None) -> Out:
-        """What a server, or this host, says; returns what to send. `frozen`: the coordinator's own part."""
+    def receive(self, shard: Address, number: int, stage: int, data: Mapping[str, Any], own: FrozenShard | None) -> Out:
+        """Handle a reply of a shard, or of a host. own: the coordinator's frozen shard."""
         now = self._now
         if now is None or now.number != number:
             return []
@@ -191,107 +198,221 @@ class SnapshotCoordinator:
             self._now = None
             return []
         if now.publishing:
-            return []  # said again by the second copy of a shard whose host has written it
+            return []  # repeated by the standby of a shard whose host has written it
         if data.get("error"):
             now.why = now.why or str(data["error"])
         if stage == WRITTEN:
             now.written[shard] = data
             self._end_if_failed(now)
             return []
-        return self._described(now, shard, data, frozen)
+        return self._lay_out(now, shard, data, own)
 
-    def _described(self, now: _UnderWay, shard: Address, data: Mapping[str, Any], frozen: FrozenShard | None) -> Out:
-        now.told[shard] = data
-        if len(now.told) < len(self._servers) or now.laid_out:
+    def _lay_out(self, now: _UnderWay, shard: Address, data: Mapping[str, Any], own: FrozenShard | None) -> Out:
+        now.frozen[shard] = data
+        if len(now.frozen) < len(self._servers) or now.laid_out:
             return []
-        now.laid_out = True  # the coordinator's own part is one of them, so it is frozen
+        now.laid_out = True  # the coordinator's own shard has replied, so it is frozen
         merged: Table = {}
-        if frozen is not None and not now.why:
-            known = frozen.parameters
+        if own is not None and not now.why:
+            known = own.parameters
             try:
-                merged = merge((from_rows(told.get("rows"), known) for told in now.told.values()), known)
+                merged = merge((from_rows(reply.get("rows"), known) for reply in now.frozen.values()), known)
             except StateError as error:
                 now.why = str(error)
         rows = to_rows(merged)
         now.facts["optimizer"] = rows
-        for told in now.told.values() if self._others else ():
-            _add_facts(now, told.get("facts"))
+        for reply in now.frozen.values() if self._others else ():
+            _add_facts(now, reply.get("facts"))
         self.position.close(min((epoch for _, epoch in now.facts.get("reads", ())), default=0))
         now.facts["closed"] = self.position.closed
         layout = {"rows": rows, "error": now.why, "closed": self.position.closed}
-        return [(server, part) for server in self._near for part in texts(now.number, LAYOUT, layout)]
+        return [(server, part) for server in self._near for part in snapshot_parts(now.number, LAYOUT, layout)]
 
     def _end_if_failed(self, now: _UnderWay) -> None:
+        # A host that still writes would leave files behind, so all hosts reply before the snapshot is dropped.
         if now.why and len(now.written) == len(self._servers):
             self._drop(now, now.why)
 
     def _drop(self, now: _UnderWay, why: str) -> None:
         self._now = None
-        self._work(DropSnapshot(now.number, why))
+        self._host.execute(DropSnapshot(now.number, why))
 
-    def give_up(self, why: str) -> bool:
-        """Drop what waits for nothing but the workers; False: there is no such snapshot."""
-        now = self._now
-        if now is None or now.publishing or len(now.written) < len(self._servers):
-            return False
-        self._drop(now, why)
-        return True
+    def refuse(self, why: str) -> None:
+        """Tell the host why no snapshot can be taken now."""
+        self._host.execute(DropSnapshot(0, why))
 
-    def abandon(self, why: str) -> str:
-        """The state of some worker never comes: drop the snapshot once nobody writes at it. Returns its reason."""
+    # --- the states of the workers -------------------------------------------------------------------------------
+
+    def ended(self) -> set[tuple[int, int]]:
+        """Workers of other server groups that had ended their scripts, as (group, index)."""
+        return set() if self._now is None else {tuple(each) for each in self._now.facts.get("ended", ())}
+
+    @property
+    def _waiting(self) -> _UnderWay | None:
+        """The snapshot that waits for nothing but states of workers."""
         now = self._now
-        if now is None or now.publishing:
+        written = now is not None and not now.publishing and len(now.written) == len(self._servers)
+        return now if written else None
+
+    def proceed(self, workers: WorkerStates) -> None:
+        """Publish the snapshot if it waits for workers, and all their states are here."""
+        now = self._waiting
+        if now is not None and workers.expected <= workers.present.keys():
+            self._publish(now, workers.present, workers.counts, exact=True)
+
+    def stop_waiting(self, workers: WorkerStates) -> None:
+        """The next snapshot is due: publish this one with older states, or drop it.
+
+        Older states are as good where groups go on by themselves. Within a group all states belong to one step.
+        """
+        now = self._waiting
+        missing = set() if now is None else workers.expected - workers.present.keys()
+        if now is None or not missing:
+            return
+        if self._apart and missing <= workers.older.keys():
+            older = {worker: workers.older[worker] for worker in missing}
+            self._publish(now, {**workers.present, **older}, workers.counts, exact=False)
+        else:
+            self._drop(now, "the state of " + ", ".join(map(str, sorted(missing))) + " never came")
+
+    def abandon(self, group: int, workers: WorkerStates) -> str:
+        """Drop the snapshot if it waits for a worker that has restarted.
+
+        Returns the reason for which the dropped snapshot was taken, or an empty text.
+        """
+        now = self._now
+        # Several groups have older states. Before the shard is frozen, the new workers leave the state themselves.
+        if now is None or self._apart or not now.facts:
             return ""
-        now.why = now.why or why
+        missing = sorted(w for w in workers.expected - workers.present.keys() if w.group == group)
+        if not missing:
+            return ""
+        if now.publishing:
+            return ""
+        now.why = now.why or f"{', '.join(map(str, missing))} had to start again"
         self._end_if_failed(now)
         return now.reason
 
-    def ended(self) -> set[tuple[int, int]]:
-        """Workers of other server groups whose scripts had come to their ends, as (group, index)."""
-        return set() if self._now is None else {tuple(each) for each in self._now.facts.get("ended", ())}
+    def _publish(
+        self, now: _UnderWay, deposits: Mapping[Address, torch.Tensor], counts: Mapping[int, int], exact: bool
+    ) -> None:
+        """Order the manifest. counts: of the streams now.
 
-    def missing(self, expected: Iterable[Address], taken: Mapping[Address, torch.Tensor]) -> set[Address]:
-        """Workers whose state at this snapshot is not here yet; nobody's while shards are being written."""
-        now = self._now
-        if now is None or now.publishing or len(now.written) < len(self._servers):
-            return set()
-        return set(expected) - taken.keys()
-
-    def publish(self, deposits: Mapping[Address, torch.Tensor], counts: Mapping[int, int], exact: bool) -> None:
-        """Everything that was waited for is here. `counts`: of the streams now; exact: nobody's state is older."""
-        now = self._now
-        if now is None or now.publishing or len(now.written) < len(self._servers):
-            return
+        exact: no state is older than the snapshot.
+        """
         now.publishing = True
         since = [stream >> 32 for stream, count in counts.items() if count > now.counts.get(stream, 0)]
-        reading = dict(now.facts.get("reading", ())).values()  # the epoch in which each group was then, or before it
+        reading = dict(now.facts.get("reading", ())).values()  # the epoch that each group read then, or an earlier one
         if self._others:  # what those groups have applied since is not known here
             since, exact = list(reading), False
         elif len(reading) > 1 and any(stream & STATIC for stream in counts):
-            since += reading  # nobody waits at the end of an epoch for a group that reads its part of it, or has died
+            since += reading  # no group waits at the end of an epoch for one that reads its part of it, or has died
         first = min(since, default=None)
         applied = self.position.applied(now.counts)
         if first is not None and exact:
             self.position.close(first)
         facts = {**now.facts, "first_epoch": first, "epochs": [[e, list(map(list, r))] for e, r in applied.items()]}
         written = tuple(now.written[server] for server in self._servers)
-        self._work(PublishSnapshot(now.number, now.reason, facts, written, dict(deposits)))
+        self._host.execute(PublishSnapshot(now.number, now.reason, facts, written, dict(deposits)))
+
+    # --- a second copy -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the state without `position`, see `component_state`."""
-        return {"next": self.next, "now": None if self._now is None else field_values(self._now)}
+        """Return the state, see `component_state`."""
+        now = None if self._now is None else field_values(self._now)
+        return {"next": self.next, "now": now, "position": self.position.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         self.next, now = state["next"], state["now"]
         self._now = None if now is None else _UnderWay(*now)
+        self.position.load_state_dict(state["position"])
 
 
 def _add_facts(now: _UnderWay, facts: Any) -> None:
-    """What the coordinator of another group says of its moment; shards have nothing to say."""
+    """Add the facts of another server group's coordinator. Other shards have none."""
     if not facts:
         return
     for name in ("steps", "clocks", "reading", "reads", "samples", "ended"):
         now.facts[name] = sorted([*map(list, now.facts.get(name, ())), *facts[name]])
     now.facts["version"] += facts["version"]
     now.counts = {**now.counts, **dict(facts["counts"])}
+
+
+class SnapshotSchedule:
+    """When a snapshot is taken: after seconds, after steps, or before the end.
+
+    Args:
+        coordinator: takes the snapshots.
+        rhythm: the steps of the first worker group behind which one is taken.
+        steps: the number of steps that this group has done.
+    """
+
+    def __init__(self, coordinator: SnapshotCoordinator, rhythm: Rhythm, steps: int) -> None:
+        self._coordinator, self._rhythm = coordinator, rhythm
+        self._begun = self._due = rhythm.passed(steps)  # of the snapshots by steps: how many were begun, and were due
+        self._timed = 0  # the snapshot that was under way when the last one by time was requested
+        self._ends = False
+
+    def request(self, workers: WorkerStates) -> int:
+        """Seconds have passed. Returns the number of the snapshot that begins, or 0."""
+        coordinator = self._coordinator
+        if not coordinator.has_host:
+            return 0
+        if coordinator.number and coordinator.number == self._timed:
+            coordinator.stop_waiting(workers)
+        number = coordinator.begin()
+        self._timed = coordinator.number
+        return number
+
+    def request_last(self) -> None:
+        """The job is to end: take one more snapshot, behind the next step."""
+        self._ends = True
+
+    def _count(self, steps: int) -> int:
+        """The number of snapshots that are due by this step of the first worker group.
+
+        0: a step of another group.
+        """
+        return self._rhythm.passed(steps) if steps else self._begun
+
+    def is_due(self, steps: int) -> bool:
+        """Whether a snapshot is due behind the step that is decided next (see `_count`)."""
+        return self._coordinator.has_host and (self._ends or self._count(steps) > self._begun)
+
+    def is_late(self, steps: int) -> bool:
+        """Whether another snapshot is under way, and two more are due.
+
+        True once per snapshot.
+        """
+        late = self._coordinator.number > 0 and self._count(steps) > self._due + 1
+        if late:
+            self._due = self._count(steps)
+        return late
+
+    def begin(self, steps: int) -> int:
+        """Begin the snapshot that is due.
+
+        Returns its number, or 0 while another is under way.
+        """
+        if self._coordinator.number:
+            return 0
+        why, self._ends = END if self._ends else STEP, False
+        self._begun = self._due = self._count(steps)
+        return self._coordinator.begin(why)
+
+    def restart(self, group: int, workers: WorkerStates) -> None:
+        """The workers of a group have restarted.
+
+        The last snapshot is taken again, behind their first step.
+        """
+        self._ends = self._coordinator.abandon(group, workers) == END or self._ends
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"begun": self._begun, "due": self._due, "timed": self._timed, "ends": self._ends}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._begun, self._due = state["begun"], state["due"]
+        self._timed, self._ends = state["timed"], state["ends"]

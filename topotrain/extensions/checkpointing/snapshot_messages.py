@@ -1,7 +1,12 @@
-"""Messages of snapshots (see `snapshot_coordinator`)."""
+"""Messages of snapshots, and the JSON texts that they carry in parts."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from topotrain.config.topology import Address
+from topotrain.core.protocol import MAX_TEXT, ProtocolError
 from topotrain.core.protocol.message import (
     MOST,
     Condition,
@@ -11,6 +16,14 @@ from topotrain.core.protocol.message import (
     Sender,
     message,
 )
+from topotrain.core.server.component_state import State
+
+FROZEN, LAYOUT, WRITTEN, PUBLISHED, CUT = 0, 1, 2, 3, 4
+"""Values of SnapshotPart.stage."""
+
+_MOST_PARTS = 4096
+_PART = MAX_TEXT // 4
+_MOST_OPEN = 4096  # texts of which some parts have not arrived
 
 
 @message(64, Route(Sender.SELF, Receiver.COORDINATOR))
@@ -35,7 +48,7 @@ class SnapshotRequest(Message):
 )
 @dataclass(frozen=True, slots=True)
 class SnapshotPart(Message):
-    """Shard -> coordinator, and back: one part of a text (JSON) about a snapshot at this stage.
+    """Shard -> coordinator, and back: a part of the text (JSON) of a stage.
 
     Attributes:
         shard: the shard that the text is from. A coordinator forwards the texts of its shards to server (0,0).
@@ -56,8 +69,54 @@ class SnapshotPart(Message):
 @message(66, Route(Sender.SAME_SHARD, Receiver.SERVER, Condition.SERVER_GROUPS))
 @dataclass(frozen=True, slots=True)
 class Remainder(Message):
-    """Server -> master server: the changes of a bucket since exchange `sync`, at snapshot `number`. Snapshot."""
+    """Server -> master server: the changes of a bucket since exchange `sync`."""
 
     number: int
     bucket: int
     sync: int
+
+
+def snapshot_parts(number: int, stage: int, data: Mapping[str, Any], shard: int = 0) -> list[SnapshotPart]:
+    """The messages that carry the data of a stage."""
+    text = json.dumps(data, separators=(",", ":"))
+    cuts = [text[i : i + _PART] for i in range(0, len(text), _PART)]
+    return [SnapshotPart(number, stage, i, len(cuts), cut, shard) for i, cut in enumerate(cuts)]
+
+
+class TextParts:
+    """Joins the parts of texts, in whatever order they arrive."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[Address, int, int], dict[int, str]] = {}
+
+    def add(self, sender: Address, message: SnapshotPart) -> dict[str, Any] | None:
+        """Keep a part. Returns the data with the last part.
+
+        Raises:
+            ProtocolError: a part that no correct server sends.
+        """
+        if not 0 <= message.part < message.parts <= _MOST_PARTS:
+            raise ProtocolError(f"part {message.part} of {message.parts} about a snapshot")
+        key = (sender, message.number, message.stage)
+        if key not in self._parts and len(self._parts) >= _MOST_OPEN:
+            raise ProtocolError(f"{sender} begins too many texts about snapshots")
+        parts = self._parts.setdefault(key, {})
+        parts[message.part] = message.text
+        if len(parts) < message.parts:
+            return None
+        del self._parts[key]
+        try:
+            data = json.loads("".join(parts[i] for i in range(message.parts)))
+        except (ValueError, KeyError, RecursionError) as error:
+            raise ProtocolError(f"not about a snapshot: {error}") from error
+        if not isinstance(data, dict):
+            raise ProtocolError("not about a snapshot")
+        return data
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"parts": self._parts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._parts = {key: dict(parts) for key, parts in state["parts"].items()}

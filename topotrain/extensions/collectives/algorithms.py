@@ -16,7 +16,8 @@ A bucket has one reduction at a time. No rank can send a part of the next one be
 which needs the parts of all ranks. So one buffer per child and bucket is enough.
 """
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +29,6 @@ from topotrain.extensions.collectives.collective_messages import CollectivePart
 VALUES = -1  # `CollectivePart.ordinal` of a result: the new values of the bucket, not the mean of a backward
 
 MEAN, NEW, SCRATCH = "mean", "values", "scratch"
-Buffer = Callable[[str, int], torch.Tensor]
 
 
 # --- the algorithms ----------------------------------------------------------------------------------------------
@@ -217,25 +217,27 @@ class _Sum:
         self.done = True
 
 
-class Relay:
+class Relay(ABC):
     """One rank's part in the collectives of all buckets. Not thread-safe.
 
-    It has no tensor memory of its own. `buffer(slot, bucket)` must return 1-D memory of the bucket's size, and always
-    the same. Call `local` with this rank's part of each bucket once per reduction, also without a gradient. Call
-    `arrive` with every received message. At the center, call `result` with the result of a sum. All three return the
-    actions to take, in order. Reductions of a bucket have rising (step, ordinal).
+    A subclass provides the memory. Call `local` with this rank's part of each bucket once per reduction, also without a
+    gradient. Call `arrive` with every received message. At the center, call `result` with the result of a sum. All
+    three return the actions to take, in order. Reductions of a bucket have rising (step, ordinal).
 
     Args:
         algorithm, size, rank: the algorithm, the number of ranks, and this rank.
-        home: bucket -> rank of its home.
-        buffer: see above; `slots` lists the buffers it must provide.
+        homes: the rank of each bucket's home.
     """
 
-    def __init__(self, algorithm: Algorithm, size: int, rank: int, home: Callable[[int], int], buffer: Buffer) -> None:
-        self._rank, self._home, self._buffer = rank, home, buffer
+    def __init__(self, algorithm: Algorithm, size: int, rank: int, homes: Sequence[int]) -> None:
+        self._rank, self._homes = rank, homes
         self._spots = tuple(_spot(algorithm, size, rank, h) for h in range(size))
         self._sums: dict[int, _Sum] = {}
         self._told: dict[tuple[int, bool], tuple[int, int]] = {}
+
+    @abstractmethod
+    def buffer(self, slot: str, bucket: int) -> torch.Tensor:
+        """Return 1-D memory of the bucket's size, always the same; `slots` lists all."""
 
     def local(self, step: int, ordinal: int, bucket: int, part: Contribution) -> list[Out]:
         """Add this rank's part.
@@ -273,7 +275,7 @@ class Relay:
         if self._is_old(sender, hop):
             raise ProtocolError(f"{_name(hop)} of rank {sender} came twice")
         if not hop.up:
-            return self._buffer(NEW if hop.ordinal == VALUES else MEAN, hop.bucket)
+            return self.buffer(NEW if hop.ordinal == VALUES else MEAN, hop.bucket)
         return self._inbox(sender, hop.bucket)
 
     def result(
@@ -332,7 +334,7 @@ class Relay:
             return parts[ranks[0]].body  # nothing to add: the part is passed on without a copy
         # A sum to pass on is made in the buffer of the first child with a part, which is one of the first two terms.
         inbox = next((rank for rank in ranks if rank in spot.below), spot.below[0] if spot.below else self._rank)
-        out = self._buffer(MEAN, bucket) if at_center else self._inbox(inbox, bucket)
+        out = self.buffer(MEAN, bucket) if at_center else self._inbox(inbox, bucket)
         terms = [self._term(bucket, rank, parts[rank], mixed, out.dtype) for rank in ranks]
         if not terms:
             return out.zero_()
@@ -348,11 +350,11 @@ class Relay:
         body = part.body if part.body.dtype == dtype else part.body.view(dtype)  # a view of a peer's memory is bytes
         if not (mixed and part.each):
             return body
-        out = self._buffer(SCRATCH, bucket) if rank == self._rank else self._inbox(rank, bucket)
+        out = self.buffer(SCRATCH, bucket) if rank == self._rank else self._inbox(rank, bucket)
         return torch.mul(body, part.each, out=out)
 
     def _inbox(self, child: int, bucket: int) -> torch.Tensor:
-        return self._buffer(f"up{self._spot(bucket).below.index(child)}", bucket)
+        return self.buffer(f"up{self._spot(bucket).below.index(child)}", bucket)
 
     # --- down ----------------------------------------------------------------------------------------------------
 
@@ -362,7 +364,7 @@ class Relay:
     # --- both ----------------------------------------------------------------------------------------------------
 
     def _spot(self, bucket: int) -> _Spot:
-        return self._spots[self._home(bucket)]
+        return self._spots[self._homes[bucket]]
 
     def _check(self, sender: int, hop: CollectivePart) -> None:
         spot = self._spot(hop.bucket)

@@ -72,6 +72,10 @@ class _HeldPushes:
     commit: m.Commit | None = None
     given: set[int] = field(default_factory=set)
 
+    def add_commit(self, commit: m.Commit) -> None:
+        """Keep the commit; a repeated one changes nothing."""
+        self.commit = self.commit or commit
+
 
 @dataclass(slots=True)
 class _SentValues:
@@ -108,7 +112,7 @@ class CollectiveServer(GradientExtension):
         """As `GradientExtension.gradient_source`."""
         self._map = slice_map
         self._own = frozenset(bucket.id for bucket in settings.buckets)
-        self._relay = _RelayBuffers(slice_map, self._algorithm, self._shards, self._me.index, self._memory)
+        self._relay = _GatewayRelay(slice_map, self._algorithm, self._shards, self._me.index, self._memory)
         self._gateway = Gateway(self._me, self._worker, len(slice_map.buckets))
         on_arrival = job.apply is Apply.kOnArrival
         self._hidden = job.grads is Grads.kHidden
@@ -129,7 +133,7 @@ class CollectiveServer(GradientExtension):
         if isinstance(message, CollectivePart):
             self._relay.bucket(message.bucket)
             # A part that is passed on is best in memory of this process: a view of a view would be copied.
-            return self._relay.relay.place(sender.index, message, viewable and message.up)
+            return self._relay.place(sender.index, message, viewable and message.up)
         if isinstance(message, m.Push):
             self._gateway.check_sender(sender)
             bucket = self._relay.bucket(message.bucket)
@@ -144,14 +148,14 @@ class CollectiveServer(GradientExtension):
             bucket = self._relay.bucket(message.bucket)
             self._relay.elements(bucket, message.body)
             check_bits(message.present, len(bucket.pieces), f"{sender}: pieces")
-            self._carry_out(self._relay.relay.arrive(sender.index, message))
+            self._carry_out(self._relay.arrive(sender.index, message))
         return ()
 
     # --- the worker's part ---------------------------------------------------------------------------------------
 
     def _push(self, sender: Address, message: m.Push) -> None:
         self._gateway.check_sender(sender)
-        if self._server.steps.current_source(sender, message.step) is None:
+        if self._server.contributions.current_source(sender, message.step) is None:
             return
         check_bits(message.present, len(self._relay.bucket(message.bucket).pieces), f"{sender}: pieces")
         if self._waits_for_commit:
@@ -172,7 +176,7 @@ class CollectiveServer(GradientExtension):
         part = Contribution.of(
             [counts], present or bytes((len(bucket.pieces) + 7) // 8), self._relay.elements(bucket, body)
         )
-        self._carry_out(self._relay.relay.local(step, ordinal, number, part))
+        self._carry_out(self._relay.local(step, ordinal, number, part))
 
     def backward_ended(self, sender: Address, message: m.BackwardEnd) -> Outbox:
         """As `GradientExtension.backward_ended`."""
@@ -185,7 +189,7 @@ class CollectiveServer(GradientExtension):
     def committed(self, sender: Address, message: m.Commit) -> Outbox:
         """As `GradientExtension.committed`."""
         if self._waits_for_commit and sender == self._worker:
-            self._held.commit = self._held.commit or message
+            self._held.add_commit(message)
             self._give_committed()
         return ()
 
@@ -224,7 +228,7 @@ class CollectiveServer(GradientExtension):
         part, bucket = total.part, self._relay.bucket(total.bucket)
         if part.body is not None and self._divide and part.divisor != 1.0:
             part.body.div_(part.divisor)
-        outs = self._relay.relay.result(total.step, total.ordinal, total.bucket, part.present, part.body)
+        outs = self._relay.result(total.step, total.ordinal, total.bucket, part.present, part.body)
         if self._hidden:  # only the gateway of the bucket's shard has a use for it
             outs = [out for out in outs if isinstance(out, SendPart) and out.to == bucket.shard]
         self._carry_out(outs)
@@ -244,8 +248,8 @@ class CollectiveServer(GradientExtension):
         if self._hidden:
             reduced = self._totals.give(bucket.id, bits_to_int(present), mean)
             if reduced is not None:
-                self._server.steps.update_on_arrival(self._worker.group, reduced)
-            self._server.steps.try_stage(self._worker.group)
+                self._server.contributions.update_on_arrival(self._worker.group, reduced)
+            self._server.contributions.try_stage(self._worker.group)
             return
         backward = self._backwards.setdefault((step, ordinal), _Backward())
         backward.add(0 if mean is None else 1 << bucket.id)
@@ -269,7 +273,7 @@ class CollectiveServer(GradientExtension):
             sent = self._sent.get(values.bucket)
             if sent is None or sent.step < values.round:
                 sent = self._sent[values.bucket] = _SentValues(values.round)
-                result = self._relay.relay.result
+                result = self._relay.result
                 self._carry_out(result(values.round, VALUES, values.bucket, b"", values.body, values.version))
             if worker not in sent.workers:
                 sent.workers.add(worker)
@@ -283,18 +287,19 @@ class CollectiveServer(GradientExtension):
         # Parts of a sum are views of other processes' memory.
 
 
-class _RelayBuffers:
-    """One gateway's relay, and its memory over the whole model."""
+class _GatewayRelay(Relay):
+    """One gateway's relay, with memory over the whole model."""
 
     def __init__(self, slice_map: SliceMap, algorithm: Algorithm, size: int, rank: int, memory: BufferMemory) -> None:
         self._map = slice_map
         self.flats = FlatBuffers(slice_map, None, memory)
-        self.relay = Relay(algorithm, size, rank, lambda number: slice_map.buckets[number].shard, self._buffer)
+        super().__init__(algorithm, size, rank, [bucket.shard for bucket in slice_map.buckets])
         trees = [up(algorithm, size, home) for home in range(size)]
         self._leaf = [parents[rank] != rank and not children(parents, rank) for parents in trees]
 
-    def _buffer(self, slot: str, number: int) -> torch.Tensor:
-        return self.flats.view(slot, self._map.buckets[number])
+    def buffer(self, slot: str, bucket: int) -> torch.Tensor:
+        """As `Relay.buffer`."""
+        return self.flats.view(slot, self._map.buckets[bucket])
 
     def bucket(self, number: int) -> Bucket:
         """A bucket of the model. Raises ProtocolError if there is none."""

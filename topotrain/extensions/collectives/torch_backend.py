@@ -9,7 +9,6 @@
 """
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -32,8 +31,8 @@ class CollectiveError(TransportError):
 class CollectiveWork:
     """A running collective. Its tensors must not be used until `wait` returns."""
 
-    def __init__(self, work: Any, told: Callable[[BaseException], CollectiveError]) -> None:
-        self._work, self._told = work, told
+    def __init__(self, work: Any, group: "TorchCollective", what: str) -> None:
+        self._work, self._group, self._what = work, group, what
 
     def wait(self) -> None:
         """Wait for the end, at most for the group's deadline.
@@ -46,7 +45,7 @@ class CollectiveWork:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._told(error) from error
+            raise self._group.error(self._what, error) from error
 
 
 class TorchCollective:
@@ -96,20 +95,20 @@ class TorchCollective:
             else:
                 self._group = _nccl(store, rank, size, self._deadline, device)
         except RuntimeError as error:
-            raise self._error("joining the group", error) from error
+            raise self.error("joining the group", error) from error
 
     def all_reduce(self, tensor: torch.Tensor) -> CollectiveWork:
         """Replace a contiguous tensor by its sum over all ranks."""
         options = dist.AllreduceOptions()  # a sum by default
         options.timeout = self._deadline
-        return self._start("all_reduce", tensor, lambda group: group.allreduce([tensor], options))
+        return self._start("all_reduce", tensor, "allreduce", options)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> CollectiveWork:
         """Replace a contiguous tensor by the tensor of rank `src`."""
         options = dist.BroadcastOptions()
         options.rootRank = src
         options.timeout = self._deadline
-        return self._start(f"broadcast from rank {src}", tensor, lambda group: group.broadcast([tensor], options))
+        return self._start(f"broadcast from rank {src}", tensor, "broadcast", options)
 
     def close(self) -> None:
         """Leave the group. Ranks that wait for this rank fail at once."""
@@ -117,17 +116,18 @@ class TorchCollective:
         if group is not None:
             group.shutdown()
 
-    def _start(self, what: str, tensor: torch.Tensor, start: Callable[[Any], Any]) -> CollectiveWork:
+    def _start(self, what: str, tensor: torch.Tensor, operation: str, options: Any) -> CollectiveWork:
         self._started += 1
         words = f"{what} number {self._started} ({tensor.numel()} × {str(tensor.dtype).removeprefix('torch.')})"
         if self._group is None:
-            raise self._error(words, "this group is closed")
+            raise self.error(words, "this group is closed")
         try:
-            return CollectiveWork(start(self._group), lambda error: self._error(words, error))
+            return CollectiveWork(getattr(self._group, operation)([tensor], options), self, words)
         except RuntimeError as error:
-            raise self._error(words, error) from error
+            raise self.error(words, error) from error
 
-    def _error(self, what: str, why: BaseException | str) -> CollectiveError:
+    def error(self, what: str, why: BaseException | str) -> CollectiveError:
+        """Return the error of an operation, with rank and deadline."""
         reason = str(why).split("\n")[0]
         return CollectiveError(
             f"{self._name}, rank {self.rank} of {self.size}: {what} failed (deadline {self._seconds:g} s): {reason}"

@@ -4,8 +4,8 @@ The number of bytes depends only on the number of elements, so a receiver knows 
 between calls. `error_feedback` compensates its errors.
 """
 
+from abc import ABC, abstractmethod
 from math import ceil, sqrt
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class ScratchMemory:
         return held[:size].view(dtype)
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """A way to write floats as bytes.
 
     - `values` and `out` are contiguous 1-D CPU tensors of float32, float64, bfloat16 or float16.
@@ -51,27 +51,28 @@ class Codec(Protocol):
     - The scratch memory is for one thread.
     """
 
-    scratch: ScratchMemory
-    largest: float  # larger magnitudes are sent as this one
+    def __init__(self, largest: float, scratch: ScratchMemory | None) -> None:
+        self.largest = largest  # larger magnitudes are sent as this one
+        self.scratch = scratch or ScratchMemory()
 
+    @abstractmethod
     def size(self, numel: int) -> int:
         """Return the bytes of an encoding of `numel` elements."""
-        ...
 
+    @abstractmethod
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> bool:
         """Write `values` into the bytes `out`.
 
         Returns False if a value was not finite, or larger than `largest`.
         """
-        ...
 
+    @abstractmethod
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Write the decoded values of `data` into `out`.
 
         Raises:
             ValueError: `data` cannot be an encoding of that size.
         """
-        ...
 
     def add(self, data: torch.Tensor, out: torch.Tensor, sign: int = 1) -> None:
         """Add the decoded values of `data` to `out`, or subtract them with `sign` -1.
@@ -79,10 +80,14 @@ class Codec(Protocol):
         Raises:
             ValueError: as `decode`.
         """
-        ...
+        # Through scratch memory, since an addition of two dtypes would allocate a copy. Not fused into one operation,
+        # because processors differ in whether they round in between.
+        single = self.scratch.room("work", out.numel(), torch.float32)
+        self.decode(data, single)
+        out.add_(single, alpha=sign)
 
 
-class CastCodec:
+class CastCodec(Codec):
     """kFp16 and kBf16: each element rounded to a shorter float.
 
     Half the bytes of float32. kFp16 keeps 11 significant bits up to 65504. Larger finite numbers become ±65504, and
@@ -90,9 +95,8 @@ class CastCodec:
     """
 
     def __init__(self, dtype: torch.dtype, scratch: ScratchMemory | None = None) -> None:
+        super().__init__(torch.finfo(dtype).max, scratch)
         self.dtype = dtype
-        self.largest = torch.finfo(dtype).max
-        self.scratch = scratch or ScratchMemory()
 
     def size(self, numel: int) -> int:
         return numel * self.dtype.itemsize
@@ -110,14 +114,8 @@ class CastCodec:
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(_checked(self, data, out).view(self.dtype))
 
-    def add(self, data: torch.Tensor, out: torch.Tensor, sign: int = 1) -> None:
-        # Through scratch memory, since an addition of two dtypes would allocate a copy.
-        single = self.scratch.room("work", out.numel(), torch.float32)
-        self.decode(data, single)
-        out.add_(single, alpha=sign)
 
-
-class Int8Codec:
+class Int8Codec(Codec):
     """kInt8: blocks of 512 elements with a float32 scale, rounded to nearest.
 
     The scale is the largest magnitude of the block / 127. A quarter of the bytes of float32. The error is at most half
@@ -127,8 +125,7 @@ class Int8Codec:
     """
 
     def __init__(self, scratch: ScratchMemory | None = None) -> None:
-        self.largest = _SINGLE.max
-        self.scratch = scratch or ScratchMemory()
+        super().__init__(_SINGLE.max, scratch)
 
     def size(self, numel: int) -> int:
         return 4 * -(-numel // BLOCK) + numel
@@ -198,14 +195,8 @@ class Int8Codec:
             if bool((scales < 0).any()):
                 x.masked_fill_((codes == -128) & (scales < 0), float("nan"))
 
-    def add(self, data: torch.Tensor, out: torch.Tensor, sign: int = 1) -> None:
-        # Not fused into one operation, because processors differ in whether they round in between.
-        single = self.scratch.room("work", out.numel(), torch.float32)
-        self.decode(data, single)
-        out.add_(single, alpha=sign)
 
-
-class TopKCodec:
+class TopKCodec(Codec):
     """kTopK: the k = max(1, ceil(ratio · n)) elements of largest magnitude.
 
     They are sent as int32 indices and float32 values, 8 bytes each, which is smaller than float32 for ratios below 0.5.
@@ -215,9 +206,8 @@ class TopKCodec:
     """
 
     def __init__(self, ratio: float, scratch: ScratchMemory | None = None) -> None:
+        super().__init__(_SINGLE.max, scratch)
         self.ratio = ratio
-        self.largest = _SINGLE.max
-        self.scratch = scratch or ScratchMemory()
 
     def kept(self, numel: int) -> int:
         """Return how many of `numel` elements are sent.

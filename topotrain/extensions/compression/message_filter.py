@@ -8,7 +8,7 @@ All other bodies travel as they are: initial and final values, edits, optimizer 
 groups. So do bodies of a dtype that no codec encodes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -161,12 +161,15 @@ class WorkerEncoding(BodyCodec):
     def mean(self, bucket: Bucket, data: torch.Tensor) -> torch.Tensor:
         """Decode a mean. It stays until the next one of the bucket."""
         mean = self._flats.view("mean", bucket)
-        _decoded(lambda: _codec(self._in, bucket).decode(data, mean))
+        _decode(_codec(self._in, bucket), data, mean)
         return mean
 
     def values(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Add the encoded difference of new values to "params"."""
-        _decoded(lambda: self._stream(bucket).decode(data))
+        try:
+            self._stream(bucket).decode(data)
+        except ValueError as error:
+            raise _not_decoded(error) from error
 
     def restart(self, bucket: Bucket) -> None:
         """Values came as they are, and are in "params"."""
@@ -221,7 +224,7 @@ class ServerEncoding(ServerBodyCodec):
         gradient = self._flats.view(f"push {worker.group}/{worker.index}", bucket)
         now = (message.step, message.ordinal)
         if now > self._taken.get((worker, bucket.id), (-1, -1)):  # a repeated push is decoded already
-            _decoded(lambda: codec.decode(body, gradient))
+            _decode(codec, body, gradient)
             self._taken[worker, bucket.id] = now
         return gradient
 
@@ -296,8 +299,12 @@ def _codec(codecs: _Codecs, bucket: Bucket) -> Codec:
     return codec
 
 
-def _decoded(decode: Callable[[], None]) -> None:
+def _decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
     try:
-        decode()
+        codec.decode(data, out)
     except ValueError as error:
-        raise ProtocolError(f"not an encoding: {error}") from error
+        raise _not_decoded(error) from error
+
+
+def _not_decoded(error: ValueError) -> ProtocolError:
+    return ProtocolError(f"not an encoding: {error}")

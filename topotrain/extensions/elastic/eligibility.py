@@ -1,38 +1,45 @@
-"""Which worker groups can be started again alone, and which may leave a job that runs and come to it later.
+"""Which worker groups can restart alone, or leave a running job and join it.
 
-Rule: whoever decides about it before anything runs (launcher, simulator) and the servers ask here; what only the
-servers know, such as tables that the script has opened, they add themselves.
+The launcher and the simulator ask here before any process runs, and so do the servers. Reasons that only the servers
+know, such as tables that the script has opened, are added by their extensions.
 """
 
 from topotrain.config.job import Apply, ConfigError, Job, OnFailure, Shard
 from topotrain.config.topology import Topology
 
 TABLES = "the job has tables, and what a group has said of them is not taken back"
-"""Why no group can be started again alone, as only servers and scripts know."""
+"""Why no group can restart alone. Only servers and scripts know it."""
 
 
 def refusal(job: Job, topology: Topology, group: int) -> str:
-    """Why the workers of a group cannot be started again while everybody else stays; empty: they can."""
+    """Why the workers of a group cannot restart while all others continue.
+
+    Empty: they can.
+    """
     if not topology.regroups(group):
         return (
             "its workers add up their gradients among themselves, or share a process with a server, "
             "so they cannot be started again without the others"
         )
     if job.apply is Apply.kOnArrival:
-        return "with apply: kOnArrival parts of its last step are applied, which nobody could take back"
+        return "with apply: kOnArrival parts of its last step are applied, which cannot be taken back"
     return ""
 
 
 def singly(job: Job) -> bool:
-    """Whether a worker that is lost starts again without the others of its group, which meanwhile go on without it.
+    """Whether a lost worker restarts alone while the rest of its group continues.
 
-    So with backup workers: a step is the mean over those whom it names, and each worker's batches count by themselves.
+    This is so with backup workers: a step is the mean over the workers that it names, and each worker has batches of
+    its own.
     """
     return job.cluster.backup > 0
 
 
 def absent_groups(job: Job, topology: Topology) -> frozenset[int]:
-    """The groups that are not there at the start (`start_groups`). Raises ConfigError where that cannot be."""
+    """The groups that are absent at the start (`start_groups`).
+
+    Raises ConfigError if they cannot be.
+    """
     if not job.start_groups:
         return frozenset()
     if job.start_groups > topology.worker_groups:
@@ -47,21 +54,24 @@ def absent_groups(job: Job, topology: Topology) -> frozenset[int]:
 
 
 def leave_refusal(job: Job, topology: Topology, group: int) -> str:
-    """Why a group cannot leave the job and come to it while it runs; empty: it can, as far as is known beforehand."""
+    """Why a group cannot leave and join a running job.
+
+    Empty: it can, as far as is known beforehand.
+    """
     if topology.worker_groups == 1:
         return (
             "the job has one worker group; workers leave and join it in numbers, as in "
             "`topotrain leave WORKSPACE --workers 1`"
         )
     if job.on_failure is not OnFailure.kContinue:
-        return f"with on_failure: {job.on_failure.value} whoever is lost ends the job; kContinue is needed"
+        return f"with on_failure: {job.on_failure.value} a lost worker ends the job; kContinue is needed"
     why = refusal(job, topology, group)
     if why:
         return why
     if topology.server_groups != 1:
         return "it has servers of its own, which agree with those of the others up to the end"
     if job.shard is Shard.kStatic:
-        return "with shard: kStatic each group has its part of an epoch, which no other one reads"
+        return "with shard: kStatic each group has its part of an epoch, which no other group reads"
     if group == 0:
-        return "its first worker gives the model and brings the result home, so it stays to the end"
+        return "its first worker gives the model and writes the result, so it stays to the end"
     return ""

@@ -1,7 +1,7 @@
-"""How a worker leaves a job that goes on without it: between two of its steps, and without the end of its script.
+"""How a worker leaves a job that continues without it, between two steps.
 
-Rule: servers learn of it as of any lost worker (`membership`): what was read and not applied is handed out again. So
-nothing has to be said here; what is done in order is that no step is torn, and that the script is told.
+The servers handle it as any lost worker (`membership`): batches that were read and not applied are leased again. This
+module only sees to it that no step is interrupted, and that the script ends.
 """
 
 from contextlib import suppress
@@ -10,15 +10,19 @@ from topotrain.training.context import Context
 
 
 class GroupLeaving(BaseException):
-    """Raised where the script asks for a batch; no `except Exception` of a script keeps it."""
+    """Raised where the script requests a batch.
+
+    A script's `except Exception` does not catch it.
+    """
 
     def __init__(self) -> None:
         super().__init__("this worker's group leaves the job")
 
 
 def leave(here: Context) -> None:
-    """After the script has been stopped: what it had under way is over, and what it did is told once more."""
-    with suppress(Exception):  # whatever is missing, the others do not miss it
+    """End what the stopped script had begun, and report its last counts."""
+    # The other groups continue without this worker, so nothing that is missing here matters to them.
+    with suppress(Exception):
         if here.worker is not None:
             here.worker.client.values.settle()
         if here.loader is not None:

@@ -18,7 +18,7 @@ _OWN_PROCESS = Route(Sender.SELF, Receiver.COORDINATOR)
 @message(24, Route(Sender.GROUP_SERVERS, Receiver.COORDINATOR), _TO_DATA_SERVICE, names_group=True)
 @dataclass(frozen=True, slots=True)
 class RestartRequest(Message):
-    """Shard -> coordinator: accept the workers of this incarnation of a group, and drop those before them.
+    """Shard -> coordinator: accept the workers of this incarnation of a group.
 
     Attributes:
         index: the one worker that is meant. -1: the whole group.
@@ -35,7 +35,7 @@ class RestartRequest(Message):
 @message(25, _TO_DATA_SERVICE, Route(Sender.DATA_SERVICE, Receiver.COORDINATOR), names_group=True)
 @dataclass(frozen=True, slots=True)
 class AppliedBatchesOfStreams(Message):
-    """Server (0,0) -> coordinator of another server group: request for the progress of data streams.
+    """Server (0,0) -> coordinator of other servers: request for applied batches.
 
     The streams belong to a worker group that restarts. The coordinator echoes the message once no step of an earlier
     incarnation can be applied any more.
@@ -60,7 +60,7 @@ class AppliedBatchesOfStreams(Message):
 @message(28, _OWN_PROCESS, names_group=True)
 @dataclass(frozen=True, slots=True)
 class GroupLeaveRequest(Message):
-    """Process of a coordinator -> coordinator: this group's workers are to end after their next step.
+    """Process of a coordinator -> coordinator: a group ends after its next step.
 
     Attributes:
         incarnation: the workers that are meant. Workers of a later incarnation stay.
@@ -73,9 +73,9 @@ class GroupLeaveRequest(Message):
 @message(29, _OWN_PROCESS, names_group=True)
 @dataclass(frozen=True, slots=True)
 class GroupLeft(Message):
-    """Process of a coordinator -> coordinator: all processes of the group before this incarnation have ended.
+    """Process of a coordinator -> coordinator: the processes of a group have ended.
 
-    No other process follows now.
+    All processes before this incarnation have, and no other process follows now.
     """
 
     group: int

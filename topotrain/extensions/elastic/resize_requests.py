@@ -1,8 +1,8 @@
-"""What the launcher says to the servers of a process: that a worker group is to leave the job, has left, or may come.
+"""Requests of the launcher to servers: a group is to leave, has left, or may join.
 
-Rule: commands come on the channel's own thread, some before there are servers; then they are kept, in their order. A
-wish is looked at by the coordinator of the group's servers, who alone knows what the job has come to, and its answer
-is an event. Where servers have second copies, the coordinator may be about to move here: then they wait for it.
+Requests come on the thread of the channel, in their order, some before the servers exist. The coordinator of the
+group's servers replies with an event, since only it knows the state of the job. With replicated servers the
+coordinator may be about to move to this process. Its requests then wait for it.
 """
 
 import threading
@@ -14,22 +14,22 @@ from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, GroupLeft
 
-WISHES = ("leave", "lose", "join")
+REQUESTS = ("leave", "lose", "join")
 AWAY = "away"
 
 
 class LocalServer(Protocol):
-    """A server, as its launcher speaks to it."""
+    """A server in this process, as the launcher addresses it."""
 
     @property
     def server(self) -> Server: ...
 
-    def told(self, message: Message) -> None:
-        """The launcher has something to say to it, which comes in its own name."""
+    def handle_own(self, message: Message) -> None:
+        """Handle a message of the launcher, with the server itself as its sender."""
         ...
 
-    def may_change(self, group: int, wish: str) -> str:
-        """See `ElasticGroups.may_change`."""
+    def may_change(self, group: int, request: str) -> str:
+        """As `GroupDeparture.may_change`."""
         ...
 
 
@@ -37,47 +37,54 @@ class ServerProcess(Protocol):
     """The servers of a process."""
 
     def coordinator(self, group: int) -> LocalServer | None:
-        """The one that decides for a worker group; None: it is not here (yet)."""
+        """The server that decides for a worker group.
+
+        None: it is not in this process (yet).
+        """
         ...
 
 
 class ResizeRequests:
-    """See above. `emit` tells the unit; `on_command` takes a command, `open` the servers."""
+    """The requests to the servers of one process.
+
+    Args:
+        emit: sends an event to the unit.
+    """
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
         self._emit = emit
         self._lock = threading.Lock()
-        self._kept: list[Mapping[str, Any]] = []
+        self._pending: list[Mapping[str, Any]] = []
         self._servers: ServerProcess | None = None
 
     def on_command(self, command: Mapping[str, Any]) -> None:
-        """Do it, or keep it; commands of others are none of ours."""
-        if command.get("command") not in (*WISHES, AWAY):
+        """Execute a request now, or once its server is here. Other commands are ignored."""
+        if command.get("command") not in (*REQUESTS, AWAY):
             return
         with self._lock:
-            self._kept.append(command)
-            self._look()
+            self._pending.append(command)
+            self._execute_pending()
 
     def open(self, servers: ServerProcess) -> None:
-        """The servers are there, or one more is."""
+        """The process has servers, or one more."""
         with self._lock:
             self._servers = servers
-            self._look()
+            self._execute_pending()
 
-    def _look(self) -> None:
-        kept, self._kept = self._kept, []
-        self._kept = [command for command in kept if not self._done(command)]
+    def _execute_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        self._pending = [command for command in pending if not self._execute(command)]
 
-    def _done(self, command: Mapping[str, Any]) -> bool:
-        wish, group = command["command"], command["group"]
-        home = None if self._servers is None else self._servers.coordinator(group)
-        if home is None:
+    def _execute(self, command: Mapping[str, Any]) -> bool:
+        request, group = command["command"], command["group"]
+        coordinator = None if self._servers is None else self._servers.coordinator(group)
+        if coordinator is None:
             return False
-        if wish == AWAY:
-            home.told(GroupLeft(group, command["incarnation"]))
+        if request == AWAY:
+            coordinator.handle_own(GroupLeft(group, command["incarnation"]))
             return True
-        why = home.may_change(group, wish)
-        if wish == "leave" and not why:
-            home.told(GroupLeaveRequest(group, command["incarnation"]))
-        self._emit(Agreed(str(home.server.me), group, wish, why))
+        why = coordinator.may_change(group, request)
+        if request == "leave" and not why:
+            coordinator.handle_own(GroupLeaveRequest(group, command["incarnation"]))
+        self._emit(Agreed(str(coordinator.server.me), group, request, why))
         return True

@@ -20,7 +20,7 @@ def mark(server: Server, before: int) -> int | None:
 
     The event has raised the version of the values from `before` to the present version.
     """
-    version, model = server.version, server.model
+    version, model = server.state.version, server.model
     if model is None or version <= before:
         return None
     due = {number % EVERY for number in range(max(before, version - EVERY) + 1, version + 1)}

@@ -26,18 +26,18 @@ class SendMessage(Protocol):
     def __call__(self, to: Address, message: m.Message, wait: bool = False) -> None: ...
 
 
-class _Way:
+class _ServerConnection:
     """One reliable channel, and whether it has a connection now.
 
     `order` is held while messages are sent.
     """
 
     def __init__(self) -> None:
-        self.line = ReliableChannel()
+        self.channel = ReliableChannel()
         self.order = threading.Lock()
         self.numbers = threading.Lock()
         self.up = False
-        self.told = 0
+        self.acknowledged = 0
         self.moves = 0
 
     def open(self) -> None:
@@ -55,16 +55,16 @@ class _Way:
 
     def acknowledge(self) -> int:
         """Return the number of messages received, which is about to be sent."""
-        self.told = self.line.heard
-        return self.told
+        self.acknowledged = self.channel.received
+        return self.acknowledged
 
-    def say(self, message: m.Message) -> None:
+    def record(self, message: m.Message) -> None:
         with self.numbers:
-            self.line.say(message)
+            self.channel.send(message)
 
-    def taken(self, count: int) -> None:
+    def confirm(self, count: int) -> None:
         with self.numbers:
-            self.line.taken(count)
+            self.channel.confirm(count)
 
 
 class ReplicaConnections:
@@ -72,52 +72,52 @@ class ReplicaConnections:
 
     Args:
         servers: the servers of the worker.
-        resident: the worker's endpoint.
+        endpoint: the worker's endpoint.
         send: sends over the transport.
-        redial: redial(server, moves) looks for the server in the process to which it has moved. `moves` counts its
-            moves. It works on a thread of its own, and then calls `connected` or `failed`.
+        reconnect: reconnect(server, moves) looks for the server in the process to which it has moved. It works
+            on a thread of its own, and then calls `connected` or `failed`.
         changed: called when messages were confirmed, or a connection has ended.
-        life: the number of restarts of the worker's group.
+        restarts: the number of restarts of the worker's group.
     """
 
     def __init__(
         self,
         servers: Iterable[Address],
-        resident: Endpoint,
+        endpoint: Endpoint,
         send: SendMessage,
-        redial: Callable[[Address, int], None],
+        reconnect: Callable[[Address, int], None],
         changed: Callable[[], None] = lambda: None,
-        life: int = 0,
+        restarts: int = 0,
     ) -> None:
-        self._ways = {server: _Way() for server in servers}
-        self._resident, self._send, self._redial, self._changed = resident, send, redial, changed
-        self._leaving, self._life = False, life
+        self._connections = {server: _ServerConnection() for server in servers}
+        self._endpoint, self._send, self._reconnect, self._changed = endpoint, send, reconnect, changed
+        self._leaving, self._restarts = False, restarts
 
     def send(self, to: Address, message: m.Message, wait: bool = False) -> None:
         """Send a message. Without a connection it is kept and sent later."""
-        way = self._ways.get(to)
-        if way is None:
+        connection = self._connections.get(to)
+        if connection is None:
             self._send(to, message, wait)
             return
-        with way.order:
-            if isinstance(message, m.Commit) or way.line.heard >= way.told + OFTEN:
-                self._tell(to, way)
-            way.say(message)
-            if way.up:
+        with connection.order:
+            if isinstance(message, m.Commit) or connection.channel.received >= connection.acknowledged + OFTEN:
+                self._acknowledge(to, connection)
+            connection.record(message)
+            if connection.up:
                 with suppress(TransportError):  # `lost` reports the end of the connection
                     self._send(to, message, wait)
 
-    def _tell(self, to: Address, way: _Way, ask: bool = False) -> None:
-        heard = way.acknowledge()
-        if way.up:
+    def _acknowledge(self, to: Address, connection: _ServerConnection, ask: bool = False) -> None:
+        received = connection.acknowledge()
+        if connection.up:
             with suppress(TransportError):
-                self._send(to, Ack(heard, ask))
+                self._send(to, Ack(received, ask))
 
     # --- calls by the transport ----------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """See `wire.Endpoint.place`."""
-        return self._resident.place(sender, message, viewable)
+        return self._endpoint.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: m.Message) -> None:
         """Handle a message. Acks and resumptions are handled here, others by the worker.
@@ -125,68 +125,68 @@ class ReplicaConnections:
         Raises:
             ProtocolError: the message is not possible now.
         """
-        way = self._ways.get(sender)
-        if way is None:
-            self._resident.handle(sender, message)
+        connection = self._connections.get(sender)
+        if connection is None:
+            self._endpoint.handle(sender, message)
         elif isinstance(message, Ack):
-            way.taken(message.heard)
+            connection.confirm(message.received)
             self._changed()
         elif isinstance(message, ResumeConnection):
-            self._resumed(sender, way, message)
+            self._resume(sender, connection, message)
         else:
-            way.line.receive()
-            self._resident.handle(sender, message)
+            connection.channel.receive()
+            self._endpoint.handle(sender, message)
 
-    def _resumed(self, server: Address, way: _Way, message: ResumeConnection) -> None:
-        with way.order:
-            way.taken(message.heard)
-            way.open()
-            for kept in list(way.line.kept):
+    def _resume(self, server: Address, connection: _ServerConnection, message: ResumeConnection) -> None:
+        with connection.order:
+            connection.confirm(message.received)
+            connection.open()
+            for kept in list(connection.channel.unconfirmed):
                 with suppress(TransportError):
                     self._send(server, kept)
             if self._leaving:
-                self._tell(server, way, ask=True)
+                self._acknowledge(server, connection, ask=True)
 
     def lost(self, peer: Address, reason: str) -> None:
         """Handle the end of a connection."""
-        way = self._ways.get(peer)
-        if way is None:
-            self._resident.lost(peer, reason)
+        connection = self._connections.get(peer)
+        if connection is None:
+            self._endpoint.lost(peer, reason)
             return
-        if self._leaving and not way.line.kept:
+        if self._leaving and not connection.channel.unconfirmed:
             return
-        way.close()  # not under `order`: its holder may be blocked in a send on this connection
-        self._redial(peer, way.moves)
+        connection.close()  # not under `order`: its holder may be blocked in a send on this connection
+        self._reconnect(peer, connection.moves)
 
     # --- connections ---------------------------------------------------------------------------------------------
 
     def begin(self, server: Address) -> None:
         """Note that the first connection to a server is about to be made."""
-        self._ways[server].open()
+        self._connections[server].open()
 
     def connected(self, server: Address, moves: int) -> None:
         """Resume on a new connection to a server that has moved `moves` times.
 
         The worker sends the number of messages that it has received.
         """
-        self._ways[server].moved(moves)
+        self._connections[server].moved(moves)
         with suppress(TransportError):
-            self._send(server, ResumeConnection(self._ways[server].line.heard, life=self._life))
+            self._send(server, ResumeConnection(self._connections[server].channel.received, restarts=self._restarts))
 
     def failed(self, server: Address, reason: str) -> None:
         """Report that the server has no other process."""
-        self._ways.pop(server, None)
-        self._resident.lost(server, reason)
+        self._connections.pop(server, None)
+        self._endpoint.lost(server, reason)
         self._changed()
 
     def leave(self) -> None:
         """Stop sending. From now on, `left` tells when both copies have everything."""
         self._leaving = True
-        for server, way in list(self._ways.items()):
-            with way.order:
-                self._tell(server, way, ask=True)
+        for server, connection in list(self._connections.items()):
+            with connection.order:
+                self._acknowledge(server, connection, ask=True)
 
     @property
     def left(self) -> bool:
         """Whether both copies of all servers have all messages."""
-        return not any(way.line.kept for way in list(self._ways.values()))
+        return not any(connection.channel.unconfirmed for connection in list(self._connections.values()))

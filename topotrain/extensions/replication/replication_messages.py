@@ -17,19 +17,19 @@ class ResumeConnection(Message):
 
     Attributes:
         answer: this message answers the one of the other side.
-        life: the number of restarts of the sender's worker group. An earlier process of the worker has sent and
+        restarts: the number of restarts of the sender's worker group. An earlier process of the worker has sent and
             received other messages.
     """
 
-    heard: int
+    received: int
     answer: bool = False
-    life: int = 0
+    restarts: int = 0
 
 
 @message(101)
 @dataclass(frozen=True, slots=True)
 class Ack(Message):
-    """Worker or server -> server, and back: the first `heard` messages are safe.
+    """Worker or server -> server, and back: the first `received` messages are safe.
 
     The receiver may drop them.
 
@@ -37,7 +37,7 @@ class Ack(Message):
         ask: request for such an ack, once both copies have the sender's messages.
     """
 
-    heard: int
+    received: int
     ask: bool = False
 
 

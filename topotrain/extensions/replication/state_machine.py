@@ -41,7 +41,7 @@ Out = list[tuple[Address, m.Message]]
 Make = Callable[[Callable[[Address, m.Message], None]], Server]
 """Makes a server that passes every outgoing message to the function it is given."""
 
-WORD, LOST, TAKEN, ORPHANED = 0, 1, 2, 3
+MESSAGE, LOST, CONFIRMED, NEW_PRIMARY = 0, 1, 2, 3
 """ReplicatedEvent.event: a message, the end of a worker's process, an ack of a peer, a new primary."""
 
 UNCOUNTED = (
@@ -66,39 +66,39 @@ class ReliableChannel:
     """One end of a connection between two endpoints, across reconnects.
 
     Attributes:
-        said, heard: numbers of messages sent and received so far.
-        kept: the last messages sent, which the other side may not have durably.
-        life: the number of restarts of the group, if the other end is a worker.
+        sent, received: numbers of messages sent and received so far.
+        unconfirmed: the last messages sent, which the other side may not have durably.
+        restarts: the number of restarts of the group, if the other end is a worker.
     """
 
-    said: int = 0
-    heard: int = 0
-    kept: "deque[m.Message]" = field(default_factory=deque)
-    life: int = 0
+    sent: int = 0
+    received: int = 0
+    unconfirmed: "deque[m.Message]" = field(default_factory=deque)
+    restarts: int = 0
 
-    def say(self, message: m.Message) -> None:
+    def send(self, message: m.Message) -> None:
         """Count and keep a message that is sent."""
-        self.kept.append(message)
-        self.said += 1
+        self.unconfirmed.append(message)
+        self.sent += 1
 
     def receive(self) -> None:
         """Count a message that was received."""
-        self.heard += 1
+        self.received += 1
 
-    def restart(self, life: int) -> None:
+    def restart(self, restarts: int) -> None:
         """Note that the other end is of this restart of its group."""
-        self.life = life
+        self.restarts = restarts
 
-    def taken(self, count: int) -> None:
+    def confirm(self, count: int) -> None:
         """Drop messages that the other side has confirmed; it has `count` messages.
 
         Raises:
             ProtocolError: `count` is larger than the number of messages sent.
         """
-        if count > self.said:
-            raise m.ProtocolError(f"{count} messages were confirmed, but {self.said} sent")
-        while self.said - len(self.kept) < count:
-            self.kept.popleft()
+        if count > self.sent:
+            raise m.ProtocolError(f"{count} messages were confirmed, but {self.sent} sent")
+        while self.sent - len(self.unconfirmed) < count:
+            self.unconfirmed.popleft()
 
 
 class ReplicatedServer:
@@ -111,7 +111,7 @@ class ReplicatedServer:
     def __init__(self, make: Make) -> None:
         self._out: Out = []
         self.server = make(lambda to, message: self._out.append((to, message)))
-        self.lines: dict[Address, ReliableChannel] = {}
+        self.channels: dict[Address, ReliableChannel] = {}
         self.events = 0
         self._before = 0  # the version of the values, one event ago
 
@@ -123,55 +123,55 @@ class ReplicatedServer:
         return {
             "events": self.events,
             "server": server,
-            "lines": {peer: field_values(line) for peer, line in self.lines.items()},
+            "channels": {peer: field_values(channel) for peer, channel in self.channels.items()},
         }
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         self.events = state["events"]
         self.server.load_state_dict(state["server"])
-        self.lines = {
-            peer: ReliableChannel(said, heard, deque(kept), life)
-            for peer, (said, heard, kept, life) in state["lines"].items()
+        self.channels = {
+            peer: ReliableChannel(sent, received, deque(unconfirmed), restarts)
+            for peer, (sent, received, unconfirmed, restarts) in state["channels"].items()
         }
 
-    def take(self, event: int, who: Address, count: int = 0, message: m.Message | None = None) -> Out:
+    def handle(self, event: int, who: Address, count: int = 0, message: m.Message | None = None) -> Out:
         """Handle the next event and return the messages to send, which are counted.
 
         Raises:
             ProtocolError: as `Server.handle`. Messages are then returned with the next event.
         """
         self.events += 1
-        self._before = self.server.version
-        if event == TAKEN:
-            if who in self.lines:
-                self.lines[who].taken(count)
+        self._before = self.server.state.version
+        if event == CONFIRMED:
+            if who in self.channels:
+                self.channels[who].confirm(count)
         elif event == LOST:
-            self.lines.pop(who, None)
+            self.channels.pop(who, None)
             self.server.lost(who)
-        elif event == ORPHANED:
-            for part in snapshots_of(self.server).orphaned():
+        elif event == NEW_PRIMARY:
+            for part in snapshots_of(self.server).failed_replies():
                 self.server.handle(self.server.me, part)
         elif message is not None:
-            self._hear(who, message)
-        return self.said()
+            self._handle_message(who, message)
+        return self.outgoing()
 
-    def _hear(self, who: Address, message: m.Message) -> None:
+    def _handle_message(self, who: Address, message: m.Message) -> None:
         if who != self.server.me:
-            line = self.lines.setdefault(who, ReliableChannel())
-            line.receive()
-            if isinstance(message, m.WorkerRejoined) and line.heard == 1:  # first message of a restarted worker
-                line.restart(message.incarnation)
+            channel = self.channels.setdefault(who, ReliableChannel())
+            channel.receive()
+            if isinstance(message, m.WorkerRejoined) and channel.received == 1:  # first message of a restarted worker
+                channel.restart(message.incarnation)
         self.server.handle(who, message)
         if isinstance(message, GroupLeft) or (isinstance(message, m.StepDecision) and message.change == AWAY):
-            for worker in [worker for worker in self.lines if self.server.worker_groups.is_away(worker)]:
-                del self.lines[worker]  # the worker will not reconnect
+            for worker in [worker for worker in self.channels if self.server.worker_groups.is_away(worker)]:
+                del self.channels[worker]  # the worker will not reconnect
 
     def mark(self) -> int | None:
         """Return the checksum to compare after the last event, or None."""
         return mark(self.server, self._before)
 
-    def said(self) -> Out:
+    def outgoing(self) -> Out:
         """Return the messages to send since the last event."""
         out, self._out = self._out, []
         return [(to, message) for to, message in out if self._counted(to, message)]
@@ -182,11 +182,11 @@ class ReplicatedServer:
         Returns False for a message to a worker that is gone, if its replacement has sent nothing yet.
         """
         if to.role is Role.SERVER:
-            self.lines.setdefault(to, ReliableChannel())
-        line = self.lines.get(to)
-        if line is not None:
-            line.say(message)
-        return line is not None or isinstance(message, m.Fail)
+            self.channels.setdefault(to, ReliableChannel())
+        channel = self.channels.get(to)
+        if channel is not None:
+            channel.send(message)
+        return channel is not None or isinstance(message, m.Fail)
 
 
 class Primary:
@@ -200,7 +200,7 @@ class Primary:
     def __init__(self, copy: ReplicatedServer, save: Callable[[ReplicatedServer], torch.Tensor | None]) -> None:
         self.copy, self._save = copy, save
         self.me = copy.server.me
-        self.shadow = Address(Role.SHADOW, self.me.group, self.me.index)
+        self.standby = Address(Role.SHADOW, self.me.group, self.me.index)
         self.up: set[Address] = set()  # peers with a connection
         self.covered = False
         """Whether the standby has every event with a reply."""
@@ -210,28 +210,28 @@ class Primary:
         self.differs = 0
         """The number of standbys that differed from this copy. Each was replaced."""
         self._marks: dict[int, int] = {}
-        self._wanted = False
+        self._transfer_due = False
         self._covered_at = 0
         self._confirmed = 0
         self._held: deque[tuple[int, Address, m.Message]] = deque()
-        self._told: dict[Address, int] = {}
+        self._acknowledged: dict[Address, int] = {}
 
     # --- events --------------------------------------------------------------------------------------------------
 
-    def hear(self, sender: Address, message: m.Message) -> Out:
+    def handle(self, sender: Address, message: m.Message) -> Out:
         """Handle a message. `fault` has the error if it was refused."""
         self.fault = None
-        if sender == self.shadow:
-            return self._echoed(message)
+        if sender == self.standby:
+            return self._handle_standby(message)
         if isinstance(message, ResumeConnection):
-            return self._resumed(sender, message)
-        out = self._greet(sender)
+            return self._resume(sender, message)
+        out = self._open_connection(sender)
         if isinstance(message, Ack):
-            out += self._event(TAKEN, sender, message.heard)
-            return out + (self._tell(sender) if message.ask else [])
-        out += self._event(WORD, sender, 0, message)
-        if isinstance(message, m.Commit) or self._heard(sender) >= self._told.get(sender, 0) + OFTEN:
-            out += self._tell(sender)
+            out += self._event(CONFIRMED, sender, message.received)
+            return out + (self._acknowledge(sender) if message.ask else [])
+        out += self._event(MESSAGE, sender, 0, message)
+        if isinstance(message, m.Commit) or self._received(sender) >= self._acknowledged.get(sender, 0) + OFTEN:
+            out += self._acknowledge(sender)
         return out
 
     def begin(self) -> None:
@@ -244,11 +244,11 @@ class Primary:
         Messages that wait for it are dropped. They are not for the process that replaces it.
         """
         self.up.discard(worker)
-        self._told.pop(worker, None)
+        self._acknowledged.pop(worker, None)
         self._held = deque(held for held in self._held if held[1] != worker)
         return self._event(LOST, worker)
 
-    def parted(self, server: Address) -> None:
+    def disconnected(self, server: Address) -> None:
         """Note the end of a connection to another server. Messages to it are kept."""
         self.up.discard(server)
 
@@ -260,11 +260,11 @@ class Primary:
     def reconnected(self, server: Address) -> Out:
         """Resume on a new connection to another server."""
         self.up.discard(server)
-        return [(server, ResumeConnection(self._heard(server)))]
+        return [(server, ResumeConnection(self._received(server)))]
 
     def probe(self) -> Out:
         """Make an event without effect, so that the standby confirms it."""
-        return self._event(TAKEN, self.me)
+        return self._event(CONFIRMED, self.me)
 
     def confirmed(self, index: int) -> bool:
         """Return whether the standby has confirmed this event.
@@ -273,37 +273,37 @@ class Primary:
         """
         return not self.joined or self._confirmed >= index
 
-    def orphaned(self) -> Out:
+    def take_over(self) -> Out:
         """Note that this copy is the primary now. The process of the former one is gone."""
-        return self._event(ORPHANED, self.me)
+        return self._event(NEW_PRIMARY, self.me)
 
     # --- the standby ---------------------------------------------------------------------------------------------
 
-    def join(self) -> Out:
+    def add_standby(self) -> Out:
         """Send the state to a new standby, as soon as the state can be told."""
         self.covered = self.joined = False
-        self._wanted = True
-        return self._join_if_quiet()
+        self._transfer_due = True
+        return self._transfer_if_possible()
 
-    def alone(self) -> Out:
+    def drop_standby(self) -> Out:
         """Stop waiting for the standby. The launcher has reported the end of its process."""
-        self.covered = self.joined = self._wanted = False
+        self.covered = self.joined = self._transfer_due = False
         return self._release(self.copy.events)
 
-    def _join_if_quiet(self) -> Out:
-        data = self._save(self.copy) if self._wanted else None
+    def _transfer_if_possible(self) -> Out:
+        data = self._save(self.copy) if self._transfer_due else None
         if data is None:
             return []
-        self._wanted, self.joined = False, True
+        self._transfer_due, self.joined = False, True
         self._marks.clear()
         index = self._covered_at = self.copy.events
         count = -(-data.numel() // PART)
         return [
-            (self.shadow, StateTransfer(index, part, count, data.numel(), body=data[part * PART : (part + 1) * PART]))
+            (self.standby, StateTransfer(index, part, count, data.numel(), body=data[part * PART : (part + 1) * PART]))
             for part in range(count)
         ]
 
-    def _echoed(self, message: m.Message) -> Out:
+    def _handle_standby(self, message: m.Message) -> Out:
         """Handle a message of the standby.
 
         Confirmations from before its last state transfer are ignored.
@@ -313,9 +313,9 @@ class Primary:
             if found in (None, message.mark) or not self.covered:
                 return []
             self.differs += 1
-            return self.alone() + self.join()
+            return self.drop_standby() + self.add_standby()
         if not isinstance(message, ReplicaAck):
-            raise m.ProtocolError(f"{self.shadow} sent {type(message).__name__}, which a second copy never sends")
+            raise m.ProtocolError(f"{self.standby} sent {type(message).__name__}, which a second copy never sends")
         if message.whole and message.index == self._covered_at:
             self.covered = self.joined
         return self._release(message.index) if self.covered else []
@@ -325,7 +325,7 @@ class Primary:
         out: Out = []
         while self._held and self._held[0][0] <= self._confirmed:
             _, to, message = self._held.popleft()
-            if to in self.up or to not in self.copy.lines:
+            if to in self.up or to not in self.copy.channels:
                 out.append((to, message))
         return out
 
@@ -334,15 +334,15 @@ class Primary:
     def _event(self, event: int, who: Address, count: int = 0, message: m.Message | None = None) -> Out:
         out: Out = []
         if self.joined:
-            out.append((self.shadow, self._forward(event, who, count, message)))
+            out.append((self.standby, self._forward(event, who, count, message)))
         try:
-            said = self.copy.take(event, who, count, message)
+            replies = self.copy.handle(event, who, count, message)
         except m.ProtocolError as error:
-            self.fault, said = error, self.copy.said()
+            self.fault, replies = error, self.copy.outgoing()
         found = self.copy.mark() if self.joined else None
         if found is not None:
             self._marks[self.copy.events] = found
-        return out + self._put(said) + (self._join_if_quiet() if self._wanted else [])
+        return out + self._put(replies) + (self._transfer_if_possible() if self._transfer_due else [])
 
     def _forward(self, event: int, who: Address, count: int, message: m.Message | None) -> ReplicatedEvent:
         kind, meta = m.encode(message) if message is not None else (0, b"")
@@ -353,24 +353,24 @@ class Primary:
             event, self.copy.events + 1, int(who.role), who.group, who.index, count, kind, meta, body=body
         )
 
-    def _put(self, said: Out) -> Out:
+    def _put(self, replies: Out) -> Out:
         """Send messages, or hold them until the standby has confirmed their event."""
         if self.joined:
             # Output commit: a reply leaves only after the standby has its event.
-            self._held.extend((self.copy.events, to, message) for to, message in said)
+            self._held.extend((self.copy.events, to, message) for to, message in replies)
             return []
-        return [(to, message) for to, message in said if to in self.up or to not in self.copy.lines]
+        return [(to, message) for to, message in replies if to in self.up or to not in self.copy.channels]
 
-    def _tell(self, peer: Address) -> Out:
+    def _acknowledge(self, peer: Address) -> Out:
         """Ack the messages of a peer, once the standby has them."""
-        self._told[peer] = heard = self._heard(peer)
-        return self._put([(peer, Ack(heard))])
+        self._acknowledged[peer] = received = self._received(peer)
+        return self._put([(peer, Ack(received))])
 
-    def _heard(self, peer: Address) -> int:
-        line = self.copy.lines.get(peer)
-        return 0 if line is None else line.heard
+    def _received(self, peer: Address) -> int:
+        channel = self.copy.channels.get(peer)
+        return 0 if channel is None else channel.received
 
-    def _greet(self, sender: Address) -> Out:
+    def _open_connection(self, sender: Address) -> Out:
         """Handle the first message on a connection.
 
         It comes from a process that had no connection here before, or after the other side has restarted.
@@ -378,43 +378,44 @@ class Primary:
         if sender in self.up or sender == self.me:
             return []
         out: Out = []
-        if sender.role is Role.WORKER and sender in self.copy.lines:  # the worker's former process is gone
+        if sender.role is Role.WORKER and sender in self.copy.channels:  # the worker's former process is gone
             out = self.lost(sender)
         self.up.add(sender)
-        return out + self._again(sender)
+        return out + self._missing_messages(sender)
 
-    def _resumed(self, sender: Address, message: ResumeConnection) -> Out:
+    def _resume(self, sender: Address, message: ResumeConnection) -> Out:
         """Handle the reconnect of a peer.
 
         Raises:
             ProtocolError: the peer had no connection before.
         """
-        line, out = self.copy.lines.get(sender), Out()
-        if line is not None and line.life < message.life:  # messages of its earlier attempt were lost with the primary
-            line, out = None, self.lost(sender)
-        if (line is None and message.heard) or (line is not None and line.life > message.life):
+        channel, out = self.copy.channels.get(sender), Out()
+        # Messages of the worker's earlier process were lost with the former primary.
+        if channel is not None and channel.restarts < message.restarts:
+            channel, out = None, self.lost(sender)
+        if (channel is None and message.received) or (channel is not None and channel.restarts > message.restarts):
             raise m.ProtocolError(f"{sender} resumes a connection that it never had")
-        out += self._event(TAKEN, sender, message.heard)
+        out += self._event(CONFIRMED, sender, message.received)
         self.up.add(sender)
         if not message.answer:
-            out.append((sender, ResumeConnection(self._heard(sender), True)))
-        return out + self._again(sender)
+            out.append((sender, ResumeConnection(self._received(sender), True)))
+        return out + self._missing_messages(sender)
 
-    def _again(self, peer: Address) -> Out:
+    def _missing_messages(self, peer: Address) -> Out:
         """Return all messages that a peer has not received, without those still held."""
-        line = self.copy.lines.get(peer)
-        if line is None:
+        channel = self.copy.channels.get(peer)
+        if channel is None:
             return []
         waiting = sum(to == peer and not isinstance(held, UNCOUNTED) for _, to, held in self._held)
-        kept = list(line.kept)
-        return [(peer, message) for message in kept[: len(kept) - waiting]]
+        unconfirmed = list(channel.unconfirmed)
+        return [(peer, message) for message in unconfirmed[: len(unconfirmed) - waiting]]
 
     @property
     def clear(self) -> bool:
         """Whether all messages were sent, and received by all connected workers."""
-        lines = self.copy.lines.items()
+        channels = self.copy.channels.items()
         return not self._held and not any(
-            peer in self.up or line.kept for peer, line in lines if peer.role is Role.WORKER
+            peer in self.up or channel.unconfirmed for peer, channel in channels if peer.role is Role.WORKER
         )
 
 
@@ -447,14 +448,14 @@ class Standby:
                 self.copy = None  # replaced by a new copy, because it differed from the primary
             return torch.empty(min(PART, left), dtype=torch.uint8)
         if isinstance(message, ReplicatedEvent) and self.copy is not None:
-            return self.copy.server.place(_who(message), m.decode(message.kind, message.meta), False)
+            return self.copy.server.place(_address_of(message), m.decode(message.kind, message.meta), False)
         return None
 
-    def receipt(self, message: m.Message) -> ReplicaAck | None:
+    def early_ack(self, message: m.Message) -> ReplicaAck | None:
         """Return the ack that may be sent before the message is handled."""
         return ReplicaAck(message.index) if isinstance(message, ReplicatedEvent) and self.copy is not None else None
 
-    def hear(self, message: m.Message) -> ReplicaAck | ReplicaChecksum | None:
+    def handle(self, message: m.Message) -> ReplicaAck | ReplicaChecksum | None:
         """Handle a message of the primary and return the reply, if any.
 
         Raises:
@@ -465,10 +466,10 @@ class Standby:
         if isinstance(message, ReplicaReleased):
             self.over = True
         elif isinstance(message, ReplicatedEvent):
-            return self._follow(message)
+            return self._apply(message)
         return None
 
-    def succeed(self) -> ReplicatedServer | None:
+    def promote(self) -> ReplicatedServer | None:
         """End this standby, and return its copy, which becomes the primary.
 
         None: the standby does not have the state.
@@ -488,18 +489,18 @@ class Standby:
         self.copy = copy
         return ReplicaAck(message.index, whole=True)
 
-    def _follow(self, message: ReplicatedEvent) -> ReplicaChecksum | None:
+    def _apply(self, message: ReplicatedEvent) -> ReplicaChecksum | None:
         copy = self.copy
         if copy is None or message.index != copy.events + 1:
             raise m.ProtocolError(f"event {message.index} is not the next event")
         inner = m.decode(message.kind, message.meta, message.body) if message.kind else None
         try:
-            copy.take(message.event, _who(message), message.count, inner)
+            copy.handle(message.event, _address_of(message), message.count, inner)
         except m.ProtocolError:  # the primary has refused the message in the same manner
-            copy.said()
+            copy.outgoing()
         found = copy.mark()
         return None if found is None else ReplicaChecksum(message.index, found)
 
 
-def _who(message: ReplicatedEvent) -> Address:
+def _address_of(message: ReplicatedEvent) -> Address:
     return Address(Role(message.role), message.group, message.number)

@@ -19,7 +19,8 @@ def save(copy: ReplicatedServer) -> torch.Tensor | None:
     state = copy.state_dict()
     if state is None:
         return None
-    writer = StateWriter(copy.server.buffers)
+    model = copy.server.model
+    writer = StateWriter(None if model is None else model.flats)
     return writer.bytes(schema=state["server"]["schema"], state=writer.write(state))
 
 
@@ -33,8 +34,9 @@ def restore(copy: ReplicatedServer, data: torch.Tensor) -> None:
         reader = StateReader(data)
         if reader.trees["schema"]:
             # The model comes first: its buffers are filled in place, and other tensors are views of them.
-            copy.server.make_model(reader.trees["schema"])
-        reader.fill(copy.server.buffers)
+            copy.server.start.make_model(reader.trees["schema"])
+        model = copy.server.model
+        reader.fill(None if model is None else model.flats)
         copy.load_state_dict(reader.read(reader.trees["state"]))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RuntimeError) as error:
         raise m.ProtocolError(f"not the state of a server: {error!r}") from error

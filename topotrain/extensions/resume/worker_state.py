@@ -5,7 +5,7 @@ other bytes raise ConfigError.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -57,7 +57,7 @@ class WorkerState:
 
     def to_bytes(self) -> bytes:
         """Return the state as bytes."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
+        plain = {name: getattr(self, name) for name in _TYPES}
         text = json.dumps({"version": VERSION, **plain}).encode()
         tensors = {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
         for kind in _TENSORS:

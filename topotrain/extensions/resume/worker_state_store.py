@@ -14,7 +14,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message, ProtocolError
 from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.server_extension import ServerExtension
-from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant
+from topotrain.extensions.checkpointing.shard_snapshot import WorkerStateKeeper
 from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, WorkerStateRequest
 
 PART = 16 << 20
@@ -113,7 +113,7 @@ class _WorkerStates:
             del self.kept[each]
 
 
-class WorkerStateStore(ServerExtension, SnapshotParticipant):
+class WorkerStateStore(ServerExtension, WorkerStateKeeper):
     """The states of all workers of a job, on server (0,0)."""
 
     messages = (WorkerStatePart, WorkerStateRequest)
@@ -145,15 +145,15 @@ class WorkerStateStore(ServerExtension, SnapshotParticipant):
             else cut(worker, number, data)
         )
 
-    def taken(self, number: int) -> dict[Address, torch.Tensor]:
+    def snapshot_states(self, number: int) -> dict[Address, torch.Tensor]:
         """Return the states at a snapshot so far, 1-D uint8 each."""
         return {worker: states.kept[number] for worker, states in self._states.items() if number in states.kept}
 
-    def begun(self) -> dict[Address, torch.Tensor]:
+    def epoch_states(self) -> dict[Address, torch.Tensor]:
         """Return the states of all workers at the begin of their last epochs."""
         return {worker: states.kept[EPOCH] for worker, states in self._states.items() if EPOCH in states.kept}
 
-    def forget(self, number: int) -> None:
+    def forget_snapshots(self, number: int) -> None:
         """Drop the states for this snapshot and for all before it."""
         for states in self._states.values():
             for each in [n for n in states.kept if 0 < n <= number]:

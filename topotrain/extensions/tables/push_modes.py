@@ -135,7 +135,7 @@ class TableShard:
     # --- snapshots (`table_snapshot`) ---------------------------------------------------------------------------------
 
     @property
-    def unkept(self) -> str:
+    def snapshot_obstacle(self) -> str:
         """Why a snapshot cannot contain the table, or ""."""
         return f"pushes of table {self.spec.name!r} belong to no step of the model"
 
@@ -294,7 +294,7 @@ class StepTable(TableShard):
     """Applies or drops pushes together with their step of the worker group."""
 
     @property
-    def unkept(self) -> str:
+    def snapshot_obstacle(self) -> str:
         """See `TableShard`."""
         return f"table {self.spec.name!r} is dense" if self.spec.dense else ""
 

@@ -130,9 +130,9 @@ class TableServer(RegroupExtension, SnapshotParticipant):
         return TABLES if self._tables else ""
 
     @property
-    def unkept(self) -> str:
+    def snapshot_obstacle(self) -> str:
         """Why no snapshot can be taken now, or ""."""
-        return next((table.unkept for table in self._tables.values() if table.unkept), "")
+        return next((table.snapshot_obstacle for table in self._tables.values() if table.snapshot_obstacle), "")
 
     def freeze(self, frozen: FrozenShard) -> FrozenShard:
         """Add the rows as they are now to the frozen shard.
@@ -140,8 +140,8 @@ class TableServer(RegroupExtension, SnapshotParticipant):
         Raises:
             StateError: no snapshot can have them.
         """
-        if self.unkept:
-            raise StateError(self.unkept)
+        if self.snapshot_obstacle:
+            raise StateError(self.snapshot_obstacle)
         return self._copier.freeze(frozen, self._tables.values())
 
     # --- messages ------------------------------------------------------------------------------------------------

@@ -156,10 +156,6 @@ class ProcessTable:
         """Whether all workers have ended, besides those that are missing."""
         return self.workers - set(missing) <= self.exits.keys()
 
-    def have_all_ended(self, missing: Collection[str]) -> bool:
-        """Whether all processes have ended, besides those that are missing."""
-        return set().union(*self._residents.values()) - set(missing) <= self.exits.keys()
-
     def unended(self, rank: int, missing: Collection[str], started: bool) -> list[str]:
         """Return the processes of a unit that were not seen to end.
 

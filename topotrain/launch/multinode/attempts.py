@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from topotrain.config.job import Job
+from topotrain.config.job import Job, OnFailure
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Event, Notice, Saved, to_json
 from topotrain.extensions.replication.replica_placement import check
@@ -17,7 +17,7 @@ from topotrain.launch.agent.stop_signals import StopSignals
 from topotrain.launch.grace_period import hint
 from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.multinode.node_info import HostMap
-from topotrain.launch.multinode.node_membership import NodeMembership
+from topotrain.launch.multinode.node_membership import LeaderMembership, UnitMembership
 from topotrain.launch.multinode.node_rendezvous import NodeRendezvous
 from topotrain.launch.multinode.reliable_messages import shortened
 from topotrain.launch.multinode.restart_barrier import (
@@ -54,7 +54,7 @@ class Attempts:
 
     hall: NodeRendezvous
     met: AttemptAgreement
-    company: NodeMembership
+    company: UnitMembership
     heard: StopSignals
     on_event: EventListener
     saved: Saved | None = None
@@ -81,12 +81,12 @@ class Attempts:
 
         None means that nothing restarts in this job.
         """
-        post, life = self.company.post, begun.life.number
-        if post is None:
+        if self.met.job.on_failure is not OnFailure.kContinue:
             return None
+        control, life = self.company.control, begun.life.number
 
         def say(event: Event) -> None:
-            post.say(0, {"life": life, "event": shortened(json.loads(to_json(event)))})
+            control.send(0, {"life": life, "event": shortened(json.loads(to_json(event)))})
 
         return Follower([str(who) for unit in here.units for who in (*unit.workers, *unit.servers)], say)
 
@@ -97,9 +97,9 @@ class Attempts:
         """
         number, self.saved = begun.life.number, run.shutdown.saved or self.saved
         if goes_on is None:
-            assert self.company.post is not None
-            self.company.post.say(0, {"life": number, "ready": True})
+            self.company.control.send(0, {"life": number, "ready": True})
             return await_begin(run.unread, self.company, self.heard, number, self.met.workspace)
+        assert isinstance(self.company, LeaderMembership)
         goes_on.begin_attempt()
         topology, missing = layout(self.met.job.cluster, begun.hosts.numbers), goes_on.missing
         vacant = [u.rank for u in topology.units if missing.issuperset(map(str, (*u.workers, *u.servers)))]

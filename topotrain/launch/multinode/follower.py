@@ -63,6 +63,11 @@ class Follower:
         return self._ended or (self._alone and not self._held and self._residents <= self._exited)
 
     @property
+    def suspicious(self) -> bool:
+        """Whether failures here wait for unit 0, which may be their cause."""
+        return bool(self._held)
+
+    @property
     def listens(self) -> bool:
         """Whether unit 0 wants every step."""
         return self._listens
@@ -80,7 +85,7 @@ class Follower:
 
         Args:
             all: unit 0 has received all messages.
-            alone: the store was unreachable for so long that this unit stops waiting for it.
+            alone: unit 0 was out of reach for so long that this unit stops waiting for it.
         """
         self._alone = alone
         if all:  # unit 0 decides what follows

@@ -19,6 +19,7 @@ from topotrain.comm.security.secret import job_key, load_secret
 from topotrain.comm.store import Store, StoreError, StoreService, host_store, open_store
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, UnknownJob
 from topotrain.comm.store.store_url import parse
+from topotrain.comm.transport import TransportError
 from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Counted, Event, Notice
@@ -33,8 +34,15 @@ from topotrain.launch.job_shutdown import DECIDE_S, LauncherContext, RunFiles
 from topotrain.launch.launchers.env_tables import DEFAULT_ID, LaunchInfo
 from topotrain.launch.launchers.foreground_tool import StopRequested, interruptible
 from topotrain.launch.multinode.attempts import AttemptAgreement, Attempts
+from topotrain.launch.multinode.control_connection import ControlAccess
 from topotrain.launch.multinode.node_info import EndedBeforeStart, HostMap, JobEnd, with_job
-from topotrain.launch.multinode.node_membership import NodeMembership, StoreKeys, UnitReport
+from topotrain.launch.multinode.node_membership import (
+    FollowerMembership,
+    LeaderMembership,
+    StoreKeys,
+    UnitMembership,
+    UnitReport,
+)
 from topotrain.launch.multinode.node_rendezvous import JobRestarted, NodeRendezvous, forget, forget_lives, outlast
 from topotrain.launch.multinode.restart_barrier import RestartInfo
 from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal, seen
@@ -184,12 +192,8 @@ class Node:
         topology = layout(job.cluster, hosts.numbers)
         here = replace(topology, units=(topology.units[rank],))
         stores = StoreKeys(hall.run, hall.shared, Registry(root), self._record(hall, job, hosts))
-        lines = hall.lines if job.on_failure is OnFailure.kContinue else None
         with ExitStack() as stack:
-            twice = job.cluster.replicas > 1  # the first server may move, and unit 0 knows its unit
-            leads = rank == 0 if twice else LEADER in here.units[0].servers
-            company = stack.enter_context(closing(NodeMembership(stores, rank, hosts, leads, lines, hall.hear)))
-            company.where = _where(topology)
+            company = stack.enter_context(closing(self._join(hall, stores, met, topology, secret)))
             # In this order: while the displays wait for a reader at the end, Ctrl-C raises KeyboardInterrupt again.
             on_event = stack.enter_context(self.watching(job, topology, here))
             heard = stack.enter_context(signals())
@@ -213,7 +217,8 @@ class Node:
                     here = _of(job, begun.hosts, rank)
                     decides = course.follows(here, begun) if rank else goes_on
                     grounds = RunFiles(met.workspace / f"processes-{rank}.json", met.workspace / LOGS)
-                    host = LauncherContext(hear, grounds, heard, kept, mark, company, company.post, self.outlet)
+                    control = company.control if job.on_failure is OnFailure.kContinue else None
+                    host = LauncherContext(hear, grounds, heard, kept, mark, company, control, self.outlet)
                     run = RunLoop(job, here, host, decides)
                     outcome, again = self._live(run, hall, begun, secret), run.shutdown.again
                     if not again or company.over or heard.came:
@@ -232,6 +237,27 @@ class Node:
             self._leave(hall, root, company, end)
             whole = replace(outcome, code=end.code, cause=end.failed, seconds=time.monotonic() - began)
             return NodeResult(whole, end, job, topology, rank)
+
+    def _join(
+        self, hall: NodeRendezvous, stores: StoreKeys, met: AttemptAgreement, topology: Topology, secret: bytes
+    ) -> UnitMembership:
+        """Return the membership of this unit, with its control connections.
+
+        Raises ConfigError where unit 0 cannot listen at its address.
+        """
+        rank, job, hosts = self.start.rank, met.job, met.hosts
+        twice = job.cluster.replicas > 1  # the first server may move, and unit 0 knows its unit
+        leads = rank == 0 if twice else LEADER in topology.units[rank].servers
+        access = ControlAccess(hall.run, hall.run_id, secret, job.cluster.start_port, job.cluster.lease_s)
+        if rank:
+            assert hall.me is not None
+            return FollowerMembership(stores, rank, hosts, leads, access, hall.me.word)
+        recovers = job.on_failure is OnFailure.kContinue
+        try:
+            return LeaderMembership(stores, hosts, leads, access, hall.known, hall.verifier, recovers, _where(topology))
+        except TransportError as error:
+            self._give_up(hall, JobEnd(2, 0, hosts.names[0], text=f"unit 0 cannot be reached: {error}"))
+            raise ConfigError("--host", hosts.addresses[0], f"must be an address of this machine ({error})") from error
 
     def _live(self, run: RunLoop, hall: NodeRendezvous, begun: RestartInfo, secret: bytes) -> JobOutcome:
         """Run one attempt of this unit, from its first process to its last.
@@ -255,10 +281,11 @@ class Node:
             finally:
                 run.destroy()
 
-    def _leave(self, hall: NodeRendezvous, root: Store, company: NodeMembership, end: JobEnd) -> None:
+    def _leave(self, hall: NodeRendezvous, root: Store, company: UnitMembership, end: JobEnd) -> None:
         """Leave the job. Unit 0 also cleans up when all other units have left the store."""
         if self.start.rank:
             return
+        assert isinstance(company, LeaderMembership)
         outlast(hall.run)
         with suppress(StoreError):
             company.leave("done" if end.code == 0 else "stopped" if end.failed is None else "failed")
@@ -283,7 +310,7 @@ def _where(topology: Topology) -> dict[str, int]:
     return found | {f"unit {unit.rank}": unit.rank for unit in topology.units}
 
 
-def _reported(company: NodeMembership, rank: int, own: UnitReport) -> Iterator[Event]:
+def _reported(company: UnitMembership, rank: int, own: UnitReport) -> Iterator[Event]:
     """Yield the events of the other units, then the servers' counts of samples.
 
     A report drops the counts of a group whose workers start, so the counts of this unit are repeated behind all starts.
@@ -294,7 +321,7 @@ def _reported(company: NodeMembership, rank: int, own: UnitReport) -> Iterator[E
 
 
 def _agree(
-    company: NodeMembership,
+    company: UnitMembership,
     outcome: JobOutcome,
     notes: UnitReport,
     heard: StopSignals,

@@ -1,4 +1,4 @@
-"""Data that units exchange in the store, as JSON: units, hosts, and the job's end."""
+"""Data that units exchange as JSON: units, hosts, and the job's end."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
+from topotrain.comm.security.secret import job_key
 from topotrain.comm.store import StoreError
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Failed
@@ -46,8 +47,12 @@ class JobEnd:
             data["failed"].update(text=self.failed.text[-20_000:], traceback=self.failed.traceback[-40_000:])
         return json.dumps(data).encode()
 
+    def to_text(self) -> str:
+        """Serialize for a message between units."""
+        return self.dumped().decode()
+
     @staticmethod
-    def loaded(raw: bytes) -> "JobEnd":
+    def loaded(raw: bytes | str) -> "JobEnd":
         """Deserialize the result of `dumped`.
 
         An unreadable value ends the job as well, with code 1.
@@ -57,7 +62,7 @@ class JobEnd:
             failed = data.pop("failed")
             return JobEnd(**data, failed=None if failed is None else Failed(**failed))
         except (ValueError, TypeError, KeyError, AttributeError):
-            return JobEnd(1, text=f"its end in the store cannot be read: {raw[:80]!r}")
+            return JobEnd(1, text=f"its end cannot be read: {raw[:80]!r}")
 
 
 class EndedBeforeStart(Exception):
@@ -103,6 +108,38 @@ class NodeInfo:
     def who(self) -> str:
         """The unit's name, pid and host for error messages."""
         return f"unit {self.rank} (pid {self.pid} on {self.name})"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeVerifier:
+    """Proves and checks that units belong to one job.
+
+    Not every store checks secrets. Without this proof a wrong secret is found by a worker, much later.
+
+    secret: the job's secret. id: the name of the job. nprocs: the number of units.
+    """
+
+    secret: bytes
+    id: str
+    nprocs: int
+
+    def proof(self, rank: int) -> str:
+        """Return the proof of the unit of this rank."""
+        return job_key(self.secret, "unit", self.id, str(rank)).hex()
+
+    def verify(self, raw: bytes) -> NodeInfo:
+        """Read and check the description of a unit.
+
+        Raises StoreError, and ConfigError for a unit with other settings.
+        """
+        unit = NodeInfo.loaded(raw)
+        if unit.proof != self.proof(unit.rank):
+            accepted = "must be the same in all units: TOPOTRAIN_TOKEN, or the file that TOPOTRAIN_TOKEN_FILE names"
+            raise ConfigError("secret", None, f"{unit.who} has another secret than unit 0; it {accepted}")
+        if unit.nprocs != self.nprocs:
+            accepted = f"must be {self.nprocs} as for unit 0"
+            raise ConfigError(f"--nprocs of unit {unit.rank}", unit.nprocs, accepted)
+        return unit
 
 
 @dataclass(frozen=True, slots=True)

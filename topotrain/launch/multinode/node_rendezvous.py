@@ -3,8 +3,9 @@
     jobs/ID/job      the job's text, written when the user submits it; unit 0 may use its own instead
     jobs/ID/run      a random word for this start of the job, by unit 0
     jobs/ID/stop     set by `topotrain jobs stop`
-    jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, report/R, the units' messages (mailbox.py), back/R
-                     of a unit that rejoins the running job, and the addresses of its processes
+    jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, the address at which unit 0 controls the others
+                     (control), back/R of a unit that rejoins the running job, with welcome/R.WORD as the reply, and
+                     the addresses of its processes
     jobs/ID.RUN.N/   the addresses of the processes after the Nth restart of the whole job
 
 Each start has its own keys, so data of an earlier start is never read. Unit 0 keeps the keys that later units need
@@ -21,7 +22,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Self, TypeVar
 
-from topotrain.comm.security.secret import job_key
 from topotrain.comm.store import Store, StoreError, within
 from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.config import job_file
@@ -32,6 +32,7 @@ from topotrain.launch.multinode.node_info import (
     HostMap,
     JobEnd,
     NodeInfo,
+    NodeVerifier,
     address_towards,
     hosts_of,
     machine,
@@ -48,6 +49,11 @@ _MISSED = 3
 """Number of consecutive reads that may find no start: the store may have lost its data, and unit 0 rewrites it."""
 _T = TypeVar("_T")
 _FROM = "from"
+
+
+def welcome_key(rank: int, word: str) -> str:
+    """Return the key that unit 0 writes when a process may rejoin as unit `rank`."""
+    return f"welcome/{rank}.{word}"
 
 
 class RendezvousNotice:
@@ -106,7 +112,8 @@ class NodeRendezvous:
     """
 
     def __init__(self, root: Store, job: str, rank: int, nprocs: int, secret: bytes, patience: float = 0) -> None:
-        self._root, self.id, self.rank, self._nprocs, self._secret = root, job, rank, nprocs, secret
+        self._root, self.id, self.rank, self._nprocs = root, job, rank, nprocs
+        self.verifier = NodeVerifier(secret, job, nprocs)
         self.shared = within(root, f"jobs/{job}")
         self.patience = patience or MEETING_S
         self._deadline = time.monotonic() + self.patience
@@ -178,7 +185,7 @@ class NodeRendezvous:
         self._set(f"back/{self.rank}", me.dumped())
         what = f"unit 0 of job {self.id!r}, which is running, and can include unit {self.rank} when it restarts"
         try:
-            self._await(self.run, f"down/{self.rank}.{me.word}", what)
+            self._await(self.run, welcome_key(self.rank, me.word), what)
         except JobRestarted:
             self._kept.close()
             self.run.delete(f"back/{self.rank}")  # that start may have been deleted before this key was written
@@ -228,15 +235,6 @@ class NodeRendezvous:
             there = NodeInfo.loaded(raw).who
             raise ConfigError("--rank", self.rank, f"is taken: {there} is in job {self.id!r} already")
 
-    @property
-    def lines(self) -> dict[int, str]:
-        """The words for a `Mailbox`, by rank.
-
-        In unit 0 call it after `gather`.
-        """
-        assert self.me is not None
-        return {0: self.me.word} if self.rank else {unit.rank: unit.word for unit in self.known if unit.rank}
-
     def _whole(self, key: str) -> str:
         """Return the name, in the whole store, of a key of this start."""
         return f"jobs/{self.run_id}/{key}"
@@ -284,7 +282,7 @@ class NodeRendezvous:
             rank = next(rank for rank in range(self._nprocs) if rank not in known)
             others = [str(r) for r in range(self._nprocs) if r not in known and self.run.get(f"host/{r}") is None]
             what = ("unit " if len(others) < 2 else "units ") + ", ".join(others or [str(rank)])
-            known[rank] = self.hear(self._await(self.run, f"host/{rank}", what))
+            known[rank] = self.verifier.verify(self._await(self.run, f"host/{rank}", what))
         self.known = [known[rank] for rank in range(self._nprocs)]
         hosts = hosts_of(self.known, url, served)
         for unit in self.known:  # a unit that joins after a loss of the store's data must find its rank taken
@@ -328,7 +326,7 @@ class NodeRendezvous:
 
         Its address is `given`, or else the one on the route to the store.
         """
-        address, proof = given or address_towards(url), self._proof(self.rank)
+        address, proof = given or address_towards(url), self.verifier.proof(self.rank)
         return NodeInfo(
             self.rank,
             socket.gethostname(),
@@ -340,24 +338,6 @@ class NodeRendezvous:
             bool(given),
             secrets.token_hex(4),
         )
-
-    def _proof(self, rank: int) -> str:
-        # Not every store checks secrets. Without this proof a wrong secret is found by a worker, much later.
-        return job_key(self._secret, "unit", self.id, str(rank)).hex()
-
-    def hear(self, raw: bytes) -> NodeInfo:
-        """Read and check the description of a unit.
-
-        Raises StoreError, and ConfigError for a unit with other settings.
-        """
-        unit = NodeInfo.loaded(raw)
-        if unit.proof != self._proof(unit.rank):
-            accepted = "must be the same in all units: TOPOTRAIN_TOKEN, or the file that TOPOTRAIN_TOKEN_FILE names"
-            raise ConfigError("secret", None, f"{unit.who} has another secret than unit 0; it {accepted}")
-        if unit.nprocs != self._nprocs:
-            accepted = f"must be {self._nprocs} as for unit 0"
-            raise ConfigError(f"--nprocs of unit {unit.rank}", unit.nprocs, accepted)
-        return unit
 
     # --- waiting
 

@@ -1,77 +1,100 @@
 """Reliable messages between two units: numbered, in order, exactly once.
 
-Each end writes one page. It holds the messages that the other end has not acknowledged yet, and the number of the last
-message that this end has received. Delivery is in order and exactly once. Pages may be rewritten, lost, or read late or
-twice. The module is pure: it does no I/O and reads no clock.
+A message is JSON, and travels in parts, because the fields of a wire message are limited. Each part is kept until the
+other end has acknowledged it. After a reconnection all kept parts are sent again, and the receiver drops those that it
+has. The module does no I/O and reads no clock.
 """
 
 import json
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-PAGE_BYTES = 1 << 19
-"""The limit of a page. Further messages wait for the next page."""
+from topotrain.core.protocol import Message, ProtocolError, message
+
+PART_BYTES = 32 << 10
+"""Bytes of one part."""
+MESSAGE_BYTES = 16 << 20
+"""Limit of a message. A peer that sends more loses its connection."""
 _TEXT = 20_000  # the last characters of an event's text are the most useful ones
 
 Words = Mapping[str, Any]
 
 
+@message(110)
+@dataclass(frozen=True, slots=True)
+class UnitPart(Message):
+    """A part of a message between two units, or an acknowledgement alone.
+
+    number: the number of the part, from 1; 0: an acknowledgement without a part, which is also the heartbeat.
+    received: the number of the last part that the sender has received. more: further parts of the message follow.
+    """
+
+    number: int
+    received: int
+    more: bool
+    text: bytes
+
+
 class ReliableEnd:
-    """One end of a connection between two units."""
+    """One end of the messages between two units; it outlives their connections."""
 
     def __init__(self) -> None:
-        self._said: list[tuple[int, Words]] = []
-        self._number = 0
-        self._heard = 0
-        self.fresh = True
-        """Whether the page has data that was not written yet."""
+        self._kept: deque[UnitPart] = deque()
+        self._number = self._received = 0
+        self._text = bytearray()
 
     @property
     def waiting(self) -> bool:
-        """Whether some messages are not acknowledged yet."""
-        return bool(self._said)
+        """Whether the other end has not acknowledged some parts yet."""
+        return bool(self._kept)
 
-    def say(self, words: Words) -> None:
-        """Add a message to the page.
+    def send(self, words: Words) -> list[UnitPart]:
+        """Return the parts of a message, and keep them until they are acknowledged."""
+        text = json.dumps(words, separators=(",", ":")).encode()
+        parts = []
+        for at in range(0, len(text), PART_BYTES):
+            self._number += 1
+            more = at + PART_BYTES < len(text)
+            parts.append(UnitPart(self._number, self._received, more, text[at : at + PART_BYTES]))
+        self._kept.extend(parts)
+        return parts
 
-        It stays there until it is acknowledged.
+    def acknowledgement(self) -> UnitPart:
+        """Return a part without content, which acknowledges everything received."""
+        return UnitPart(0, self._received, False, b"")
+
+    def unacknowledged(self) -> list[UnitPart]:
+        """Return the kept parts in their order, to be sent again over a new connection."""
+        return [replace(part, received=self._received) for part in self._kept]
+
+    def receive(self, part: UnitPart) -> Words | None:
+        """Return the message that this part completes, if it completes one.
+
+        A part that came before is dropped, and so is one that came before its predecessor: the other end keeps both.
+
+        Raises:
+            ProtocolError: the message is too large, or not a JSON object.
         """
-        self._number += 1
-        self._said.append((self._number, words))
-        self.fresh = True
-
-    def page(self) -> bytes:
-        """Return the page for the other end."""
-        lines: list[str] = []
-        room = PAGE_BYTES
-        for number, words in self._said:
-            line = json.dumps([number, words], separators=(",", ":"))
-            room -= len(line)
-            if room < 0 and lines:
-                break
-            lines.append(line)
-        return f'{{"heard":{self._heard},"said":[{",".join(lines)}]}}'.encode()
-
-    def read(self, page: bytes) -> list[Words]:
-        """Return the new messages on the other end's page.
-
-        Raises ValueError for a page that cannot be read.
-        """
+        while self._kept and self._kept[0].number <= part.received:
+            self._kept.popleft()
+        if part.number != self._received + 1:
+            return None
+        self._received += 1
+        self._text += part.text
+        if part.more and len(self._text) <= MESSAGE_BYTES:
+            return None
+        text, self._text = bytes(self._text), bytearray()
+        if len(text) > MESSAGE_BYTES:
+            raise ProtocolError(f"a message of {len(text)} bytes between units, at most {MESSAGE_BYTES}")
         try:
-            data = json.loads(page)
-            heard, said = int(data["heard"]), [(int(number), dict(words)) for number, words in data["said"]]
-        except (KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"not a page: {error}") from None
-        left = [(number, words) for number, words in self._said if number > heard]
-        more = len(left) < len(self._said) and bool(left)  # messages that did not fit may fit now
-        self._said = left
-        found: list[Words] = []
-        for number, words in sorted(said, key=lambda each: each[0]):
-            if number == self._heard + 1:
-                self._heard = number
-                found.append(words)
-        self.fresh |= bool(found) or more
-        return found
+            words = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"a message between units is not JSON: {error}") from None
+        if not isinstance(words, dict):
+            raise ProtocolError("a message between units is not a JSON object")
+        return words
 
 
 def shortened(values: dict[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Saved
 from topotrain.launch.agent.children import AttemptInfo
 from topotrain.launch.agent.stop_signals import StopSignals
-from topotrain.launch.multinode.mailbox import Mailbox, News, UnitMessage, UnitReturned, UnitVanished
+from topotrain.launch.multinode.control_connection import News, UnitMessage, UnitReturned, UnitVanished
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo
-from topotrain.launch.multinode.node_membership import NodeMembership
+from topotrain.launch.multinode.node_membership import LeaderMembership, UnitMembership
 from topotrain.launch.recovery.resume_point import SHARED, seal, seen
 
 
@@ -89,7 +89,7 @@ class RestartBarrier:
 def muster(
     made: RestartBarrier,
     unread: Iterable[News],
-    company: NodeMembership,
+    company: LeaderMembership,
     heard: StopSignals,
     tell: Callable[[str], None],
     hint: str,
@@ -98,7 +98,6 @@ def muster(
 
     Returns False if the job ends instead.
     """
-    post = _post(company)
     told: set[int] = set()
     news = list(unread)
     while True:
@@ -115,30 +114,28 @@ def muster(
         for rank in set(made.gone) - told:
             told.add(rank)
             tell(f"unit {rank} is gone: the job waits {made.patience_s:g} s for another `topotrain unit --rank {rank}`")
-        _sleep(company, post, heard, made.due)
-        news = post.news()
+        _sleep(company, heard, made.due)
+        news = company.control.news()
 
 
-def begin_anew(company: NodeMembership, made: RestartBarrier, hosts: HostMap, life: AttemptInfo) -> None:
+def begin_anew(company: LeaderMembership, made: RestartBarrier, hosts: HostMap, life: AttemptInfo) -> None:
     """Send the next attempt from unit 0 to all units that are present."""
-    post = _post(company)
+    for rank, unit in made.back.items():  # before `expect`: the silence of the former process must not count
+        company.control.open(rank, unit.word)
     company.expect(hosts, made.there)
-    for rank, unit in made.back.items():
-        post.open(rank, unit.word)
     words: dict[str, Any] = {"name": Path(life.resume).name, "seal": seal(life.resume)}
     words |= {"absent": sorted(life.absent), "hosts": asdict(hosts)}
     for rank in sorted(made.there):
-        post.say(rank, {"life": life.number, "begin": words})
+        company.control.send(rank, {"life": life.number, "begin": words})
 
 
 def await_begin(
-    unread: Iterable[News], company: NodeMembership, heard: StopSignals, life: int, workspace: Path
+    unread: Iterable[News], company: UnitMembership, heard: StopSignals, life: int, workspace: Path
 ) -> RestartInfo | None:
     """Wait in another unit for the attempt after number `life`.
 
     Returns None if the job ends instead. Raises ConfigError.
     """
-    post = _post(company)
     news = list(unread)
     while True:
         for each in news:
@@ -148,8 +145,8 @@ def await_begin(
                 company.cast_out()
         if company.over or heard.came:
             return None
-        _sleep(company, post, heard, None)
-        news = post.news()
+        _sleep(company, heard, None)
+        news = company.control.news()
 
 
 def _begun(number: int, words: Mapping[str, Any], workspace: Path) -> RestartInfo:
@@ -164,15 +161,10 @@ def check_found(resume: str, saved: Saved | None, job: Job) -> None:
         raise ConfigError("cluster.workspace", job.workspace, accepted)
 
 
-def _post(company: NodeMembership) -> Mailbox:
-    assert company.post is not None
-    return company.post
-
-
-def _sleep(company: NodeMembership, post: Mailbox, heard: StopSignals, due: float | None) -> None:
+def _sleep(company: UnitMembership, heard: StopSignals, due: float | None) -> None:
     """Wait until something arrives, or `due` is reached."""
     with DefaultSelector() as selector:
-        for number in (company.fileno(), post.fileno(), heard.woken.fileno()):
+        for number in (company.fileno(), company.control.fileno(), heard.woken.fileno()):
             selector.register(number, EVENT_READ)
         ready = selector.select(None if due is None else max(0.0, due - time.monotonic()))
         if not company.over and any(key.fd == company.fileno() for key, _ in ready):

@@ -131,7 +131,7 @@ class ServerObserver(UnitObserver):
 
     def on_done(self, server: Server) -> None:
         """Report the distance between server groups."""
-        found = server.distance
+        found = server.exchange.distance
         if found.exchanges:
             self._control.emit(Apart(str(server.me), found.exchanges, found.mean, found.most, found.share))
 
@@ -187,7 +187,7 @@ def _report_counts(control: ChildChannel, place: RouterConfig, servers: ServerPr
     groups = range(place.topology.worker_groups)
     found = {each.server.me: each.server for g in groups if (each := servers.coordinator(g))}
     for me, server in found.items():
-        control.emit(Counted(str(me), {str(worker): count for worker, count in server.samples.items()}))
+        control.emit(Counted(str(me), {str(worker): count for worker, count in server.steps.samples.items()}))
 
 
 def _place(spec: dict[str, Any]) -> RouterConfig:

@@ -14,7 +14,10 @@ from typing import Any, NoReturn, Protocol
 
 from topotrain.training.context import ProcessOwner
 
-_OnExit = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)
+# The type of glibc's exit functions. The second argument is the exit code.
+_ExitFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
+_libc = ctypes.CDLL(None)
+_register, _unregister = _libc["__cxa_atexit"], _libc["__cxa_finalize"]
 
 
 class JobPart(Protocol):
@@ -45,7 +48,8 @@ class ProcessExitHook(ProcessOwner):
         self._part, self._pid = part, os.getpid()
         self._watches = False
         self._exit, self._execv, self._execve = os._exit, os.execv, os.execve
-        self._at_c_exit = _OnExit(self._c_exit)
+        self._at_c_exit = _ExitFunction(self._c_exit)
+        self._registered = False
 
     def watch(self) -> None:
         """Start watching."""
@@ -61,9 +65,18 @@ class ProcessExitHook(ProcessOwner):
         """
         # Exit functions run in reverse order of registration, so this one must be registered after those of torch,
         # which registers more of them while it trains.
-        if self._watches and os.getpid() == self._pid:
+        if not self._watches or os.getpid() != self._pid:
+            return
+        function = ctypes.cast(self._at_c_exit, ctypes.c_void_p)
+        if self._registered:
+            # A job may have a million loops, so the function moves to the end and is not registered once more.
+            # glibc calls a function that it unregisters: `_c_exit` must do nothing in that call.
+            self._registered = False
+            _unregister(function)
+        else:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._at_c_exit))  # C keeps the address of the function forever
-            ctypes.CDLL(None).on_exit(self._at_c_exit, None)
+        _register(function, None, function)  # the last argument names the function for `_unregister`
+        self._registered = True
 
     def forget(self) -> None:
         """Stop watching, because the script is over. A second call does nothing."""
@@ -96,8 +109,8 @@ class ProcessExitHook(ProcessOwner):
 
         return replace
 
-    def _c_exit(self, status: int, _: object) -> None:
-        code = 0 if status else self._complete()
+    def _c_exit(self, _: object, status: int) -> None:
+        code = 0 if status or not self._registered else self._complete()
         if code:
             self._exit(code)
 

@@ -35,7 +35,7 @@ from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
-from topotrain.extensions.elastic.membership import ElasticGroups
+from topotrain.extensions.elastic.group_departure import GroupDeparture
 from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers, ServerFactory
@@ -164,7 +164,7 @@ class ServerEndpoint:
         if options.writer is not None:
             # Where a script's thread does the server's work, it reads what is new with the next message.
             poke = (lambda: None) if inline else self.poke
-            self._snapshots = options.writer.follow(me, snapshots_of(self.server), poke)
+            self._snapshots = options.writer.attach(snapshots_of(self.server), poke)
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         with self._lock:
@@ -201,7 +201,7 @@ class ServerEndpoint:
             self._read_snapshots()
         self._notify_if_done()
 
-    def told(self, message: Message) -> None:
+    def handle_own(self, message: Message) -> None:
         """Handle a message of the launcher, with the server itself as its sender."""
         with self._guarded():
             self._handle(self.server.me, message)
@@ -218,10 +218,10 @@ class ServerEndpoint:
             self._observer.on_failure()
             raise
 
-    def may_change(self, group: int, wish: str) -> str:
-        """Return why a group cannot leave or join; see `Server.may_change`."""
+    def may_change(self, group: int, request: str) -> str:
+        """Return why a group cannot leave or join; see `GroupDeparture.may_change`."""
         with self._lock:
-            return self.server.extension(ElasticGroups).may_change(group, wish)
+            return self.server.extension(GroupDeparture).may_change(group, request)
 
     def catch_up(self) -> None:
         """Ask the coordinator for its decisions before there was a connection.
@@ -235,7 +235,7 @@ class ServerEndpoint:
 
     def _read_snapshots(self) -> None:
         if self._snapshots is not None:
-            for message in self._snapshots.heard():
+            for message in self._snapshots.messages():
                 self._handle(self.server.me, message)
 
     def _notify_if_done(self) -> None:
@@ -362,7 +362,7 @@ def serve(
             process = (observer.on_failure, options.writer, slot, observer.on_open)
             copied = ReplicatedServers(place, router, make, addresses[0], *process)
             # Before it opens: the placement may have changed while this process started.
-            slot.taken(copied.arrange)
+            slot.subscribe(copied.arrange)
             copied.open(observer.on_serving)
             copied.wait()
         else:

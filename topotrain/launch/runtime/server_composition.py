@@ -49,14 +49,17 @@ def server_extensions(
     """
     found = list(_extensions(server, job, topology, memory, resumed))
     if installed("extensions.elastic.membership"):
-        from topotrain.extensions.elastic.membership import ElasticGroups
+        from topotrain.extensions.elastic.group_departure import GroupDeparture
+        from topotrain.extensions.elastic.membership import GroupRestarts
 
-        found.append(ElasticGroups(server, job, topology))
+        restarts = GroupRestarts(server, job, topology)
+        found += [restarts, GroupDeparture(server, restarts)]
     if installed("extensions.checkpointing.checkpoint_extension"):
         from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension
 
         # The last one, so that it freezes what the others have of a step.
-        found.append(CheckpointExtension(server, job, topology, resumed, found))
+        checkpoints = CheckpointExtension(server, job, topology, resumed, found)
+        found += [checkpoints] if checkpoints.cut is None else [checkpoints, checkpoints.cut]
     return tuple(found)
 
 

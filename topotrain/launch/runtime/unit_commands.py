@@ -19,14 +19,16 @@ import threading
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from topotrain.config.job import Job
 from topotrain.core.events import Unsaved
-from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotWriter
 from topotrain.extensions.replication.replica_placement import ReplicaSet, standings
 from topotrain.launch.grace_period import waits
 from topotrain.launch.runtime.child_channel import ChildChannel
+
+if TYPE_CHECKING:  # its import loads torch, which the handlers of the other commands do not need
+    from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotWriter
 
 SNAPSHOT = "snapshot"
 
@@ -45,7 +47,7 @@ class FinalSnapshot:
         self._name, self._control = name, control
         self._writer: SnapshotWriter | None = None
 
-    def open(self, writer: SnapshotWriter | None) -> None:
+    def open(self, writer: "SnapshotWriter | None") -> None:
         """Use this writer of snapshots; None if the job writes none."""
         self._writer = writer
 

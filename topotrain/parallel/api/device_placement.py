@@ -43,12 +43,12 @@ def device(name: str | None = None) -> torch.device | AbstractContextManager[Non
     This worker computes on the GPU that the job's `gpu` field gives it, or one of the machine's in turn. Without a GPU
     it computes on the CPU. In an ordinary process on the first GPU, or the CPU. Nothing is moved there by itself.
 
-    Modules that are made in a scope, and what a forward computes in one, belong to that worker of the group
-    (TensorFlow's names: /job:worker/task:1); parameters that are made in "/job:ps/task:0" live on that server. Outside
-    a job, and where a group has one worker, a scope does nothing.
+    Modules that are made in a scope, and results that a forward computes in one, belong to that worker of the group
+    (TensorFlow's names: /job:worker/task:1). Parameters that are made in "/job:ps/task:0" are stored by that server.
+    Outside a job, and where a group has one worker, a scope does nothing.
 
     Raises:
-        ConfigError: the `gpu` field names a GPU that this machine has not; the name is none.
+        ConfigError: the `gpu` field names a GPU that this machine does not have, or `name` is not the name of a device.
     """
     if name is not None:
         return scope(name)
@@ -101,10 +101,8 @@ def _check_seen(name: str) -> None:
 
 
 def _releases() -> int | None:
-    """Return the index of this worker, or None if layers must not be released early.
-
-    Memory of layers that belong to other workers can be given back before `tt.prepare` sees the whole model.
-    """
+    """Return the index of this worker, or None if layers must not be released early."""
+    # Memory of layers that belong to other workers can be given back before `tt.prepare` sees the whole model.
     here = process.current()
     if here is None or process.planning() or here.worker is not None:
         return None
@@ -116,16 +114,14 @@ def _releases() -> int | None:
 
 @contextmanager
 def _returned_at_once() -> Iterator[None]:
-    """Make the C library return the memory of released layers to the system at once.
-
-    By default the heap would keep it in fragments. The settings of malloc cannot be read. So the values set afterwards
-    are those to which malloc adapts by itself (see mallopt(3)).
-    """
+    """Make the C library return the memory of released layers to the system at once."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         yield
         return
+    # By default the heap would keep the memory in fragments. The settings of malloc cannot be read, so the values set
+    # afterwards are those to which malloc adapts by itself (see mallopt(3)).
     mallopt(_MMAP_THRESHOLD, 1 << 20)
     try:
         yield
@@ -142,11 +138,9 @@ class _Release:
         self._made: dict[int, nn.Module] = {}
 
     def registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        """Release the layers that are complete, and note the layer of this parameter.
-
-        The hook runs when a module gets a parameter. Layers that were noted before and are no longer under construction
-        are complete then.
-        """
+        """Release the layers that are complete, and note the layer of this parameter."""
+        # The hook runs when a module gets a parameter. Layers that were noted before and are no longer under
+        # construction are complete then.
         building = _under_construction()
         for key in [key for key in self._made if key not in building and key != id(module)]:
             _give_back(self._made.pop(key))
@@ -155,12 +149,10 @@ class _Release:
             self._made[id(module)] = module
 
     def finished(self) -> None:
-        """Release the remaining layers at the end of the scope.
-
-        Modules around the scope that are still under construction stay until `tt.prepare`.
-        """
+        """Release the remaining layers at the end of the scope."""
         building = _under_construction()
         for key, module in self._made.items():
+            # Modules around the scope that are still under construction stay until `tt.prepare`.
             if key not in building:
                 _give_back(module)
 

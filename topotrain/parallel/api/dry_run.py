@@ -78,7 +78,7 @@ def state_factor(optimizer: torch.optim.Optimizer | None) -> float:
     if optimizer is None or isinstance(optimizer, torch.optim.SparseAdam):
         return 0.0
     probe = torch.nn.Parameter(torch.zeros(64))
-    probe.grad = torch.zeros(64)
+    torch.autograd.backward(probe, torch.zeros(64))  # plain zeros as its gradient
     taken = inspect.signature(type(optimizer)).parameters  # a class may set group entries that it does not take
     copy = type(optimizer)(
         [probe], **{k: v for k, v in optimizer.param_groups[0].items() if k in taken and k != "params"}

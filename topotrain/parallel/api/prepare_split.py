@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -118,15 +118,13 @@ def _mentions_device(kind: type[nn.Module]) -> bool:
 
 @contextmanager
 def _random_state_kept(loader: Any) -> Iterator[None]:
-    """Restore the random state of a loader and of torch after the block.
-
-    So looking at a batch does not change the order of the batches.
-    """
+    """Restore the random state of a loader and of torch after the block."""
     sampler = getattr(loader, "sampler", None)
     own = [
         dice for thing in (loader, sampler) if isinstance(dice := getattr(thing, "generator", None), torch.Generator)
     ]
     states = [dice.get_state() for dice in own]
+    # Looking at a batch must not change the order of the batches.
     with torch.random.fork_rng(devices=[]):
         yield
     for dice, state in zip(own, states, strict=True):
@@ -140,14 +138,6 @@ def _check(job: Job, model: nn.Module) -> None:
         if rows or isinstance(module, Embedding):
             accepted = "sends single rows, which a split model does not support: use nn.Embedding(sparse=False)"
             raise ConfigError("model", name, accepted)
-
-
-class GroupConnections(Protocol):
-    """Connections of a worker that can reach the other workers of its group."""
-
-    def meet_group(self) -> NetworkChannel:
-        """Connect all workers of the group, which all call this once."""
-        ...
 
 
 class SplitModel(DividedModel):
@@ -187,8 +177,9 @@ class SplitModel(DividedModel):
 
     def start(self, worker: Worker) -> None:
         """As `DividedModel` has it."""
-        connections = cast(GroupConnections, self._here.connect())
-        self._forward.start(worker, connections.meet_group())
+        channel = self._here.connect().meet_group()
+        assert isinstance(channel, NetworkChannel)
+        self._forward.start(worker, channel)
         self._optimizer.register_state_dict_pre_hook(_no_optimizer_state)
         self._optimizer.register_load_state_dict_pre_hook(_no_optimizer_state)
 

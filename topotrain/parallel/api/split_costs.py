@@ -130,15 +130,12 @@ def check_room(asked: PlacementRequest, loader: Any, host: int) -> None:
 
 
 def _bill_if_known(asked: PlacementRequest, loader: Any) -> CostReport | None:
-    """Return the costs if the loader gives the arguments of the forward, else None.
-
-    A stream is not read, because its samples could not be read again. Errors are ignored here: the first step reports
-    them better.
-    """
+    """Return the costs if the loader gives the arguments of the forward, else None."""
+    # The samples of a stream could not be read again.
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return None
     try:
         given = inputs_of(asked.model, loader, asked.job.schedule is Schedule.k1F1B)
         return bill_of(replace(asked, call=call_of(asked.job, asked.model, given)), asked.found)
-    except Exception:
+    except Exception:  # the first step reports the error better
         return None

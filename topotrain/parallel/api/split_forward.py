@@ -1,6 +1,6 @@
 """The forward of a split model in a job."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -40,14 +40,13 @@ class SplitForward(WorkerExtension):
         self._captured, self._found, self._workers = captured, found, workers
         self._runners: dict[object, Runner] = {}
         self._channel: NetworkChannel | None = None
-        self._weight: Callable[[], float] = lambda: 1.0
         self._last: Runner | None = None
         self.open = False  # a forward has run, and its backward has not begun
         self.inside = False
 
     def start(self, worker: Worker, channel: NetworkChannel) -> None:
         """Connect to the worker and to the other workers of the group."""
-        self._channel, self._weight = channel, worker.batches.weight
+        self._channel = channel
         self.sync = _JobSync(channel, worker, self)
         worker.client.extension(DataClient).observe(self.sync)
         worker.attach(self)
@@ -78,7 +77,6 @@ class SplitForward(WorkerExtension):
                 cut,
                 self._model,
                 channel,
-                self._weight,
                 job.microbatches,
                 job.schedule.value,
                 self.sync,
@@ -88,7 +86,7 @@ class SplitForward(WorkerExtension):
 
     def weight(self) -> float:
         """As `WorkerExtension.weight`."""
-        return self._weight() if self._last is None else self._last.counts
+        return self.sync.weight() if self._last is None else self._last.counts
 
     def backward_begun(self) -> None:
         """Note that the backward of the last forward has begun."""
@@ -118,8 +116,12 @@ class _JobSync(WorkerSync):
         super().__init__(channel)
         self._forward = forward
         assert isinstance(worker.path, PushPath)  # gradients of a split model are hidden
-        self._path = worker.path
+        self._path, self._batches = worker.path, worker.batches
         self.dice = torch.default_generator if channel.me == 0 else torch.Generator()
+
+    def weight(self) -> float:
+        """As `WorkerSync.weight`."""
+        return self._batches.weight()
 
     def begun(self) -> None:
         """Notify the worker that a backward begins here."""
@@ -128,11 +130,9 @@ class _JobSync(WorkerSync):
         self._path.begin()
 
     def exchange(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:
-        """Exchange hellos as `WorkerSync.exchange` does.
-
-        Worker 0 sends its random state before its hello, so that no worker has to wait for it.
-        """
+        """Exchange hellos as `WorkerSync.exchange` does."""
         channel, key, draws = self.channel, TensorKey(self.forwards, 0, _DICE, False), mine.chance != 0
+        # Sent before the hello, so that no worker has to wait for it.
         for other in range(1, channel.size if draws and channel.me == 0 else 1):
             channel.send(other, key, self.dice.get_state())
         hellos = super().exchange(replace(mine, chance=int(draws)))

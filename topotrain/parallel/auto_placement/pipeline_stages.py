@@ -64,10 +64,7 @@ def stages_of(work: TaskGraph, workers: int, limits: Sequence[int] | None) -> li
 
 
 def _cheapest(load: _Loads, crossing: Sequence[int], workers: int, count: int, most: float) -> list[int]:
-    """Return the cuts with the fewest crossing bytes and no load above `most`.
-
-    Ties go to the more even cut.
-    """
+    """Return the cuts with the fewest crossing bytes and no load above `most`."""
     nothing = (float("inf"), float("inf"))
     best = [(0.0, load(0, 0, high)) if load(0, 0, high) <= most else nothing for high in range(count + 1)]
     cuts: list[list[int]] = []
@@ -80,6 +77,7 @@ def _cheapest(load: _Loads, crossing: Sequence[int], workers: int, count: int, m
                 if more <= most and best[low] != nothing:
                     fewer, full = best[low]
                     options.append(((fewer + (crossing[low] if low < count else 0), max(full, more)), low))
+            # A tie goes to the more even cut, because the load comes second.
             cost, low = min(options, default=(nothing, 0))
             row.append(cost)
             chosen.append(low)

@@ -59,15 +59,13 @@ def placed(
 
 
 def _tighter(limits: Sequence[int], chosen: ChosenPlacement, over: Sequence[MemoryExcess]) -> list[int]:
-    """Return the bytes that each worker may hold in the next try.
-
-    Workers that exceed a limit give up the excess, each in proportion to the bytes that it holds.
-    """
+    """Return the bytes that each worker may hold in the next try."""
     found = list(limits)
     for excess in over:
         mine = sorted({int(index) for need in excess.needs for index in _INDEX.findall(need.who)})
         held = sum(chosen.memory[worker] for worker in mine)
         for worker in mine:
+            # Workers that exceed a limit give up the excess in proportion to the bytes that they hold.
             part = excess.nbytes * chosen.memory[worker] // max(1, held)
             found[worker] = min(found[worker], max(0, chosen.memory[worker] - part - 1))
     return found

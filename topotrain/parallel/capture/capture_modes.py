@@ -81,10 +81,8 @@ def prepared(model: nn.Module, tracer: CaptureRecorder, training: bool) -> Itera
 
 
 def _globals(module: nn.Module) -> dict[str, Any] | None:
-    """Return the global names of the file that defines the forward of a user's module.
-
-    The capture replaces `len` there, because Python does not let a Proxy answer len() with another Proxy.
-    """
+    """Return the global names of the file that defines the forward of a user's module."""
+    # The capture replaces `len` there, because Python does not let a Proxy answer len() with another Proxy.
     if is_leaf(module) or type(module).__module__.startswith("torch."):
         return None
     return getattr(inspect.unwrap(type(module).forward), "__globals__", None)

@@ -207,15 +207,13 @@ class Tracer(fx.Tracer, CaptureRecorder):
             self._busy = False
 
     def _known(self, node: fx.Node) -> Any:
-        """Return the result of a node as the user's code sees it.
-
-        Values that do not depend on the samples become plain Python values.
-        """
+        """Return the result of a node as the user's code sees it."""
         values = node.meta["values"]
         first = values[0]
         if isinstance(first, torch.device):
             self.graph.erase_node(node)
             return torch.device(first.type)  # a GPU's number differs from worker to worker
+        # A value that does not depend on the samples becomes a plain Python value.
         if node.op != "placeholder" and _is_plain(first) and all(v == first for v in values) and self._holds(node):
             self.graph.erase_node(node)
             return first
@@ -228,10 +226,8 @@ class Tracer(fx.Tracer, CaptureRecorder):
         return whole
 
     def _holds(self, node: fx.Node) -> bool:
-        """Return whether a result holds for all numbers of samples, not only those tried.
-
-        Only a choice (bool) can fail this.
-        """
+        """Return whether a result holds for all numbers of samples, not only those tried."""
+        # A choice (bool) that two numbers of samples agree on may be another one for a third number.
         numbers = [n for n in node.all_input_nodes if all(type(v) in (bool, int, float) for v in n.meta["values"])]
         if not numbers or not isinstance(node.meta["values"][0], bool):
             return True

@@ -231,14 +231,12 @@ class _Stage:
         return made
 
     def _argument(self, leaf: ResultRef | SizeArgument, step: ProgramStep, leaves: list[torch.Tensor]) -> Any:
-        """Return the argument of a step: a number of samples, or a copy of a value.
-
-        Autograd may write into the copy. It counts as the same memory as the value.
-        """
+        """Return the argument of a step: a number of samples, or a copy of a value."""
         if isinstance(leaf, SizeArgument):
             whole = step.layout.where in (LocationKind.AT, LocationKind.FEATURE)
             samples = sum(self._samples) if whole else self._samples[self._worker]
             return leaf.per_sample * samples + leaf.more
+        # Autograd may write into the copy, which counts as the same memory as the value.
         graded = leaf.number in self._graded
         found = self._results.get(leaf.number) if leaf.edge is None else self._moved(leaf.edge)
         return tree_map(lambda x: self._leaf(x, graded, leaves) if isinstance(x, torch.Tensor) else x, found)

@@ -194,11 +194,9 @@ def _numbers(file: Path) -> dict[str, int]:
 
 
 def _group() -> int | None:
-    """Return the memory limit of the control group, version 2.
-
-    In a container, its own control group is at the root.
-    """
+    """Return the memory limit of the control group, version 2."""
     try:
+        # In a container, its own control group is at the root.
         most = _GROUP.read_text(encoding="ascii").strip()
         return None if most == "max" else int(most)
     except (OSError, ValueError):

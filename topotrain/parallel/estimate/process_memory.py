@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from topotrain.config.job import Compression, Job, Schedule
-from topotrain.config.sharding import ITEM_BYTES, Parameter, SliceMap
+from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address, Role, Topology, Unit
 from topotrain.core.model.schema import slice_map_for
 from topotrain.core.model.shared_windows import VALUES, buffer_of
@@ -181,8 +181,8 @@ def _worker(
     job: Job, topology: Topology, parameters: Sequence[Parameter], load: WorkerLoad, who: Address
 ) -> ProcessNeed:
     mine = [parameter for parameter in parameters if not parameter.owners or who.index in parameter.owners]
-    held = sum(map(_bytes, mine))
-    trained = [_bytes(parameter) for parameter in mine if parameter.trainable]
+    held = sum(parameter.nbytes for parameter in mine)
+    trained = [parameter.nbytes for parameter in mine if parameter.trainable]
     seeing = topology.sees_memory(who.group)
     moving = 2 * max(trained, default=0)  # autograd makes a gradient before it is put with the others
     moving += load.passed if seeing else load.messages
@@ -222,7 +222,3 @@ def _server(job: Job, topology: Topology, slices: SliceMap, state_factor: float,
     copied = values + state if takes_snapshots(job, topology) else 0
     made = ProcessNeed("", values=values, exchange=exchange, state=state, snapshot=copied)
     return replace(made, shared=shared, peers=len(groups) * workers)
-
-
-def _bytes(parameter: Parameter) -> int:
-    return parameter.count * ITEM_BYTES[parameter.dtype]

@@ -142,11 +142,9 @@ class _Assigning:
         return None if bare else DEFAULT
 
     def _block(self, name: str, inside: bool = False) -> int | None:
-        """Return the number of the first block that matches a name, or None.
-
-        A leaf is also matched by the names of its parameters.
-        """
+        """Return the number of the first block that matches a name, or None."""
         texts = [name]
+        # A leaf is also matched by the names of its parameters.
         if inside and name in self._modules:
             texts += [f"{name}.{own}" for own, _ in self._modules[name].named_parameters()]
         for number, block in enumerate(self._blocks):
@@ -155,11 +153,9 @@ class _Assigning:
         return None
 
     def _outermost(self, name: str, block: int) -> str:
-        """Return the outermost module above `name` that the same block matches.
-
-        All modules in between must be matched by this block, too.
-        """
+        """Return the outermost module above `name` that the same block matches."""
         for above in _above(name):
+            # All modules in between must be matched by this block, too.
             if self._block(above) != block:
                 break
             name = above

@@ -177,10 +177,8 @@ class InferredLayouts:
         )
 
     def _check_seen(self, node: fx.Node, assigned: Assignment) -> None:
-        """Refuse a scope around a module's call that the first capture did not reach.
-
-        The parameters were already distributed without it.
-        """
+        """Refuse a scope around a module's call that the first capture did not reach."""
+        # The parameters were distributed by the first capture, without the scope.
         if not self._before.unfinished or assigned.location is not None:
             return
         if location_of(node.meta["device"], self._workers, node.meta["line"]) is not None:

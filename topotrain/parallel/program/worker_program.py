@@ -52,28 +52,27 @@ def share(program: Program, me: int) -> tuple[LocalStep, ...]:
     return *stops, LocalStep(None, tuple(sorted(arriving.keys() - first.keys())), (), ())
 
 
-def references(nested: Any) -> Iterator[ResultRef]:
-    """Yield all values that are arguments in nested data."""
-    if isinstance(nested, ResultRef):
+def references(nested: Any, kinds: tuple[type, ...] = (ResultRef,)) -> Iterator[Any]:
+    """Yield all leaves of these kinds in nested data, in order."""
+    if isinstance(nested, kinds):
         yield nested
-    elif isinstance(nested, Mapping):
-        for item in nested.values():
-            yield from references(item)
-    elif isinstance(nested, tuple | list):
-        for item in nested:
-            yield from references(item)
-    elif isinstance(nested, slice):
-        yield from references((nested.start, nested.stop, nested.step))
+        return
+    if isinstance(nested, slice):
+        nested = nested.start, nested.stop, nested.step
+    # pytree would skip slices, and mappings that are not registered with it.
+    items = nested.values() if isinstance(nested, Mapping) else nested if isinstance(nested, tuple | list) else ()
+    for item in items:
+        yield from references(item, kinds)
 
 
-def replaced(nested: Any, leaf: Callable[[ResultRef | SizeArgument], Any]) -> Any:
-    """Return the same nested data with every ResultRef and SizeArgument replaced.
+def replaced(nested: Any, leaf: Callable[[Any], Any], kinds: tuple[type, ...] = (ResultRef, SizeArgument)) -> Any:
+    """Return the same nested data with every leaf of these kinds replaced.
 
     Lists stay lists, and named tuples keep their type.
     """
-    if isinstance(nested, ResultRef | SizeArgument):
+    if isinstance(nested, kinds):
         return leaf(nested)
-    again = partial(replaced, leaf=leaf)
+    again = partial(replaced, leaf=leaf, kinds=kinds)
     if isinstance(nested, Mapping):
         items = {key: again(item) for key, item in nested.items()}
         return items if type(nested) in (dict, MappingProxyType) else rebuilt(nested, items)

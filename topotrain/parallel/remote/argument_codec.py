@@ -7,7 +7,7 @@ argument of the call, {"stated": 2} a parameter.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -54,6 +54,10 @@ _KINDS: Mapping[type, str] = {CallInput: "input", StateRef: "stated"}
 
 class ComputingDevice:
     """Stands for the device of the worker that computes."""
+
+
+REFERENCES = (NodeOutput, CallInput, StateRef)
+"""Kinds of leaves, for `worker_program.references` and `worker_program.replaced`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,32 +195,6 @@ _READERS: dict[str, Callable[[Any, ReferenceBounds, int], Any]] = {
     "memory_format": _of_torch("memory_format"),
     "layout": _of_torch("layout"),
 }
-
-
-def references(nested: Any) -> Iterator[NodeOutput | CallInput | StateRef]:
-    """Yield all references inside an argument, in order."""
-    if isinstance(nested, NodeOutput | CallInput | StateRef):
-        yield nested
-    elif isinstance(nested, tuple | list):
-        for item in nested:
-            yield from references(item)
-    elif isinstance(nested, dict):
-        yield from references(list(nested.values()))
-    elif isinstance(nested, slice):
-        yield from references([nested.start, nested.stop, nested.step])
-
-
-def replaced(nested: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Return the same nested data with every reference and ComputingDevice replaced."""
-    if isinstance(nested, NodeOutput | CallInput | StateRef | ComputingDevice):
-        return leaf(nested)
-    if isinstance(nested, tuple | list):
-        return type(nested)([replaced(item, leaf) for item in nested])
-    if isinstance(nested, dict):
-        return {key: replaced(item, leaf) for key, item in nested.items()}
-    if isinstance(nested, slice):
-        return slice(*(replaced(part, leaf) for part in (nested.start, nested.stop, nested.step)))
-    return nested
 
 
 def read_json(text: bytes) -> Any:

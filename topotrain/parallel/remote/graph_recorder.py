@@ -149,12 +149,10 @@ class _Recorder(TorchFunctionMode):
                 hook.remove()
 
     def _worker(self, used: Sequence[NodeOutput | CallInput | StateRef], line: str) -> int:
-        """Return the worker of a call.
-
-        The scope of the call decides, then the scopes of the modules around it, then the workers of its inputs.
-        """
+        """Return the worker of a call."""
         cluster = self._kept.cluster
         scope = device_scopes.current()
+        # The scope of the call decides, then the scopes of the modules around it, then the workers of its inputs.
         named = ["" if scope is None else str(scope), *reversed(self._inside)]
         for name in named:
             found = location(name, cluster, line)
@@ -236,10 +234,8 @@ class _Recorder(TorchFunctionMode):
     # --- writing in place -------------------------------------------------------------------------------------------
 
     def _writes(self, tensor: torch.Tensor, worker: int, name: str, line: str) -> None:
-        """Refuse a write in place on a worker that does not hold the tensor.
-
-        Other workers may have a copy from before.
-        """
+        """Refuse a write in place on a worker that does not hold the tensor."""
+        # Another worker may have a copy from before the write.
         if self._home(self._known.get(id(tensor))) != worker:
             self._refuse_write(name, line)
         self._written[storage(tensor)] = name

@@ -7,7 +7,7 @@ finds every size, and any value that is too large, before anything is allocated.
 - In a training step all workers get the loss, since all run the backward. Other outputs stay on the first worker.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from types import MappingProxyType
@@ -32,21 +32,16 @@ from topotrain.parallel.program.split_program import (
     SymbolicShape,
     ValueLocation,
 )
+from topotrain.parallel.program.worker_program import references, replaced
 from topotrain.parallel.remote.allowed_functions import FUNCTIONS
-from topotrain.parallel.remote.argument_codec import (
-    CallInput,
-    ComputingDevice,
-    NodeOutput,
-    StateRef,
-    references,
-    replaced,
-)
+from topotrain.parallel.remote.argument_codec import REFERENCES, CallInput, ComputingDevice, NodeOutput, StateRef
 from topotrain.parallel.remote.graph_description import GraphDescription, GraphNode, StateDescription
 from topotrain.parallel.remote.graph_description import TensorForm as Described
 from topotrain.parallel.remote.graph_recorder import quiet
 from topotrain.training.parameters.flat_parameters import HOME
 
 _WHOLE = ValueLocation(LocationKind.WHOLE)
+_LEAVES = (*REFERENCES, ComputingDevice)
 
 
 class WorkerModel(nn.Module):
@@ -96,13 +91,18 @@ class OutputCollector:
     def __call__(self, content: Any) -> None:
         self.content = content
 
+    def take(self) -> Any:
+        """Return the output, and keep no reference to it."""
+        content, self.content = self.content, None
+        return content
+
 
 class NoGradFunction:
-    """A function of torch called inside `torch.no_grad()`."""
+    """An allowed function of torch, called inside `torch.no_grad()`."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.__name__ = str(getattr(function, "__name__", function))
+    def __init__(self, name: str) -> None:
+        self._function = FUNCTIONS[name]
+        self.__name__ = str(getattr(self._function, "__name__", self._function))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
@@ -206,15 +206,13 @@ def _program(building: _Building, box: OutputCollector | None, most: int) -> Pro
 
 def _used(description: GraphDescription) -> list[Any]:
     everything = [[node.args, [value for _, value in node.kwargs]] for node in description.nodes]
-    return list(references([*everything, description.output]))
+    return list(references([*everything, description.output], REFERENCES))
 
 
 def _add_node(building: _Building, number: int, node: GraphNode, examples: dict[object, Any], most: int) -> None:
     function = FUNCTIONS[node.function]
     args, kwargs = list(node.args), dict(node.kwargs)
-    given = replaced(
-        [args, kwargs], lambda ref: torch.device("cpu") if isinstance(ref, ComputingDevice) else _at(ref, examples)
-    )
+    given = replaced([args, kwargs], lambda ref: _at(ref, examples), _LEAVES)
     try:
         with torch.set_grad_enabled(node.graded):
             result = function(*given[0], **given[1])
@@ -228,7 +226,7 @@ def _add_node(building: _Building, number: int, node: GraphNode, examples: dict[
     examples[NodeOutput(number)] = result
     layout = ValueLocation(LocationKind.AT, worker=node.worker)
     refs = _refs(building, [args, kwargs], layout, examples)
-    target = function if node.graded else NoGradFunction(function)
+    target = function if node.graded else NoGradFunction(node.function)
     building.add(
         NodeOutput(number),
         StepKind.FUNCTION,
@@ -243,11 +241,10 @@ def _add_node(building: _Building, number: int, node: GraphNode, examples: dict[
 
 def _refs(building: _Building, nested: Any, layout: ValueLocation, examples: Mapping[object, Any]) -> Any:
     def leaf(ref: Any) -> Any:
-        if isinstance(ref, ComputingDevice):
-            return torch.device("cpu")
-        return building.ref(_step_of(building, ref, examples), layout)
+        on_device = isinstance(ref, ComputingDevice)
+        return _at(ref, examples) if on_device else building.ref(_step_of(building, ref, examples), layout)
 
-    return replaced(nested, leaf)
+    return replaced(nested, leaf, _LEAVES)
 
 
 def _step_of(building: _Building, ref: Any, examples: Mapping[object, Any]) -> int:
@@ -274,6 +271,8 @@ class _Part:
 
 
 def _at(ref: Any, examples: Mapping[object, Any]) -> Any:
+    if isinstance(ref, ComputingDevice):
+        return torch.device("cpu")
     if not isinstance(ref, NodeOutput):
         return examples[ref]
     found = examples[NodeOutput(ref.node)]

@@ -10,7 +10,7 @@ _BETWEEN_WORKERS = Route(Sender.GROUP_WORKERS, Receiver.WORKER)
 @message(96, _BETWEEN_WORKERS)
 @dataclass(frozen=True, slots=True)
 class Activation(Message):
-    """Worker -> worker: a part of an activation in the model's forward, or of the gradient of one.
+    """Worker -> worker: a part of an activation, or of the gradient of one.
 
     A body is a view. The sender does not write its memory until the receiver has reported it in `taken`.
 
@@ -39,4 +39,7 @@ class Activation(Message):
 @message(97, _BETWEEN_WORKERS)
 @dataclass(frozen=True, slots=True)
 class ActivationHello(Message):
-    """Worker -> worker of its group: the first message on a connection that the sender has opened."""
+    """Worker -> worker of its group: the first message on a new connection.
+
+    It is sent by the worker that has opened the connection.
+    """

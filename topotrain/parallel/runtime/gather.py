@@ -92,13 +92,11 @@ def gather(sync: WorkerSync, held: Sequence[GatheredTensor], targets: Mapping[st
 
 
 def _pieces(held: Sequence[GatheredTensor]) -> Iterator[tuple[GatheredTensor, slice]]:
-    """Yield slices of rows of up to PIECE_BYTES, at least one row.
-
-    Sender and receiver compute the same slices.
-    """
+    """Yield slices of rows of up to PIECE_BYTES, at least one row."""
     for entry in held:
         rows = _rowed(entry.held)
         count = len(rows)
+        # Sender and receiver compute the same slices, so a piece needs no description.
         each = max(1, PIECE_BYTES * count // max(1, rows.nbytes))
         yield from ((entry, slice(lo, min(lo + each, count))) for lo in range(0, count, each))
 

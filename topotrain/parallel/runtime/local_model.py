@@ -143,14 +143,11 @@ def _regroup(optimizer: Optimizer, entries: Sequence[_Entry]) -> tuple[tuple[lis
 
 
 def _hand_over_state(optimizer: Optimizer, entry: _Entry) -> None:
-    """Give state that was loaded before to the localized tensors.
-
-    State of the parameter's shape is cut into the shares, other state is copied. One worker sends all state to the
-    servers, so state is kept also for shares of other workers.
-    """
+    """Give state that was loaded before to the localized tensors."""
     held = optimizer.state.pop(entry.whole.tensor, None)
     if not held:
         return
+    # One worker sends all state to the servers, so state is kept also for shares of other workers.
     for share, tensor in zip(entry.whole.shares, entry.tensors, strict=True):
         optimizer.state[tensor] = {
             key: share.of(value) if isinstance(value, torch.Tensor) and value.shape == entry.whole.shape else value

@@ -69,12 +69,10 @@ def materialise(model: nn.Module, division: ParameterOwners, me: int, seed: int 
 
 
 def _taken(wanted: Sequence[tuple[dict[str, Any], str, WholeTensor]], me: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Keep this worker's shares of a filled module.
-
-    A tied weight gets the values of its first module.
-    """
+    """Keep this worker's shares of a filled module."""
     for table, own, whole in wanted:
         share = next((share for share in whole.shares if share.here(me)), None)
+        # A tied weight gets the values of its first module.
         if share is not None and whole.places[0].same(table, own):
             table[own] = cut_to(whole, share, table[own])
             yield id(whole.tensor), table[own]

@@ -1,13 +1,13 @@
 """Output of the model: joined from micro-batches, and tied to its moves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from topotrain.config.field_checks import ConfigError
 from topotrain.parallel.program.split_program import LocationKind, Program, ResultRef, SizeArgument, SymbolicShape
-from topotrain.parallel.program.worker_program import edges_of, rebuilt, references, replaced
+from topotrain.parallel.program.worker_program import edges_of, references, replaced
 from topotrain.parallel.runtime.microbatch import MicroBatchState
 from topotrain.parallel.runtime.transfers import TieTokens
 from topotrain.parallel.runtime.worker_sync import WorkerSync
@@ -73,32 +73,13 @@ def mean(values: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
 
 def tied(output: Any, tokens: Sequence[torch.Tensor], sync: WorkerSync, factor: float) -> Any:
     """Tie an output to tokens: a backward from any tensor of it runs all their moves."""
-    found = [tensor for tensor in tensors(output) if tensor.is_floating_point() or tensor.is_complex()]
+    found = [
+        tensor for tensor in references(output, (torch.Tensor,)) if tensor.is_floating_point() or tensor.is_complex()
+    ]
     chosen = [tensor for tensor in found if tensor.requires_grad] or (found if tokens else [])
     if not chosen:
         return output
     distinct = list({id(tensor): tensor for tensor in chosen}.values())
     results = TieTokens.apply(sync, factor, len(distinct), *distinct, *tokens)  # type: ignore[no-untyped-call]
     new = {id(tensor): result for tensor, result in zip(distinct, results, strict=True)}
-    return mapped(output, lambda tensor: new.get(id(tensor), tensor))
-
-
-def tensors(nested: Any) -> list[torch.Tensor]:
-    """Return all tensors of an output, in order."""
-    found: list[torch.Tensor] = []
-    mapped(nested, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
-
-
-def mapped(nested: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the same nested data with `change` applied to every tensor."""
-    if isinstance(nested, torch.Tensor):
-        return change(nested)
-    if isinstance(nested, dict):
-        items = {key: mapped(item, change) for key, item in nested.items()}
-        return items if type(nested) is dict else rebuilt(nested, items)
-    if isinstance(nested, tuple) and hasattr(nested, "_fields"):
-        return type(nested)(*(mapped(item, change) for item in nested))
-    if isinstance(nested, tuple | list):
-        return type(nested)(mapped(item, change) for item in nested)
-    return nested
+    return replaced(output, lambda tensor: new.get(id(tensor), tensor), (torch.Tensor,))

@@ -124,16 +124,14 @@ class OneFOneBForward:
         self.back = 0
 
     def __call__(self, channel: NetworkChannel, sync: WorkerSync) -> torch.Tensor:
-        """Run all micro-batches forward and back, and return the loss.
-
-        The script's backward from the loss adds the gradients to the parameters.
-        """
+        """Run all micro-batches forward and back, and return the loss."""
         counts = [self._count(flight.samples) for flight in self.flights if flight is not None]
         while self.back < self.trip.micros:
             blocked = self._turn(counts)
             if blocked is not None:
                 channel.wait_any(blocked)
         value = mean(self.losses, counts) if len(counts) > 1 else self.losses[0]
+        # The script's backward from this loss adds the gradients to the parameters.
         loss: torch.Tensor = DeferredBackward.apply(sync, self.gradients, value, self.route.anchor, *self.parameters)  # type: ignore[no-untyped-call]
         return loss
 
@@ -192,16 +190,14 @@ class OneFOneBForward:
                 self._add(index, gradient)
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a gradient to the sum of a parameter.
-
-        The first sum allocates new memory, because autograd may return the same tensor for two parameters.
-        """
+        """Add a gradient to the sum of a parameter."""
         before = self.gradients[index]
         if before is None:
             self.gradients[index] = gradient
         elif index in self._sums:
             before.add_(gradient)
         else:
+            # Fresh memory, because autograd may return the same tensor for two parameters.
             self.gradients[index] = before + gradient
             self._sums.add(index)
 

@@ -7,7 +7,7 @@ needed (`transfers`). Autograd sends gradients back along the same edges. The de
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from inspect import Parameter, signature
 from typing import Any
 
@@ -39,11 +39,10 @@ class Runner:
         program: the same on all workers of the group.
         model: has the modules and parameters of this worker. Others may be on the meta device.
         channel: the channel to the other workers of the group.
-        weight: returns the weight of this worker's gradient in the present step (its samples).
         microbatches: the maximum number of parts into which each worker's share is cut. All shares have fewer parts if
             a worker has fewer samples.
         schedule: kGPipe or k1F1B.
-        sync: the `WorkerSync` of this process, if it has several runners (one for training, one for evaluation).
+        sync: has the weight of this worker. All runners of a process (for training, for evaluation) share it.
         generator: draws the masks of dropout.
 
     Raises (from a call):
@@ -56,7 +55,6 @@ class Runner:
         program: Program,
         model: nn.Module,
         channel: NetworkChannel,
-        weight: Callable[[], float],
         microbatches: int = 1,
         schedule: str = GPIPE,
         sync: WorkerSync | None = None,
@@ -68,7 +66,7 @@ class Runner:
             )
         self.program, self.model, self.channel = program, model, channel
         self.sync = WorkerSync(channel) if sync is None else sync
-        self._weight, self._microbatches, self._generator = weight, microbatches, generator
+        self._microbatches, self._generator = microbatches, generator
         self._loss = loss_of(program) if schedule == ONE_F_ONE_B else None
         self._route, self._outputs = ForwardSettings(program, model, channel.me), OutputMerger(program)
         self._digest = digest(program, microbatches, schedule)
@@ -141,7 +139,7 @@ class Runner:
             steps=self.sync.steps,
             backwards=self.sync.backwards,
             samples=samples,
-            weight_bits=ForwardHello.bits(float(self._weight())),
+            weight_bits=ForwardHello.bits(float(self.sync.weight())),
             training=int(self.model.training),
             grad=int(torch.is_grad_enabled()),
             modes=modes,

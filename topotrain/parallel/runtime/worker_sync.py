@@ -72,6 +72,10 @@ class WorkerSync(DrawObserver):
         self._asked = 0
         self._draws = dict.fromkeys(self._others, (0, _NOWHERE))  # by worker: notices read, and the last one
 
+    def weight(self) -> float:
+        """Return the weight of this worker's gradient in the present step (its samples)."""
+        return 1.0
+
     def begun(self) -> None:
         """Count a backward that begins here."""
         self.backwards += 1

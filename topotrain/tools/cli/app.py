@@ -10,31 +10,19 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import make_folder
-from topotrain.tools.cli import (
-    chaos,
-    elastic_commands,
-    pserver,
-    simulate,
-)
-from topotrain.tools.cli import (
-    jobs as commands_jobs,
-)
-from topotrain.tools.cli import (
-    resume as commands_resume,
-)
-from topotrain.tools.cli import (
-    unit as commands_unit,
-)
+from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, simulate, unit
+from topotrain.tools.cli import resume as commands_resume
 from topotrain.tools.cli.job_arguments import (
     Args,
     AsJson,
@@ -63,16 +51,6 @@ if TYPE_CHECKING:
 
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
-
-VALUED = frozenset(
-    {"--set", "--emulate", "--report", "--out", "--forkserver", "--profile-step", "--resume"}
-) | frozenset(
-    {"--rendezvous", "--nodes", "--hosts", "--pass", "--id", "--rank", "--nprocs", "--host"}
-    | {"--image", "--namespace", "--format", "--output", "--max-restarts", "--input", "--plot"}
-    | {"--kill-every", "--for", "--seed", "--freeze", "--whom", "--pairs", "--at", "--kills"}
-    | {"--seeds", "--layout", "--only", "--group", "--workers", "--within"}
-)
-"""Options of all commands that are followed by a value."""
 
 CONFS = (".conf", ".yaml", ".yml")
 
@@ -112,17 +90,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _look_behind_program(words: Sequence[str]) -> None:
-    """Warn of words after the script that look like options of the command.
-
-    After a "--" they are meant for the script.
-    """
+    """Warn of words after the script that look like options of the command."""
     at = _program_at(words)
     rest = words[at + 1 :] if at is not None else ()
+    # After a "--" all words are meant for the script.
     if at is None or rest[:1] == ["--"] or not any(word.startswith("--") for word in rest):
         return
-    command = typer.main.get_command(app).commands.get(words[0])  # type: ignore[attr-defined]
+    command = _commands().get(words[0])
     if command is not None:
-        ours = {name for option in command.params if option.param_type_name == "option" for name in option.opts}
+        ours = {name for option in _options(command) for name in option.opts}
         names = misplaced(Path(words[at]), rest, ours)
         if names:
             print(f"topotrain: warning: {hint(words[at], names, words[0])}", file=sys.stderr)
@@ -147,6 +123,7 @@ def _program_at(words: Sequence[str]) -> int | None:
     """Return the index of PROGRAM, or None without one, or after a "--"."""
     positionals = 0
     skip = False
+    valued = _valued_options()
     for at, word in enumerate(words):
         if skip:
             skip = False
@@ -154,12 +131,31 @@ def _program_at(words: Sequence[str]) -> int | None:
             return None
         elif word.startswith("-"):
             # The next word is then the value of this option.
-            skip = word in VALUED
+            skip = word in valued
         else:
             positionals += 1
             if positionals > 1 and _is_program(words[0], word, positionals):
                 return at
     return None
+
+
+@cache
+def _commands() -> dict[str, Any]:
+    return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+@cache
+def _valued_options() -> frozenset[str]:
+    """Return the options of all commands that are followed by a value."""
+    found = [option for command in _commands().values() for option in _options(command)]
+    return frozenset(name for option in found if not option.is_flag for name in option.opts)
+
+
+def _options(command: Any) -> Iterator[Any]:
+    """Yield the options of a command, and of the commands below it."""
+    yield from (parameter for parameter in command.params if parameter.param_type_name == "option")
+    for below in getattr(command, "commands", {}).values():
+        yield from _options(below)
 
 
 def _is_program(command: str, word: str, positionals: int) -> bool:
@@ -398,21 +394,22 @@ def compare(
         if not loss_plot.available():
             raise BadInput(loss_plot.MISSING)
         check_writable("--out", out / side_by_side.DATA, private=True)
-        jobs = side_by_side.entries(
+        compared = side_by_side.entries(
             [(conf, with_link(load_job(Path(conf), sets, program, args), emulate)) for conf in confs], out
         )
         terminal = console(stderr=True)
 
-        def train_one(entry: side_by_side.ComparedJob) -> "ComparedResult":
-            terminal.print(f"{entry.label}: {entry.conf}", style="bold")
-            options = RunOptions(False, as_json, served_at, resume=commands_resume.asked_for(entry.job))
-            return train(entry.job, entry.topology, terminal, options)
+        def results() -> "Iterator[tuple[side_by_side.ComparedJob, ComparedResult]]":
+            for entry in compared:
+                terminal.print(f"{entry.label}: {entry.conf}", style="bold")
+                options = RunOptions(False, as_json, served_at, resume=commands_resume.asked_for(entry.job))
+                yield entry, train(entry.job, entry.topology, terminal, options)
 
         make_folder(out)
         with ExitStack() as stack:  # torch is loaded once for all of them
             own = None if running else stack.enter_context(closing(forkserver.start(out / "forkserver.log")))
             served_at = own.path if own else running
-            code, rows = side_by_side.compare(jobs, out, train_one)
+            code, rows = side_by_side.compare(results(), out)
         if as_json:
             print(json.dumps({"jobs": rows}, indent=2))
         else:
@@ -492,8 +489,8 @@ def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 
 pserver.register(app)
-commands_jobs.register(app)
-commands_unit.register(app)
+jobs.register(app)
+unit.register(app)
 chaos.register(app)
 elastic_commands.register(app)
 simulate.register(app)

@@ -10,10 +10,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from topotrain.tools.cli.job_arguments import AsJson, BadInput, refusing
+from topotrain.tools.monitor.monitored_run import complain
 
 if TYPE_CHECKING:
     from topotrain.comm.store import Store
@@ -30,7 +33,6 @@ jobs = typer.Typer(
 Rendezvous = Annotated[
     str, typer.Option("--rendezvous", metavar="URL", help=f"The store, instead of {VARIABLE}.", show_default=False)
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Id = Annotated[str, typer.Argument(metavar="ID", help="As `topotrain jobs list` shows it.", show_default=False)]
 
 LIST_EXAMPLE = """\b
@@ -109,7 +111,8 @@ def store(
             raise address.fail("must be tcp://ADDRESS:PORT: only such a store can be served")
         served = serve_store(address.host, address.port, load_secret(os.environ))
     except StoreError as error:
-        raise _failed(str(error), 2) from None
+        complain(str(error))
+        raise typer.Exit(2) from None
     print(f"{served.url} is served until Ctrl-C", file=sys.stderr, flush=True)
     number = signal.sigwait({signal.SIGINT, signal.SIGTERM})
     served.close()
@@ -122,20 +125,14 @@ def _registry(rendezvous: str) -> "Iterator[Registry]":
     from topotrain.comm.store import StoreError
     from topotrain.comm.store.discovery.job_registry import Registry, UnknownJob
 
-    opened = _open(rendezvous)
-    try:
-        yield Registry(opened)
-    except UnknownJob as error:
-        raise _failed(str(error), 2) from None
-    except StoreError as error:
-        raise _failed(str(error), 1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python flushes stdout once more when it ends
-        raise typer.Exit(1) from None
-    finally:
-        opened.close()
+    with refusing(), closing(_open(rendezvous)) as opened:
+        try:
+            yield Registry(opened)
+        except UnknownJob as error:
+            raise BadInput(str(error)) from None
+        except StoreError as error:
+            complain(str(error))
+            raise typer.Exit(1) from None
 
 
 def _open(rendezvous: str) -> "Store":
@@ -143,11 +140,11 @@ def _open(rendezvous: str) -> "Store":
 
     url = rendezvous or os.environ.get(VARIABLE, "")
     if not url:
-        raise _failed(f"no store: give --rendezvous URL or set {VARIABLE}", 2)
+        raise BadInput(f"no store: give --rendezvous URL or set {VARIABLE}")
     try:
         return open_store(url, patience=PATIENCE)
     except StoreError as error:
-        raise _failed(str(error), 2) from None
+        raise BadInput(str(error)) from None
 
 
 def _row(record: "JobRecord") -> tuple[str, ...]:
@@ -164,8 +161,3 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*clean)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in clean)
     return "\n".join(lines)
-
-
-def _failed(text: str, code: int) -> typer.Exit:
-    print(f"topotrain: error: {text}", file=sys.stderr, flush=True)
-    return typer.Exit(code)

@@ -1,12 +1,12 @@
 """The command `topotrain pserver`, with Paddle's flags and the usual exit codes."""
 
 import signal
-import sys
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from topotrain.config.job import ConfigError
+from topotrain.tools.cli.job_arguments import refusing
+from topotrain.tools.monitor.monitored_run import complain
 
 EXAMPLE = """\b
 Example:
@@ -42,12 +42,10 @@ def pserver(
     """Serve; typer shows HELP instead of this text."""
     from topotrain.compat.paddle.flags import parse
 
-    try:
+    with refusing():
         flags = parse(words or [])
         flags.job()
         flags.servers_here()
-    except ConfigError as error:
-        _complain(str(error), 2)
     signal.signal(signal.SIGTERM, _terminated)
 
     from topotrain.comm.store import StoreError
@@ -60,13 +58,10 @@ def pserver(
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except (StoreError, TransportError, JobError) as error:
-        _complain(str(error), 2 if isinstance(error, StoreError | Refused) or getattr(error, "config", False) else 1)
+        complain(str(error))
+        refused = isinstance(error, StoreError | Refused) or getattr(error, "config", False)
+        raise typer.Exit(2 if refused else 1) from None
 
 
 def _terminated(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
-
-
-def _complain(text: str, code: int) -> NoReturn:
-    print(f"topotrain: error: {text}", file=sys.stderr, flush=True)
-    raise typer.Exit(code)

@@ -101,24 +101,24 @@ class _Found:
 
 
 def _looked_into(verdict: "TrialVerdict", job: "Job | None") -> _Found:
-    from topotrain.tools.simulator.seeded_runs import LAYOUTS, shrunk
+    from topotrain.tools.simulator.seeded_runs import LAYOUTS, shrink
 
     if not verdict.wrong:
         return _Found(verdict, None, ())
-    return _Found(verdict, *shrunk(job or LAYOUTS[verdict.layout], verdict))
+    return _Found(verdict, *shrink(job or LAYOUTS[verdict.layout], verdict))
 
 
 def _one(seed: int, job: "Job | None", name: str, only: str, as_json: bool) -> int:
-    from topotrain.tools.simulator.seeded_runs import LAYOUTS, chosen, layout_of, rehearse, scheduled
+    from topotrain.tools.simulator.seeded_runs import LAYOUTS, chosen, layout_of, run_trial, schedule_of
 
     name = name or layout_of(seed)
     used = job or LAYOUTS[name]
-    schedule = scheduled(used, name, seed)
+    schedule = schedule_of(used, name, seed)
     kept = _numbers(only, len(schedule.faults))
     if kept is None:
-        found = _looked_into(rehearse(used, name, seed, schedule), used)
+        found = _looked_into(run_trial(used, name, seed, schedule), used)
     else:
-        found = _Found(rehearse(used, name, seed, chosen(schedule, kept)), None, kept)
+        found = _Found(run_trial(used, name, seed, chosen(schedule, kept)), None, kept)
     print(json.dumps(found.as_data(), indent=2) if as_json else _words(found))
     return int(bool(found.verdict.wrong))
 
@@ -134,12 +134,12 @@ def _numbers(only: str, count: int) -> tuple[int, ...] | None:
 
 
 def _many(seeds: range, job: "Job | None", name: str, as_json: bool) -> int:
-    from topotrain.tools.simulator.seeded_runs import many
+    from topotrain.tools.simulator.seeded_runs import run_seeds
 
     begun, wrong = time.monotonic(), list["TrialVerdict"]()
     counts = dict.fromkeys(("kills", "crashes", "moves", "snapshots", "messages"), 0)
     shows = sys.stderr.isatty()
-    for done, verdict in enumerate(many(seeds, job, name), 1):
+    for done, verdict in enumerate(run_seeds(seeds, job, name), 1):
         for what in counts:
             counts[what] += getattr(verdict, what)
         if verdict.wrong:
@@ -172,7 +172,7 @@ def _words(found: _Found) -> str:
     verdict = found.verdict
     schedule = verdict.schedule
     read = f"{schedule.batches} batches in {schedule.epochs} epoch{'s' * (schedule.epochs > 1)}, {schedule.mode}"
-    lines = [f"seed {verdict.seed}, layout {verdict.layout}: {read}; weather {schedule.weather}"]
+    lines = [f"seed {verdict.seed}, layout {verdict.layout}: {read}; network {schedule.network}"]
     numbers = found.kept if found.shortest is None and found.kept else range(len(schedule.faults))
     for number, fault, moment in zip(numbers, schedule.faults, verdict.moments, strict=True):
         came = "did not come to it" if moment is None else f"{moment:.4f} s"

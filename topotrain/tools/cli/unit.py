@@ -4,7 +4,6 @@ A user or any launcher starts it. Unit 0 shows the job and makes its report. The
 started, and how the job ended.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from topotrain.tools.cli.job_arguments import (
     load_job,
     refusing,
 )
-from topotrain.tools.monitor.monitored_run import complain
+from topotrain.tools.monitor.monitored_run import complain, display, show
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
@@ -153,9 +152,7 @@ class _Window:
     @contextmanager
     def watching(self, job: Job, topology: "Topology", here: "Topology") -> "Iterator[EventListener]":
         """See `node.Watching`."""
-        from topotrain.launch.console_output import out_of, outlet
         from topotrain.tools.monitor.job_report import Report
-        from topotrain.tools.monitor.progress_display import progress
         from topotrain.tools.monitor.result_tables import console
 
         self.report = report = Report(job, topology)
@@ -163,10 +160,7 @@ class _Window:
         if self.rank:
             where = ", ".join(str(resident) for resident in (*here.units[0].workers, *here.units[0].servers))
             print(f"topotrain: unit {self.rank} of {len(topology.units)}: {where}", file=sys.stderr, flush=True)
-        chatty = not self.as_json and not (terminal.is_terminal and sys.stdout.isatty() and not self.quiet)
-        taken = outlet(terminal, f"{job.workspace}/logs")
-        quiet = self.quiet or self.rank > 0
-        with taken as self.outlet, progress(here, terminal, quiet, out_of(self.outlet, chatty)) as shown:
+        with display(job, here, terminal, self.quiet, self.as_json, self.rank > 0) as (shown, self.outlet):
 
             def on_event(event: Any) -> None:
                 report(event)
@@ -186,18 +180,10 @@ def _print_end(ended: "NodeResult", window: _Window, report: Path | None, as_jso
         if not outcome.code:
             print(f"topotrain: unit {ended.rank} has ended well", file=sys.stderr, flush=True)
         return
-    if window.report is None:
-        return
-    from topotrain.tools.monitor.result_tables import summary
+    if window.report is not None:
+        from topotrain.tools.monitor.compare_jobs import ComparedResult
 
-    data = window.report.as_data(outcome)
-    text = json.dumps(data, indent=2)
-    if report is not None:
-        report.write_text(text + "\n", encoding="utf-8")
-    if as_json:
-        print(text)
-    if outcome.code == 0 and not quiet:
-        window.console.print(summary(data), soft_wrap=True)
+        show(ComparedResult(outcome, window.report), window.console, quiet, as_json, report)
 
 
 def _story(ended: "NodeResult") -> str:

@@ -5,7 +5,7 @@ own workspace below one folder. A failed job is marked in the table, and the oth
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,18 +58,15 @@ def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[ComparedJob]:
     return found
 
 
-def compare(
-    jobs: Sequence[ComparedJob], out: Path, train: Callable[[ComparedJob], ComparedResult]
-) -> tuple[int, list[dict[str, Any]]]:
-    """Run the jobs in order, and write data and picture to `out`.
+def compare(results: Iterable[tuple[ComparedJob, ComparedResult]], out: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Collect the results of jobs in order, and write data and picture to `out`.
 
     Returns the first exit code that is not 0, and the rows. An interrupted job is the last one; the data of the jobs
     before it is still written. Raises OSError if `out` is not a folder.
     """
     make_folder(out)
     rows: list[dict[str, Any]] = []
-    for entry in jobs:
-        result = train(entry)
+    for entry, result in results:
         rows.append(row(entry, result))
         if result.outcome.code in INTERRUPTED:
             break
@@ -89,11 +86,9 @@ def row(entry: ComparedJob, result: ComparedResult) -> dict[str, Any]:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Return distinct names, by adding numbers to repeated ones.
-
-    Two files of one name in different folders must not share a workspace.
-    """
+    """Return distinct names, by adding numbers to repeated ones."""
     taken: list[str] = []
+    # Two files of one name in different folders must not share a workspace.
     for name in names:
         number, free = 1, name
         while free in taken:

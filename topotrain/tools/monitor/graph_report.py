@@ -214,18 +214,12 @@ def _memory_data(plan: CutPlan, worker: int) -> dict[str, Any]:
     }
 
 
+_SIZES = ("unit", "host", "gradients", "exchange", "state", "activations", "snapshot", "total", "shared", "seen")
+
+
 def _need_data(need: ProcessNeed) -> dict[str, Any]:
     return {
         "process": need.who,
-        "unit": need.unit,
-        "host": need.host,
         "parameters": need.values,
-        "gradients": need.gradients,
-        "exchange": need.exchange,
-        "state": need.state,
-        "activations": need.activations,
-        "snapshot": need.snapshot,
-        "total": need.total,
-        "shared": need.shared,
-        "seen": need.seen,
+        **{name: getattr(need, name) for name in _SIZES},
     }

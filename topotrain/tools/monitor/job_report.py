@@ -115,9 +115,12 @@ class _Count:
 
     def and_then(self, more: "_Count") -> "_Count":
         """Return the counters of a process followed by those of its successor."""
-        both = {f.name: getattr(self, f.name) + getattr(more, f.name) for f in fields(self)}
+        both = {name: getattr(self, name) + getattr(more, name) for name in _COUNTERS}
         most = max(self.staleness_max, more.staleness_max)
         return _Count(**both | {"staleness_max": most, "steps": more.steps or self.steps})
+
+
+_COUNTERS = tuple(f.name for f in fields(_Count))
 
 
 @dataclass(slots=True)
@@ -150,6 +153,10 @@ class _Tally:
         traffic = event.bytes_out, event.bytes_in
         self.own_s, self.late, self.threads = event.own_s, event.late, event.threads
         self.now = _Count(steps, event.samples, *traffic, stale, event.staleness_max, time)
+        if isinstance(event, StepDone) and event.loss is not None:
+            self.loss = event.loss
+            if math.isfinite(event.loss):  # a non-finite loss would make every mean non-finite
+                self.curve.add(self.whole.time, event.loss)
 
 
 @dataclass(slots=True)
@@ -231,39 +238,33 @@ class Report:
             case Started() | Serving() | StepDone() | Finished():
                 tally = self._tallies.get(event.who)
                 if tally is not None:
-                    _note(tally, event)
+                    tally.start(event.pid) if isinstance(event, Started | Serving) else tally.record(event)
                 if isinstance(event, Started):
                     self._trains_on(event.who)
             case _:
                 pass
 
     def _trains_on(self, who: str) -> None:
-        """Drop the server's counts of a worker's group after a restart.
-
-        The server reports them again at the end.
-        """
+        """Drop the server's counts of a worker's group after a restart."""
+        # The server reports them again at the end.
         group = who.partition("/")[0]
         self._counted = {known: count for known, count in self._counted.items() if known.partition("/")[0] != group}
 
     def _samples(self, who: str) -> int:
-        """Return the samples of a worker, as counted by its server or else by itself.
-
-        Worker (0,0) includes those of workers that have left.
-        """
+        """Return the samples of a worker, as counted by its server or else by itself."""
         if who in self._counted:
             return self._counted[who]
+        # The count of worker (0,0) includes the samples of workers that have left.
         gone = str(_FIRST) in self._counted and who not in map(str, _residents(self._topology))
         return 0 if gone else self._tallies[who].whole.samples
 
     def _resized(self, event: Resized) -> None:
-        """Use the layout after a resize.
-
-        Workers that have left stay in the totals.
-        """
+        """Use the layout after a resize."""
         self._resizes.append(event)
         self._topology = layout(resized(self._topology.cluster, event.workers), self._topology.hosts)
         begun = _Count(time=max(tally.whole.time for tally in self._tallies.values()))  # the start of its loss curve
         for resident in _residents(self._topology):
+            # The tallies of workers that have left stay in the totals.
             self._tallies.setdefault(str(resident), _Tally(before=begun))
 
     def curve(self, bins: int = 60) -> list[Point]:
@@ -362,20 +363,6 @@ class Report:
 
     def _rank(self, worker: Address) -> int:
         return worker.group * self._topology.workers_per_group + worker.index
-
-
-def _note(tally: _Tally, event: Started | Serving | StepDone | Finished) -> None:
-    match event:
-        case Started() | Serving():
-            tally.start(event.pid)
-        case Finished():
-            tally.record(event)
-        case StepDone():
-            tally.record(event)
-            if event.loss is not None:
-                tally.loss = event.loss
-                if math.isfinite(event.loss):  # a non-finite loss would make every mean non-finite
-                    tally.curve.add(tally.whole.time, event.loss)
 
 
 def incident(found: Incident, recovered: Recovered | None) -> dict[str, Any]:

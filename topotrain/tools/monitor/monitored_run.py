@@ -7,6 +7,8 @@ import json
 import signal
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from topotrain.config.topology import Topology
     from topotrain.core.events import Event
     from topotrain.launch import EventListener
+    from topotrain.launch.console_output import ConsoleOutput
     from topotrain.tools.monitor.compare_jobs import ComparedResult
 
 
@@ -50,20 +53,14 @@ def train(
     listener: also receives every event.
     """
     from topotrain.core.events import Saved
-    from topotrain.launch.console_output import out_of, outlet
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
     from topotrain.tools.monitor.compare_jobs import ComparedResult
     from topotrain.tools.monitor.job_report import Report, story
-    from topotrain.tools.monitor.progress_display import progress
 
     report = Report(job, topology)
     saved: Saved | None = None
-    # On a terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
-    quiet = options.quiet
-    ours = not options.as_json and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)
-    taken = outlet(terminal, f"{job.workspace}/logs")
-    with taken as made, progress(topology, terminal, quiet, out_of(made, ours)) as window:
+    with display(job, topology, terminal, options.quiet, options.as_json) as (window, made):
 
         def on_event(event: "Event") -> None:
             nonlocal saved
@@ -86,6 +83,26 @@ def train(
     elif outcome.code:
         complain(f"the job ended with code {outcome.code}; its logs are in {job.workspace}/logs")
     return ComparedResult(outcome, report)
+
+
+@contextmanager
+def display(
+    job: Job, topology: "Topology", terminal: "Console", quiet: bool, as_json: bool, hidden: bool = False
+) -> "Iterator[tuple[EventListener, ConsoleOutput]]":
+    """Display a job while it runs; its events are for the listener.
+
+    quiet, as_json: as in RunOptions. hidden: no progress is shown, in a process that is not the main one.
+    """
+    from topotrain.launch.console_output import out_of, outlet
+    from topotrain.tools.monitor.progress_display import progress
+
+    # On a terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
+    chatty = not as_json and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)
+    with (
+        outlet(terminal, f"{job.workspace}/logs") as made,
+        progress(topology, terminal, quiet or hidden, out_of(made, chatty)) as shown,
+    ):
+        yield shown, made
 
 
 def show(result: "ComparedResult", terminal: "Console", quiet: bool, as_json: bool, report: Path | None) -> None:

@@ -5,9 +5,9 @@ times a second instead of once per event, so that the display does not slow the 
 the context ends, however the job ended.
 """
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from types import TracebackType
 from typing import IO, Protocol, Self
 
@@ -224,21 +224,14 @@ class QuietProgress:
 class PlainProgress(QuietProgress):
     """Prints one line every few seconds, and a last one."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        console: Console,
-        out: IO[str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         super().__init__(topology, console, out)
-        self._clock = clock
-        self._began = self._last = clock()
+        self._began = self._last = monotonic()
 
     def __call__(self, event: Event) -> None:
         """Show one event. A step prints a new line if the last one is old enough."""
         super().__call__(event)
-        if isinstance(event, StepDone) and self._clock() - self._last >= LINE_EVERY:
+        if isinstance(event, StepDone) and monotonic() - self._last >= LINE_EVERY:
             self._line()
 
     def __exit__(
@@ -249,7 +242,7 @@ class PlainProgress(QuietProgress):
         self._name_slow()
 
     def _line(self) -> None:
-        self._last = self._clock()
+        self._last = monotonic()
         self._print_line(f"{self._last - self._began:6.1f} s  {describe(self.rows.all())}")
 
 
@@ -295,11 +288,9 @@ class LiveTable(QuietProgress):
         return Group(table, Text.from_ansi(self._unfinished)) if self._unfinished else Group(table)
 
     def _print(self, event: Output) -> None:
-        """Print complete lines above the table, without markup and wrapping.
-
-        Of a line that is rewritten, the last state is printed.
-        """
+        """Print complete lines above the table, without markup and wrapping."""
         *lines, rest = (self._unfinished + event.text).split("\n")
+        # Of a line that is rewritten, as by a progress bar, only the last state counts.
         self._unfinished = _last_state(rest)
         for line in lines:
             self.console.print(Text.from_ansi(_last_state(line)), soft_wrap=True)
@@ -320,10 +311,8 @@ def skip(event: Skipped) -> str:
 
 
 def _is_said(event: Skipped) -> bool:
-    """Return whether to show a skipped step, once for a group.
-
-    It is shown for the worker with the bad gradient, or else for the group's first worker.
-    """
+    """Return whether to show a skipped step, once for a group."""
+    # Of a group only the worker with the bad gradient is shown, or else its first worker.
     teller = event.by == event.who or (not event.by and event.who.endswith("/0"))
     return teller and (event.total <= SKIPS_SAID or event.total % SKIPS_SAID == 0)
 

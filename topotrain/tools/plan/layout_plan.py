@@ -10,7 +10,7 @@ from typing import Any
 
 from topotrain.config import async_momentum
 from topotrain.config.job import Algorithm, Grads, Job
-from topotrain.config.sharding import ITEM_BYTES, Parameter, SliceMap, cut
+from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 
@@ -152,8 +152,8 @@ def _share(slices: SliceMap, topology: Topology, server: Address) -> ServerShare
 
 def _worker(job: Job, schema: PlannedSchema, topology: Topology, who: Address) -> ProcessEstimate:
     held = [parameter for parameter in schema.parameters if not parameter.owners or who.index in parameter.owners]
-    values = sum(_bytes(parameter) for parameter in held)
-    trained = sum(_bytes(parameter) for parameter in held if parameter.trainable)
+    values = sum(parameter.nbytes for parameter in held)
+    trained = sum(parameter.nbytes for parameter in held if parameter.trainable)
     split = job.splits or any(parameter.owners for parameter in schema.parameters)
     copies = 2 if job.grads is Grads.kVisible and not split else 1
     return ProcessEstimate(who, topology.unit_of(who), values, trained, copies * trained, 0)
@@ -179,21 +179,15 @@ def _with_second(topology: Topology, mine: ProcessEstimate, servers: Sequence[Pr
 
 
 def _passing_on(topology: Topology, rank: int) -> int:
-    """Return how many parts a server holds in a collective of topotrain.
-
-    A part has one server's size. For every server's part it holds its worker's push and the mean. Besides it holds data
-    from its children in the tree of each part, and new values.
-    """
+    """Return how many parts a server holds in a collective of topotrain."""
+    # A part has one server's size. For every server's part it holds its worker's push and the mean. Besides it holds
+    # data from its children in the tree of each part, and new values.
     n = topology.shards
     if not topology.relayed:
         return 0
     if topology.cluster.algorithm is Algorithm.kNaive:
         return n * (n + 1) if rank == 0 else 2 * n
     return 2 * n + 2 * (n - 1)
-
-
-def _bytes(parameter: Parameter) -> int:
-    return parameter.count * ITEM_BYTES[parameter.dtype]
 
 
 def _share_data(share: ServerShare) -> dict[str, Any]:

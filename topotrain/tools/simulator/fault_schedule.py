@@ -23,9 +23,9 @@ ECHO = NetworkFaults(delay=(0.0005, 0.004), late=0.3, duplicate=0.5)
 VIEWS = NetworkFaults(delay=(0.0005, 0.01), snapshots=False)
 """As on real transports with shared memory: in order and once, with bodies read on arrival."""
 
-WEATHERS: Mapping[str, NetworkFaults] = {"calm": CALM, "far": FAR, "storm": STORM, "views": VIEWS, "echo": ECHO}
+NETWORKS: Mapping[str, NetworkFaults] = {"calm": CALM, "far": FAR, "storm": STORM, "views": VIEWS, "echo": ECHO}
 _DRAWN = ("calm", "far", "storm", "views")
-_ECHOES = 0.3
+_ECHO_SHARE = 0.3
 
 
 class FaultKind(str, Enum):
@@ -105,20 +105,20 @@ class FaultSchedule:
     """Everything about a simulation that the seed decides in advance.
 
     Args:
-        weather: a name of WEATHERS.
+        network: a name of NETWORKS.
         batches, epochs: the data to read.
         mode: "lease" or "static".
-        tells: servers learn at once that a process is gone, as from a launcher on the same host.
+        detects: servers learn at once that a process is gone, as from a launcher on the same host.
         faults: the faults.
         every: seconds between two snapshots. 0: snapshots only where a clock jumps, without worker states.
         opens: servers start within so many seconds.
     """
 
-    weather: str
+    network: str
     batches: int
     epochs: int
     mode: str
-    tells: bool
+    detects: bool
     faults: tuple[Fault, ...]
     every: float = 0.0
     opens: float = 0.0
@@ -132,57 +132,55 @@ def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: b
         groups, workers, shards: the numbers of worker groups, of workers in each, and of shards.
         mortal: the groups can restart.
     """
-    dice = random.Random(f"{name} {seed}")
-    weather, mode = dice.choice(_DRAWN), dice.choice(("lease", "lease", "static"))
-    batches, epochs, tells = dice.randint(2, 8), dice.choice((1, 1, 2)), dice.random() < 0.7
-    if mortal and dice.random() < 0.1:
-        at = dice.uniform(0.0, 0.1)
-        faults: Sequence[Fault] = [Fault(group, at=at, away=dice.choice((0.0, 0.05, 3.0))) for group in range(groups)]
+    rng = random.Random(f"{name} {seed}")
+    network, mode = rng.choice(_DRAWN), rng.choice(("lease", "lease", "static"))
+    batches, epochs, detects = rng.randint(2, 8), rng.choice((1, 1, 2)), rng.random() < 0.7
+    if mortal and rng.random() < 0.1:
+        at = rng.uniform(0.0, 0.1)
+        faults: Sequence[Fault] = [Fault(group, at=at, away=rng.choice((0.0, 0.05, 3.0))) for group in range(groups)]
     else:
         kinds = (
             (FaultKind.KILL, FaultKind.KILL, FaultKind.CUT, FaultKind.PAUSE, FaultKind.CLOCK)
             if mortal
             else (FaultKind.PAUSE, FaultKind.CLOCK)
         )
-        faults = [_one(dice, dice.choice(kinds), groups, workers, shards) for _ in range(dice.randint(1, 4))]
-    if weather == "storm" and dice.random() < _ECHOES:
-        weather = "echo"
-    every = dice.choice((0.0, 0.003, 0.01, 0.03))
-    crashes = [_crash(dice, groups, workers) for _ in range(dice.choice((0, 1, 1, 2)))] if every else []
-    opens = dice.choice((0.0, 0.005, 0.03))
-    return FaultSchedule(weather, batches, epochs, mode, tells, (*faults, *crashes), every, opens)
+        faults = [_draw_fault(rng, rng.choice(kinds), groups, workers, shards) for _ in range(rng.randint(1, 4))]
+    if network == "storm" and rng.random() < _ECHO_SHARE:
+        network = "echo"
+    every = rng.choice((0.0, 0.003, 0.01, 0.03))
+    crashes = [_draw_crash(rng, groups, workers) for _ in range(rng.choice((0, 1, 1, 2)))] if every else []
+    opens = rng.choice((0.0, 0.005, 0.03))
+    return FaultSchedule(network, batches, epochs, mode, detects, (*faults, *crashes), every, opens)
 
 
-def _crash(dice: random.Random, groups: int, workers: int) -> Fault:
-    """Draw a crash of the whole job.
-
-    It is at a time or, half of the time, at a message, often within a burst of messages.
-    """
-    group, index = dice.randrange(groups), dice.randrange(workers)
-    if dice.random() < 0.5:
-        return Fault(group, index=index, at=dice.uniform(0.005, 0.12), away=0.0, what=FaultKind.CRASH)
-    return Fault(group, 0, index, dice.randint(0, 60), away=0.0, what=FaultKind.CRASH)
+def _draw_crash(rng: random.Random, groups: int, workers: int) -> Fault:
+    """Draw a crash of the whole job."""
+    group, index = rng.randrange(groups), rng.randrange(workers)
+    if rng.random() < 0.5:
+        return Fault(group, index=index, at=rng.uniform(0.005, 0.12), away=0.0, what=FaultKind.CRASH)
+    # At a message, the crash is often within a burst of messages.
+    return Fault(group, 0, index, rng.randint(0, 60), away=0.0, what=FaultKind.CRASH)
 
 
-def drawn_moves(name: str, seed: int, groups: Sequence[int]) -> tuple[Fault, ...]:
+def draw_moves(name: str, seed: int, groups: Sequence[int]) -> tuple[Fault, ...]:
     """Draw which of these worker groups leave and join in a simulation of a layout.
 
     It uses a random generator of its own.
     """
-    dice = random.Random(f"{name} {seed} moves")
-    if not groups or dice.random() < 0.6:
+    rng = random.Random(f"{name} {seed} moves")
+    if not groups or rng.random() < 0.6:
         return ()
     verbs = (FaultKind.LEAVE, FaultKind.LEAVE, FaultKind.LOSE, FaultKind.JOIN, FaultKind.JOIN)
-    drawn = [(dice.uniform(0.0, 0.12), dice.choice(groups), dice.choice(verbs)) for _ in range(dice.randint(1, 5))]
-    return tuple(Fault(g, at=at, away=dice.choice((0.0, 0.01, 0.5)), what=verb) for at, g, verb in sorted(drawn))
+    drawn = [(rng.uniform(0.0, 0.12), rng.choice(groups), rng.choice(verbs)) for _ in range(rng.randint(1, 5))]
+    return tuple(Fault(g, at=at, away=rng.choice((0.0, 0.01, 0.5)), what=verb) for at, g, verb in sorted(drawn))
 
 
-def _one(dice: random.Random, what: FaultKind, groups: int, workers: int, shards: int) -> Fault:
-    group, index, server = dice.randrange(groups), dice.randrange(workers), dice.randrange(shards)
+def _draw_fault(rng: random.Random, what: FaultKind, groups: int, workers: int, shards: int) -> Fault:
+    group, index, server = rng.randrange(groups), rng.randrange(workers), rng.randrange(shards)
     if what is FaultKind.PAUSE:
-        server = dice.choice((-1, server))
-    away = dice.choice((0.0, 0.003, 0.05, 3.0)) if what is not FaultKind.PAUSE else dice.choice((0.01, 0.1, 1.0))
-    if dice.random() < 0.4:
-        return Fault(group, at=dice.uniform(0.0, 0.12), away=away, what=what, index=index, server=server)
-    incarnation = dice.choice((0, 0, 1, 2))
-    return Fault(group, incarnation, index, dice.randint(0, 50), away=away, what=what, server=server)
+        server = rng.choice((-1, server))
+    away = rng.choice((0.0, 0.003, 0.05, 3.0)) if what is not FaultKind.PAUSE else rng.choice((0.01, 0.1, 1.0))
+    if rng.random() < 0.4:
+        return Fault(group, at=rng.uniform(0.0, 0.12), away=away, what=what, index=index, server=server)
+    incarnation = rng.choice((0, 0, 1, 2))
+    return Fault(group, incarnation, index, rng.randint(0, 50), away=away, what=what, server=server)

@@ -11,7 +11,7 @@ from functools import partial
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message
-from topotrain.extensions.elastic.membership import ElasticGroups
+from topotrain.extensions.elastic.group_departure import GroupDeparture
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, GroupLeft
 from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_network import NetworkFaults
@@ -25,7 +25,7 @@ class ElasticTrial(Trial):
     """A trial with groups that leave and join.
 
     Args:
-        job, seed, schedule, weather: as for `Trial`.
+        job, seed, schedule, network_faults: as for `Trial`.
         absent: groups that are absent at the start.
         before: as for `Trial`.
     """
@@ -35,14 +35,14 @@ class ElasticTrial(Trial):
         job: Job,
         seed: int,
         schedule: FaultSchedule,
-        weather: NetworkFaults | None = None,
+        network_faults: NetworkFaults | None = None,
         absent: Iterable[int] = (),
         before: Trial | None = None,
     ) -> None:
         self.absent, self._leaving = set(absent), dict[int, Fault]()
         self.left_at = -1.0
         """The time at which the last process of a group that left had ended."""
-        super().__init__(job, seed, schedule, weather, before)
+        super().__init__(job, seed, schedule, network_faults, before)
 
     def again(self) -> "ElasticTrial":
         """Return the next start of the job after a crash.
@@ -50,17 +50,17 @@ class ElasticTrial(Trial):
         Groups that had left, or were leaving, stay absent.
         """
         away = self.absent | self._leaving.keys()
-        return ElasticTrial(self.job, self.sim.seed, self._left_over, self._weather, away, self)
+        return ElasticTrial(self.job, self.sim.seed, self._left_over, self._network_faults, away, self)
 
     @property
     def moves(self) -> list[Fault]:
         """The changes of groups in their order, without those that the servers refused."""
         return [fault for _, fault in self.log if fault.what in MOVES]
 
-    def befall(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         """Execute a fault now. A change of groups needs the agreement of the servers."""
         if fault.what not in MOVES:
-            super().befall(fault)
+            super().inject(fault)
         elif fault in self._faults:
             self._faults.remove(fault)
             away = fault.group in self.absent
@@ -70,21 +70,21 @@ class ElasticTrial(Trial):
             self.log.append((self.sim.now, fault))
             if joins:
                 self.absent.discard(fault.group)
-                self._bear(self.topology.workers(fault.group))
+                self._restart(self.topology.workers(fault.group))
             else:
                 self._leave(fault)
 
     def _refused(self, fault: Fault) -> str:
-        return self.server(0, 0).extension(ElasticGroups).may_change(fault.group, fault.what.value)
+        return self.server(0, 0).extension(GroupDeparture).may_change(fault.group, fault.what.value)
 
     def _leave(self, fault: Fault) -> None:
         self._leaving[fault.group] = fault
         if fault.what is FaultKind.LOSE:
             self._end_all(fault.group)
             return
-        lives = self._lives(fault.group)
-        again = all(life.dead for life in lives)  # the request is for the processes about to start
-        self._tell(GroupLeaveRequest(fault.group, lives[0].incarnation + again))
+        worker_processes = self._worker_processes(fault.group)
+        again = all(process.dead for process in worker_processes)  # the request is for the processes about to start
+        self._send(GroupLeaveRequest(fault.group, worker_processes[0].incarnation + again))
 
         def late() -> None:
             if self._leaving.get(fault.group) is fault:
@@ -94,57 +94,59 @@ class ElasticTrial(Trial):
 
     # --- groups that leave ---------------------------------------------------------------------------------------
 
-    def _lives(self, group: int) -> list[WorkerProcess]:
-        return [self.lives[worker] for worker in self.topology.workers(group)]
+    def _worker_processes(self, group: int) -> list[WorkerProcess]:
+        return [self.worker_processes[worker] for worker in self.topology.workers(group)]
 
-    def _tell(self, message: Message) -> None:
-        house = self.houses[_COORDINATOR]
-        self.wire.awake(lambda: house.handle(_COORDINATOR, message), _COORDINATOR)
+    def _send(self, message: Message) -> None:
+        sim_server = self.sim_servers[_COORDINATOR]
+        self.transport.when_resumed(lambda: sim_server.handle(_COORDINATOR, message), _COORDINATOR)
 
     def _end_all(self, group: int) -> None:
-        if all(life.dead for life in self._lives(group)):  # about to restart: the new processes end before they start
-            for life in self._lives(group):
-                self.lives[life.me] = WorkerProcess(life.me, life.incarnation + 1, over=True, dead=True)
-        for life in self._lives(group):
-            if not life.over:
-                self._end_one(life)
+        if all(
+            process.dead for process in self._worker_processes(group)
+        ):  # about to restart: the new processes end before they start
+            for process in self._worker_processes(group):
+                self.worker_processes[process.me] = WorkerProcess(
+                    process.me, process.incarnation + 1, over=True, dead=True
+                )
+        for process in self._worker_processes(group):
+            if not process.over:
+                self._end_one(process)
         self._emptied(group)
 
-    def _end_one(self, life: WorkerProcess) -> None:
+    def _end_one(self, process: WorkerProcess) -> None:
         """End one process of a leaving group. Servers notice the end of its connections."""
-        life.kill()
-        self.wire.resume(life.me)
-        door = self.doors[life.me]
-        for server in sorted({*door.channel.servers, door.channel.first_server}):
-            self._later(partial(self._end, life, server))
+        process.kill()
+        self.transport.resume(process.me)
+        client = self.clients[process.me]
+        for server in sorted({*client.channel.servers, client.channel.first_server}):
+            self.sim.at(self._notice_time(), partial(self._end, process, server))
 
     def _emptied(self, group: int) -> None:
-        """Inform the servers once a leaving group has no process left.
-
-        The message may arrive before or after they notice the ends of connections.
-        """
-        lives = self._lives(group)
-        if group not in self._leaving or not all(life.over for life in lives):
+        """Inform the servers once a leaving group has no process left."""
+        worker_processes = self._worker_processes(group)
+        if group not in self._leaving or not all(process.over for process in worker_processes):
             return
         del self._leaving[group]
-        if any(life.dead for life in lives):  # else its scripts have finished meanwhile
+        if any(process.dead for process in worker_processes):  # else its scripts have finished meanwhile
             self.absent.add(group)
             self.left_at = self.sim.now
-            self._later(partial(self._tell, GroupLeft(group, lives[0].incarnation + 1)))
+            # It may arrive before or after the servers notice the ends of connections.
+            self.sim.at(self._notice_time(), partial(self._send, GroupLeft(group, worker_processes[0].incarnation + 1)))
 
-    def leave(self, life: WorkerProcess) -> None:
+    def leave(self, process: WorkerProcess) -> None:
         """End a worker of a group that was asked to leave."""
-        if not life.over:
-            self._end_one(life)
-            self._emptied(life.me.group)
+        if not process.over:
+            self._end_one(process)
+            self._emptied(process.me.group)
         raise Killed
 
-    def _kill(self, fellows: tuple[Address, ...], away: float) -> None:
-        group = fellows[0].group
+    def _kill(self, workers: tuple[Address, ...], away: float) -> None:
+        group = workers[0].group
         if group in self._leaving:
             self._end_all(group)
         elif group not in self.absent:
-            super()._kill(fellows, away)
+            super()._kill(workers, away)
 
     def _start(self, me: Address) -> None:
         if me.group not in self.absent:
@@ -153,8 +155,8 @@ class ElasticTrial(Trial):
     def run(self) -> "ElasticTrial":
         """Run the trial as `Trial.run` does."""
         for group in sorted(self.absent):
-            for life in self._lives(group):
-                life.kill()
-            self.sim.at(self._opens[_COORDINATOR], partial(self._tell, GroupLeft(group, 0)))
+            for process in self._worker_processes(group):
+                process.kill()
+            self.sim.at(self._opens[_COORDINATOR], partial(self._send, GroupLeft(group, 0)))
         super().run()
         return self

@@ -21,7 +21,7 @@ from topotrain.config.job import Apply, Cluster, Compression, ConfigError, Grads
 from topotrain.config.topology import Address, layout
 from topotrain.core.protocol import Message
 from topotrain.extensions.elastic.eligibility import leave_refusal, refusal, singly
-from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultSchedule, draw, drawn_moves
+from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultSchedule, draw, draw_moves
 from topotrain.tools.simulator.group_churn import ElasticTrial
 
 
@@ -112,18 +112,18 @@ def layout_of(seed: int) -> str:
     return tuple(LAYOUTS)[seed % len(LAYOUTS)]
 
 
-def scheduled(job: Job, name: str, seed: int) -> FaultSchedule:
+def schedule_of(job: Job, name: str, seed: int) -> FaultSchedule:
     """Return the schedule of a seed for a layout."""
     topology = layout(job.cluster)
     mortal = not any(refusal(job, topology, group) for group in range(topology.worker_groups))
     sizes = (topology.worker_groups, topology.workers_per_group, topology.shards)
     schedule = draw(name, seed, *sizes, mortal)
     elastic = [group for group in range(topology.worker_groups) if not leave_refusal(job, topology, group)]
-    moves = drawn_moves(name, seed, elastic) if schedule.mode == "lease" else ()
+    moves = draw_moves(name, seed, elastic) if schedule.mode == "lease" else ()
     return replace(schedule, faults=(*schedule.faults, *moves))
 
 
-def rehearse(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialVerdict:
+def run_trial(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialVerdict:
     """Run one simulation."""
     trial = ElasticTrial(job, seed, schedule)
     seen = [0, 0]
@@ -135,17 +135,17 @@ def rehearse(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialVe
         seen[1] = zlib.crc32(said.encode(), seen[1])
 
     try:
-        trial.wire.observers.append(observe)
+        trial.transport.observers.append(observe)
         while trial.run().crashed:
             crashes += 1
             trial = trial.again()
-            trial.wire.observers.append(observe)
+            trial.transport.observers.append(observe)
         wrong = _text(trial.wrong())
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}"
     counted = (trial.kills, crashes, _moves(trial.log), trial.snapshots, seen[0], round(trial.sim.now, 4), seen[1])
-    befell = {fault: round(moment, 4) for moment, fault in trial.log}
-    return TrialVerdict(seed, name, schedule, wrong, *counted, tuple(befell.get(fault) for fault in schedule.faults))
+    injected = {fault: round(moment, 4) for moment, fault in trial.log}
+    return TrialVerdict(seed, name, schedule, wrong, *counted, tuple(injected.get(fault) for fault in schedule.faults))
 
 
 def _moves(log: Sequence[tuple[float, Fault]]) -> int:
@@ -160,20 +160,20 @@ def _text(wrong: Sequence[tuple[int, int, float]]) -> str:
     return f"counted wrongly: {cells}{more}, where 1 is right" if wrong else ""
 
 
-def many(seeds: Sequence[int], job: Job | None = None, name: str = "") -> Iterator[TrialVerdict]:
+def run_seeds(seeds: Sequence[int], job: Job | None = None, name: str = "") -> Iterator[TrialVerdict]:
     """Run a simulation for each seed, of one layout or of the seed's own."""
     for seed in seeds:
         mine = name or layout_of(seed)
         used = LAYOUTS[mine] if job is None else job
-        yield rehearse(used, mine, seed, scheduled(used, mine, seed))
+        yield run_trial(used, mine, seed, schedule_of(used, mine, seed))
 
 
-def shrunk(job: Job, verdict: TrialVerdict) -> tuple[TrialVerdict, tuple[int, ...]]:
+def shrink(job: Job, verdict: TrialVerdict) -> tuple[TrialVerdict, tuple[int, ...]]:
     """Shorten a schedule that shows a bug.
 
     Returns the verdict of the shortest one found, and the indices of the faults that are left.
     """
-    again = partial(rehearse, job, verdict.layout, verdict.seed)
+    again = partial(run_trial, job, verdict.layout, verdict.seed)
     best, kept = verdict, tuple(range(len(verdict.schedule.faults)))
     shorter = True
     while shorter:

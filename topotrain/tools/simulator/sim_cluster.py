@@ -50,8 +50,8 @@ class SimServer:
     The transport delivers its replies.
     """
 
-    def __init__(self, server: Server, wire: SimulatedTransport) -> None:
-        self.server, self._wire = server, wire
+    def __init__(self, server: Server, transport: SimulatedTransport) -> None:
+        self.server, self._transport = server, transport
         self.lost_peers: list[Address] = []
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
@@ -66,7 +66,7 @@ class SimServer:
         """Send the server's replies."""
         for to, message in out:
             with suppress(TransportError):  # as a process host does: the peer may not be connected
-                self._wire.send(self.server.me, to, message)
+                self._transport.send(self.server.me, to, message)
 
     def lost(self, peer: Address, reason: str) -> None:
         """Record the end of a connection."""
@@ -81,7 +81,7 @@ class SimCluster:
     Args:
         job: the job; its program is not run.
         seed: the seed of all random choices.
-        weather: the faults of the network.
+        network_faults: the faults of the network.
         schema: the parameters of the model.
         rate: the learning rate of the servers' SGD.
         resumed: the snapshot that the job resumes from.
@@ -91,47 +91,47 @@ class SimCluster:
         self,
         job: Job,
         seed: int,
-        weather: NetworkFaults | None,
+        network_faults: NetworkFaults | None,
         schema: tuple[Parameter, ...],
         rate: float = 1.0,
         resumed: SnapshotSource | None = None,
     ) -> None:
         self.job, self.topology = job, layout(job.cluster)
         self.sim = Simulation(seed)
-        self.wire = self._wire(weather)
+        self.transport = self._make_transport(network_faults)
         self.random = random.Random(seed)  # the scripts' own random generator
         groups = self.topology.server_groups if self.topology.synced else 1
         self.schema, self.map = _plan(schema, self.topology.shards, groups, rate)
-        self.houses: dict[Address, SimServer] = {}
+        self.sim_servers: dict[Address, SimServer] = {}
         for group in range(self.topology.server_groups):
             for me in self.topology.servers(group):
-                self.houses[me] = SimServer(
-                    make_server(me, job, self.topology, PrivateMemory(), resumed=resumed), self.wire
+                self.sim_servers[me] = SimServer(
+                    make_server(me, job, self.topology, PrivateMemory(), resumed=resumed), self.transport
                 )
-                self.wire.attach(me, self.houses[me])
-        self._meet_servers()
+                self.transport.attach(me, self.sim_servers[me])
+        self._connect_servers()
         self.workers = [me for group in range(self.topology.worker_groups) for me in self.topology.workers(group)]
-        self.doors = {me: self._door(me) for me in self.workers}
+        self.clients = {me: self._make_client(me) for me in self.workers}
 
-    def _wire(self, weather: NetworkFaults | None) -> SimulatedTransport:
-        return SimulatedTransport(self.sim, weather)
+    def _make_transport(self, network_faults: NetworkFaults | None) -> SimulatedTransport:
+        return SimulatedTransport(self.sim, network_faults)
 
-    def _meet_servers(self) -> None:
-        for me in self.houses:
+    def _connect_servers(self) -> None:
+        for me in self.sim_servers:
             for peer in peers(me, self.topology):
-                self.wire.connect(me, peer, "")
+                self.transport.connect(me, peer, "")
 
-    def _door(self, me: Address) -> Client:
+    def _make_client(self, me: Address) -> Client:
         waiter, extensions = self.sim.waiter(), client_extensions(self.topology)
-        door = Client(me, self.topology, lambda to, x: self.wire.send(me, to, x), waiter, extensions=extensions)
-        self.wire.attach(me, door)
-        for server in {*door.channel.servers, door.channel.first_server}:
-            self.wire.connect(me, server, "")
-        return door
+        client = Client(me, self.topology, lambda to, x: self.transport.send(me, to, x), waiter, extensions=extensions)
+        self.transport.attach(me, client)
+        for server in {*client.channel.servers, client.channel.first_server}:
+            self.transport.connect(me, server, "")
+        return client
 
     def server(self, group: int, shard: int) -> Server:
         """Return one shard of a server group."""
-        return self.houses[Address(Role.SERVER, group, shard)].server
+        return self.sim_servers[Address(Role.SERVER, group, shard)].server
 
 
 @dataclass
@@ -141,35 +141,35 @@ class SimWorker:
     Gradients are lists of one 1-D tensor per parameter.
     """
 
-    town: SimCluster
+    cluster: SimCluster
     me: Address
     singly: bool = False  # it makes its steps without the others of its group
     steps: int = 0
     outcomes: list[StepOutcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.door = self.town.doors[self.me]
-        self.flats = FlatBuffers(self.town.map, None, PrivateMemory())
-        self.visible = self.door.channel.group_size > 1 and not self.singly
+        self.client = self.cluster.clients[self.me]
+        self.flats = FlatBuffers(self.cluster.map, None, PrivateMemory())
+        self.visible = self.client.channel.group_size > 1 and not self.singly
 
     def open(self, start: float = 0.0) -> "SimWorker":
         """Join the job. Worker (0,0) sends the initial values."""
-        self.door.open(self.town.schema, self.town.map, self.flats)
+        self.client.open(self.cluster.schema, self.cluster.map, self.flats)
         if self.me.group == self.me.index == 0:
-            for space in self.town.map.spaces:
+            for space in self.cluster.map.spaces:
                 self.flats.flat("local", space.index).fill_(start)
-            self.door.send_initial("local")
-        self.door.values.fetch()
+            self.client.send_initial("local")
+        self.client.values.fetch()
         return self
 
     def view(self, name: str, index: int) -> torch.Tensor:
         """Return a parameter's part of this worker's flat buffer of that name."""
-        space, offset = self.town.map.offsets[index]
-        return self.flats.flat(name, space)[offset : offset + self.town.map.parameters[index].count]
+        space, offset = self.cluster.map.offsets[index]
+        return self.flats.flat(name, space)[offset : offset + self.cluster.map.parameters[index].count]
 
     def values(self) -> list[torch.Tensor]:
         """Return this worker's present parameters."""
-        return [self.view("params", index).clone() for index in range(len(self.town.map.parameters))]
+        return [self.view("params", index).clone() for index in range(len(self.cluster.map.parameters))]
 
     def push(self, gradient: Sequence[torch.Tensor], ordinal: int = 0) -> int:
         """Push a gradient, bucket by bucket in random order.
@@ -178,11 +178,11 @@ class SimWorker:
         """
         for index, part in enumerate(gradient):
             self.view("local", index).copy_(part)
-        buckets = list(self.town.map.buckets)
-        self.town.random.shuffle(buckets)
+        buckets = list(self.cluster.map.buckets)
+        self.cluster.random.shuffle(buckets)
         for bucket in buckets:
             present = (1 << len(bucket.pieces)) - 1
-            self.door.gradients.push(self.steps, ordinal, bucket, 1.0, present, self.flats.view("local", bucket))
+            self.client.gradients.push(self.steps, ordinal, bucket, 1.0, present, self.flats.view("local", bucket))
         return (1 << len(buckets)) - 1
 
     def backward(self, gradient: Sequence[torch.Tensor], ordinal: int = 0) -> list[torch.Tensor]:
@@ -190,16 +190,16 @@ class SimWorker:
 
         Returns the group's mean (or sum), per parameter.
         """
-        self.door.gradients.end_backward(self.steps, ordinal, 1.0, self.push(gradient, ordinal))
-        for number, (_, body) in self.door.gradients.wait_means()[0].items():
-            self.flats.view("seen", self.town.map.buckets[number]).copy_(body)
+        self.client.gradients.end_backward(self.steps, ordinal, 1.0, self.push(gradient, ordinal))
+        for number, (_, body) in self.client.gradients.wait_means()[0].items():
+            self.flats.view("seen", self.cluster.map.buckets[number]).copy_(body)
         return [self.view("seen", index).clone() for index in range(len(gradient))]
 
     def commit(self, backwards: int = 1, revision: int = 0, **more: Any) -> StepOutcome:
         """Run `optimizer.step()`; `more` are fields of StepEnd."""
-        revisions = () if self.visible else (revision,) * len(self.town.map.buckets)
+        revisions = () if self.visible else (revision,) * len(self.cluster.map.buckets)
         said = {"backwards": backwards, "weight": 1.0, "fetch": True, "hyper": b"", "marks": ()}
-        outcome = self.door.steps.commit(self.steps, StepEnd(**{**said, "revisions": revisions, **more}))
+        outcome = self.client.steps.commit(self.steps, StepEnd(**{**said, "revisions": revisions, **more}))
         self.steps += 1
         self.outcomes.append(outcome)
         return outcome
@@ -215,8 +215,8 @@ class SimWorker:
     def finish(self) -> "SimWorker":
         """Finish the script."""
         if self.me.index == 0:
-            self.door.buffers.put([])
-        self.door.finish(self.steps)
+            self.client.buffers.put([])
+        self.client.finish(self.steps)
         return self
 
     def go_on_at(self, step: int) -> None:
@@ -225,4 +225,4 @@ class SimWorker:
 
     def sleep(self, low: float, high: float) -> None:
         """Compute for a random time between these virtual seconds."""
-        self.town.sim.sleep(self.town.random.uniform(low, high))
+        self.cluster.sim.sleep(self.cluster.random.uniform(low, high))

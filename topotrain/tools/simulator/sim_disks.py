@@ -6,7 +6,6 @@ snapshot must be exactly those of the batches that the snapshot lists.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -15,21 +14,25 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.optim.state_table import Table
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
-    PUBLISHED,
-    WRITTEN,
     DropSnapshot,
     PublishSnapshot,
-    WriteSnapshot,
-    texts,
+    SnapshotOrder,
 )
-from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
+from topotrain.extensions.checkpointing.snapshot_messages import (
+    PUBLISHED,
+    WRITTEN,
+    SnapshotPart,
+    SnapshotRequest,
+    snapshot_parts,
+)
 from topotrain.extensions.checkpointing.table_file_layout import StoredTable
+from topotrain.tools.simulator.fault_schedule import FaultSchedule
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
 from topotrain.tools.simulator.worker_observer import InvariantViolated
 from topotrain.training.data.batch_ranges import Runs, merged
 
-_DESK = Address(Role.SERVER, 0, 0)
-_FOR_A_REASON = (" never came", " had to start again")
+_COORDINATOR = Address(Role.SERVER, 0, 0)
+_VALID_REASONS = (" never came", " had to start again")
 """Valid reasons to drop a snapshot: the next one was due before a worker's next step, or a worker died before it."""
 
 
@@ -92,72 +95,71 @@ class PublishedSnapshot:
         raise InvariantViolated(f"no worker has opened a table {table}")
 
 
-class SnapshotTrial(Protocol):
-    """The job with its snapshots here: a cluster in which each batch has its cells."""
+@dataclass(frozen=True)
+class SimDisk:
+    """The disk of one server's host."""
 
-    @property
-    def batches(self) -> int:
-        """The number of batches of an epoch."""
-        ...
+    disks: "SimDisks"
+    server: Address
 
-    @property
-    def epochs(self) -> int: ...
-
-    @property
-    def singly(self) -> bool:
-        """Whether each batch belongs to one worker, and is not divided among a group."""
-        ...
+    def execute(self, order: SnapshotOrder) -> None:
+        """As `SnapshotHost.execute`."""
+        self.disks.execute(self.server, order)
 
 
 class SimDisks:
     """The disks of all hosts of one start of a job.
 
     Args:
-        town: the simulated cluster with the servers.
-        ledger: the amount of data that the job reads.
+        cluster: the simulated cluster with the servers.
+        schedule: has the amount of data that the job reads.
+        singly: each batch belongs to one worker, and is not divided among a group.
         before: the snapshot that this start resumes from.
     """
 
-    def __init__(self, town: SimCluster, ledger: SnapshotTrial, before: PublishedSnapshot | None = None) -> None:
-        self._town, self._ledger = town, ledger
+    def __init__(
+        self, cluster: SimCluster, schedule: FaultSchedule, singly: bool, before: PublishedSnapshot | None = None
+    ) -> None:
+        self._cluster, self._schedule, self._singly = cluster, schedule, singly
         self._values: dict[int, dict[str, torch.Tensor]] = {}
         # The former snapshot has all batches of epochs before this one, so snapshots do not list them any more.
         self._over = 0 if before is None else before.first
         self.last = before
         self.published = 0
         first = 1 if before is None else before.number + 1
-        for me, house in town.houses.items():
-            snapshots_of(house.server).follow(lambda what, me=me: self._work(me, what), first)  # type: ignore[misc]
+        for me, sim_server in cluster.sim_servers.items():
+            snapshots_of(sim_server.server).attach_host(SimDisk(self, me), first)
 
     def ask(self) -> None:
         """Request a snapshot, as the host's clock does."""
-        house: SimServer = self._town.houses[_DESK]
-        self._town.wire.awake(lambda: house.handle(_DESK, SnapshotRequest()), _DESK)
+        sim_server: SimServer = self._cluster.sim_servers[_COORDINATOR]
+        self._cluster.transport.when_resumed(lambda: sim_server.handle(_COORDINATOR, SnapshotRequest()), _COORDINATOR)
 
-    def _work(self, me: Address, what: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
+    def execute(self, me: Address, what: SnapshotOrder) -> None:
+        """Carry out an order of a server."""
         if isinstance(what, DropSnapshot):
             self._values.pop(what.number, None)
-            if not what.why.endswith(_FOR_A_REASON):
+            if not what.why.endswith(_VALID_REASONS):
                 raise InvariantViolated(f"snapshot {what.number} was dropped: {what.why}")
             return
         if isinstance(what, PublishSnapshot):
             self._publish(what)
-            self._answer(me, texts(what.number, PUBLISHED, {}))
+            self._answer(me, snapshot_parts(what.number, PUBLISHED, {}))
             return
         for slab in what.frozen.values:
-            counts = {p.name: p.count for p in self._town.map.parameters}
+            counts = {p.name: p.count for p in self._cluster.map.parameters}
             kept = self._values.setdefault(what.number, {})
             whole = kept.setdefault(slab.name, torch.full((counts[slab.name],), torch.nan, dtype=slab.body.dtype))
             whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
-        self._answer(me, texts(what.number, WRITTEN, {"server": str(what.server)}))
+        self._answer(me, snapshot_parts(what.number, WRITTEN, {"server": str(what.server)}))
 
-    def _answer(self, me: Address, said: list[SnapshotPart]) -> None:
-        def say() -> None:
-            for part in said:
-                self._town.houses[me].handle(me, part)
+    def _answer(self, me: Address, parts: list[SnapshotPart]) -> None:
+        def send() -> None:
+            for part in parts:
+                self._cluster.sim_servers[me].handle(me, part)
 
-        sim = self._town.sim
-        sim.at(sim.now + sim.random.uniform(0.0, 0.01), lambda: self._town.wire.awake(say, me))
+        sim = self._cluster.sim
+        sim.at(sim.now + sim.random.uniform(0.0, 0.01), lambda: self._cluster.transport.when_resumed(send, me))
 
     def _publish(self, what: PublishSnapshot) -> None:
         self.published += 1
@@ -172,8 +174,8 @@ class SimDisks:
             what.number,
             facts["version"],
             dict(facts["clocks"]),
-            self._town.schema.parameters,
-            self._town.schema.optimizer,
+            self._cluster.schema.parameters,
+            self._cluster.schema.optimizer,
             first,
             min(passes, default=None),
             dict(facts["steps"]),
@@ -184,9 +186,9 @@ class SimDisks:
         )
 
     def _check(self, number: int, runs: Mapping[int, Runs], values: Mapping[str, torch.Tensor]) -> None:
-        workers = self._town.topology.workers_per_group
-        of_epoch, each = self._ledger.batches * workers, 1 if self._ledger.singly else workers
-        cells = torch.zeros(of_epoch * self._ledger.epochs)
+        workers = self._cluster.topology.workers_per_group
+        of_epoch, each = self._schedule.batches * workers, 1 if self._singly else workers
+        cells = torch.zeros(of_epoch * self._schedule.epochs)
         cells[: self._over * of_epoch] = 1.0
         for epoch, listed in runs.items():
             for first, last in listed:  # the last range of a pass may exceed the number of batches

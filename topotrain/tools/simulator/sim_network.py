@@ -85,7 +85,7 @@ class Simulation:
         self._back.acquire()
         self._stopping = False
 
-    def go_on_from(self, before: "Simulation") -> None:
+    def continue_from(self, before: "Simulation") -> None:
         """Take over the time and the random state of an earlier simulation."""
         self.now = before.now
         self.random.setstate(before.random.getstate())
@@ -139,20 +139,20 @@ class Simulation:
             BaseException: an error of an actor or a resident; the other actors are stopped then.
         """
         try:
-            self._let_act()
+            self._run_actors()
             while self._events:
                 if self._events[0][0] > limit:
                     raise Deadlock(f"seed {self.seed}: after {limit:.3f} s it still runs")
                 self.now, _, do = heappop(self._events)
                 do()
-                self._let_act()
+                self._run_actors()
             waiting = ", ".join(actor.name for actor in self._actors if not actor.ended)
             if waiting:
                 raise Deadlock(f"seed {self.seed}, {self.now:.3f} s: no event is left and these wait: {waiting}")
         finally:
             self._stop()
 
-    def _let_act(self) -> None:
+    def _run_actors(self) -> None:
         """Run all actors that are ready, in the order of addition, until none is."""
         again = True
         while again:
@@ -199,7 +199,7 @@ class NetworkFaults:
 
 
 @dataclass(slots=True)
-class _Fate:
+class _PendingCrash:
     """A future crash, after `left` more messages of this kind."""
 
     kind: type[Message]
@@ -215,15 +215,15 @@ class _Fate:
 class SimulatedTransport:
     """The `Transport` of all residents of a simulation, which share this object."""
 
-    def __init__(self, simulation: Simulation, weather: NetworkFaults | None = None) -> None:
-        self.weather = weather or NetworkFaults()
+    def __init__(self, simulation: Simulation, network_faults: NetworkFaults | None = None) -> None:
+        self.network_faults = network_faults or NetworkFaults()
         self.observers: list[Callable[[Address, Address, Message], None]] = []  # called before each delivery
         self.lost: list[tuple[Address, Address, Message]] = []  # messages lost in crashes
         self._simulation = simulation
         self._residents: dict[Address, Endpoint] = {}
-        self._ways: set[frozenset[Address]] = set()
+        self._connections: set[frozenset[Address]] = set()
         self._last: dict[tuple[Address, Address], float] = {}
-        self._fates: dict[Address, _Fate] = {}
+        self._crashes: dict[Address, _PendingCrash] = {}
         self._down: set[Address] = set()
         self._paused: set[Address] = set()
         self._kept: list[tuple[tuple[Address, ...], Callable[[], None]]] = []
@@ -241,44 +241,47 @@ class SimulatedTransport:
         for address in (me, peer):
             if address not in self._residents:
                 raise TransportError(f"cannot reach {peer} at {url}: {address} is not attached here")
-        self._ways.add(frozenset((me, peer)))
+        self._connections.add(frozenset((me, peer)))
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
         """Send a message, or lose it; the send never blocks.
 
         Raises TransportError without a connection.
         """
-        if frozenset((me, to)) not in self._ways:
+        if frozenset((me, to)) not in self._connections:
             raise TransportError(f"no way from {me} to {to}")
-        self._meet_fate(me, message)
+        self._crash_if_due(me, message)
         kind, meta = encode(message)
         body = message.body
-        if body is not None and self.weather.snapshots:
+        if body is not None and self.network_faults.snapshots:
             body = body.detach().clone()
         self._sent += HEADER_BYTES + len(meta) + (0 if body is None else body.nbytes)
-        chance, weather = self._simulation.random.random, self.weather
+        chance, network_faults = self._simulation.random.random, self.network_faults
         message = decode(kind, meta, body)
         if me in self._down:
             self.lost.append((me, to, message))
             return
-        if weather.drop and chance() < weather.drop:
+        if network_faults.drop and chance() < network_faults.drop:
             return
-        self._depart(me, to, message, late=bool(weather.reorder) and chance() < weather.reorder)
-        if weather.duplicate and chance() < weather.duplicate:
-            self._depart(me, to, message, late=True)
+        self._schedule(me, to, message, late=bool(network_faults.reorder) and chance() < network_faults.reorder)
+        if network_faults.duplicate and chance() < network_faults.duplicate:
+            self._schedule(me, to, message, late=True)
 
-    def _depart(self, me: Address, to: Address, message: Message, late: bool) -> None:
+    def _schedule(self, me: Address, to: Address, message: Message, late: bool) -> None:
+        self._simulation.at(self._arrival_time(me, to, late), lambda: self._deliver(me, to, message))
+
+    def _arrival_time(self, me: Address, to: Address, late: bool) -> float:
+        """Draw the time; a message that is not `late` arrives after all earlier ones."""
         uniform, now = self._simulation.random.uniform, self._simulation.now
-        time = now + uniform(*self.weather.delay)
+        time = now + uniform(*self.network_faults.delay)
         if late:
-            time += uniform(0.0, self.weather.late)
-        else:
-            time = self._last[(me, to)] = max(time, self._last.get((me, to), 0.0))
-        self._simulation.at(time, lambda: self._arrive(me, to, message))
+            return time + uniform(0.0, self.network_faults.late)
+        time = self._last[me, to] = max(time, self._last.get((me, to), 0.0))
+        return time
 
-    def _arrive(self, me: Address, to: Address, message: Message) -> None:
+    def _deliver(self, me: Address, to: Address, message: Message) -> None:
         if self._paused and not self._paused.isdisjoint((me, to)):
-            self.awake(lambda: self._arrive(me, to, message), me, to)
+            self.when_resumed(lambda: self._deliver(me, to, message), me, to)
             return
         if to in self._down:
             self.lost.append((me, to, message))
@@ -295,7 +298,7 @@ class SimulatedTransport:
             message = replace(message, body=view if target is None else target)
         resident.handle(me, message)
 
-    # --- bad luck on purpose -------------------------------------------------------------------------------------
+    # --- injected faults -----------------------------------------------------------------------------------------
 
     def crash(self, who: Address, after: int = 0, kind: type[Message] = Message, tell: bool = False) -> None:
         """Cut a process off: no message leaves or reaches it any more.
@@ -306,23 +309,23 @@ class SimulatedTransport:
             after: cut it at its first message of this kind after so many of them: between two messages of a burst.
             tell: its peers are notified by `lost`, as when a connection ends.
         """
-        self._fates[who] = _Fate(kind, after, tell)
+        self._crashes[who] = _PendingCrash(kind, after, tell)
         if after == 0 and kind is Message:
-            self._fall(who)
+            self._disconnect(who)
 
-    def _meet_fate(self, me: Address, message: Message) -> None:
-        fate = self._fates.get(me)
-        if fate is None or not isinstance(message, fate.kind):
+    def _crash_if_due(self, me: Address, message: Message) -> None:
+        crash = self._crashes.get(me)
+        if crash is None or not isinstance(message, crash.kind):
             return
-        if fate.is_due():
-            self._fall(me)
+        if crash.is_due():
+            self._disconnect(me)
 
-    def _fall(self, who: Address) -> None:
-        fate = self._fates.pop(who)
+    def _disconnect(self, who: Address) -> None:
+        crash = self._crashes.pop(who)
         self._down.add(who)
-        for way in sorted(way for way in map(sorted, self._ways) if who in way) if fate.tell else ():
-            (peer,) = set(way) - {who}
-            time = self._simulation.now + self._simulation.random.uniform(*self.weather.delay)
+        for pair in sorted(pair for pair in map(sorted, self._connections) if who in pair) if crash.tell else ():
+            (peer,) = set(pair) - {who}
+            time = self._simulation.now + self._simulation.random.uniform(*self.network_faults.delay)
             self._simulation.at(time, lambda peer=peer: self._residents[peer].lost(who, "closed by the peer"))  # type: ignore[misc]
 
     def revive(self, who: Address) -> None:
@@ -330,7 +333,7 @@ class SimulatedTransport:
 
         Lost messages stay lost.
         """
-        self._fates.pop(who, None)
+        self._crashes.pop(who, None)
         self._down.discard(who)
 
     def pause(self, who: Address) -> None:
@@ -342,9 +345,9 @@ class SimulatedTransport:
         self._paused.discard(who)
         kept, self._kept = self._kept, []
         for whose, do in kept:
-            self._simulation.at(self._simulation.now, lambda whose=whose, do=do: self.awake(do, *whose))  # type: ignore[misc]
+            self._simulation.at(self._simulation.now, lambda whose=whose, do=do: self.when_resumed(do, *whose))  # type: ignore[misc]
 
-    def awake(self, do: Callable[[], None], *whose: Address) -> None:
+    def when_resumed(self, do: Callable[[], None], *whose: Address) -> None:
         """Call `do` now, or when none of these processes is paused any more."""
         if self._paused.isdisjoint(whose):
             do()

@@ -19,23 +19,23 @@ class Killed(BaseException):
 class WorkerProcess:
     """One process of a worker.
 
-    said: the number of messages that it has sent. came: the servers have admitted it.
+    sent: the number of its messages. admitted: by the servers.
     """
 
     me: Address
     incarnation: int
-    said: int = 0
-    came: bool = False
+    sent: int = 0
+    admitted: bool = False
     over: bool = False  # dead, or its script has ended
     dead: bool = False
 
     def on_send(self) -> None:
         """Count a message that it sends."""
-        self.said += 1
+        self.sent += 1
 
     def admit(self) -> None:
         """Record that the servers admit it."""
-        self.came = True
+        self.admitted = True
 
     def finish(self) -> None:
         """Record the end of its script."""
@@ -49,8 +49,8 @@ class WorkerProcess:
 class CrashableWaiter:
     """The `client.Waiter` of a worker process that can die."""
 
-    def __init__(self, life: WorkerProcess, sim: Simulation) -> None:
-        self._life, self._sim = life, sim
+    def __init__(self, process: WorkerProcess, sim: Simulation) -> None:
+        self._process, self._sim = process, sim
 
     def update(self) -> AbstractContextManager[object]:
         """Return an empty context: no other thread is running."""
@@ -58,8 +58,8 @@ class CrashableWaiter:
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait as `Simulation.wait` does. Raises Killed when the process is over."""
-        self._sim.wait(lambda: self._life.over or ready())
-        if self._life.over:
+        self._sim.wait(lambda: self._process.over or ready())
+        if self._process.over:
             raise Killed
 
 
@@ -69,41 +69,37 @@ class CrashableTransport(SimulatedTransport):
     Messages in transit are lost from some byte on.
     """
 
-    def __init__(self, sim: Simulation, lives: Mapping[Address, WorkerProcess], weather: NetworkFaults | None) -> None:
-        super().__init__(sim, weather)
-        self._lives = lives
+    def __init__(
+        self, sim: Simulation, worker_processes: Mapping[Address, WorkerProcess], network_faults: NetworkFaults | None
+    ) -> None:
+        super().__init__(sim, network_faults)
+        self._worker_processes = worker_processes
         self._newest: dict[tuple[Address, Address], float] = {}
-        self.cut: dict[
-            tuple[Address, Address], WorkerProcess
-        ] = {}  # (worker, server) -> the process whose messages are dropped
+        self.cut: dict[tuple[Address, Address], WorkerProcess] = {}
+        """By worker and server: the process with messages that are dropped."""
 
-    def _way(self, me: Address, to: Address) -> tuple[WorkerProcess, tuple[Address, Address]] | None:
+    def _worker_connection(self, me: Address, to: Address) -> tuple[WorkerProcess, tuple[Address, Address]] | None:
         for worker, server in ((me, to), (to, me)):
             if worker.role is Role.WORKER:
-                return self._lives[worker], (worker, server)
+                return self._worker_processes[worker], (worker, server)
         return None
 
-    def _depart(self, me: Address, to: Address, message: m.Message, late: bool) -> None:
-        now, uniform = self._simulation.now, self._simulation.random.uniform
+    def _schedule(self, me: Address, to: Address, message: m.Message, late: bool) -> None:
         if isinstance(message, m.Fail):  # processes die here, but do not fail
             raise InvariantViolated(f"{me} to {to}: {message.text}")
-        time = now + uniform(*self.weather.delay)
-        if late:
-            time += uniform(0.0, self.weather.late)
-        else:
-            time = self._last[me, to] = max(time, self._last.get((me, to), 0.0))
+        time = self._arrival_time(me, to, late)
         if isinstance(message, m.WorkerRejoined):  # as on a real transport, earlier messages arrive before it
             time = self._last[me, to] = max(time, self._newest.get((me, to), 0.0))
         self._newest[me, to] = max(time, self._newest.get((me, to), 0.0))
-        then = self._way(me, to)
+        sender = self._worker_connection(me, to)
 
         def arrive() -> None:
-            now = self._way(me, to)
-            if then is None or (now is not None and now[0] is then[0] and self.cut.get(then[1]) is not then[0]):
-                self._arrive(me, to, message)
+            now = self._worker_connection(me, to)
+            if sender is None or (now is not None and now[0] is sender[0] and self.cut.get(sender[1]) is not sender[0]):
+                self._deliver(me, to, message)
 
-        self._simulation.at(time, lambda: self.awake(arrive, me, to))
+        self._simulation.at(time, lambda: self.when_resumed(arrive, me, to))
 
-    def settle(self, me: Address, resident: Endpoint) -> None:
+    def replace(self, me: Address, resident: Endpoint) -> None:
         """Attach a process in place of the former one."""
         self._residents[me] = resident

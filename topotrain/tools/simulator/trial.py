@@ -5,7 +5,7 @@ gradients are summed, and SGD has rate 1. At the end every cell must be exactly 
 twice. In a snapshot the cells of all listed batches must be 1, and all others 0.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -21,10 +21,10 @@ from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.worker_composition import client_extensions
-from topotrain.tools.simulator.fault_schedule import WEATHERS, Fault, FaultKind, FaultSchedule
+from topotrain.tools.simulator.fault_schedule import NETWORKS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import PublishedSnapshot, SimDisks, passes_of
-from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport
+from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.sim_processes import CrashableTransport, CrashableWaiter, Killed, WorkerProcess
 from topotrain.tools.simulator.worker_observer import InvariantViolated, WorkerObserver
 from topotrain.training.data.batch_ranges import left
@@ -57,12 +57,12 @@ class TrialScript:
     def run(self) -> None:
         """Read all batches, with one step for each."""
         trial, worker, process, workers = self._trial, self._worker, self._process, self._workers
-        witness = WorkerObserver(
+        observer = WorkerObserver(
             f"{worker.me} of incarnation {process.incarnation}", trial.batches * trial.epochs * workers
         )
         worker.open(0.0)
         if trial.singly:
-            self._train_singly(witness)
+            self._train_singly(observer)
             self._finish()
             return
         snapshot = 0  # the snapshot that needs this worker's state
@@ -70,32 +70,32 @@ class TrialScript:
             begins = True
             for stream, seq, number in self._batches(epoch):
                 if begins and trial.schedule.every:
-                    worker.door.extension(WorkerStateClient).save(EPOCH, passes_of(epoch))
+                    worker.client.extension(WorkerStateClient).save(EPOCH, passes_of(epoch))
                 if snapshot:
-                    worker.door.extension(WorkerStateClient).save(snapshot, passes_of(epoch))
+                    worker.client.extension(WorkerStateClient).save(snapshot, passes_of(epoch))
                 begins = False
                 worker.sleep(0.0, 0.004)
                 if process.over:
                     raise Killed
                 batch = epoch * trial.batches + number
-                witness.look(worker.values())
+                observer.check(worker.values())
                 outcome = worker.step(
                     self._gradient(batch * workers + worker.me.index), marks=(stream, seq, seq), samples=1
                 )
                 snapshot = outcome.snapshot
                 if not process.over:
                     trial.committed(worker.me)
-                    witness.did(range(batch * workers, (batch + 1) * workers))
-                    witness.look(worker.values())
+                    observer.applied(range(batch * workers, (batch + 1) * workers))
+                    observer.check(worker.values())
                 if outcome.leaves:
                     trial.leave(process)
-            if worker.door.extension(DataClient).leaves:
+            if worker.client.extension(DataClient).leaves:
                 trial.leave(process)
         if snapshot:
-            worker.door.extension(WorkerStateClient).save(snapshot, passes_of(trial.epochs))
+            worker.client.extension(WorkerStateClient).save(snapshot, passes_of(trial.epochs))
         self._finish()
 
-    def _train_singly(self, witness: WorkerObserver) -> None:
+    def _train_singly(self, observer: WorkerObserver) -> None:
         """Train with backup workers.
 
         Each worker reads its own batches, some of them again, and joins the others after each epoch.
@@ -103,26 +103,26 @@ class TrialScript:
         trial, worker, process, workers = self._trial, self._worker, self._process, self._workers
         me = worker.me.index
         if process.incarnation:
-            worker.go_on_at(worker.door.extension(BackupWorkersClient).catch_up().next)
+            worker.go_on_at(worker.client.extension(BackupWorkersClient).catch_up().next)
         for epoch in self._epochs:
             stream = (epoch << 32) | STATIC | me
             mine = self._unread(epoch, trial.batches * workers)[me::workers]
-            number = worker.door.extension(DataClient).applied(stream)
+            number = worker.client.extension(DataClient).applied(stream)
             while number < len(mine):
                 worker.sleep(0.0, 0.004)
                 if process.over:
                     raise Killed
                 cell = epoch * trial.batches * workers + mine[number]
-                witness.look(worker.values())
+                observer.check(worker.values())
                 outcome = worker.step(self._gradient(cell), marks=(stream, number, number), samples=1)
                 if outcome.late:
                     worker.go_on_at(outcome.next)
                 elif not process.over:
                     number += 1
                     trial.committed(worker.me)
-                    witness.did([cell])
-                    witness.look(worker.values())
-            worker.go_on_at(worker.door.extension(BackupWorkersClient).catch_up(epoch).next)
+                    observer.applied([cell])
+                    observer.check(worker.values())
+            worker.go_on_at(worker.client.extension(BackupWorkersClient).catch_up(epoch).next)
 
     @property
     def _epochs(self) -> range:
@@ -139,24 +139,24 @@ class TrialScript:
         worker = self._worker
         worker.finish()
         if worker.me == (Role.WORKER, 0, 0):
-            worker.door.values.fetch_final()
-            worker.door.buffers.final()
+            worker.client.values.fetch_final()
+            worker.client.buffers.final()
             self.final = worker.values()
 
     def _batches(self, epoch: int) -> Iterator[tuple[int, int, int]]:
-        trial, group, door = self._trial, self._worker.me.group, self._worker.door
+        trial, group, client = self._trial, self._worker.me.group, self._worker.client
         units = self._unread(epoch, trial.batches)
-        if trial.mode == "static":
+        if trial.schedule.mode == "static":
             stream = (epoch << 32) | STATIC | group
             mine = units[group :: trial.topology.worker_groups]
-            for seq in range(door.extension(DataClient).applied(stream), len(mine)):
+            for seq in range(client.extension(DataClient).applied(stream), len(mine)):
                 yield stream, seq, mine[seq]
             return
-        leases = LeaseIterator(door.extension(DataClient), epoch, len(units), 0)
+        leases = LeaseIterator(client.extension(DataClient), epoch, len(units), 0)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
             yield place.stream, place.seq, units[place.number]
-            leases.passed = place.ordinal + place.last  # the batch is over once the next one is asked for
+            leases.read(place)  # the batch is over once the next one is asked for
 
     def _gradient(self, cell: int) -> list[torch.Tensor]:
         found = [torch.zeros(p.shape) for p in self._trial.map.parameters]
@@ -171,71 +171,65 @@ class Trial(SimCluster):
     Args:
         job, seed: as for `SimCluster`.
         schedule: the faults, and the name of the network's faults.
-        weather: the network's faults instead of the schedule's.
+        network_faults: the network's faults instead of the schedule's.
         before: the trial that crashed, of which this is the next start.
     """
 
     script_class = TrialScript
+    transport: CrashableTransport
 
     def __init__(
         self,
         job: Job,
         seed: int,
         schedule: FaultSchedule,
-        weather: NetworkFaults | None = None,
+        network_faults: NetworkFaults | None = None,
         before: "Trial | None" = None,
     ) -> None:
-        self.lives: dict[Address, WorkerProcess] = {}
-        self.batches, self.epochs, self.mode, self.tells = (
-            schedule.batches,
-            schedule.epochs,
-            schedule.mode,
-            schedule.tells,
-        )
+        self.worker_processes: dict[Address, WorkerProcess] = {}
+        self.batches, self.epochs = schedule.batches, schedule.epochs
         self.singly = singly(job)
         self._faults = list(dict.fromkeys(schedule.faults))
         self._left = {fault: fault.after for fault in self._faults}
         self._aways: dict[WorkerProcess, float] = {}  # of processes that lose a connection
         self.kills = 0
         self.commits: dict[int, list[float]] = {}
-        self.births: list[tuple[float, int]] = []
+        self.restarts: list[tuple[float, int]] = []
         self.deaths: list[tuple[float, int]] = []
         self.final: list[torch.Tensor] = []
         self.log: list[tuple[float, Fault]] = []  # the faults so far, with their times
         self.crashed = False
         self._published = 0  # by starts before this one
-        self.schedule, self._weather = schedule, weather
-        self.archive: SimDisks | None = None
-        self.resumed: PublishedSnapshot | None = (
-            None if before is None or before.archive is None else before.archive.last
-        )
+        self.schedule, self._network_faults = schedule, network_faults
+        self.disks: SimDisks | None = None
+        self.resumed: PublishedSnapshot | None = None if before is None or before.disks is None else before.disks.last
         cells = self.batches * self.epochs * job.cluster.nworkers_per_group
         schema = parameters(cells, max(cells, 150), max(cells, 256))
-        super().__init__(job, seed, weather or WEATHERS[schedule.weather], schema, resumed=self.resumed)
+        super().__init__(job, seed, network_faults or NETWORKS[schedule.network], schema, resumed=self.resumed)
         if before is not None:
-            self._follow(before)
+            self._continue(before)
         if not snapshots_of(self.server(0, 0)).refusal:
-            self.archive = SimDisks(self, self, self.resumed)
+            self.disks = SimDisks(self, schedule, self.singly, self.resumed)
         self._open()
 
-    def _follow(self, before: "Trial") -> None:
+    def _continue(self, before: "Trial") -> None:
         """Take over time, random state, and statistics from the crashed trial."""
-        self.sim.go_on_from(before.sim)
+        self.sim.continue_from(before.sim)
         self.random.setstate(before.random.getstate())
         self.kills, self.log, self.commits = before.kills, before.log, before.commits
-        self.births, self.deaths, self._published = before.births, before.deaths, before.snapshots
+        self.restarts, self.deaths, self._published = before.restarts, before.deaths, before.snapshots
 
     @property
     def snapshots(self) -> int:
         """The number of snapshots that were published and verified."""
-        return self._published + (0 if self.archive is None else self.archive.published)
+        return self._published + (0 if self.disks is None else self.disks.published)
 
     def again(self) -> "Trial":
         """Return the next start of the job after a crash.
 
         It resumes from the newest snapshot, or starts at the beginning.
         """
-        return Trial(self.job, self.sim.seed, self._left_over, self._weather, self)
+        return Trial(self.job, self.sim.seed, self._left_over, self._network_faults, self)
 
     @property
     def _left_over(self) -> FaultSchedule:
@@ -244,27 +238,26 @@ class Trial(SimCluster):
 
     # --- how it is made ------------------------------------------------------------------------------------------
 
-    def _wire(self, weather: NetworkFaults | None) -> SimulatedTransport:
-        self.road = CrashableTransport(self.sim, self.lives, weather)
-        return self.road
+    def _make_transport(self, network_faults: NetworkFaults | None) -> CrashableTransport:
+        return CrashableTransport(self.sim, self.worker_processes, network_faults)
 
-    def _door(self, me: Address) -> Client:
-        known = self.lives.get(me)
-        life = self.lives[me] = WorkerProcess(me, 0 if known is None else known.incarnation + 1)
+    def _make_client(self, me: Address) -> Client:
+        known = self.worker_processes.get(me)
+        process = self.worker_processes[me] = WorkerProcess(me, 0 if known is None else known.incarnation + 1)
 
         def say(to: Address, message: m.Message) -> None:
-            self._meet(life, message)
-            if life.over:
+            self._inject_due(process, message)
+            if process.over:
                 raise Killed
-            life.on_send()
-            self.wire.send(me, to, message)
+            process.on_send()
+            self.transport.send(me, to, message)
 
-        waiter, extensions = CrashableWaiter(life, self.sim), client_extensions(self.topology)
-        door = Client(me, self.topology, say, waiter, incarnation=life.incarnation, extensions=extensions)
-        self.road.settle(me, door)
-        for server in {*door.channel.servers, door.channel.first_server}:
-            self.wire.connect(me, server, "")
-        return door
+        waiter, extensions = CrashableWaiter(process, self.sim), client_extensions(self.topology)
+        client = Client(me, self.topology, say, waiter, incarnation=process.incarnation, extensions=extensions)
+        self.transport.replace(me, client)
+        for server in {*client.channel.servers, client.channel.first_server}:
+            self.transport.connect(me, server, "")
+        return client
 
     def _open(self) -> None:
         """Start the servers at random times.
@@ -272,44 +265,44 @@ class Trial(SimCluster):
         A server connects to a peer when both have started, and then admits workers.
         """
         within = self.schedule.opens
-        there = {me: self.sim.now + (self.sim.random.uniform(0.0, within) if within else 0.0) for me in self.houses}
+        there = {
+            me: self.sim.now + (self.sim.random.uniform(0.0, within) if within else 0.0) for me in self.sim_servers
+        }
         self._opens = dict(there)
-        for me in self.houses:
+        for me in self.sim_servers:
             for peer in peers(me, self.topology):
                 time = max(there[me], there[peer])
                 self._opens[me] = max(self._opens[me], time)
                 if time > self.sim.now:
                     self.sim.at(time, lambda me=me, peer=peer: self._call(me, peer))  # type: ignore[misc]
                 else:
-                    self.wire.connect(me, peer, "")
+                    self.transport.connect(me, peer, "")
 
     def _call(self, me: Address, peer: Address) -> None:
-        """Connect a server to another one.
-
-        A shard asks its coordinator for missed messages.
-        """
-        self.wire.connect(me, peer, "")
+        """Connect a server to another one."""
+        self.transport.connect(me, peer, "")
+        # A shard asks its coordinator for messages that it has missed.
         if me.group == peer.group:
-            house = self.houses[me]
-            self.wire.awake(lambda: house.send(house.server.reconnected()), me)
+            sim_server = self.sim_servers[me]
+            self.transport.when_resumed(lambda: sim_server.send(sim_server.server.reconnected()), me)
 
-    def _meet_servers(self) -> None:
+    def _connect_servers(self) -> None:
         """Do nothing: servers connect to each other when they start."""
 
-    # --- bad luck ------------------------------------------------------------------------------------------------
+    # --- faults --------------------------------------------------------------------------------------------------
 
-    def _meet(self, life: WorkerProcess, message: m.Message) -> None:
+    def _inject_due(self, process: WorkerProcess, message: m.Message) -> None:
         """Execute the faults that are due at this message, before it is sent."""
-        if life.over:
+        if process.over:
             return
         for fault in list(self._faults):
-            theirs = (fault.group, fault.index) == life.me[1:] and fault.incarnation == life.incarnation
+            theirs = (fault.group, fault.index) == process.me[1:] and fault.incarnation == process.incarnation
             if fault.at < 0 and theirs and isinstance(message, fault.kind):
                 self._left[fault] -= 1
                 if self._left[fault] < 0:
-                    self.befall(fault)
+                    self.inject(fault)
 
-    def befall(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         """Execute a fault now."""
         if fault not in self._faults:
             return
@@ -323,19 +316,19 @@ class Trial(SimCluster):
         elif fault.what is FaultKind.PAUSE:
             paused = Address(Role.WORKER, fault.group, fault.index)
             if fault.server >= 0:
-                paused = self.doors[paused].channel.servers[fault.server]
-            self.wire.pause(paused)
-            self.sim.at(self.sim.now + fault.away, lambda: self.wire.resume(paused))
+                paused = self.clients[paused].channel.servers[fault.server]
+            self.transport.pause(paused)
+            self.sim.at(self.sim.now + fault.away, lambda: self.transport.resume(paused))
         elif fault.what is FaultKind.CRASH:
             raise _Crashed
-        elif self.archive is not None:
+        elif self.disks is not None:
             for _ in range(3):
-                self.archive.ask()
+                self.disks.ask()
 
     def _tick(self) -> None:
         """Request snapshots as the clock of the host of server (0,0) does."""
-        if self.archive is not None and not all(life.over for life in self.lives.values()):
-            self.archive.ask()
+        if self.disks is not None and not all(process.over for process in self.worker_processes.values()):
+            self.disks.ask()
             self.sim.at(self.sim.now + self.schedule.every, self._tick)
 
     def kill(self, group: int, away: float, index: int = 0) -> None:
@@ -343,88 +336,98 @@ class Trial(SimCluster):
 
         They restart after `away` seconds, unless their scripts have ended.
         """
-        if not all(self.lives[me].over for me in self._fellows(group, index)):
-            self._kill(self._fellows(group, index), away)
+        if not all(self.worker_processes[me].over for me in self._killed_together(group, index)):
+            self._kill(self._killed_together(group, index), away)
 
-    def _fellows(self, group: int, index: int) -> tuple[Address, ...]:
+    def _killed_together(self, group: int, index: int) -> tuple[Address, ...]:
         """Return the workers that die together with this one."""
         return (Address(Role.WORKER, group, index),) if self.singly else self.topology.workers(group)
 
-    def _kill(self, fellows: tuple[Address, ...], away: float) -> None:
+    def _kill(self, workers: tuple[Address, ...], away: float) -> None:
         self.kills += 1
-        self.deaths.append((self.sim.now, fellows[0].group))
-        for me in fellows:
-            life, door = self.lives[me], self.doors[me]
-            self.wire.resume(me)
-            for server in sorted({*door.channel.servers, door.channel.first_server}) if not life.over else ():
-                self._later(lambda life=life, server=server: self._end(life, server))  # type: ignore[misc]
-            life.kill()
-        lives = [self.lives[me] for me in fellows]
+        self.deaths.append((self.sim.now, workers[0].group))
+        for me in workers:
+            process, client = self.worker_processes[me], self.clients[me]
+            self.transport.resume(me)
+            for server in sorted({*client.channel.servers, client.channel.first_server}) if not process.over else ():
+                self.sim.at(self._notice_time(), lambda process=process, server=server: self._end(process, server))  # type: ignore[misc]
+            process.kill()
+        worker_processes = [self.worker_processes[me] for me in workers]
 
         def again() -> None:
-            if [self.lives[me] for me in fellows] == lives:
-                self._bear(fellows)
+            if [self.worker_processes[me] for me in workers] == worker_processes:
+                self._restart(workers)
 
         self.sim.at(self.sim.now + away, again)
 
     def _cut(self, fault: Fault) -> None:
         worker = Address(Role.WORKER, fault.group, fault.index)
-        life, door = self.lives[worker], self.doors[worker]
-        if life.over:
+        process, client = self.worker_processes[worker], self.clients[worker]
+        if process.over:
             return
-        server = door.channel.servers[fault.server]
+        server = client.channel.servers[fault.server]
 
         def notice() -> None:
-            if self.lives[worker] is life and life.over and not life.dead and worker != self.workers[0]:
-                self._kill(self._fellows(*worker[1:]), fault.away)  # its last messages are lost, so it has failed
-            door.lost(server, "the connection was cut")
+            if (
+                self.worker_processes[worker] is process
+                and process.over
+                and not process.dead
+                and worker != self.workers[0]
+            ):
+                self._kill(
+                    self._killed_together(*worker[1:]), fault.away
+                )  # its last messages are lost, so it has failed
+            client.lost(server, "the connection was cut")
 
-        self._aways[life] = fault.away
-        self._later(lambda: self._end(life, server))
-        self._later(lambda: self.wire.awake(notice, worker))
+        self._aways[process] = fault.away
+        self.sim.at(self._notice_time(), lambda: self._end(process, server))
+        self.sim.at(self._notice_time(), lambda: self.transport.when_resumed(notice, worker))
 
-    def _later(self, do: Callable[[], None]) -> None:
-        self.sim.at(self.sim.now + self.sim.random.uniform(*self.wire.weather.delay), do)
+    def _notice_time(self) -> float:
+        """Draw the time at which a process notices an event now."""
+        return self.sim.now + self.sim.random.uniform(*self.transport.network_faults.delay)
 
-    def _end(self, life: WorkerProcess, server: Address) -> None:
+    def _end(self, process: WorkerProcess, server: Address) -> None:
         """Deliver the end of a connection to a server."""
-        if self.road.cut.get((life.me, server)) is not life and self.lives[life.me] is life:
-            self.road.cut[life.me, server] = life
-            if self.tells and life.came:
-                house = self.houses[server]
-                self.wire.awake(lambda: house.send(house.server.lost(life.me)), server)
+        if self.transport.cut.get((process.me, server)) is not process and self.worker_processes[process.me] is process:
+            self.transport.cut[process.me, server] = process
+            if self.schedule.detects and process.admitted:
+                sim_server = self.sim_servers[server]
+                self.transport.when_resumed(lambda: sim_server.send(sim_server.server.lost(process.me)), server)
 
-    def _bear(self, fellows: tuple[Address, ...]) -> None:
-        self.births.append((self.sim.now, fellows[0].group))
-        for me in fellows:
-            for server in sorted({*self.doors[me].channel.servers, self.doors[me].channel.first_server}):
-                self._end(self.lives[me], server)  # replaces its connection, if the server has not noticed the end
-            self.doors[me] = self._door(me)
+    def _restart(self, workers: tuple[Address, ...]) -> None:
+        self.restarts.append((self.sim.now, workers[0].group))
+        for me in workers:
+            for server in sorted({*self.clients[me].channel.servers, self.clients[me].channel.first_server}):
+                self._end(
+                    self.worker_processes[me], server
+                )  # replaces its connection, if the server has not noticed the end
+            self.clients[me] = self._make_client(me)
             self._start(me)
 
     def _start(self, me: Address) -> None:
-        life, door = self.lives[me], self.doors[me]
+        process, client = self.worker_processes[me], self.clients[me]
 
-        def live() -> None:
+        def run_process() -> None:
             try:
-                opens = max(self._opens[server] for server in {*door.channel.servers, door.channel.first_server})
+                opens = max(self._opens[server] for server in {*client.channel.servers, client.channel.first_server})
                 if opens > self.sim.now:
                     self.sim.sleep(opens - self.sim.now)
-                if life.over:
+                if process.over:
                     raise Killed
-                life.admit()
-                if life.incarnation:
-                    door.rejoin.announce()
-                script = self.script_class(self, SimWorker(self, me, self.singly), life)
+                process.admit()
+                if process.incarnation:
+                    client.rejoin.announce()
+                script = self.script_class(self, SimWorker(self, me, self.singly), process)
                 script.run()
                 self.final = script.final or self.final
-                life.finish()
+                process.finish()
             except Killed:
                 pass
             except PeerLost:
-                self.kill(me.group, self._aways[life], me.index)
+                self.kill(me.group, self._aways[process], me.index)
 
-        self.sim.actor(f"{me} of incarnation {life.incarnation}", live)
+        self.sim.actor(f"{me} of incarnation {process.incarnation}", run_process)
 
     def run(self) -> "Trial":
         """Run until the end, or until a crash.
@@ -437,18 +440,18 @@ class Trial(SimCluster):
             self.sim.at(self.sim.now + self.schedule.every, self._tick)
         for fault in list(self._faults):
             if fault.at >= 0:
-                self.sim.at(fault.at, lambda fault=fault: self.befall(fault))  # type: ignore[misc]
-        torments = sum(fault.away + max(fault.at, 0.0) for fault in self._faults)
+                self.sim.at(fault.at, lambda fault=fault: self.inject(fault))  # type: ignore[misc]
+        pauses = sum(fault.away + max(fault.at, 0.0) for fault in self._faults)
         try:
-            self.sim.run(self.sim.now + LONG + torments)
+            self.sim.run(self.sim.now + LONG + pauses)
         except _Crashed:
             self.crashed = True
         if self.crashed:
             return self
-        for me, house in self.houses.items():
-            if house.server.decisions.undecided:
+        for me, sim_server in self.sim_servers.items():
+            if sim_server.server.decisions.undecided:
                 raise InvariantViolated(
-                    f"{me} still waits for votes about {house.server.decisions.undecided} steps after the end"
+                    f"{me} still waits for votes about {sim_server.server.decisions.undecided} steps after the end"
                 )
         return self
 

@@ -27,11 +27,11 @@ class WorkerObserver:
         self._before: list[torch.Tensor] = []
         self._mine = torch.zeros(cells, dtype=torch.bool)
 
-    def did(self, cells: Sequence[int]) -> None:
+    def applied(self, cells: Sequence[int]) -> None:
         """Record an applied step of the worker's group that counted these cells."""
         self._mine[list(cells)] = True
 
-    def look(self, values: Sequence[torch.Tensor]) -> None:
+    def check(self, values: Sequence[torch.Tensor]) -> None:
         """Check the present parameters. Raises InvariantViolated."""
         seen = [part[: self._cells].clone() for part in values]
         for number, found in enumerate(seen):

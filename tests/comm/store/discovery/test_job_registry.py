@@ -177,6 +177,7 @@ def test_a_store_that_is_away_is_code_1(told, monkeypatch):
     assert code == 1 and err.startswith("topotrain: error: store tcp://127.0.0.1:1 cannot be reached: ")
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_store_is_served_until_a_signal(number):
     environ = {**os.environ, "TOPOTRAIN_TOKEN": SECRET.hex(), "PYTHONPATH": str(ROOT)}

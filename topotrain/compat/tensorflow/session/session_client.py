@@ -28,7 +28,8 @@ from topotrain.compat.tensorflow.session.session_protocol import SessionClosed, 
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import JobError
 from topotrain.core.optim.adapter import describe
-from topotrain.parallel.remote.argument_codec import CallInput, ReferenceBounds, decode, replaced
+from topotrain.parallel.program.worker_program import replaced
+from topotrain.parallel.remote.argument_codec import CallInput, ReferenceBounds, decode
 from topotrain.parallel.remote.graph_recorder import record
 from topotrain.parallel.remote.state_numbers import ModelState, TaskCluster
 
@@ -170,7 +171,7 @@ class Session:
         if train is not None:
             train.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
         output = decode(told["output"], ReferenceBounds(0, len(found), 0))
-        return replaced(output, lambda ref: found[ref.number] if isinstance(ref, CallInput) else ref)
+        return replaced(output, lambda ref: found[ref.number], (CallInput,))
 
     def _check(self, model: nn.Module, train: TrainOp | None, args: Any, kwargs: Any) -> None:
         if torch.get_default_dtype() is not torch.float32:

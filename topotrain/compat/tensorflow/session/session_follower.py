@@ -1,6 +1,8 @@
 """A task that follows the session's first worker: another worker, or a ps task."""
 
-from collections.abc import Callable, Mapping, Sequence
+import queue
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
@@ -17,6 +19,34 @@ from topotrain.core.client.client import JobError
 from topotrain.launch.by_hand.manual_server import serve, tell
 
 
+class SessionShard:
+    """The parameter server of a ps task, for the length of one session."""
+
+    def __init__(self, me: TaskAddress, meet: SessionRendezvous, host: str, secret: bytes) -> None:
+        self._me, self._meet, self._host, self._secret = me, meet, host, secret
+        self._done = threading.Event()
+        self.why = OVER
+        """Why it has ended."""
+
+    def run(self) -> None:
+        """Serve until the session's end."""
+        me = Address(Role.SERVER, 0, self._me.index)
+        try:
+            with closing(open_store(self._meet.store, self._secret)) as store:
+                serve(self._meet.job(), [me], store, self._secret, self._host, terms=TERMS)
+        except (JobError, TransportError, StoreError, ConfigError) as error:
+            self.why = str(error)
+        finally:
+            self._done.set()
+
+    def wait(self) -> None:
+        """Wait for the end of `run`, on another thread."""
+        self._done.wait()
+
+
+ShardQueue = queue.SimpleQueue[SessionShard | None]
+
+
 def follow(
     me: TaskAddress,
     connection: SessionConnection,
@@ -25,55 +55,40 @@ def follow(
     counts: Sequence[int],
     host: str,
     secret: bytes,
-    run: Callable[[Callable[[], None]], None],
+    shards: ShardQueue,
 ) -> None:
     """Take part in one session. Raises SessionClosed.
 
     Args:
         connection: to the first worker. said, tensors: its first message.
         counts: how many workers and ps tasks there are. host: where others reach this task.
-        run: runs a function that takes as long as the session, on a thread of its choice, and returns after it.
+        shards: a ps task's server is put there, and runs on the thread that takes it.
     """
     try:
         meet = SessionRendezvous.from_data(said.get("meet"))
         if [meet.workers, meet.servers] != list(counts):
             raise ConfigError("cluster", counts, "must be the same ClusterSpec in all tasks")
-        part = None if me.job == "ps" else part_of(meet, me.index, said, tensors)
+        part = None if me.job == "ps" else part_of(meet, me.index, said, tensors, secret, host)
     except Exception as error:
         connection.send(failed(me, error, None).told())
         return
     connection.send({})
     connection.receive()  # all tasks have agreed: begin
     if part is None:
-        _serve(me, connection, meet, host, secret, run)
+        _serve(me, connection, SessionShard(me, meet, host, secret), shards)
     else:
-        _Following(me, connection, part).follow(secret, host)
+        _Following(me, connection, part).follow()
 
 
-def _serve(
-    me: TaskAddress,
-    connection: SessionConnection,
-    meet: SessionRendezvous,
-    host: str,
-    secret: bytes,
-    run: Callable[[Callable[[], None]], None],
-) -> None:
-    why = [OVER]
-
-    def be_server() -> None:
-        try:
-            with closing(open_store(meet.store, secret)) as store:
-                serve(meet.job(), [Address(Role.SERVER, 0, me.index)], store, secret, host, terms=TERMS)
-        except (JobError, TransportError, StoreError, ConfigError) as error:
-            why.append(str(error))
-
+def _serve(me: TaskAddress, connection: SessionConnection, shard: SessionShard, shards: ShardQueue) -> None:
     connection.send({})
-    run(be_server)
+    shards.put(shard)
+    shard.wait()
     try:
         connection.receive()
         tell(f"{me}: {OVER}")
     except SessionClosed:
-        tell(f"{me}: {OVER}: {why[-1]}")
+        tell(f"{me}: {OVER}: {shard.why}")
 
 
 class _Following:
@@ -82,11 +97,11 @@ class _Following:
     def __init__(self, me: TaskAddress, connection: SessionConnection, part: SessionWorker) -> None:
         self._me, self._connection, self._part = me, connection, part
 
-    def follow(self, secret: bytes, host: str) -> None:
+    def follow(self) -> None:
         """Carry out requests until the session's end."""
         why = f"{self._me}: the session's first worker is gone"
         try:
-            self._part.enter(secret, host)
+            self._part.enter()
             self._connection.send({})
             while True:
                 said, _ = self._connection.receive()
@@ -107,21 +122,14 @@ class _Following:
             tell(f"{self._me}: {OVER}" + ("" if why == OVER else f": {why}"))
 
     def _obey(self, said: Mapping[str, Any]) -> None:
-        if said["do"] == "learn":
-            try:
-                self._part.learn(said["number"], said["description"], said["loss"])
-            except ConfigError as error:
-                self._connection.send(failed(self._me, error, None).told())
-                return
-            self._connection.send({})
-        elif said["do"] == "run":
-            dice = said["dice"]
-            self._part.run(said["number"], (), None if dice is None else _unpacked(dice), said["settings"])
-            self._connection.send({})
-        else:
-            found = self._part.values()
+        try:
+            found = self._part.execute(said)
+        except ConfigError as error:
+            if said["do"] != "learn":  # only a description may be refused, and the session goes on
+                raise
+            self._connection.send(failed(self._me, error, None).told())
+            return
+        if said["do"] == "pull":
             self._connection.send({"numbers": list(found)}, list(found.values()))
-
-
-def _unpacked(text: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(bytes.fromhex(str(text))), dtype=torch.uint8)
+        else:
+            self._connection.send({})

@@ -1,9 +1,10 @@
 """The first worker of a session: it serves the client and leads the other tasks."""
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from topotrain.compat.tensorflow.session.session_task import (
 from topotrain.compat.tensorflow.session.task_graph import OVER, SessionRendezvous, SessionWorker
 from topotrain.config.job import ConfigError
 from topotrain.launch.by_hand.manual_server import tell
+from topotrain.parallel.program.worker_program import replaced
 from topotrain.parallel.remote.argument_codec import CallInput, encode
 from topotrain.parallel.remote.graph_description import states_from
 
@@ -95,7 +97,7 @@ class SessionLeader:
         if part is None or do not in ("learn", "run", "pull"):
             raise ConfigError("session", str(do)[:80], "cannot be done now: must be learn, run or pull after start")
         if do == "learn":
-            self._together(said, lambda: part.learn(said["number"], said["description"], said["loss"]))
+            self._together(said, part)
             return ({},)
         if do == "pull":
             return self._pull(said, part)
@@ -103,9 +105,9 @@ class SessionLeader:
         inputs = tensors[1:] if said["draws"] else tensors
         told = {"do": "run", "number": said["number"], "settings": said["settings"]}
         told["dice"] = None if dice is None else dice.numpy().tobytes().hex()
-        output, _ = self._together(told, lambda: part.run(said["number"], inputs, dice, said["settings"]))
+        output, _ = self._together(told, part, inputs)
         found: list[torch.Tensor] = [] if dice is None else [part.dice]
-        return {"output": encode(_flat(output, found))}, found
+        return {"output": encode(replaced(output, partial(_number, found), (torch.Tensor,)))}, found
 
     def _start(self, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         states = states_from(said["states"], self._count("worker"), self._count("ps"))
@@ -115,7 +117,9 @@ class SessionLeader:
         meet = SessionRendezvous(name, self._store.url, self._count("worker"), self._count("ps"), self._me.index)
         shared = {"do": "begin", "meet": asdict(meet), "states": said["states"], "optimizer": said["optimizer"]}
         mine = numbers_of(states, self._me.index)
-        part = part_of(meet, self._me.index, {**shared, "numbers": mine}, [tensors[n] for n in mine])
+        part = part_of(
+            meet, self._me.index, {**shared, "numbers": mine}, [tensors[n] for n in mine], self._secret, self._host
+        )
         for task in self._tasks:
             if task != self._me:
                 numbers = numbers_of(states, task.index) if task.job == "worker" else []
@@ -123,10 +127,8 @@ class SessionLeader:
                 self._send(task, connection, {**shared, "numbers": numbers}, [tensors[n] for n in numbers])
         for task, connection in self._others.items():
             receive_reply(task, connection)
-        for task, connection in self._others.items():
-            self._send(task, connection, {"do": "go"})
         self._part = part
-        self._all(self._others, lambda: part.enter(self._secret, self._host))
+        self._together({"do": "go"}, part)
 
     def _call(self, task: TaskAddress) -> SessionConnection:
         host, port = split_address(task.address)
@@ -148,28 +150,20 @@ class SessionLeader:
             raise TaskFailed(f"{task} is gone: {error}", cause=False) from error
 
     def _together(
-        self, said: Mapping[str, Any], own: Callable[[], Any]
+        self, said: Mapping[str, Any], part: SessionWorker, inputs: Sequence[torch.Tensor] = ()
     ) -> tuple[Any, list[tuple[dict[str, Any], list[torch.Tensor]]]]:
         """Have all workers do it, this one too. Raises the error that explains most."""
-        workers = {task: connection for task, connection in self._others.items() if task.job == "worker"}
-        for task, connection in workers.items():
+        starts = said["do"] == "go"  # the ps tasks start as well
+        others = {task: connection for task, connection in self._others.items() if starts or task.job == "worker"}
+        for task, connection in others.items():
             self._send(task, connection, said)
-        return self._all(workers, own, goes_on=said["do"] == "learn")
-
-    def _all(
-        self, others: Mapping[TaskAddress, SessionConnection], own: Callable[[], Any], goes_on: bool = False
-    ) -> tuple[Any, list[tuple[dict[str, Any], list[torch.Tensor]]]]:
-        """Do the own part while the others do theirs.
-
-        goes_on: after an error the session can go on.
-        """
         failures, result, replies = [], None, []
         try:
-            result = own()
+            result = part.execute(said, inputs)
         except Exception as error:
             failures.append(failed(self._me, error, self._part))
-            if not goes_on and self._part is not None:
-                self._part.leave(failures[0].bare)  # the others may be waiting for this one
+            if said["do"] != "learn":
+                part.leave(failures[0].bare)  # the others may be waiting for this one
         for task, connection in others.items():
             try:
                 replies.append(receive_reply(task, connection))
@@ -180,7 +174,7 @@ class SessionLeader:
         return result, replies
 
     def _pull(self, said: Mapping[str, Any], part: SessionWorker) -> tuple[Any, ...]:
-        found, replies = self._together({"do": "pull"}, part.values)
+        found, replies = self._together({"do": "pull"}, part)
         for told, tensors in replies:
             found |= dict(zip(told["numbers"], tensors, strict=True))
         return {"numbers": list(found)}, list(found.values())
@@ -199,13 +193,7 @@ class SessionLeader:
             self._store = None
 
 
-def _flat(nested: Any, found: list[torch.Tensor]) -> Any:
-    """Return the same nest with tensors replaced by their new numbers in `found`."""
-    if isinstance(nested, torch.Tensor):
-        found.append(nested)
-        return CallInput(len(found) - 1)
-    if isinstance(nested, tuple | list):
-        return type(nested)([_flat(item, found) for item in nested])
-    if isinstance(nested, dict):
-        return {key: _flat(item, found) for key, item in nested.items()}
-    return nested
+def _number(found: list[torch.Tensor], tensor: torch.Tensor) -> CallInput:
+    """Add a tensor to the output, and return its number."""
+    found.append(tensor)
+    return CallInput(len(found) - 1)

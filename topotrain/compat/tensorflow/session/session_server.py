@@ -9,7 +9,7 @@
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from topotrain.comm.request_reply import RequestChannel, RequestServer
 from topotrain.comm.store import StoreError
 from topotrain.comm.store.discovery.static_addresses import numeric, split_address
 from topotrain.comm.transport import TransportError
-from topotrain.compat.tensorflow.session.session_follower import follow
+from topotrain.compat.tensorflow.session.session_follower import ShardQueue, follow
 from topotrain.compat.tensorflow.session.session_leader import SessionLeader
 from topotrain.compat.tensorflow.session.session_protocol import FRAME_S, SERVICE, SessionConnection
 from topotrain.compat.tensorflow.session.session_task import TaskAddress
@@ -54,7 +54,7 @@ class SessionServer:
             raise StoreError(f"tcp://{self._host}:{port}: {error.strerror}") from error
         self._turn = threading.Lock()  # held by the session that this task belongs to
         self._over = threading.Event()
-        self._served: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._shards: ShardQueue = queue.SimpleQueue()
         self._server.start()
 
     def stay(self) -> None:
@@ -62,9 +62,10 @@ class SessionServer:
         tell(f"{self._me}: ready at tcp://{self._me.address}")
         try:
             while not self._over.is_set():
-                served = self._served.get()
-                if served is not None:
-                    served()
+                # Ctrl-C reaches this thread, and servers print why they end.
+                shard = self._shards.get()
+                if shard is not None:
+                    shard.run()
         finally:
             self.close()
 
@@ -72,24 +73,8 @@ class SessionServer:
         """Close all connections. A session that is under way ends."""
         if not self._over.is_set():
             self._over.set()
-            self._served.put(None)
+            self._shards.put(None)
             self._server.close()
-
-    def _in_stay(self, serve: Callable[[], None]) -> None:
-        """Run a server on the thread of `stay`.
-
-        Ctrl-C reaches that thread, and servers print why they end.
-        """
-        done = threading.Event()
-
-        def served() -> None:
-            try:
-                serve()
-            finally:
-                done.set()
-
-        self._served.put(served)
-        done.wait()
 
     # --- connections -------------------------------------------------------------------------------------------------
 
@@ -115,6 +100,6 @@ class SessionServer:
                 SessionLeader(connection, self._tasks, self._me, self._host, self._secret).lead()
             else:
                 counts = [sum(task.job == job for task in self._tasks) for job in ("worker", "ps")]
-                follow(self._me, connection, said, tensors, counts, self._host, self._secret, self._in_stay)
+                follow(self._me, connection, said, tensors, counts, self._host, self._secret, self._shards)
         finally:
             self._turn.release()

@@ -47,18 +47,24 @@ class TaskFailed(Exception):
 
 
 def part_of(
-    meet: SessionRendezvous, index: int, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]
+    meet: SessionRendezvous,
+    index: int,
+    said: Mapping[str, Any],
+    tensors: Sequence[torch.Tensor],
+    secret: bytes,
+    host: str,
 ) -> SessionWorker:
     """Return the part of worker `index` in a session. Raises ConfigError.
 
-    said, tensors: the first worker's message.
+    said, tensors: the first worker's message. secret, host: see `SessionWorker`.
     """
     states = states_from(said["states"], meet.workers, meet.servers)
     mine = numbers_of(states, index)
     if said["numbers"] != mine or not isinstance(said["optimizer"], str):
         raise ConfigError("states", None, f"must be those of worker {index}")
     check_values([states[number] for number in mine], tensors)
-    return SessionWorker(meet, index, states, dict(zip(mine, tensors, strict=True)), said["optimizer"])
+    values = dict(zip(mine, tensors, strict=True))
+    return SessionWorker(meet, index, states, values, said["optimizer"], secret, host)
 
 
 def check_values(states: Sequence[StateDescription], tensors: Sequence[torch.Tensor]) -> None:

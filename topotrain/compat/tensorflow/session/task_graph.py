@@ -6,7 +6,7 @@ value travels over the group's activation channel.
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from topotrain.comm.store import Store, open_store
 from topotrain.comm.transport import TransportError
+from topotrain.compat.tensorflow.cluster_spec import task_name
 from topotrain.config.job import Cluster, ConfigError, Job, Road
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError, PeerLost, StepEnd
@@ -39,11 +40,7 @@ _CAUSE_S = 1.5
 _NAME = re.compile(r"session-[0-9a-f]{16}")
 
 
-def _task(address: Address) -> str:
-    return f"/job:{'ps' if address.role is Role.SERVER else 'worker'}/task:{address.index}"
-
-
-TERMS = SharedSettings("session", "the ClusterSpec", 60.0, _task)
+TERMS = SharedSettings("session", "the ClusterSpec", 60.0, task_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +89,7 @@ class SessionWorker:
         meet: the session. index: of this worker.
         states: the model's. values: of those that this worker holds, by number.
         optimizer: as `adapter.OptimizerSpec.to_text` gives it.
+        secret: of the cluster. host: where other tasks reach this one.
 
     Raises:
         ConfigError: a state that does not fit, or an optimizer that cannot be used.
@@ -104,8 +102,11 @@ class SessionWorker:
         states: Sequence[StateDescription],
         values: Mapping[int, torch.Tensor],
         optimizer: str,
+        secret: bytes,
+        host: str,
     ) -> None:
         self._meet, self._index, self._states = meet, index, states
+        self._secret, self._host = secret, host
         self._model = WorkerModel(states, values)
         spec = OptimizerSpec.from_text(optimizer)
         self._optimizer = remake(spec, self._model.parameters_in_order())
@@ -116,14 +117,14 @@ class SessionWorker:
         self._roads: WorkerConnections | None = None
         self._store: Store | None = None
 
-    def enter(self, secret: bytes, host: str) -> None:
+    def enter(self) -> None:
         """Meet the servers and the other workers.
 
         Raises TransportError, JobError, PeerLost, StoreError.
         """
         job, me = self._meet.job(), Address(Role.WORKER, 0, self._index)
-        self._store = open_store(self._meet.store, secret)
-        place = place_of(job, self._store, secret, TERMS, host)
+        self._store = open_store(self._meet.store, self._secret)
+        place = place_of(job, self._store, self._secret, TERMS, self._host)
         self._roads = roads = WorkerConnections(place, me)
         self._worker = Worker(
             me,
@@ -139,8 +140,26 @@ class SessionWorker:
         adopt(self._optimizer, self._worker)
         self._worker.server_state.scatter()
         assert isinstance(self._worker.path, PushPath)
-        self._sync = _SessionSync(self._channel, self._worker.path.begin)
+        self._sync = _SessionSync(self._channel, self._worker.path)
         self._worker.attach(self._sync)
+
+    def execute(self, said: Mapping[str, Any], inputs: Sequence[torch.Tensor] = ()) -> Any:
+        """Carry out a request that the session's first worker makes to all workers.
+
+        Returns the output of "run", and the values of "pull". Errors are those of the methods below.
+        """
+        match said["do"]:
+            case "go":
+                self.enter()
+            case "learn":
+                self.learn(said["number"], said["description"], said["loss"])
+            case "run":
+                dice = None if said["dice"] is None else bytearray(bytes.fromhex(str(said["dice"])))
+                state = None if dice is None else torch.frombuffer(dice, dtype=torch.uint8)
+                return self.run(said["number"], inputs, state, said["settings"])
+            case _:
+                return self.values()
+        return None
 
     def learn(self, number: int, data: Any, loss: bool) -> None:
         """Keep a description to be run under this number. Raises ConfigError."""
@@ -150,7 +169,7 @@ class SessionWorker:
         box = None if loss else OutputCollector()
         most = max(_LEAST_ROOM, room().least() or 0)
         cut = program(description, self._states, self._meet.workers, self._meet.first, box, most)
-        runner = Runner(cut, self._model, self._channel, lambda: 1.0, sync=self._sync, generator=self._dice)
+        runner = Runner(cut, self._model, self._channel, sync=self._sync, generator=self._dice)
         self._graphs[number] = _Graph(runner, box, description)
 
     def run(self, number: int, inputs: Sequence[torch.Tensor], dice: torch.Tensor | None, settings: str) -> Any:
@@ -177,8 +196,7 @@ class SessionWorker:
         if graph.box is not None:
             with torch.no_grad():
                 graph.runner(**given)
-            content, graph.box.content = graph.box.content, None
-            return content
+            return graph.box.take()
         if settings:
             self._set(OptimizerSpec.from_text(settings))
         self._optimizer.zero_grad()
@@ -231,14 +249,14 @@ class _SessionSync(WorkerSync, WorkerExtension):
     A worker would not notice a backward that reaches none of its parameters.
     """
 
-    def __init__(self, channel: NetworkChannel, begins: Callable[[], None]) -> None:
+    def __init__(self, channel: NetworkChannel, path: PushPath) -> None:
         super().__init__(channel)
-        self._begins = begins
+        self._path = path
 
     def begun(self) -> None:
         """Note that a backward begins here."""
         super().begun()
-        self._begins()
+        self._path.begin()
 
     def before_commit(self, step: int, end: StepEnd) -> None:
         """As `WorkerExtension.before_commit`."""

@@ -14,26 +14,29 @@ from topotrain.core.server.message_queue import MessageQueue
 from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.core.server.shard_state import ShardState
 from topotrain.core.server.steps.commit_agreement import StepError
-from topotrain.core.server.steps.step_pipeline import StepPipeline
+from topotrain.core.server.steps.step_contributions import StepContributions
+from topotrain.core.server.steps.step_execution import StepExecution, check_refused
 
 
 class Decisions:
     """Makes the decisions, on the coordinator, and carries them out.
 
     Args:
-        state, groups, steps, queue, hooks: the parts of the server that it uses.
+        state, groups, contributions, steps, queue, hooks: the parts of the server that it uses.
     """
 
     def __init__(
         self,
         state: ShardState,
         groups: WorkerGroups,
-        steps: StepPipeline,
+        contributions: StepContributions,
+        steps: StepExecution,
         queue: MessageQueue,
         hooks: ExtensionHooks,
     ) -> None:
         self._shards = state.topology.servers(state.me.group)
-        self._state, self._groups, self._steps = state, groups, steps
+        self._state, self._groups = state, groups
+        self._contributions, self._steps = contributions, steps
         self._queue, self._hooks = queue, hooks
         self.log = DecisionLog(state.topology.shards) if state.me.index == 0 else None
         """On the coordinator, which is shard 0."""
@@ -44,7 +47,7 @@ class Decisions:
     def vote(self, sender: Address, message: m.StepVote) -> None:
         """A shard has all it needs for a step."""
         assert self.log is not None
-        self._steps.check_vote(message)
+        check_refused(message, self._state.topology.workers_per_group, len(self._state.known.schema.parameters))
         self.log.staged(sender.index, message)
         self.decide()
 
@@ -132,7 +135,7 @@ class Decisions:
 
         The server also asks for the decisions that it has missed.
         """
-        self._steps.repeat_votes()
+        self._contributions.repeat_votes()
         self._queue.send(self._shards[0], m.StepDecisionRequest(self._state.order.next))
 
     def reset(self, group: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Fetch, Message, Values
 from topotrain.core.server.groups.worker_groups import WorkerGroups
@@ -9,6 +10,7 @@ from topotrain.core.server.message_queue import MessageQueue
 from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.core.server.shard_state import ShardState
+from topotrain.core.server.steps.step_policy import makes_partial_steps
 
 
 class Pulls:
@@ -28,6 +30,7 @@ class Pulls:
     ) -> None:
         self._hooks = hooks
         self._warms_up = state.job.warmup_steps if state.me.group == 0 else 0
+        self._shows_early = state.job.cluster.max_staleness is None and not makes_partial_steps(state.job)
         self._barrier = state.job.cluster.max_staleness == 0
         self._state, self._groups, self.replies, self._queue = state, groups, replies, queue
 
@@ -50,6 +53,19 @@ class Pulls:
                 self._queue.send_all(router.route_values(worker, reply))
             else:
                 self._queue.send(worker, reply)
+
+    def repeat(self, worker: Address, fetch: bool) -> bool:
+        """Reply again to a commit of the last step that was applied. False: no step of its group was applied."""
+        repeats = self.replies.repeat(worker, fetch)
+        if repeats:
+            self.release()
+        return repeats
+
+    def show_early(self, group: int, bucket: Bucket, version: int) -> None:
+        """Send a new bucket before the next one is computed, to a group that waits for no other group."""
+        if self._shows_early and self._state.common:
+            model = self._state.known
+            self.send(self.replies.stream(model, group, bucket, model.staging[group].step, version))
 
     def _may_read(self, group: int) -> bool:
         clocks = self._groups.clocks

@@ -1,0 +1,396 @@
+"""The connections of units to unit 0: messages once and in order, loss, strangers, and what is decided over them."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+from folder_wipe import block
+
+from topotrain.comm.store import Store, StoreError, maintained_values, open_store, within
+from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
+from topotrain.comm.transport import Refused
+from topotrain.comm.transport.tcp import TcpTransport
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.topology import Address, Role
+from topotrain.core.events import Failed, Saved
+from topotrain.launch.agent.children import AttemptInfo
+from topotrain.launch.agent.stop_signals import StopSignals, signals
+from topotrain.launch.multinode import control_connection as control_module
+from topotrain.launch.multinode import node_membership as company_module
+from topotrain.launch.multinode.control_connection import (
+    ControlAccess,
+    ControlClient,
+    ControlConnection,
+    ControlServer,
+    News,
+    UnitMessage,
+    UnitReturned,
+    UnitVanished,
+)
+from topotrain.launch.multinode.node_info import HostMap, NodeInfo, NodeVerifier
+from topotrain.launch.multinode.node_membership import FollowerMembership, LeaderMembership, StoreKeys
+from topotrain.launch.multinode.reliable_messages import Words
+from topotrain.launch.multinode.restart_barrier import (
+    RestartBarrier,
+    RestartInfo,
+    await_begin,
+    begin_anew,
+    check_found,
+    muster,
+)
+
+DEADLINE_S = 20.0
+SECRET, OTHER_SECRET = bytes(32), bytes(31) + b"x"
+PROOFS = NodeVerifier(SECRET, "j", 3)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(control_module, "_RETRY_S", 0.02)
+    monkeypatch.setattr(company_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
+
+
+class Unread:
+    """Leaves all messages to the run loop."""
+
+    def receive(self, rank: int, words: Words) -> bool:
+        return False
+
+
+class Pair:
+    """The connections of unit 0 and unit 1."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = open_store(folder.as_uri())
+        self.first = ControlServer(self.access(), {1: "a"}, Unread())
+        self.first.start("127.0.0.1")
+        self.second = self.client("a")
+
+    def access(self, secret: bytes = SECRET) -> ControlAccess:
+        return ControlAccess(within(self.store, "run"), "j.1", secret)
+
+    def client(self, word: str, secret: bytes = SECRET) -> ControlClient:
+        made = ControlClient(self.access(secret), 1, word, Unread(), 0.3)
+        made.start()
+        return made
+
+    @property
+    def url(self) -> str:
+        return self.store.watch("run/control", DEADLINE_S).decode()
+
+    @property
+    def listening(self) -> list[TcpTransport]:
+        return self.first._transports
+
+    def cut(self) -> None:
+        """Break all connections."""
+        for transport in self.listening:
+            for connection in list(transport._connections):
+                connection.cut("a test")
+
+    def close(self) -> None:
+        self.second.close()
+        self.first.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with closing(Pair(tmp_path / "pair")) as made:
+        yield made
+
+
+def wait(condition: object) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+def news(control: ControlConnection, count: int) -> list[News]:
+    found: list[News] = []
+    wait(lambda: found.extend(control.news()) or len(found) >= count)  # type: ignore[func-returns-value]
+    return found
+
+
+def words(found: list[News]) -> list[Words]:
+    return [each.words for each in found if isinstance(each, UnitMessage)]
+
+
+def test_messages_go_both_ways_once_and_in_order(pair: Pair) -> None:
+    for number in range(10):
+        pair.second.send(0, {"n": number})
+        pair.first.send(1, {"back": number})
+    assert words(news(pair.first, 10)) == [{"n": number} for number in range(10)]
+    assert words(news(pair.second, 10)) == [{"back": number} for number in range(10)]
+    wait(lambda: pair.first.all_received and pair.second.all_received)
+    pair.first.send(2, {"n": 0})  # there is no such unit
+    assert pair.first.news() == pair.second.news() == []
+    assert pair.first.ranks == [1]
+    assert pair.second.ranks == [0]
+
+
+def test_messages_survive_broken_connections(pair: Pair) -> None:
+    for number in range(30):
+        pair.first.send(1, {"n": number, "text": "x" * 100_000})
+        pair.second.send(0, {"m": number})
+        if number % 3 == 0:
+            pair.cut()
+            time.sleep(0.01 * (number % 4))
+    assert [each["n"] for each in words(news(pair.second, 30))] == list(range(30))
+    assert [each["m"] for each in words(news(pair.first, 30))] == list(range(30))
+    wait(lambda: pair.first.all_received and pair.second.all_received)
+
+
+def test_a_connection_that_broke_is_made_again_without_the_store(pair: Pair) -> None:
+    pair.first.send(1, {"n": 0})
+    news(pair.second, 1)
+    block(pair.folder)
+    with pytest.raises(StoreError):
+        pair.store.get("run/control")
+    pair.cut()
+    pair.first.send(1, {"n": 1})
+    assert words(news(pair.second, 1)) == [{"n": 1}]
+
+
+def test_the_address_of_unit_0_is_found_again_after_the_store_was_wiped(pair: Pair) -> None:
+    url = pair.url
+    pair.store.delete("run/control")
+    assert pair.url == url
+    pair.first.listen("127.0.0.1")  # another address, as for a unit that returns on another machine
+    wait(lambda: pair.url != url)
+    pair.listening[0].close()
+    pair.first.send(1, {"n": 1})
+    assert words(news(pair.second, 1)) == [{"n": 1}]
+
+
+def test_silence_is_counted_until_something_arrives(pair: Pair) -> None:
+    pair.first.send(1, {"n": 0})
+    news(pair.second, 1)
+    time.sleep(0.5)
+    assert max(pair.first.silence_s(1), pair.second.silence_s(0)) < 0.4  # heartbeats go both ways
+    assert not pair.second.alone
+    pair.first.close()
+    wait(lambda: pair.second.alone)
+
+
+def test_a_new_process_receives_nothing_that_was_sent_to_its_predecessor(pair: Pair) -> None:
+    pair.second.close()
+    pair.first.send(1, {"n": 0})
+    with closing(pair.client("b")) as late:
+        late.send(0, {"m": 0})  # refused: nothing has told unit 0 of this process
+        wait(lambda: not late.all_received)
+        assert pair.first.news() == []
+        pair.first.open(1, "b")
+        assert pair.store.watch("run/welcome/1.b", DEADLINE_S) == b"1"
+        pair.first.send(1, {"n": 1})
+        assert words(news(late, 1)) == [{"n": 1}]
+        assert words(news(pair.first, 1)) == [{"m": 0}]
+        with closing(pair.client("a")) as former:  # it was only silent: it gets what was sent to it, and counts no more
+            assert words(news(former, 1)) == [{"n": 0}]
+            former.send(0, {"m": 1})
+            wait(lambda: former.all_received)
+            assert pair.first.news() == []
+
+
+@pytest.mark.parametrize("raw", [b"GET / HTTP/1.1\r\n\r\n", b"ttHS" + b"\xff" * 600, b"\x16\x03\x01" + bytes(200)])
+def test_garbage_on_the_port_is_refused_and_changes_nothing(pair: Pair, raw: bytes) -> None:
+    host, _, port = pair.url.removeprefix("tcp://").rpartition(":")
+    assert host == "127.0.0.1"
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as sock:
+        sock.sendall(raw)
+        with suppress(ConnectionResetError):
+            assert len(sock.recv(1024)) < 512
+    wait(lambda: pair.listening[0].refusals().get("STRANGER") == 1)
+    pair.second.send(0, {"n": 1})
+    assert words(news(pair.first, 1)) == [{"n": 1}]
+
+
+def test_a_process_with_another_secret_or_of_another_job_is_refused(pair: Pair) -> None:
+    with closing(pair.client("a", OTHER_SECRET)) as stranger:
+        stranger.send(0, {"end": "now"})
+        wait(lambda: pair.listening[0].refusals().get("STRANGER", 0) > 2)  # it finds unit 0's proof wrong, and hangs up
+        assert pair.first.news() == []
+    other = ControlAccess(within(pair.store, "run"), "k.1", SECRET).transport()
+    me = Address(Role.WORKER, 1, 1)
+    with closing(other):
+        other.attach_dialer(me, pair.second)
+        with pytest.raises(Refused, match="another job"):
+            other.connect(me, Address(Role.SERVER, 0, 0), pair.url)
+
+
+# --- units that are looked after ------------------------------------------------------------------------------------
+
+
+def keys_of(store: Store) -> StoreKeys:
+    return StoreKeys(within(store, "jobs/j.1"), within(store, "jobs/j"), Registry(store), JobRecord("j", "j"))
+
+
+def introduced(rank: int, word: str, name: str = "", proofs: NodeVerifier = PROOFS) -> NodeInfo:
+    return NodeInfo(rank, name or f"h{rank}", 1, "m", "10.0.0.3", proofs.proof(rank), 3, False, word)
+
+
+HOSTS = HostMap((0, 0, 0), ("h0", "h1", "h2"), ("127.0.0.1",) * 3)
+
+
+def leader(store: Store) -> LeaderMembership:
+    units = [introduced(rank, word) for rank, word in enumerate("0ab")]
+    access = ControlAccess(within(store, "jobs/j.1"), "j.1", SECRET)
+    return LeaderMembership(keys_of(store), HOSTS, False, access, units, PROOFS, True, {})
+
+
+def follower(store: Store, rank: int) -> FollowerMembership:
+    access = ControlAccess(within(store, "jobs/j.1"), "j.1", SECRET)
+    return FollowerMembership(keys_of(store), rank, HOSTS, False, access, "0ab"[rank])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "store").as_uri())
+
+
+def test_a_silent_unit_is_news_to_unit_0_and_ends_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(company_module, "LOST_S", 0.3)
+    run = within(store, "jobs/j.1")
+    for rank in (0, 1):  # unit 1 has no connection, but a heartbeat in the store
+        run.set(f"alive/{rank}", b"1")
+    with closing(leader(store)) as made:
+        (found,) = news(made.control, 1)
+        assert isinstance(found, UnitVanished)
+        assert (found.rank, found.failed.text) == (2, "unit 2 on h2 vanished without a word")
+        time.sleep(0.5)
+        assert made.control.news() == []  # it is told once, and unit 1 is not lost
+        assert not made.over
+        for word, proofs in (("f", NodeVerifier(OTHER_SECRET, "j", 3)), ("c", PROOFS)):
+            unit = introduced(2, word, "h3", proofs)
+            run.set("back/2", unit.dumped())
+            time.sleep(0.2)
+        assert news(made.control, 1) == [UnitReturned(2, unit)]
+        # While a process is known to have lost a peer, a silent unit is not waited for as long.
+        monkeypatch.setattr(company_module, "LOST_S", 1000.0)
+        monkeypatch.setattr(company_module, "ALIVE_S", 0.3)
+        made.expect(HostMap((0, 0, 1), ("h0", "h1", "h3"), ("127.0.0.1",) * 3), [1, 2])
+        made.control.suspect(True)
+        (found,) = news(made.control, 1)
+        assert isinstance(found, UnitVanished)
+        assert found.failed.text == "unit 2 on h3 vanished without a word"
+        made.nobody_came(2, 3.0, "; more")
+        end = made.wait(DEADLINE_S)
+        assert end is not None
+        assert end.failed is not None
+        assert end.failed.text.endswith("vanished without a word, and within 3 s no replacement was started; more")
+        assert json.loads(run.watch("end", DEADLINE_S))["unit"] == 2
+
+
+def test_a_unit_with_a_connection_and_without_the_store_is_not_lost(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(company_module, "LOST_S", 0.3)
+    with closing(leader(store)) as first, closing(follower(store, 1)) as second:
+        (found,) = news(first.control, 1)  # nothing has a heartbeat in the store
+        assert isinstance(found, UnitVanished) and found.rank == 2
+        time.sleep(0.5)
+        assert first.control.news() == []
+        assert not second.over
+
+
+def test_unit_0_is_not_to_be_done_without(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(company_module, "LOST_S", 0.3)
+    run = within(store, "jobs/j.1")
+    run.set("alive/0", b"1")
+    with closing(follower(store, 1)) as made:
+        assert made.wait(1.0) is None, "it has a heartbeat"
+        run.delete("alive/0")
+        end = made.wait(DEADLINE_S)
+        assert end is not None
+        assert end.unit == 0
+
+
+# --- the next life ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[LeaderMembership, FollowerMembership]]:
+    """Units 0 and 1."""
+    store = open_store((tmp_path / "store").as_uri())
+    first, second = leader(store), follower(store, 1)
+    yield first, second
+    for each in (first, second):
+        each.close()
+
+
+@pytest.fixture
+def quiet() -> Iterator[StopSignals]:
+    """No signal comes."""
+    with signals() as heard:
+        yield heard
+
+
+def snapshot(workspace: Path, number: int, text: str = "{}") -> Path:
+    path = workspace / "manifests" / f"{number:06d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text(text)
+    return path
+
+
+def test_all_begin_the_next_life_from_the_same_snapshot(
+    two: tuple[LeaderMembership, FollowerMembership], tmp_path: Path, quiet: StopSignals
+) -> None:
+    first, second = two
+    hosts = HostMap((0, 1), ("h0", "h1"), ("10.0.0.1", "10.0.0.2"))
+    made, told = RestartBarrier(4, [1], (), 60.0), list[str]()
+    second.control.send(0, {"life": 4, "ready": True})
+    assert muster(made, (), first, quiet, told.append, "")
+    path = snapshot(tmp_path / "w", 3)
+    begin_anew(first, made, hosts, AttemptInfo(5, str(path), frozenset({2})))
+    begun = await_begin((), second, quiet, 4, tmp_path / "w")
+    assert begun == RestartInfo(AttemptInfo(5, str(path), frozenset({2})), hosts)
+    assert told == []
+
+
+@pytest.mark.parametrize("other", [None, '{"another": 1}'])
+def test_a_snapshot_that_a_unit_does_not_see_is_told(
+    two: tuple[LeaderMembership, FollowerMembership], tmp_path: Path, quiet: StopSignals, other: str | None
+) -> None:
+    first, second = two
+    begin_anew(
+        first, RestartBarrier(0, [1], (), 60.0), HostMap((), (), ()), AttemptInfo(1, str(snapshot(tmp_path / "w", 3)))
+    )
+    if other is not None:
+        snapshot(tmp_path / "else", 3, other)
+    with pytest.raises(ConfigError, match=r"has no snapshot 000003 as unit 0 sees it.*one workspace that all of them"):
+        await_begin((), second, quiet, 0, tmp_path / "else")
+    with pytest.raises(ConfigError, match="has no snapshot, though server 0/0 has taken number 7"):
+        check_found("", Saved("server 0/0", 7, 70, "p", "time"), Job())
+    check_found("", None, Job())
+
+
+def test_a_unit_that_does_not_come_back_ends_the_job(
+    two: tuple[LeaderMembership, FollowerMembership], tmp_path: Path, quiet: StopSignals
+) -> None:
+    first, second = two
+    told = list[str]()
+    lost = UnitVanished(1, Failed("unit 1", "died", "?", ""))
+    assert not muster(RestartBarrier(0, [1], (), 0.1), [lost], first, quiet, told.append, "; go on with it")
+    assert told == ["unit 1 is gone: the job waits 0.1 s for another `topotrain unit --rank 1`"]
+    end = second.wait(DEADLINE_S)
+    assert end is not None
+    assert end.failed is not None
+    assert end.failed.text.endswith("no replacement was started; go on with it")
+    assert await_begin((), second, quiet, 0, tmp_path) is None
+
+
+def test_a_unit_that_the_others_do_without_ends(
+    two: tuple[LeaderMembership, FollowerMembership], tmp_path: Path, quiet: StopSignals
+) -> None:
+    first, second = two
+    first.control.send(1, {"life": 0, "outcast": True})
+    assert await_begin((), second, quiet, 0, tmp_path) is None
+    assert second.end is not None
+    assert second.end.text == "the job goes on without unit 1 on h1, which was silent for too long"

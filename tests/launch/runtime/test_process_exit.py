@@ -1,0 +1,63 @@
+"""`ProcessExitHook` and `exit` of a C library."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import ctypes
+
+from topotrain.launch.runtime.process_exit import ProcessExitHook
+
+
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(f"field_{number}", ctypes.c_size_t) for number in range(10)]
+
+    @property
+    def in_use(self):
+        return self.field_7
+
+
+class Part:
+    def is_complete(self):
+        return True
+
+    def end(self):
+        print("the work ends", flush=True)
+        return 0
+
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Mallinfo
+of_a_library = ctypes.CFUNCTYPE(None)(lambda: print("a library ends", flush=True))
+hook = ProcessExitHook(Part())
+hook.watch()
+hook.watch_c()
+before = libc.mallinfo2().in_use
+for _ in range(5000):
+    hook.watch_c()
+print(libc.mallinfo2().in_use - before, flush=True)
+libc["__cxa_atexit"](of_a_library, None, None)
+hook.watch_c()
+libc.exit(CODE)
+"""
+
+
+def run(code: int) -> tuple[int, list[str], int]:
+    """Leave a process after 5000 loops; return the bytes that these took, what was printed then, and the exit code."""
+    command = [sys.executable, "-c", PROGRAM.replace("CODE", str(code))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert not ended.stderr
+    taken, *rest = ended.stdout.splitlines()
+    return int(taken), rest, ended.returncode
+
+
+def test_the_work_ends_once_and_before_what_a_library_registered_in_an_earlier_loop() -> None:
+    assert run(0)[1:] == (["the work ends", "a library ends"], 0)
+
+
+def test_an_exit_code_of_an_error_ends_no_work() -> None:
+    assert run(3)[1:] == (["a library ends"], 3)
+
+
+def test_a_process_of_thousands_of_loops_takes_no_memory_for_them() -> None:
+    assert run(0)[0] < 1000

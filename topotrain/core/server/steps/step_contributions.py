@@ -1,0 +1,229 @@
+"""What the workers of a group contribute to a step: gradients, the ends of backwards, and commits.
+
+A step is staged once all its contributions are here. The server then votes for it. `decisions` has `step_execution`
+carry the step out when the coordinator has decided it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.bitmaps import int_to_bits
+from topotrain.core.profiling.spans import SILENT, Recorder
+from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.server.component_state import State
+from topotrain.core.server.consistency import LoopExits
+from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket
+from topotrain.core.server.groups.worker_groups import WorkerGroups
+from topotrain.core.server.message_queue import MessageQueue
+from topotrain.core.server.server_extension import ExtensionHooks
+from topotrain.core.server.shard_state import ShardState
+from topotrain.core.server.steps.commit_agreement import StepError
+from topotrain.core.server.steps.hyper_parameters import HyperParameters
+from topotrain.core.server.steps.pulls import Pulls
+from topotrain.core.server.steps.step_policy import makes_partial_steps
+
+
+class StepContributions:
+    """Receives the contributions of the workers of one server, and votes for the steps that are staged.
+
+    Args:
+        state, groups, hyper, pulls, queue, hooks: the parts of the server that it uses.
+    """
+
+    def __init__(
+        self,
+        state: ShardState,
+        groups: WorkerGroups,
+        hyper: HyperParameters,
+        pulls: Pulls,
+        queue: MessageQueue,
+        hooks: ExtensionHooks,
+    ) -> None:
+        self._state, self._groups, self._hyper, self._pulls = state, groups, hyper, pulls
+        self._queue, self._hooks = queue, hooks
+        self._workers = state.topology.workers_per_group
+        self._coordinator = Address(Role.SERVER, state.me.group, 0)
+        self._partial = makes_partial_steps(state.job)
+        self._spans: Recorder = SILENT
+        self._exits = {group: LoopExits(self._workers) for group in groups.groups}
+
+    def record_spans(self, spans: Recorder) -> None:
+        """Record how long updates on arrival take."""
+        self._spans = spans
+
+    # --- what workers send ---------------------------------------------------------------------------------------
+
+    def push(self, sender: Address, message: m.Push) -> None:
+        """A worker's gradient of a bucket."""
+        staging = self.current_source(sender, message.step)
+        if staging is not None:
+            model = self._state.known
+            bucket = model.bucket(message.bucket)
+            check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
+            body = model.codec.push(sender, message, bucket, model.values(message.bucket))
+            self._send_means(sender.group, message.ordinal, staging.push(sender.index, message, body))
+
+    def backward_end(self, sender: Address, message: m.BackwardEnd) -> None:
+        """A worker's backward is over."""
+        self._state.known.staging[sender.group].check(sender, message)
+        staging = self.current_source(sender, message.step)
+        if staging is None:
+            return
+        self._check_together(sender, message)
+        self._send_means(sender.group, message.ordinal, staging.end(sender.index, message))
+        if staging.waits:
+            self.check_all_continue(sender.group)
+        for extension in self._hooks.backward_ended:
+            self._queue.send_all(extension.backward_ended(sender, message))
+
+    def _send_means(self, group: int, ordinal: int, ready: Iterable[ReducedBucket]) -> None:
+        model = self._state.known
+        staging, workers = model.staging[group], self._groups.workers[group]
+        for reduced in ready:
+            if model.on_arrival:
+                self.update_on_arrival(group, reduced)
+                continue
+            if reduced.mean is None:
+                continue
+            bucket = model.bucket(reduced.bucket)
+            present = int_to_bits(reduced.present, len(bucket.pieces))
+            body = model.codec.mean_body(group, bucket, reduced.mean)
+            mean = m.ReducedGradient(staging.step, ordinal, reduced.bucket, present, body=body)
+            self._queue.send_each(workers, mean)
+        closed = staging.closed(ordinal)
+        if closed is not None and not model.on_arrival:
+            bits = int_to_bits(closed[0], len(model.buckets))
+            written = int_to_bits(closed[1], model.pieces) if closed[1] else b""
+            self._queue.send_each(workers, m.BackwardReduced(staging.step, ordinal, bits, written))
+        self.try_stage(group)
+
+    def rates(self, sender: Address, message: m.StepRates) -> None:
+        """A worker's hyper-parameters, which updates on arrival need before the commit."""
+        self._hyper.check(message.hyper)
+        self._hyper.receive(sender, message.hyper)
+
+    def update_on_arrival(self, group: int, reduced: ReducedBucket) -> None:
+        """Apply a mean that is there (`apply: kOnArrival`)."""
+        bucket = self._state.known.bucket(reduced.bucket)
+        with self._spans.span("apply", group=group, bucket=bucket.id):
+            self._state.known.update_now(reduced, self._hyper.of_group[group])
+        self._pulls.show_early(group, bucket, self._state.version)
+
+    def loop_exited(self, sender: Address, message: m.LoopExited) -> None:
+        """A worker has left a loop over its data early."""
+        self._exits[sender.group].left(sender.index, message.exits, (message.step, float(message.backwards)))
+
+    def _check_together(self, sender: Address, message: m.BackwardEnd | m.Commit) -> None:
+        backward = message.ordinal if isinstance(message, m.BackwardEnd) else float("inf")
+        self._exits[sender.group].works(sender.index, message.exits, (message.step, backward))
+
+    def check_all_continue(self, group: int) -> None:
+        """Raise StepError if a script of a synchronous group has ended while others of the group continue."""
+        for index, steps in () if self._partial else self._groups.finished(group).items():
+            raise StepError(
+                f"worker {index} ended its script after {steps} steps while others of its group go on; "
+                f"all workers of a synchronous group must take the same steps"
+            )
+
+    def override(self, sender: Address, message: m.GradientOverride) -> None:
+        """A bucket's gradient as a script has left it."""
+        staging = self.current_source(sender, message.step)
+        if staging is not None:
+            staging.edit(message, self._state.known.body(message))
+            self.try_stage(sender.group)
+
+    def commit(self, sender: Address, message: m.Commit) -> None:
+        """A worker has called `optimizer.step()`."""
+        staging = self._state.known.staging[sender.group]
+        if not self._hooks.policy.accepts_commit(sender, message, staging.step):
+            return
+        if message.step == staging.step - 1 and self._pulls.repeat(sender, message.fetch):
+            return
+        if self.current_source(sender, message.step) is None:
+            return
+        self._check_commit(sender, message)
+        self.check_all_continue(sender.group)
+        if not self._partial:
+            self._check_together(sender, message)
+        # A worker sends its hyper-parameters when they have changed; the group must agree about all of them.
+        hyper = message.hyper or self._hyper.last_of(sender)
+        self._hyper.receive(sender, hyper)
+        staging.commit(sender.index, replace(message, hyper=hyper))
+        self.try_stage(sender.group)
+        for extension in self._hooks.committed:
+            self._queue.send_all(extension.committed(sender, message))
+
+    def _check_commit(self, sender: Address, message: m.Commit) -> None:
+        model, where = self._state.known, f"{sender}: the commit of step {message.step}"
+        for bits in (message.edited, message.dropped):
+            check_bits(bits, model.pieces, where)
+        model.staging[sender.group].check(sender, message)
+        if message.samples < 0:
+            raise m.ProtocolError(f"{where}: {message.samples} samples")
+        self._hyper.check(message.hyper)
+
+    def current_source(self, sender: Address, step: int) -> GradientSource | None:
+        """The group's staging, if a message of `step` is of its current step; None: an older step, which is over.
+
+        Raises:
+            StepError: the worker is ahead of its group.
+        """
+        staging = self._state.known.staging[sender.group]
+        if step > staging.step:
+            raise StepError(f"worker {sender.index} is in step {step}, the group in step {staging.step}")
+        return staging if step == staging.step else None
+
+    # --- the vote ------------------------------------------------------------------------------------------------
+
+    def try_stage(self, group: int) -> None:
+        """Vote for the group's step, if all that it needs has just become complete."""
+        staging = self._state.known.staging[group]
+        # Extensions are asked last: most messages come before the last commit.
+        if not self._partial and len(staging.commits) < staging.workers:
+            return
+        if all(each.may_stage(group, staging.step) for each in self._hooks.may_stage) and staging.try_stage():
+            self._queue.send(self._coordinator, self._vote(group))
+
+    def _vote(self, group: int) -> m.StepVote:
+        model = self._state.known
+        vote = model.vote(group, self._state.order.next)
+        for extension in () if vote.members else self._hooks.amend_vote:
+            vote = extension.amend_vote(vote, model.staging[group].commits)
+        return vote
+
+    def repeat_votes(self) -> None:
+        """Vote again for each step that is staged and not decided."""
+        model = self._state.model
+        for group, staging in {} if model is None else model.staging.items():
+            if staging.staged or staging.members:
+                self._queue.send(self._coordinator, self._vote(group))
+
+    # --- the workers of a group ----------------------------------------------------------------------------------
+
+    def reset(self, group: int) -> None:
+        """The workers of a group are gone: forget what they have sent, except for what is applied."""
+        for worker in self._groups.workers[group]:
+            self._hyper.forget(worker)
+        if self._state.model is not None:
+            self._state.model.staging[group].restart()
+            self._state.model.codec.forget(group)
+        self._exits[group] = LoopExits(self._workers)
+
+    def reset_worker(self, worker: Address) -> None:
+        """The same of one worker, whose group continues."""
+        self._hyper.forget(worker)
+        if self._state.model is not None:
+            self._state.model.staging[worker.group].forget(worker.index)
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"exits": {group: exits.state_dict() for group, exits in self._exits.items()}}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        for group, exits in state["exits"].items():
+            self._exits[group].load_state_dict(exits)
