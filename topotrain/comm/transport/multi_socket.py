@@ -14,13 +14,10 @@ import socket
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from topotrain.comm.transport import TransportError
 from topotrain.config.topology import Address
-
-if TYPE_CHECKING:
-    from topotrain.comm.security.tls import TlsChannel
 
 STRIPE = 1 << 16  # bytes; the kernel takes this much at once even before it has learned what a connection can do
 
@@ -39,7 +36,12 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-HandshakeSocket: TypeAlias = "socket.socket | TlsChannel"
+class HandshakeSocket(Channel, Protocol):
+    """The calls of `socket.socket` that a handshake needs besides."""
+
+    def sendall(self, data: Any, flags: int = 0, /) -> None: ...
+    def send(self, data: Any, flags: int = 0, /) -> int: ...
+    def recv(self, size: int, flags: int = 0, /) -> bytes: ...
 
 
 class _Place:

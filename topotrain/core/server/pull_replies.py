@@ -86,7 +86,10 @@ class PullReplies:
         self._held.append(_Held(worker, applied.step, applied, fetch))
 
     def repeat(self, worker: Address, fetch: bool) -> bool:
-        """A worker commits the last step of its group again. False: no step of the group was applied."""
+        """A worker commits the last step of its group again.
+
+        Returns False if no step of the group was applied.
+        """
         applied = self._applied.get(worker.group)
         if applied is None:
             return False

@@ -25,7 +25,10 @@ class HyperParameters:
         self._checked = b""
 
     def check(self, hyper: bytes) -> None:
-        """Raise StepError for hyper-parameters that the optimizer refuses. No value has changed yet."""
+        """Raise StepError for hyper-parameters that the optimizer refuses.
+
+        No value has changed yet.
+        """
         if not hyper or hyper == self._checked:
             return
         try:
@@ -39,7 +42,8 @@ class HyperParameters:
         self._of_worker[worker] = self.of_group[worker.group] = hyper
 
     def last_of(self, worker: Address) -> bytes:
-        """The hyper-parameters that a worker sent last. Workers send them again only when they have changed."""
+        """The hyper-parameters that a worker sent last."""
+        # Workers send them again only when they have changed.
         return self._of_worker.get(worker, b"")
 
     def use(self, group: int, hyper: bytes) -> None:
@@ -47,7 +51,7 @@ class HyperParameters:
         self.of_group[group] = hyper
 
     def forget(self, worker: Address) -> None:
-        """Forget a worker whose process ended."""
+        """Forget a worker after the end of its process."""
         self._of_worker.pop(worker, None)
 
     def state_dict(self) -> State:

@@ -55,14 +55,20 @@ class Pulls:
                 self._queue.send(worker, reply)
 
     def repeat(self, worker: Address, fetch: bool) -> bool:
-        """Reply again to a commit of the last step that was applied. False: no step of its group was applied."""
+        """Reply again to a commit of the last step that was applied.
+
+        Returns False if no step of its group was applied.
+        """
         repeats = self.replies.repeat(worker, fetch)
         if repeats:
             self.release()
         return repeats
 
     def show_early(self, group: int, bucket: Bucket, version: int) -> None:
-        """Send a new bucket before the next one is computed, to a group that waits for no other group."""
+        """Send a new bucket before the next one is computed.
+
+        Only for a group that waits for no other group.
+        """
         if self._shows_early and self._state.common:
             model = self._state.known
             self.send(self.replies.stream(model, group, bucket, model.staging[group].step, version))
