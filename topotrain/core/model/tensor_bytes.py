@@ -1,11 +1,13 @@
 """The memory of a tensor as bytes, for files that are read and written in place."""
 
 import ctypes
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # a launcher finds the newest snapshot without torch
+    from torch import Tensor
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: "Tensor") -> memoryview:
     """Return the memory of a contiguous CPU tensor as writable bytes.
 
     The tensor must live as long as the result.
