@@ -91,7 +91,10 @@ class PullReplies:
         self._held.append(_Held(worker, applied.step, applied, fetch))
 
     def repeat(self, worker: Address, fetch: bool) -> bool:
-        """A worker commits the last step of its group again. False: no step of the group was applied."""
+        """A worker commits the last step of its group again.
+
+        Returns False if no step of the group was applied.
+        """
         applied = self._applied.get(worker.group)
         if applied is None:
             return False
@@ -146,7 +149,10 @@ class PullReplies:
         return clocks.may_start(group)
 
     def show_early(self, group: int, bucket: Bucket, version: int) -> None:
-        """Send a new bucket before the next one is computed, to a group that waits for no other group."""
+        """Send a new bucket before the next one is computed.
+
+        Only for a group that waits for no other group.
+        """
         if self._shows_early and self._state.common:
             model = self._state.known
             self._stream(model, group, bucket, model.staging[group].step, version)

@@ -206,7 +206,10 @@ class ServerExtension:
         return False
 
     def requested_states(self) -> int:
-        """The number under which workers leave their states on this server now. 0: they leave none."""
+        """The number under which workers leave their states on this server now.
+
+        0: they leave none.
+        """
         return 0
 
 

@@ -1,4 +1,4 @@
-"""What the workers of a group contribute to a step: gradients, the ends of backwards, and commits.
+"""Contributions of workers to a step: gradients, ends of backwards, commits.
 
 A step is staged once all its contributions are here. The server then votes for it. `step_execution` carries the step
 out when the coordinator has decided it.
@@ -36,7 +36,10 @@ class HyperParameters:
         self._checked = b""
 
     def check(self, hyper: bytes) -> None:
-        """Raise StepError for hyper-parameters that the optimizer refuses. No value has changed yet."""
+        """Raise StepError for hyper-parameters that the optimizer refuses.
+
+        No value has changed yet.
+        """
         if not hyper or hyper == self._checked:
             return
         try:
@@ -50,7 +53,8 @@ class HyperParameters:
         self._of_worker[worker] = self.of_group[worker.group] = hyper
 
     def last_of(self, worker: Address) -> bytes:
-        """The hyper-parameters that a worker sent last. Workers send them again only when they have changed."""
+        """The hyper-parameters that a worker sent last."""
+        # Workers send them again only when they have changed.
         return self._of_worker.get(worker, b"")
 
     def use(self, group: int, hyper: bytes) -> None:
@@ -58,7 +62,7 @@ class HyperParameters:
         self.of_group[group] = hyper
 
     def forget(self, worker: Address) -> None:
-        """Forget a worker whose process ended."""
+        """Forget a worker after the end of its process."""
         self._of_worker.pop(worker, None)
 
     def state_dict(self) -> State:
@@ -72,7 +76,7 @@ class HyperParameters:
 
 
 class StepContributions:
-    """Receives the contributions of the workers of one server, and votes for the steps that are staged.
+    """Receives the workers' contributions on one server, and votes for staged steps.
 
     Args:
         context: the parts of the server that all others use.
@@ -161,7 +165,10 @@ class StepContributions:
         self._exits[sender.group].works(sender.index, message.exits, (message.step, backward))
 
     def check_all_continue(self, group: int) -> None:
-        """Raise StepError if a script of a synchronous group has ended while others of the group continue."""
+        """Raise StepError if a script of a group has ended while others of it continue.
+
+        Only the workers of a synchronous group must take the same steps.
+        """
         for index, steps in () if self._partial else self._groups.finished(group).items():
             raise StepError(
                 f"worker {index} ended its script after {steps} steps while others of its group go on; "
@@ -206,7 +213,9 @@ class StepContributions:
         self._hyper.check(message.hyper)
 
     def current_source(self, sender: Address, step: int) -> GradientSource | None:
-        """The group's staging, if a message of `step` is of its current step; None: an older step, which is over.
+        """The group's staging, if `step` is its current step.
+
+        None: an older step, which is over.
 
         Raises:
             StepError: the worker is ahead of its group.
@@ -244,7 +253,7 @@ class StepContributions:
     # --- the workers of a group ----------------------------------------------------------------------------------
 
     def reset(self, group: int) -> None:
-        """The workers of a group are gone: forget what they have sent, except for what is applied."""
+        """Forget the contributions of a group that is gone, unless they are applied."""
         for worker in self._groups.workers[group]:
             self._hyper.forget(worker)
         if self._state.model is not None:
@@ -253,7 +262,7 @@ class StepContributions:
         self._exits[group] = LoopExits(self._workers)
 
     def reset_worker(self, worker: Address) -> None:
-        """The same of one worker, whose group continues."""
+        """The same for one worker. Its group continues."""
         self._hyper.forget(worker)
         if self._state.model is not None:
             self._state.model.staging[worker.group].forget(worker.index)

@@ -89,7 +89,7 @@ class StepExecution:
         return self._samples.counts
 
     def applied_batches(self, sender: Address, message: m.AppliedBatchesRequest) -> None:
-        """Reply with the number of applied batches of a data stream, or of steps of the worker's group."""
+        """Reply with the number of applied batches of a stream, or of steps of the group."""
         group = sender.group
         count = self._taken[group] if message.stream < 0 else self.batches.count(message.stream, group)
         self._queue.send(sender, m.AppliedBatchesReply(message.stream, count))
@@ -97,7 +97,10 @@ class StepExecution:
     # --- the decided step ----------------------------------------------------------------------------------------
 
     def carry_out(self, decision: m.StepDecision) -> None:
-        """The step counts, or is skipped: update the values, and hold the replies until their groups may read."""
+        """Update the values, or skip the step.
+
+        The replies are held until their groups may read.
+        """
         group, step, model = decision.group, decision.step, self._state.model
         if model is None:
             raise m.ProtocolError(f"a decision about step {step} of group {group} before there is a model")
@@ -155,7 +158,7 @@ class StepExecution:
             self._queue.send_all(each.step_over(result))
 
     def _complain(self, group: int, step: int, refused: dict[int, int]) -> None:
-        """End the group if one of its workers has sent too many gradients that are not finite."""
+        """End the group if a worker of it has sent too many non-finite gradients."""
         number = self._strikes.step(group, refused)
         if number is None:
             return
@@ -175,7 +178,7 @@ class StepExecution:
         )
 
     def reset(self, group: int) -> None:
-        """Forget the refused gradients of a group whose workers are gone. Applied batches stay."""
+        """Forget the refused gradients of a group that is gone. Applied batches stay."""
         self._strikes.forget(group)
 
     # --- a second copy -------------------------------------------------------------------------------------------
@@ -332,7 +335,7 @@ class Decisions:
 
 
 def check_refused(message: m.StepVote | m.StepDecision, workers: int, parameters: int) -> list[tuple[int, int]]:
-    """The (worker, parameter) pairs whose gradients a vote or a decision refuses.
+    """The (worker, parameter) pairs that a vote or a decision refuses.
 
     workers, parameters: the numbers of them that a group and the model have.
 

@@ -146,6 +146,7 @@ class HostParameters(ParameterHolder):
     def move(self) -> None:
         """Give each parameter memory in "params"."""
         for index, tensor in enumerate(self._tensors):
+            # A meta tensor belongs to another worker of the group and must not get memory.
             if not tensor.is_meta:
                 tensor.data = self._own("params", index)
 
@@ -168,10 +169,10 @@ class HostParameters(ParameterHolder):
     def keep(self, index: int) -> None:
         """Make `.grad` a view of "local", which frees autograd's memory.
 
-        The next gradient can then reuse memory that is in cache. This is not done for a gradient with a history
-        (create_graph=True), which belongs to the script's own tensor.
+        The next gradient can then reuse memory that is in cache.
         """
         gradient = self._tensors[index].grad
+        # A history means create_graph=True: the tensor is the script's own, and overwriting it would change it.
         if gradient is not None and gradient.grad_fn is None:
             self.set_gradient(index, self._own("local", index))
 
@@ -248,6 +249,7 @@ class DeviceParameters(ParameterHolder):
         A parameter that does not fill its memory exactly once gets new memory.
         """
         for index, tensor in self._here.items():
+            # An expanded or overlapping tensor cannot be the target of a copy.
             if tensor.stride() != self._view("params", index).stride():
                 tensor.data = self._like("params", index)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
@@ -280,6 +282,7 @@ class DeviceParameters(ParameterHolder):
             self._arrive()
 
     def _queue(self, push: QueuedPush | None) -> None:
+        # Marks come after all copies of `landing`, so their events cover these copies.
         landing, self._landing = self._landing, []
         self._arrivals.append(_Arrival([ferry.mark() for ferry in self._ferries.values()], landing, push))
 
@@ -292,6 +295,7 @@ class DeviceParameters(ParameterHolder):
 
     def _arrive(self) -> None:
         arrival = self._arrivals.popleft()
+        # A bounce buffer has its contents only after the mark.
         for mark in arrival.marks:
             mark.synchronize()
         for view, place in arrival.landing:
@@ -301,6 +305,7 @@ class DeviceParameters(ParameterHolder):
 
     def show(self, earlier: Mapping[int, torch.Tensor | None]) -> None:
         """Set `.grad` to a new tensor on the device, or add to the script's own tensor."""
+        # New memory each time: the script may hold the `.grad` of an earlier step.
         means = {index: self._like("grad", index) for index in earlier}
         self._out("grad", means)
         with torch.no_grad():
@@ -328,6 +333,7 @@ class DeviceParameters(ParameterHolder):
 
     def close(self) -> None:
         """Wait for the copies and release memory."""
+        # The job has ended: pushes that were not sent have no receiver any more.
         self._arrivals.clear()
         self._landing.clear()
         for ferry in self._ferries.values():
