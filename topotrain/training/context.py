@@ -200,6 +200,10 @@ class Context:
         """The worker of this process has started, perhaps with a part of the model only."""
         self.worker, self.split = worker, split
 
+    def count_by_length(self, counted: bool) -> None:
+        """Note whether the training loop goes by the length that an epoch is said to have."""
+        self.counted = counted
+
     def check_with(self, checks: Any) -> None:
         """Let these `MisuseChecks` check at the end what the script trained."""
         self.training = checks

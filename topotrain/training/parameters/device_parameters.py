@@ -56,7 +56,7 @@ class QueuedPush:
         self.gradients.push(self.step, self.ordinal, self.bucket, self.weight, self.present, self.body, self.fresh)
 
 
-class ParameterHolder(ABC):
+class ParameterHolder(ValueObserver, ABC):
     """Access of a worker to the memory of its parameters, which are named by index."""
 
     def __init__(self, tensors: Sequence[nn.Parameter]) -> None:
@@ -75,11 +75,11 @@ class ParameterHolder(ABC):
         """Return the address that a parameter must have after `move`."""
 
     @abstractmethod
-    def renew(self) -> None:
+    def after_values(self) -> None:
         """Take new values from "params"."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def before_values(self) -> None:
         """Wait until "params" may be written."""
 
     @abstractmethod
@@ -131,21 +131,6 @@ class ParameterHolder(ABC):
         """Release resources at the end of the job. Parameters stay readable."""
 
 
-class HolderUpdates(ValueObserver):
-    """Keeps a holder up to date with "params"."""
-
-    def __init__(self, holder: ParameterHolder) -> None:
-        self._holder = holder
-
-    def before_values(self) -> None:
-        """As `ValueObserver.before_values`."""
-        self._holder.settle()
-
-    def after_values(self) -> None:
-        """As `ValueObserver.after_values`."""
-        self._holder.renew()
-
-
 class HostParameters(ParameterHolder):
     """Parameters in the flat buffers.
 
@@ -168,10 +153,10 @@ class HostParameters(ParameterHolder):
         """Return the address in "params"."""
         return self._view("params", index).data_ptr()
 
-    def renew(self) -> None:
+    def after_values(self) -> None:
         """Do nothing: the parameters are views of "params"."""
 
-    def settle(self) -> None:
+    def before_values(self) -> None:
         """Do nothing: `shared_windows` says which process may write when."""
 
     def send(self, index: int, gradient: torch.Tensor) -> None:
@@ -231,9 +216,9 @@ class _Arrival:
 class DeviceParameters(ParameterHolder):
     """Parameters on devices, each on its own. They keep their memory there.
 
-    Only `drain`, `bring` and `settle` wait for a device. There is no thread of its own. A copy that arrives while hooks
-    still run is noticed at the next hook. The rest is noticed at the end of the backward, when the script's thread has
-    nothing else to do.
+    Only `drain`, `bring` and `before_values` wait for a device. There is no thread of its own. A copy that arrives
+    while hooks still run is noticed at the next hook. The rest is noticed at the end of the backward, when the
+    script's thread has nothing else to do.
 
     Args:
         tensors, views: as for `HostParameters`.
@@ -266,17 +251,17 @@ class DeviceParameters(ParameterHolder):
             if tensor.stride() != self._view("params", index).stride():
                 tensor.data = self._like("params", index)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self.renew()
+        self.after_values()
 
     def address(self, index: int) -> int:
         """Return the address of the script's memory, or of that made by `move`."""
         return self._addresses[index]
 
-    def renew(self) -> None:
+    def after_values(self) -> None:
         """Copy all values to the devices, before later work of theirs."""
         self._out("params", {index: tensor.data for index, tensor in self._here.items()})
 
-    def settle(self) -> None:
+    def before_values(self) -> None:
         """Wait until the devices have read their copies."""
         for ferry in self._ferries.values():
             ferry.settle()
@@ -369,7 +354,7 @@ class DeviceParameters(ParameterHolder):
 
     def _out(self, name: str, targets: Mapping[int, torch.Tensor]) -> None:
         pairs: dict[DeviceCopier, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self.settle()  # a bounce buffer may still be read
+        self.before_values()  # a bounce buffer may still be read
         for index, target in targets.items():
             view, place = self._view(name, index), self._place(name, index)
             if place is not view:
