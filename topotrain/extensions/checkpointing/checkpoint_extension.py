@@ -89,6 +89,7 @@ class CheckpointExtension(ExchangeExtension):
             steps = self.snapshots.steps[server.groups[0]]
             self._schedule = SnapshotSchedule(coordinator, Rhythm.of(job, "checkpoint"), steps)
         if self._listed:
+            # A resumed job reads the rest of an epoch, so manifests list what is applied of it.
             server.steps.batches.keep_until_closed()
 
     # --- when ----------------------------------------------------------------------------------------------------
@@ -165,6 +166,7 @@ class CheckpointExtension(ExchangeExtension):
 
     def step_over(self, result: StepResult) -> Outbox:
         """Freeze if a snapshot is due behind this step."""
+        # All shards have `closed` from the same layout, so they forget the same epochs.
         self._server.steps.batches.close(self.snapshots.closed)
         self._freeze()
         return ()

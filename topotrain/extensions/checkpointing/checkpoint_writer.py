@@ -148,6 +148,7 @@ class SnapshotFiles:
         sums = {}
         for name, (layout, slabs) in parts.items():
             with _created(path / name) as fd:
+                # The shards write into one file at the same time, so each makes it as large as it will be.
                 os.ftruncate(fd, layout.size)
                 if first:
                     write_at(fd, layout.header, 0)
@@ -173,6 +174,7 @@ class SnapshotFiles:
         with _created(path / f"{MANIFEST}.tmp") as fd:
             write_at(fd, text.encode(), 0)
             os.fsync(fd)
+        # Renaming is atomic: a manifest is there as a whole, or not at all.
         os.replace(path / f"{MANIFEST}.tmp", path / MANIFEST)
         for each in (path, self.folder, self.folder.parent):
             sync_folder(each)
