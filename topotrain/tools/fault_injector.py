@@ -86,13 +86,14 @@ class FaultStep:
 
 def steps(plan: FaultPlan) -> Iterator[FaultStep]:
     """Yield the faults in their order, without end. They depend on the seed only."""
-    dice = random.Random(plan.seed)
+    rng = random.Random(plan.seed)
     while True:
-        wait_s, pick = plan.every_s * dice.uniform(0.5, 1.5), dice.random()
-        frozen_s = dice.uniform(0.1, 3.0)
-        freezes = dice.random() < plan.freeze
-        second = dice.random()
-        pairs = dice.random() < plan.pairs and not freezes
+        wait_s, pick = plan.every_s * rng.uniform(0.5, 1.5), rng.random()
+        # All numbers are drawn for every fault, so that no option shifts the later ones.
+        frozen_s = rng.uniform(0.1, 3.0)
+        freezes = rng.random() < plan.freeze
+        second = rng.random()
+        pairs = rng.random() < plan.pairs and not freezes
         yield FaultStep(wait_s, pick, frozen_s if freezes else 0.0, second if pairs else -1.0)
 
 

@@ -40,7 +40,10 @@ class Connections(ABC):
 
     @abstractmethod
     def meet_group(self) -> ClientExtension:
-        """Connect the workers of the group, which all call this once; return their channel."""
+        """Connect the workers of the group, which all call this once.
+
+        Returns their channel.
+        """
 
     @abstractmethod
     def traffic(self) -> tuple[int, int]:
@@ -199,6 +202,10 @@ class Context:
     def join(self, worker: Worker, split: DividedModel | None) -> None:
         """The worker of this process has started, perhaps with a part of the model only."""
         self.worker, self.split = worker, split
+
+    def count_by_length(self, counted: bool) -> None:
+        """Note whether the training loop goes by the length that an epoch is said to have."""
+        self.counted = counted
 
     def check_with(self, checks: Any) -> None:
         """Let these `MisuseChecks` check at the end what the script trained."""

@@ -6,9 +6,9 @@ import pytest
 from simulation import job
 
 from topotrain.core.server.consistency import AWAY
-from topotrain.core.server.groups.worker_groups import WorkerGroups
+from topotrain.core.server.group_exchange import Shutdown
 from topotrain.core.server.server import Server
-from topotrain.core.server.shutdown import Shutdown
+from topotrain.core.server.server_context import WorkerGroups
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.group_churn import ElasticTrial

@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.journey
-
 PROGRAM = """
 import ctypes
 
@@ -55,13 +53,16 @@ def run(code: int) -> tuple[int, list[str], int]:
     return int(taken), rest, ended.returncode
 
 
+@pytest.mark.journey
 def test_the_work_ends_once_and_before_what_a_library_registered_in_an_earlier_loop() -> None:
     assert run(0)[1:] == (["the work ends", "a library ends"], 0)
 
 
+@pytest.mark.journey
 def test_an_exit_code_of_an_error_ends_no_work() -> None:
     assert run(3)[1:] == (["a library ends"], 3)
 
 
+@pytest.mark.journey
 def test_a_process_of_thousands_of_loops_takes_no_memory_for_them() -> None:
     assert run(0)[0] < 1000

@@ -17,6 +17,7 @@ from topotrain.config.job import ConfigError
 from topotrain.training import api
 from topotrain.training import context as process
 
+# Before accelerate can read the variables.
 external_loop.hide_launcher()
 
 try:

@@ -17,8 +17,8 @@ from topotrain.core.events import Unrepeatable
 from topotrain.training import api
 from topotrain.training import context as process
 from topotrain.training.data.distributed_loader import ShardedLoader
-from topotrain.training.data.step_batches import BatchAccounting
 from topotrain.training.worker_extension import WorkerExtension
+from topotrain.training.worker_stats import BatchAccounting
 
 # The variables of torchrun, MPI and Slurm for the processes that they have started; a worker is not one of those.
 LAUNCHER_VARIABLES = (
@@ -30,12 +30,10 @@ LAUNCHER_VARIABLES = (
 
 
 def hide_launcher() -> None:
-    """Hide from the library, in a job, how this process's unit was started.
-
-    Otherwise the library would wait for processes of its own.
-    """
+    """Hide from the library, in a job, how this process's unit was started."""
     if process.current() is not None:
         for name in LAUNCHER_VARIABLES:
+            # The library would wait for processes of its own.
             os.environ.pop(name, None)
 
 
@@ -103,7 +101,7 @@ def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = Fal
         accepted = "must not happen here: the library's loop has a state of its own, and would start from the beginning"
         raise ConfigError("restart", str(here.me), accepted)
     here.emit(Unrepeatable(str(here.me), "the loop is another library's, and its state cannot be restored", job=True))
-    here.counted = counted
+    here.count_by_length(counted)
     _, _, share = api.prepare(model, optimizer, loader)
     assert isinstance(share, ShardedLoader)
     here.resume_at(None)

@@ -20,6 +20,7 @@ from topotrain.config.job import ConfigError, Grads
 from topotrain.training import api
 from topotrain.training import context as process
 
+# Before Lightning can choose its environment by these variables.
 external_loop.hide_launcher()
 
 _NAMES = ("pytorch_lightning", "lightning.pytorch")

@@ -50,15 +50,12 @@ class Trainer(transformers.Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader; when training begins, tie it to the job.
-
-        Model and optimizer are tied at the same time. This is before the schedule is made, since a group's epoch may
-        have fewer steps.
-        """
+        """Return the loader; when training begins, tie it to the job."""
         loader = super().get_train_dataloader()
         if self.is_in_train and process.current() is not None:
             # Wrapped before it is tied: wrapping sends the state through load_state_dict.
             self.optimizer = self.accelerator.prepare(self.create_optimizer())
+            # Before the schedule is made, since a group's epoch may have fewer steps.
             self._handing = accelerate.divide(self.model, self.optimizer, loader, counted=True)
         return loader
 

@@ -296,6 +296,7 @@ def device(setter: object) -> Iterator[None]:
         raise ConfigError("tt.train.device", setter, accepted)
 
     def place(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        # A tied weight is registered twice, and stays where it was placed first.
         if parameter is not None and not hasattr(parameter, HOME):
             setter(parameter)
 

@@ -16,9 +16,14 @@ from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import SNAPSHOT
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import ExchangeExtension, Outbox, ServerExtension, StepResult
-from topotrain.core.server.shard_state import StartPoint
-from topotrain.core.server.steps.step_policy import makes_partial_steps
+from topotrain.core.server.server_context import StartPoint
+from topotrain.core.server.server_extension import (
+    ExchangeExtension,
+    Outbox,
+    ServerExtension,
+    StepResult,
+    makes_partial_steps,
+)
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots, takes_snapshots
 from topotrain.extensions.checkpointing.shard_snapshot import (

@@ -24,7 +24,8 @@ from topotrain.config.job_file import dumps
 from topotrain.config.private_files import close_folder, make_folder, open_file, sync_folder, write_at
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.events import Counted, Event, Notice, Saved, Unsaved
-from topotrain.core.model.safetensors_layout import FlatFile, bytes_of
+from topotrain.core.model.safetensors_layout import FlatFile
+from topotrain.core.model.tensor_bytes import bytes_of
 from topotrain.core.optim.state_table import model_file, state_file
 from topotrain.core.protocol import Message
 from topotrain.extensions.checkpointing.checkpoint_reader import (

@@ -13,8 +13,8 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.optim.state_table import StateError, from_rows, to_rows
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.component_state import State
-from topotrain.core.server.message_queue import MessageQueue
 from topotrain.core.server.parameter_shard import ParameterShard
+from topotrain.core.server.server_context import MessageQueue
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.data_position import DataPosition
 from topotrain.extensions.checkpointing.shard_snapshot import (

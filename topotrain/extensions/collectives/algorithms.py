@@ -143,10 +143,8 @@ class Contribution:
 
     @property
     def divisor(self) -> float:
-        """The divisor of the sum.
-
-        With equal weights it is their number, since × 1/3 gives other bits than / 3.
-        """
+        """The divisor of the sum."""
+        # Equal weights count by their number, since × 1/3 gives other bits than / 3.
         return float(self.count) if self.each else self.weight or 1.0
 
 

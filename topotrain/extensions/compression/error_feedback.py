@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from topotrain.config.job import Compression
-from topotrain.core.model.finite import all_finite
+from topotrain.core.server.nonfinite import all_finite
 from topotrain.extensions.compression.codecs import (
     CastCodec,
     Codec,
@@ -43,10 +43,8 @@ def codec_for(
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for residuals of bodies of this dtype.
-
-    Short floats would lose the residual again.
-    """
+    """Return the dtype for residuals of bodies of this dtype."""
+    # A short float would lose the residual again.
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 

@@ -92,6 +92,7 @@ def measure(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     hooks = []
 
     def timed(name: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
+        # Modules inside the timed one are called as well, and would be timed with their hooks.
         if name not in seen and not busy:
             busy.append(name)
             seen[name] = _once(module, given, named)

@@ -38,6 +38,7 @@ class CaptureRecorder:
 class TrainingMode(int):
     """A module's `training` during a capture: 0 or 1. It reports tests of its value."""
 
+    # An int, because Python does not let bool be subclassed.
     def __new__(cls, training: bool, recorder: CaptureRecorder) -> Self:
         """Make the number."""
         return super().__new__(cls, training)

@@ -32,10 +32,8 @@ class ArrivedTensors:
     _came: dict[tuple[int, TensorKey], deque[tuple[torch.Tensor, bool]]] = field(default_factory=dict)
 
     def put(self, source: int, key: TensorKey, tensor: torch.Tensor, grad: bool) -> None:
-        """Add a tensor that has arrived.
-
-        Each key has a queue, because two backwards over the same graph use its keys twice.
-        """
+        """Add a tensor that has arrived."""
+        # A queue, because two backwards over the same graph use a key twice.
         self._came.setdefault((source, key), deque()).append((tensor, grad))
 
     def has(self, source: int, key: TensorKey) -> bool:

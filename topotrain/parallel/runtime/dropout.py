@@ -108,10 +108,8 @@ def digest(program: Program, model: nn.Module, generator: torch.Generator) -> in
 
 
 def inside(program: Program, model: nn.Module) -> frozenset[int]:
-    """Return the steps that draw masks themselves now.
-
-    A module of which only a part is in training mode is left out, since its masks are not known.
-    """
+    """Return the steps that draw masks themselves now."""
+    # The masks of a module of which only a part is in training mode are not known.
     return frozenset(step.number for step in program.steps if step.inside and not step.random and _trains(step, model))
 
 

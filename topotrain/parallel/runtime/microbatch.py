@@ -38,10 +38,8 @@ class ForwardSettings:
         self._plans: dict[tuple[int, tuple[int, ...]], TransferPlan] = {}
 
     def plan(self, edge: int, samples: tuple[int, ...]) -> TransferPlan:
-        """Return the transfers of an edge.
-
-        Plans are cached, because few numbers of samples occur.
-        """
+        """Return the transfers of an edge."""
+        # Few numbers of samples occur, so plans are kept.
         found = self._plans.get((edge, samples))
         if found is None:
             if len(self._plans) >= _PLANS:

@@ -194,6 +194,7 @@ class NetworkChannel(ClientExtension):
             return None
         if message.nbytes <= 0 or message.parts != _parts(message.nbytes) or not 0 <= message.part < message.parts:
             raise ProtocolError(f"part {message.part} of {message.parts} of {message.nbytes} bytes")
+        # The announced size decides how many parts come. Only one part is allocated at a time.
         return torch.empty(min(PART_BYTES, message.nbytes - message.part * PART_BYTES), dtype=torch.uint8)
 
     def handle(self, sender: Address, message: Message) -> None:

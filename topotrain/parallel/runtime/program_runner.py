@@ -70,6 +70,7 @@ class Runner:
         self._loss = loss_of(program) if schedule == ONE_F_ONE_B else None
         self._route, self._outputs = ForwardSettings(program, model, channel.me), OutputMerger(program)
         self._digest = digest(program, microbatches, schedule)
+        # Of the class, because `model.forward` may be this object by now.
         self._signature = signature(type(model).forward)
         self.counts = 0.0
         """Weight of this worker's gradients since the last call."""
@@ -169,6 +170,7 @@ class Runner:
 
 def hash_of(dtype: torch.dtype) -> int:
     """Return a number for a dtype that is the same in every process."""
+    # The `hash` of a text differs from process to process.
     return int.from_bytes(str(dtype).encode()[-6:], "little")
 
 

@@ -70,6 +70,7 @@ class SendBuffers:
         """
         with self._lock:
             lent, new = self._lent[by], count - self._read[by]
+            # A peer cannot have read more messages than were sent to it.
             if new < 0 or new > sum(one.parts for one in lent):
                 return False
             self._read[by] = count
@@ -89,9 +90,7 @@ class SendBuffers:
 
 
 def rounded(nbytes: int) -> int:
-    """Return the size of the buffer for `nbytes` bytes.
-
-    There are few sizes, so that values of different sizes can share buffers.
-    """
+    """Return the size of the buffer for `nbytes` bytes."""
+    # Few sizes, so that values of different sizes can share buffers.
     step = max(1, (1 << max(0, nbytes - 1).bit_length()) // (2 * _STEPS))
     return -(-nbytes // step) * step

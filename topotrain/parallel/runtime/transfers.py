@@ -137,14 +137,12 @@ class EdgeTransfer:
         return value if self._want == self._have else value[within(_box(self._want), _box(self._have))]
 
     def send(self, part: torch.Tensor, grad: bool) -> None:
-        """Send each target its box.
-
-        Boxes are copied at once, because a later step may write to the value.
-        """
+        """Send each target its box."""
         have = _box(self._have)
         if part.shape != torch.Size(sizes_of(have)):
             raise ValueError(f"this worker's part has shape {tuple(part.shape)}, the plan has {sizes_of(have)}")
         for transfer in self.outgoing:
+            # Copied at once, because a later step may write to the value.
             self.post.send(transfer.target, self.key(False), part[within(transfer.box, have)], grad)
 
     def _assemble(self) -> tuple[torch.Tensor, tuple[Transfer, ...]]:
@@ -225,6 +223,7 @@ class ReceiveActivation(Function):
         """Take the value out of the list and return it as a node's result."""
         ctx.set_materialize_grads(False)
         ctx.move = move
+        # In a list autograd does not see it as an input, so the output is the tensor itself.
         arrived = value.pop()
         return arrived, torch.zeros((), device=arrived.device)
 

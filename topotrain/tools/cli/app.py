@@ -8,6 +8,7 @@
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,6 @@ from topotrain.tools.cli.job_arguments import (
     refusing,
     with_link,
 )
-from topotrain.tools.cli.misplaced_options import hint, misplaced
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, show_trace, train
 
 if TYPE_CHECKING:
@@ -84,12 +84,12 @@ Example:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the console script; raises SystemExit with the code of the command."""
     words = list(sys.argv[1:] if argv is None else argv)
-    _look_behind_program(words)
+    _warn_of_misplaced_options(words)
     app(args=separate(words), prog_name="topotrain")
     raise SystemExit(0)
 
 
-def _look_behind_program(words: Sequence[str]) -> None:
+def _warn_of_misplaced_options(words: Sequence[str]) -> None:
     """Warn of words after the script that look like options of the command."""
     at = _program_at(words)
     rest = words[at + 1 :] if at is not None else ()
@@ -99,9 +99,26 @@ def _look_behind_program(words: Sequence[str]) -> None:
     command = _commands().get(words[0])
     if command is not None:
         ours = {name for option in _options(command) for name in option.opts}
-        names = misplaced(Path(words[at]), rest, ours)
+        names = _unknown_to(Path(words[at]), [name for word in rest if (name := word.partition("=")[0]) in ours])
         if names:
-            print(f"topotrain: warning: {hint(words[at], names, words[0])}", file=sys.stderr)
+            goes, them = ("go", "them") if len(names) > 1 else ("goes", "it")
+            known = f"no Python file in its folder mentions {them}"
+            place = f"options of `topotrain {words[0]}` must be given before {words[at]}"
+            text = f"{', '.join(names)} after {words[at]} {goes} to the script, and {known}: {place}"
+            print(f"topotrain: warning: {text}", file=sys.stderr)
+
+
+def _unknown_to(program: Path, names: Sequence[str]) -> list[str]:
+    """Return the options that no Python file beside the program mentions."""
+    # A script may have an option of the same name, so nothing is refused. A program elsewhere cannot be read.
+    if not names or not program.is_file():
+        return []
+    sources = [path.read_text("utf-8", errors="ignore") for path in {program, *program.parent.glob("*.py")}]
+    return [
+        name
+        for name in dict.fromkeys(names)
+        if not any(re.search(rf"{re.escape(name)}(?![\w-])", text) for text in sources)
+    ]
 
 
 def separate(argv: Sequence[str]) -> list[str]:

@@ -122,7 +122,7 @@ def verdict(result: "ComparedResult", injector: "FaultInjector") -> dict[str, An
         "seed": injector.seed,
         "killed": sum(not fault.frozen_s for fault in injector.injected),
         "frozen": sum(bool(fault.frozen_s) for fault in injector.injected),
-        "blows": [asdict(fault) for fault in injector.injected],
+        "faults": [asdict(fault) for fault in injector.injected],
         "incidents": report["incidents"],
         "grown": [grown.grown for grown in injector.held.values()],
         "recovery_s": {"p50": _quantile(waits, 0.5), "p99": _quantile(waits, 0.99), "max": _quantile(waits, 1.0)},

@@ -46,6 +46,7 @@ def pserver(
         flags = parse(words or [])
         flags.job()
         flags.servers_here()
+    # As an exception, so that the servers close their connections.
     signal.signal(signal.SIGTERM, _terminated)
 
     from topotrain.comm.store import StoreError

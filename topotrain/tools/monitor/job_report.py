@@ -143,6 +143,7 @@ class _Tally:
 
     def start(self, pid: int) -> None:
         if self.pid not in (None, pid):
+            # A new process counts from 0 again.
             self.before, self.now = self.whole, _Count()
             self.late_before, self.late = self.late_before + self.late, 0
         self.pid = pid
@@ -168,6 +169,7 @@ class _Skips:
     last: Skipped | None = None
 
     def record(self, event: Skipped) -> None:
+        # The number does not grow only where a new process counts from 1 again.
         if self.last is not None and event.total <= self.last.total:
             self.before += self.last.total
         self.steps.append(event.step)
@@ -392,13 +394,8 @@ def _resize(found: Resized, recovered: Recovered | None) -> dict[str, Any]:
     waited_s: the seconds without training; null if training never continued.
     """
     waited_s = None if recovered is None else recovered.waited_s
-    return {
-        "what": moved(found),
-        "workers": found.workers,
-        "step": found.step,
-        "at_s": found.at_s,
-        "waited_s": waited_s,
-    }
+    sizes = {"workers": found.workers, "step": found.step}
+    return {"what": moved(found), **sizes, "at_s": found.at_s, "waited_s": waited_s}
 
 
 def moved(found: Resized) -> str:

@@ -114,6 +114,7 @@ def _share(process: ProcessSpans) -> ProcessShare:
 def _moments(spans: Sequence[Span], start: int, end: int) -> Iterator[tuple[str, int]]:
     """Yield (phase, nanoseconds) between every two changes from `start` to `end`."""
     begins = sorted((s for s in spans if s.end > s.start), key=lambda s: (s.start, -s.end))
+    # At equal times ends come before beginnings, and inner spans end first.
     changes = [(s.start, 1, n, s) for n, s in enumerate(begins)] + [(s.end, 0, -n, s) for n, s in enumerate(begins)]
     open_on: dict[str, list[Span]] = defaultdict(list)
     at = start

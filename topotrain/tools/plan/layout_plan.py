@@ -15,6 +15,7 @@ from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 
 MB = 1_000_000
+_SIZES = ("values", "gradients", "staging", "state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class LayoutPlan:
         ]
 
     def _memory(self) -> list[str]:
-        names = ["values", "gradients", "staging", "state", *["second"] * any(m.second for m in self.memory), "total"]
+        names = [*_SIZES, *["second"] * any(m.second for m in self.memory), "total"]
         rows = [(str(m.resident), str(m.unit), *(mb(getattr(m, name)) for name in names)) for m in self.memory]
         header = ("process", "unit", *(f"{name} MB" for name in names))
         return ["training state in memory, an estimate without activations:", *columns(header, rows)]
@@ -193,10 +194,7 @@ def _passing_on(topology: Topology, rank: int) -> int:
 def _share_data(share: ServerShare) -> dict[str, Any]:
     return {
         "server": [share.server.group, share.server.index],
-        "unit": share.unit,
-        "slices": share.slices,
-        "elements": share.elements,
-        "value_bytes": share.value_bytes,
+        **{name: getattr(share, name) for name in ("unit", "slices", "elements", "value_bytes")},
     }
 
 
@@ -204,13 +202,7 @@ def _memory_data(memory: ProcessEstimate) -> dict[str, Any]:
     return {
         "role": "worker" if memory.resident.role is Role.WORKER else "server",
         "address": [memory.resident.group, memory.resident.index],
-        "unit": memory.unit,
-        "values": memory.values,
-        "gradients": memory.gradients,
-        "staging": memory.staging,
-        "state": memory.state,
-        "second": memory.second,
-        "total": memory.total,
+        **{name: getattr(memory, name) for name in ("unit", *_SIZES, "second", "total")},
     }
 
 

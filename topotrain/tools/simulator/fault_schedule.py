@@ -132,6 +132,7 @@ def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: b
         groups, workers, shards: the numbers of worker groups, of workers in each, and of shards.
         mortal: the groups can restart.
     """
+    # The order of the draws belongs to the meaning of a seed, so a new draw comes last.
     rng = random.Random(f"{name} {seed}")
     network, mode = rng.choice(_DRAWN), rng.choice(("lease", "lease", "static"))
     batches, epochs, detects = rng.randint(2, 8), rng.choice((1, 1, 2)), rng.random() < 0.7

@@ -100,6 +100,7 @@ def prepared(job: Job, name: str) -> Job:
     topology = layout(job.cluster)
     if topology.collective or topology.relayed or job.splits:
         raise ConfigError("--layout", name, "only jobs in which gradients go directly to servers can be simulated")
+    # Other codecs would change the integers that the check counts by.
     exact = job.cluster.compression in (Compression.kNone, Compression.kFp16)
     cluster = job.cluster if exact else replace(job.cluster, compression=Compression.kNone)
     grads = Grads.kHidden if singly(job) else Grads.kVisible

@@ -149,6 +149,7 @@ class SimDisks:
         for slab in what.frozen.values:
             counts = {p.name: p.count for p in self._cluster.map.parameters}
             kept = self._values.setdefault(what.number, {})
+            # NaN marks elements that no server has written.
             whole = kept.setdefault(slab.name, torch.full((counts[slab.name],), torch.nan, dtype=slab.body.dtype))
             whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
         self._answer(me, snapshot_parts(what.number, WRITTEN, {"server": str(what.server)}))

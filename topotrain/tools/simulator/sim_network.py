@@ -97,6 +97,7 @@ class Simulation:
     def at(self, time: float, do: Callable[[], None]) -> None:
         """Call `do` on the loop's thread at a time (seconds; a past time means now)."""
         self._number += 1
+        # The number keeps events of equal times in their order, and functions are never compared.
         heappush(self._events, (max(time, self.now), self._number, do))
 
     def sleep(self, seconds: float) -> None:
@@ -168,6 +169,7 @@ class Simulation:
         if actor.thread is None:
             actor.start(self._back)
         self._current = actor
+        # Of the two locks one is free at any time, so either the loop runs or one actor.
         actor.turn.release()
         self._back.acquire()
         self._current = None
@@ -257,6 +259,7 @@ class SimulatedTransport:
             body = body.detach().clone()
         self._sent += HEADER_BYTES + len(meta) + (0 if body is None else body.nbytes)
         chance, network_faults = self._simulation.random.random, self.network_faults
+        # Through the codec, as between processes: a receiver never shares an object with the sender.
         message = decode(kind, meta, body)
         if me in self._down:
             self.lost.append((me, to, message))
