@@ -33,13 +33,13 @@ libc.mallinfo2.restype = Mallinfo
 of_a_library = ctypes.CFUNCTYPE(None)(lambda: print("a library ends", flush=True))
 hook = ProcessExitHook(Part())
 hook.watch()
-hook.watch_c()
+hook.loop_ended()
 before = libc.mallinfo2().in_use
 for _ in range(5000):
-    hook.watch_c()
+    hook.loop_ended()
 print(libc.mallinfo2().in_use - before, flush=True)
 libc["__cxa_atexit"](of_a_library, None, None)
-hook.watch_c()
+hook.loop_ended()
 libc.exit(CODE)
 """
 
