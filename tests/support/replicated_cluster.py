@@ -296,9 +296,9 @@ class TcpLike(SimulatedTransport):
     def end(self, who: set[Address]) -> None:
         for me in who:
             self.ages[me] = self.ages.get(me, 0) + 1
-        for way in sorted(way for way in map(sorted, self._ways) if not who.isdisjoint(way)):
+        for way in sorted(way for way in map(sorted, self._connections) if not who.isdisjoint(way)):
             peers = [peer for peer in way if peer not in who]
-            self._ways.discard(frozenset(way))
+            self._connections.discard(frozenset(way))
             for peer in peers:
                 (dead,) = set(way) - {peer}
                 resident = self._residents[peer]
