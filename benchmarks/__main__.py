@@ -57,13 +57,11 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "collectives": (),
     "growth": (),
     "splitting": (),
-    "uneven": (),
-    "lanes": (),
 }
 """Module -> the goals that it measures; in this order they run, so that what has no goal and takes long is what a slow
 machine leaves out. A module that is not there yet is passed over."""
 
-ALONE = ("snapshots", "safety", "asynchrony", "agreement")
+ALONE = ("snapshots", "safety", "asynchrony", "agreement", "uneven", "lanes")
 """Tables that are run by their own command only, and stand on the page all the same: no room is left in the budget."""
 
 MINUTES: Mapping[str, float] = {
@@ -86,8 +84,6 @@ MINUTES: Mapping[str, float] = {
     "collectives": 2.1,
     "growth": 1.9,
     "splitting": 1.4,
-    "uneven": 3.0,
-    "lanes": 0.8,
 }
 """What each takes on 2 cores that have nothing else to do. A table is not begun if less than that is left."""
 TENSORFLOW_MINUTES = 2.0

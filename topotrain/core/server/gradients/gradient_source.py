@@ -180,17 +180,12 @@ class GradientSource(ABC):
         if worker in self.commits:
             return
         self.commits[worker] = message
-        # With each of them, so that the error names two workers that differ.
-        for other, theirs in self.commits.items():
-            self._check_agreement(other, theirs, worker, message)
-
-    def _check_agreement(self, a: int, first: Commit, b: int, second: Commit) -> None:
-        """Raise StepError when two workers commit different things."""
+        first, theirs = next(iter(self.commits.items()))  # all others agree with it
         for name, words in (_MUST_AGREE | dict(self.words)).items():
-            if name not in self.may_differ and getattr(first, name) != getattr(second, name):
+            if name not in self.may_differ and getattr(theirs, name) != getattr(message, name):
                 raise StepError(
-                    f"workers {a} and {b} of a group disagree about {words} in step {first.step}: "
-                    f"{_short(getattr(first, name))} and {_short(getattr(second, name))}"
+                    f"workers {first} and {worker} of a group disagree about {words} in step {message.step}: "
+                    f"{_short(getattr(theirs, name))} and {_short(getattr(message, name))}"
                 )
 
     def closed(self, ordinal: int) -> tuple[int, int] | None:
