@@ -283,6 +283,7 @@ def test_the_state_of_a_slurm_job(
     assert slurm.query("1")[0] in slurm.QUIET_STATES
 
 
+@pytest.mark.journey
 def test_a_tool_in_front_gives_its_code(tmp_path: Path) -> None:
     assert foreground_tool.run([sys.executable, "-c", "raise SystemExit(5)"], {}) == 5
     assert foreground_tool.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {}) == 137
