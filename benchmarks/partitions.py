@@ -24,8 +24,8 @@ from benchmarks.record import ROOT, say
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from folder_wipe import block, wipe
-from job_runner import Shop
-from unit_hosts import UNIT, Job, Town
+from job_runner import JobRunner
+from unit_hosts import UNIT, HostNetwork, Job
 
 EPOCHS = 4
 LEDGER = ("--epochs", str(EPOCHS), "--step-s", "0.03")
@@ -47,10 +47,10 @@ WHY = ("has not answered for", "found this one out of reach", "vanished without 
 class Ground:
     """Where trials take place.
 
-    town: two hosts. folder: a private one. command: what a unit is started with.
+    network: two hosts. folder: a private one. command: what a unit is started with.
     """
 
-    town: Town
+    network: HostNetwork
     folder: Path
     command: Sequence[str] = UNIT
 
@@ -70,41 +70,41 @@ class Trial:
 # --- what is done to a job -----------------------------------------------------------------------------------------
 
 
-def flap(town: Town, dice: random.Random) -> None:
+def flap(network: HostNetwork, dice: random.Random) -> None:
     """Short cuts of one direction or both."""
     for _ in range(dice.randint(1, 3)):
         hosts = dice.choice([(0,), (1,), (0, 1)])
         for number in hosts:
-            town.mute(number)
+            network.block(number)
         time.sleep(dice.uniform(0.1, 1.2))
-        town.heal()
+        network.restore()
         time.sleep(dice.uniform(0.1, 0.5))
 
 
-def one_way(town: Town, dice: random.Random) -> None:
+def one_way(network: HostNetwork, dice: random.Random) -> None:
     """One host is not heard any more."""
-    town.mute(dice.randrange(2))
+    network.block(dice.randrange(2))
 
 
-def both_ways(town: Town, dice: random.Random) -> None:
+def both_ways(network: HostNetwork, dice: random.Random) -> None:
     """Nobody is heard."""
     for number in range(2):
-        town.mute(number)
+        network.block(number)
 
 
-def pulled(town: Town, dice: random.Random) -> None:
+def pulled(network: HostNetwork, dice: random.Random) -> None:
     """A plug is pulled: one host sees that it has no link."""
-    town.plug(dice.randrange(2), "down")
+    network.set_link(dice.randrange(2), "down")
 
 
-def comes_back(town: Town, dice: random.Random) -> None:
+def comes_back(network: HostNetwork, dice: random.Random) -> None:
     """The network is whole again when it is too late, and brings what was under way."""
-    both_ways(town, dice)
+    both_ways(network, dice)
     time.sleep(dice.uniform(3.5, 6.0))
-    town.heal()
+    network.restore()
 
 
-CUTS: dict[str, Callable[[Town, random.Random], None]] = {
+CUTS: dict[str, Callable[[HostNetwork, random.Random], None]] = {
     "one way": one_way,
     "both ways": both_ways,
     "pulled": pulled,
@@ -126,23 +126,23 @@ def trial(ground: Ground, kind: str, layout: str, seed: int) -> Trial:
         _begin(job, ground.command)
         time.sleep(dice.uniform(0.0, 0.5))
         if kind == "flap":
-            flap(ground.town, dice)
+            flap(ground.network, dice)
             _well(job, found)
         elif kind in ("wiped", "gone"):
             (block if kind == "gone" else wipe)(folder / "store")
             _well(job, found)
         else:
             began = time.monotonic()
-            CUTS[kind](ground.town, dice)
+            CUTS[kind](ground.network, dice)
             _badly(job, found)
             found.ended_s = time.monotonic() - began
-            ground.town.heal()
+            ground.network.restore()
             _goes_on(job, found)
         found.wrong += _miscounted(job.workspace / "final.safetensors")
     except (AssertionError, subprocess.TimeoutExpired) as error:
         found.wrong.append(f"{type(error).__name__}: {str(error)[:500]}")
     finally:
-        ground.town.heal()
+        ground.network.restore()
         for unit in job.units.values():
             unit.kill()
     shutil.rmtree(folder, ignore_errors=True)
@@ -151,18 +151,18 @@ def trial(ground: Ground, kind: str, layout: str, seed: int) -> Trial:
 
 def _job(ground: Ground, kind: str, layout: str, folder: Path) -> Job:
     url = (folder / "store").as_uri() + "?job=ledger"
-    shop = Shop(folder, "", "")
+    runner = JobRunner(folder, "", "")
     cluster = f"{LAYOUTS[layout]} lease_s: {LEASE_S.get(kind, 2)}"
-    job = Job(shop, cluster, "ledger.py", list(LEDGER), [0, 1], url, ground.town)
+    job = Job(runner, cluster, "ledger.py", list(LEDGER), [0, 1], url, ground.network)
     job.conf.write_text(f"reduce: kSum snapshot_s: 0.5 restarts: 0\n{job.conf.read_text()}")
     return job
 
 
 def _begin(job: Job, command: Sequence[str]) -> None:
     """Start the units; returns when there is a snapshot."""
-    assert job.town is not None
+    assert job.network is not None
     for rank in (0, 1):
-        job.start(rank, "--host", job.town.addresses[rank], command=command)
+        job.start(rank, "--host", job.network.addresses[rank], command=command)
     until = time.monotonic() + BEGINS_S
     while not any((job.workspace / "manifests").glob("*")):
         assert time.monotonic() < until, "the job did not begin"
@@ -189,9 +189,9 @@ def _badly(job: Job, found: Trial) -> None:
 
 def _goes_on(job: Job, found: Trial) -> None:
     """From the last snapshot, on one machine."""
-    assert job.town is not None
+    assert job.network is not None
     words = [sys.executable, "-m", "topotrain", "run", "--quiet", "--resume", str(job.workspace)]
-    words += ["--forkserver", job.town.served_at(0)]
+    words += ["--forkserver", job.network.served_at(0)]
     done = subprocess.run(words, cwd=job.folder, capture_output=True, text=True, timeout=JOB_S)
     if done.returncode:
         found.wrong.append(f"--resume ended with {done.returncode}: {done.stderr[-500:]}")
@@ -211,15 +211,15 @@ def run(count: int, seed: int) -> list[Trial]:
     """So many trials. Raises OSError, CalledProcessError where namespaces cannot be made."""
     found: list[Trial] = []
     with tempfile.TemporaryDirectory(prefix="tt-cut-") as name:
-        town = Town(Path(name))
+        network = HostNetwork(Path(name))
         try:
-            town.build()
+            network.start()
             for number in range(count):
                 layout = list(LAYOUTS)[number % len(LAYOUTS)]
-                found.append(trial(Ground(town, Path(name)), KINDS[number % len(KINDS)], layout, seed + number))
+                found.append(trial(Ground(network, Path(name)), KINDS[number % len(KINDS)], layout, seed + number))
                 tell(found[-1])
         finally:
-            town.pull_down()
+            network.stop()
     return found
 
 

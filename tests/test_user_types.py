@@ -61,6 +61,7 @@ CHECKERS = {
 }
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_a_project_keeps_its_types(checker: str, tmp_path: Path) -> None:
     file = tmp_path / "train.py"

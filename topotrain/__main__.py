@@ -9,7 +9,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """The console script: never returns, raises SystemExit with the code of the command."""
+    """The console script. It always raises SystemExit with the code of the command."""
     usual = signal.default_int_handler
     early = signal.getsignal(signal.SIGINT) is usual  # else it is ignored, or handled by another library
     if early:
@@ -22,7 +22,8 @@ def main() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Not by KeyboardInterrupt: a module that is half imported may swallow it, or make another error of it."""
+    """End the process at once."""
+    # Without KeyboardInterrupt: a module that is half imported may swallow it, or make another error of it.
     os.write(2, b"topotrain: error: ended by SIGINT, nothing was started\n")
     os._exit(128 + number)
 

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks.endurance import LEAST, MEMORY, Found, Life, Look, grown, look
 
 MB = 1_000_000
@@ -25,6 +27,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.journey
 def test_memory_is_what_is_new_in_a_process_and_no_copy_of_an_inherited_page() -> None:
     with subprocess.Popen([sys.executable, "-c", FORKED], stdin=-1, stdout=-1, text=True, bufsize=1) as process:
         assert process.stdin is not None and process.stdout is not None

@@ -200,6 +200,7 @@ def test_every_row_belongs_to_a_block() -> None:
     assert sorted(row.field for table in tables for row in table) == sorted(row.field for row in ROWS)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("package", "module", "given", "field"),
     [

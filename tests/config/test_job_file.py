@@ -477,6 +477,7 @@ def test_reading_a_job_needs_no_torch_and_no_public_pool() -> None:
         descriptor_pool.Default().FindMessageTypeByName("topotrain.JobProto")
 
 
+@pytest.mark.journey
 def test_the_compiled_form_of_job_proto_is_that_of_its_text(tmp_path: Path) -> None:
     compiled = tmp_path / "job.binpb"
     command = [

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
@@ -64,6 +66,7 @@ def blocks() -> list[str]:
     return re.findall(r"^```(?:python|text)\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.journey
 def test_the_example_extension_of_contributing_runs(tmp_path: Path) -> None:
     messages, feature, composition, test = blocks()
     folder = tmp_path / "update_counter"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from in_process_job import PATIENCE_S, Trainer, job_of, run_local
-from journey_pages import PACKAGE, check_is_function, check_order
+from journey_pages import PACKAGE, check_is_function, check_order, own_files
 from torch import nn
 
 from topotrain.config.sharding import Bucket
@@ -28,6 +28,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "journey.md"
 WEIGHT, ELEMENT = 0, 255  # the element: the last one of the first parameter
 COORDINATOR, HOME = Address(Role.SERVER, 0, 0), Address(Role.SERVER, 0, 1)
 WORKERS = (Address(Role.WORKER, 0, 0), Address(Role.WORKER, 0, 1))
+MOST_FILES = 30
+"""Files that the gradient enters. The number may only become smaller."""
 
 
 def stops() -> list[str]:
@@ -186,6 +188,10 @@ def test_every_stop_is_a_function_of_the_package() -> None:
 
 def test_the_gradient_passes_the_stops_in_the_order_of_the_page(trip: Trip) -> None:
     check_order(stops(), trip.seen, PAGE)
+
+
+def test_the_gradient_enters_few_files(trip: Trip) -> None:
+    assert len(own_files(trip.seen)) <= MOST_FILES, sorted(own_files(trip.seen))
 
 
 def test_the_numbers_of_the_page_are_those_of_the_run(trip: Trip) -> None:

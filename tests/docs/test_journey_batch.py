@@ -8,7 +8,7 @@ from types import FrameType
 import pytest
 import torch
 from in_process_job import Trainer, building, job_of, run_local
-from journey_pages import Tracer, check_is_function, check_order, stops_in
+from journey_pages import Tracer, check_is_function, check_order, own_files, stops_in
 from torch.utils.data import DataLoader, TensorDataset
 
 from topotrain.config.topology import Address, Role
@@ -19,6 +19,8 @@ from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
 
 PAGE = Path(__file__).parents[2] / "docs" / "journey-batch.md"
 READER = Address(Role.WORKER, 0, 0)
+MOST_FILES = 15
+"""Files that the batch enters. The number may only become smaller."""
 
 
 def stops() -> list[str]:
@@ -73,3 +75,7 @@ def test_every_stop_is_a_function_of_the_package() -> None:
 
 def test_the_batch_passes_the_stops_in_the_order_of_the_page(seen: list[str]) -> None:
     check_order(stops(), seen, PAGE)
+
+
+def test_the_batch_enters_few_files(seen: list[str]) -> None:
+    assert len(own_files(seen)) <= MOST_FILES, sorted(own_files(seen))

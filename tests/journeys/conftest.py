@@ -1,4 +1,4 @@
-"""What journeys need: a shop that runs jobs, and shells. What forks their processes is the session's
+"""What journeys need: a runner that runs jobs, and shells. What forks their processes is the session's
 (../conftest.py)."""
 
 import subprocess
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from job_runner import Shop
+from job_runner import JobRunner
 from shells import Shells, open_shells
-from unit_hosts import Town
+from unit_hosts import HostNetwork
 
 
 @pytest.fixture
-def shop(tmp_path: Path, served_at: str, warm_at: str) -> Shop:
-    return Shop(tmp_path, served_at, warm_at)
+def runner(tmp_path: Path, served_at: str, warm_at: str) -> JobRunner:
+    return JobRunner(tmp_path, served_at, warm_at)
 
 
 @pytest.fixture
@@ -24,15 +24,15 @@ def shells(tmp_path: Path, warm_at: str) -> Iterator[Shells]:
 
 
 @pytest.fixture(scope="session")
-def town() -> Iterator[Town]:
+def network() -> Iterator[HostNetwork]:
     with tempfile.TemporaryDirectory(prefix="tt-hosts-") as folder:
-        built = Town(Path(folder))
+        built = HostNetwork(Path(folder))
         try:
-            built.build()
+            built.start()
         except (OSError, subprocess.CalledProcessError) as error:
-            built.pull_down()
+            built.stop()
             pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
         try:
             yield built
         finally:
-            built.pull_down()
+            built.stop()

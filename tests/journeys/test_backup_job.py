@@ -2,7 +2,7 @@
 the script asked for."""
 
 import pytest
-from job_runner import Shop
+from job_runner import JobRunner
 
 pytestmark = pytest.mark.journey
 
@@ -10,9 +10,9 @@ CLUSTER = "nworkers_per_group: 3 nservers_per_group: 2 nservers_per_procs: 2 ser
 APART = "reduce: kSum grads: kHidden per_worker_batch: true"
 
 
-def test_a_slow_worker_is_not_waited_for_and_all_of_its_samples_count(shop: Shop) -> None:
+def test_a_slow_worker_is_not_waited_for_and_all_of_its_samples_count(runner: JobRunner) -> None:
     words = ("--samples", "202", "--epochs", "2", "--step-s", "0.02", "--slow", "2", "--factor", "5")
-    ended = shop.run(CLUSTER, "ledger.py", *words, extra=APART)
+    ended = runner.run(CLUSTER, "ledger.py", *words, extra=APART)
     ended.check_ledger(2)
     report = ended.report
     assert report["late"]["worker 0/2"] > 5
@@ -26,10 +26,10 @@ def test_a_slow_worker_is_not_waited_for_and_all_of_its_samples_count(shop: Shop
     ("victim", "killer", "wishes"),
     [("worker 0/2", 1, ()), ("worker 0/0", 1, ("snapshot",)), ("server 0/0", 0, ("snapshot",))],
 )
-def test_deaths_beside_backup_workers(shop: Shop, victim: str, killer: int, wishes: tuple[str, ...]) -> None:
-    words = (str(shop.folder / "job"), victim, str(killer), "5", *wishes)
+def test_deaths_beside_backup_workers(runner: JobRunner, victim: str, killer: int, wishes: tuple[str, ...]) -> None:
+    words = (str(runner.folder / "job"), victim, str(killer), "5", *wishes)
     extra = f"{APART} on_failure: kContinue snapshot_s: 0.05"
-    ended = shop.run(CLUSTER, "mortal.py", *words, extra=extra)
+    ended = runner.run(CLUSTER, "mortal.py", *words, extra=extra)
     ended.check_ledger(3)
     whole = victim.startswith("server")
     assert ("the whole job starts again from /" if whole else "its group continues meanwhile") in ended.err

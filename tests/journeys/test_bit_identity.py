@@ -6,7 +6,7 @@ The reference is one process that uses the job's summation tree and the servers'
 import pytest
 import torch
 from in_process_job import Result, reference
-from job_runner import ALLREDUCE, SANDBLASTER, Shop
+from job_runner import ALLREDUCE, SANDBLASTER, JobRunner
 from programs import bits
 
 from topotrain.config.job import Cluster, Job
@@ -55,10 +55,10 @@ def one_process(cluster: str, optimizer: str) -> Result:
         (PAIRS, "momentum", ("kShm",)),
     ],
 )
-def test_same_bits_as_one_process(shop: Shop, cluster: str, optimizer: str, roads: tuple[str, ...]) -> None:
+def test_same_bits_as_one_process(runner: JobRunner, cluster: str, optimizer: str, roads: tuple[str, ...]) -> None:
     expected = one_process(cluster, optimizer)
     for number, road in enumerate(roads):
-        final = shop.run(f"{cluster} road: {road}", "bits.py", optimizer, name=f"run{number}").final
+        final = runner.run(f"{cluster} road: {road}", "bits.py", optimizer, name=f"run{number}").final
         for name, value in expected.values.items():
             if name in final:  # a tied weight is saved once
                 assert torch.equal(final[name], value), f"{name} differs over {road}"
@@ -66,16 +66,16 @@ def test_same_bits_as_one_process(shop: Shop, cluster: str, optimizer: str, road
 
 
 @pytest.mark.parametrize("hidden", ["", "grads: kHidden"])
-def test_the_plain_script_within_rounding(shop: Shop, hidden: str) -> None:
+def test_the_plain_script_within_rounding(runner: JobRunner, hidden: str) -> None:
     plain = bits.train("momentum", batch_norm=False).state_dict()
-    final = shop.run(SANDBLASTER, "bits.py", "momentum", "--no-batch-norm", extra=hidden).final
+    final = runner.run(SANDBLASTER, "bits.py", "momentum", "--no-batch-norm", extra=hidden).final
     for name, value in final.items():
         assert torch.linalg.vector_norm(value - plain[name]) <= 1e-5 * torch.linalg.vector_norm(plain[name]), name
 
 
-def test_one_worker_is_the_plain_script_bit_for_bit(shop: Shop) -> None:
+def test_one_worker_is_the_plain_script_bit_for_bit(runner: JobRunner) -> None:
     expected = one_process_fused()
-    final = shop.run("", "bits.py", "momentum").final
+    final = runner.run("", "bits.py", "momentum").final
     for name, value in final.items():
         assert torch.equal(value, expected[name]), name
 

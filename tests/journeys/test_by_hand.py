@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import PROGRAMS, Shop, free_ports
+from job_runner import PROGRAMS, JobRunner, free_ports
 from safetensors.torch import load_file
 from shells import PATIENCE_S, ROOT, Shell, Shells, ended
 
@@ -58,7 +58,7 @@ def group_lives(group: int) -> bool:
 LAYOUT = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp"
 
 
-def test_paddle_and_tensorflow_end_with_the_bits_of_topotrain_run(shells: Shells, shop: Shop) -> None:
+def test_paddle_and_tensorflow_end_with_the_bits_of_topotrain_run(shells: Shells, runner: JobRunner) -> None:
     port, _, ps, more_ps, *workers = free_ports(6)
     flags = [f"num_of_gradient_servers=2;port={port};ports_num=2;trainer_id={number}" for number in range(2)]
     hosts = [",".join(f"localhost:{p}" for p in ports) for ports in ((ps, more_ps), workers)]
@@ -71,7 +71,7 @@ def test_paddle_and_tensorflow_end_with_the_bits_of_topotrain_run(shells: Shells
         ],
         [program(shells, "--tf", f"{hosts[0]}/{hosts[1]}/{job}/{task}", "--workspace", "tf") for job, task in tasks],
     ]
-    expected = shop.run(LAYOUT, "by_hand.py").final
+    expected = runner.run(LAYOUT, "by_hand.py").final
     for wave in waves:
         ended(wave, [0] * len(wave))
     for door in ("paddle", "tf"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
-from job_runner import Shop
+from job_runner import JobRunner
 from process_pool import client
 
 from topotrain.config.job_file import loads
@@ -75,7 +75,7 @@ def runs(
     def run(section: str) -> "subprocess.CompletedProcess[str]":
         folder = tmp_path_factory.mktemp("here")
         (folder / "train.py").write_text(BEFORE + fence(section, "python") + AFTER)
-        _, *words = Shop(folder, served_at).command("", str(folder / "train.py"))
+        _, *words = JobRunner(folder, served_at).command("", str(folder / "train.py"))
         (folder / "job.conf").write_text(conf(section))
         return subprocess.run([*client(warm_at), *words], cwd=folder, capture_output=True, text=True, timeout=120)
 

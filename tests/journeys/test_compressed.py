@@ -1,7 +1,7 @@
 """Compression through the command line: it trains over TCP, and the report shows fewer bytes."""
 
 import pytest
-from job_runner import SANDBLASTER, Ended, Shop
+from job_runner import SANDBLASTER, Ended, JobRunner
 
 pytestmark = pytest.mark.journey
 
@@ -12,10 +12,10 @@ def bytes_out(ended: Ended) -> int:
     return sum(process["bytes_out"] for process in ended.report["processes"])
 
 
-def test_a_job_trains_with_fewer_bytes(shop: Shop) -> None:
+def test_a_job_trains_with_fewer_bytes(runner: JobRunner) -> None:
     cluster = f"{SANDBLASTER} road: kTcp"
-    short = shop.run(cluster, "small.py", name="short", options=("--set", "cluster.compression=kInt8"))
-    long = shop.run(cluster, "small.py", name="long")
+    short = runner.run(cluster, "small.py", name="short", options=("--set", "cluster.compression=kInt8"))
+    long = runner.run(cluster, "small.py", name="long")
     assert short.report["metrics"]["loss"] < START
     assert short.report["metrics"]["loss"] == pytest.approx(long.report["metrics"]["loss"], rel=0.1)
     assert bytes_out(short) < 0.75 * bytes_out(long)  # the rest is fields of messages: the model is small

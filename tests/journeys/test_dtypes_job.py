@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import ALLREDUCE, DOWNPOUR, PROGRAMS, SANDBLASTER, Shop
+from job_runner import ALLREDUCE, DOWNPOUR, PROGRAMS, SANDBLASTER, JobRunner
 from process_pool import client
 from safetensors import safe_open
 
@@ -52,34 +52,34 @@ def weights(path: Path) -> torch.Tensor:
         ("complex128", SANDBLASTER, ""),
     ],
 )
-def test_it_trains_what_the_plain_loop_trains(shop: Shop, dtype: str, cluster: str, extra: str) -> None:
-    ended = shop.run(cluster, "dtypes.py", "--dtype", dtype, extra=extra)
+def test_it_trains_what_the_plain_loop_trains(runner: JobRunner, dtype: str, cluster: str, extra: str) -> None:
+    ended = runner.run(cluster, "dtypes.py", "--dtype", dtype, extra=extra)
     wanted = plain(dtype)
     found = weights(ended.workspace / "final.safetensors").to(wanted.dtype)
     assert (found - wanted).norm() < APART[dtype] * wanted.norm()
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128", "float16"])
-def test_a_snapshot_is_gone_on_from(shop: Shop, dtype: str) -> None:
+def test_a_snapshot_is_gone_on_from(runner: JobRunner, dtype: str) -> None:
     extra = "snapshot_s: 0 checkpoint_freq: 12"
-    whole = shop.run(SANDBLASTER, "dtypes.py", "--dtype", dtype, extra=extra)
+    whole = runner.run(SANDBLASTER, "dtypes.py", "--dtype", dtype, extra=extra)
     final = whole.workspace / "final.safetensors"
     wanted = weights(final)
     final.unlink()
-    words = ["run", "--resume", str(whole.workspace / "manifests" / "step-12"), "--forkserver", shop.served_at]
-    command = [*client(shop.warm_at), "-m", "topotrain", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=shop.folder)
+    words = ["run", "--resume", str(whole.workspace / "manifests" / "step-12"), "--forkserver", runner.served_at]
+    command = [*client(runner.warm_at), "-m", "topotrain", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert torch.equal(weights(final), wanted)
 
 
-def test_asynchronous_groups_average_complex_buffers(shop: Shop) -> None:
-    ended = shop.run(DOWNPOUR, "dtypes.py", "--dtype", "complex64")
+def test_asynchronous_groups_average_complex_buffers(runner: JobRunner) -> None:
+    ended = runner.run(DOWNPOUR, "dtypes.py", "--dtype", "complex64")
     assert ended.report["metrics"]["loss"] < 2
 
 
-def test_a_dtype_that_no_file_has_is_refused_at_the_start(shop: Shop) -> None:
-    ended = shop.run(SANDBLASTER, "dtypes.py", "--dtype", "complex32", code=2)
+def test_a_dtype_that_no_file_has_is_refused_at_the_start(runner: JobRunner) -> None:
+    ended = runner.run(SANDBLASTER, "dtypes.py", "--dtype", "complex32", code=2)
     assert "complex32" in ended.err
     assert "must be one of bool" in ended.err
 
@@ -90,8 +90,8 @@ needs_wrong_kernel = pytest.mark.skipif(
 
 
 @needs_wrong_kernel
-def test_a_wrong_kernel_that_the_script_names_is_refused(shop: Shop) -> None:
-    ended = shop.run(SANDBLASTER, "dtypes.py", "--dtype", "bfloat16", "--fused", code=2)
+def test_a_wrong_kernel_that_the_script_names_is_refused(runner: JobRunner) -> None:
+    ended = runner.run(SANDBLASTER, "dtypes.py", "--dtype", "bfloat16", "--fused", code=2)
     assert "optimizer.fused = true: must be left out or False" in ended.err
 
 
@@ -103,12 +103,12 @@ def test_in_an_ordinary_process_it_is_warned_of() -> None:
     assert "optimizer.fused = true: must be left out or False" in done.stderr
 
 
-def test_the_report_says_how_many_threads_each_worker_has(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_says_how_many_threads_each_worker_has(runner: JobRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = {"worker 0/0": 2, "worker 0/1": 2, "worker 0/2": 2}
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert shop.run(SANDBLASTER, "dtypes.py").report["threads"] == threads
-    chosen = shop.run(SANDBLASTER, "dtypes.py", "--threads", "3").report["threads"]
+    assert runner.run(SANDBLASTER, "dtypes.py").report["threads"] == threads
+    chosen = runner.run(SANDBLASTER, "dtypes.py", "--threads", "3").report["threads"]
     assert chosen == dict.fromkeys(threads, 3)
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert "OMP_NUM_THREADS" not in os.environ
-    assert shop.run(SANDBLASTER, "dtypes.py").report["threads"] == dict.fromkeys(threads, 1)
+    assert runner.run(SANDBLASTER, "dtypes.py").report["threads"] == dict.fromkeys(threads, 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import PROGRAMS, Shop, free_ports
+from job_runner import PROGRAMS, JobRunner, free_ports
 from programs import doors
 from safetensors.torch import load_file
 from shells import ended, open_shells
@@ -33,8 +33,8 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def here(at: Path, served_at: str, warm_at: str) -> Shop:
-    return Shop(at, served_at, warm_at)
+def here(at: Path, served_at: str, warm_at: str) -> JobRunner:
+    return JobRunner(at, served_at, warm_at)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def by_hand(at: Path, warm_at: str) -> Callable[[str], Values]:
 
 
 @pytest.fixture(scope="module")
-def expected(here: Shop) -> Values:
+def expected(here: JobRunner) -> Values:
     """The result of `topotrain run` as Sandblaster."""
     return here.run(APART, "doors.py", "prepare", name="expected").final
 
@@ -70,7 +70,7 @@ def close(found: Values, expected: Values) -> None:
 
 
 @pytest.mark.parametrize("cluster", [BESIDE, f"{BESIDE} algorithm: kNaive", f"{APART} road: kTcp"])
-def test_layouts_and_roads(here: Shop, expected: Values, cluster: str) -> None:
+def test_layouts_and_roads(here: JobRunner, expected: Values, cluster: str) -> None:
     the_same_bits(here.run(cluster, "doors.py", "prepare", name="layout").final, expected)
 
 
@@ -87,11 +87,11 @@ def test_units_that_a_tool_starts(at: Path, served_at: str, warm_at: str, expect
     the_same_bits(load_file(at / "units" / "final.safetensors"), expected)
 
 
-def test_trainer(here: Shop, expected: Values) -> None:
+def test_trainer(here: JobRunner, expected: Values) -> None:
     the_same_bits(here.run(APART, "doors.py", "trainer", extra=doors.CONF, name="trainer").final, expected)
 
 
-def test_accelerate(here: Shop, expected: Values) -> None:
+def test_accelerate(here: JobRunner, expected: Values) -> None:
     """The other libraries' loops are slow to import; test_integrations.py compares all of them with plain scripts."""
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'topotrain[transformers]'")
     the_same_bits(here.run(APART, "doors.py", "accelerate", name="accelerate").final, expected)
@@ -105,7 +105,7 @@ def test_doors_by_hand(by_hand: Callable[[str], Values], expected: Values, door:
 # --- up to rounding ----------------------------------------------------------------------------------------------
 
 
-def test_key_value_store(here: Shop, expected: Values) -> None:
+def test_key_value_store(here: JobRunner, expected: Values) -> None:
     here.run(APART, "doors.py", "kvstore", name="kv")
     close(load_file(here.folder / "kvstore.safetensors"), expected)
 
@@ -114,7 +114,7 @@ def test_parallelize(by_hand: Callable[[str], Values], expected: Values) -> None
     close(by_hand("parallelize"), expected)
 
 
-def test_gloo(here: Shop, expected: Values) -> None:
+def test_gloo(here: JobRunner, expected: Values) -> None:
     close(here.run(f"{BESIDE} engine: kGloo", "doors.py", "prepare", name="gloo").final, expected)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from job_runner import ALLREDUCE, SANDBLASTER, Shop
+from job_runner import ALLREDUCE, SANDBLASTER, JobRunner
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.journey
@@ -35,50 +35,50 @@ def open_to_others(root: Path) -> list[str]:
     ]
 
 
-def test_nothing_that_a_job_leaves_can_be_read_by_others(shop: Shop):
+def test_nothing_that_a_job_leaves_can_be_read_by_others(runner: JobRunner):
     extra = "checkpoint_freq: 2 debug: true on_failure: kContinue"
-    command = shop.command(SANDBLASTER, "disk.py", "", "40", "", extra=extra, options=["--profile"])
+    command = runner.command(SANDBLASTER, "disk.py", "", "40", "", extra=extra, options=["--profile"])
     at = command.index("--forkserver")
     del command[at : at + 2]  # the job's own has the job's umask
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=shop.folder, umask=0)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder, umask=0)
     assert done.returncode == 0, done.stderr
-    workspace = shop.folder / "job"
+    workspace = runner.folder / "job"
     names = {path.name for path in workspace.rglob("*")}
     assert {"final.safetensors", "trace.json", "debug.jsonl", "step-2", "worker-0-0.log", "lock"} <= names
     assert open_to_others(workspace) == []
 
 
-def test_the_final_parameters_find_room_on_a_disk_that_became_full(shop: Shop, small_disk: Path):
-    ended = shop.run(ALLREDUCE, "disk.py", "fill", str(MIB // 8), str(small_disk))
+def test_the_final_parameters_find_room_on_a_disk_that_became_full(runner: JobRunner, small_disk: Path):
+    ended = runner.run(ALLREDUCE, "disk.py", "fill", str(MIB // 8), str(small_disk))
     free = os.statvfs(small_disk)
     assert free.f_bavail * free.f_bsize < MIB
     assert ended.final["weight"].shape == (8, MIB // 8)
     assert not (small_disk / "final.tmp").exists()
 
 
-def test_a_disk_without_room_for_the_result_is_told_before_training(shop: Shop, small_disk: Path):
-    ended = shop.run(ALLREDUCE, "disk.py", "", str(MIB), str(small_disk), code=2)
+def test_a_disk_without_room_for_the_result_is_told_before_training(runner: JobRunner, small_disk: Path):
+    ended = runner.run(ALLREDUCE, "disk.py", "", str(MIB), str(small_disk), code=2)
     assert "must have room for 33,554,464 bytes of final.safetensors (No space left on device)" in ended.err
     assert str(small_disk) in ended.err and "Traceback" not in ended.err
     assert not (small_disk / "final.tmp").exists()
 
 
-def test_a_result_that_cannot_be_written_names_the_file_and_the_snapshot(shop: Shop):
-    workspace = shop.folder / "job"
+def test_a_result_that_cannot_be_written_names_the_file_and_the_snapshot(runner: JobRunner):
+    workspace = runner.folder / "job"
     extra = "checkpoint_freq: 2"
-    ended = shop.run(ALLREDUCE, "disk.py", "limit", "4000", str(workspace), extra=extra, code=1)
+    ended = runner.run(ALLREDUCE, "disk.py", "limit", "4000", str(workspace), extra=extra, code=1)
     assert f"{workspace / 'final.safetensors'} cannot be written: File too large" in ended.err
     assert f"`topotrain run --resume {workspace}`" in ended.err and "goes on from snapshot 0" in ended.err
     assert "Traceback" not in ended.err and not (workspace / "final.tmp").exists()
-    again = shop.run(ALLREDUCE, "disk.py", "", "4000", "", extra=extra, options=["--resume", str(workspace)])
+    again = runner.run(ALLREDUCE, "disk.py", "", "4000", "", extra=extra, options=["--resume", str(workspace)])
     assert load_file(again.workspace / "final.safetensors")["weight"].shape == (8, 4000)
 
 
-def test_a_second_plain_start_says_what_it_moves(shop: Shop):
+def test_a_second_plain_start_says_what_it_moves(runner: JobRunner):
     for _ in range(3):
-        ended = shop.run(ALLREDUCE, "disk.py", "", "40", "", extra="checkpoint_freq: 2")
+        ended = runner.run(ALLREDUCE, "disk.py", "", "40", "", extra="checkpoint_freq: 2")
     assert "snapshots of the earlier run" in ended.err and "manifests.previous-2 from now on" in ended.err
-    assert sorted(path.name for path in (shop.folder / "job").glob("manifests*")) == [
+    assert sorted(path.name for path in (runner.folder / "job").glob("manifests*")) == [
         "manifests",
         "manifests.previous",
         "manifests.previous-2",

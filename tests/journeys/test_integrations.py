@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import Ended, Shop
+from job_runner import Ended, JobRunner
 from safetensors.torch import load_file
 
 from topotrain.launch.agent import forkserver
@@ -100,23 +100,23 @@ def run_ordinary(client: forkserver.ForkserverClient, folder: Path, name: str, l
 
 
 @pytest.fixture
-def hall(tmp_path: Path, loaded_at: str, warm_at: str, monkeypatch: pytest.MonkeyPatch) -> Shop:
+def hall(tmp_path: Path, loaded_at: str, warm_at: str, monkeypatch: pytest.MonkeyPatch) -> JobRunner:
     for name, value in OFFLINE.items():
         monkeypatch.setenv(name, value)
     # What a launcher of processes would say: the libraries must not wait for a second one.
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    return Shop(tmp_path, loaded_at, warm_at)
+    return JobRunner(tmp_path, loaded_at, warm_at)
 
 
-def train(hall: Shop, library: Library, cluster: str, extra: str = "") -> Ended:
+def train(hall: JobRunner, library: Library, cluster: str, extra: str = "") -> Ended:
     return hall.run(cluster, str(EXAMPLES / library.program), *library.arguments(hall.folder), extra=extra)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_two_workers_end_where_one_ordinary_process_does(
-    hall: Shop, plain: dict[str, dict[str, torch.Tensor]], name: str
+    hall: JobRunner, plain: dict[str, dict[str, torch.Tensor]], name: str
 ) -> None:
     ended = train(hall, LIBRARIES[name], SYNCHRONOUS)
     expected, final = plain[name], ended.final
@@ -138,7 +138,7 @@ def only_the_main_worker_speaks(ended: Ended) -> bool:
 
 
 def test_the_servers_clip_where_the_script_does_not_see_the_mean(
-    hall: Shop, plain: dict[str, dict[str, torch.Tensor]]
+    hall: JobRunner, plain: dict[str, dict[str, torch.Tensor]]
 ) -> None:
     ended = train(hall, LIBRARIES["accelerate"], SYNCHRONOUS, "grads: kHidden")
     for parameter, value in ended.final.items():
@@ -146,7 +146,7 @@ def test_the_servers_clip_where_the_script_does_not_see_the_mean(
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_downpour_learns(hall: Shop, name: str) -> None:
+def test_downpour_learns(hall: JobRunner, name: str) -> None:
     library = LIBRARIES[name]
     ended = train(hall, library, DOWNPOUR)
     steps = [process["steps"] for process in ended.report["processes"] if process["workers"]]
@@ -202,7 +202,7 @@ REFUSED = {
 }
 
 
-def test_a_death_inside_another_librarys_loop_ends_the_job_which_says_why_it_does_not_go_on(hall: Shop) -> None:
+def test_a_death_inside_another_librarys_loop_ends_the_job_which_says_why_it_does_not_go_on(hall: JobRunner) -> None:
     text = (EXAMPLES / "accelerate_loop.py").read_text()
     line = "optimizer.step()"
     assert line in text
@@ -215,7 +215,7 @@ def test_a_death_inside_another_librarys_loop_ends_the_job_which_says_why_it_doe
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_hold_in_a_job_is_refused_in_words(hall: Shop, what: str) -> None:
+def test_what_cannot_hold_in_a_job_is_refused_in_words(hall: JobRunner, what: str) -> None:
     program, line, instead, words = REFUSED[what]
     text = (EXAMPLES / program).read_text()
     assert line in text

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, Shop
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, JobRunner
 from shells import alive
 
 pytestmark = pytest.mark.journey
@@ -21,9 +21,9 @@ END_S = 5.0  # what the product promises
 class Running:
     """An endless job that has begun to train."""
 
-    def __init__(self, shop: Shop, cluster: str, name: str = "job", extra: str = "") -> None:
-        self.workspace = shop.folder / name
-        command = shop.command(cluster, "wrong.py", "endless", name=name, extra=extra)
+    def __init__(self, runner: JobRunner, cluster: str, name: str = "job", extra: str = "") -> None:
+        self.workspace = runner.folder / name
+        command = runner.command(cluster, "wrong.py", "endless", name=name, extra=extra)
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(command, start_new_session=True, **pipes)
         self.heard = ""
@@ -53,11 +53,11 @@ class Running:
 
 
 @pytest.fixture
-def endless(shop: Shop) -> Iterator[Callable[..., Running]]:
+def endless(runner: JobRunner) -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
 
     def start(cluster: str, name: str = "job", extra: str = "") -> Running:
-        started.append(Running(shop, cluster, name, extra))
+        started.append(Running(runner, cluster, name, extra))
         return started[-1]
 
     yield start
@@ -99,16 +99,16 @@ def test_nothing_outlives_a_killed_launcher(endless: Callable[..., Running]) -> 
     assert seconds < END_S
 
 
-def test_the_programs_exception_is_the_cause_and_is_shown(shop: Shop) -> None:
-    ended = shop.run(SANDBLASTER, "wrong.py", "raise", code=1)
+def test_the_programs_exception_is_the_cause_and_is_shown(runner: JobRunner) -> None:
+    ended = runner.run(SANDBLASTER, "wrong.py", "raise", code=1)
     assert "worker 0/1" in ended.err
     assert "ValueError: a fault of the program" in ended.err
     assert 'raise ValueError("a fault of the program")' in ended.err
     assert ended.report["cause"]["who"] == "worker 0/1"
 
 
-def test_a_worker_that_kills_itself_in_every_life_is_named_with_all_its_deaths(shop: Shop) -> None:
-    ended = shop.run(ALLREDUCE, "wrong.py", "die", code=1, extra="restarts: 1")
+def test_a_worker_that_kills_itself_in_every_life_is_named_with_all_its_deaths(runner: JobRunner) -> None:
+    ended = runner.run(ALLREDUCE, "wrong.py", "die", code=1, extra="restarts: 1")
     cause = ended.report["cause"]
     assert (cause["who"], cause["kind"]) == ("worker 0/1", "died")
     assert cause["text"].count("was killed by SIGKILL") == 2
@@ -132,15 +132,15 @@ def test_a_worker_that_kills_itself_in_every_life_is_named_with_all_its_deaths(s
         ("edit", 1, ["changed outside optimizer.step()"]),
     ],
 )
-def test_a_wrong_program_is_refused_clearly(shop: Shop, how: str, code: int, words: list[str]) -> None:
-    ended = shop.run("nworkers_per_group: 2", "wrong.py", how, code=code)
+def test_a_wrong_program_is_refused_clearly(runner: JobRunner, how: str, code: int, words: list[str]) -> None:
+    ended = runner.run("nworkers_per_group: 2", "wrong.py", how, code=code)
     for word in words:
         assert word in ended.err
 
 
-def test_a_worker_that_all_others_wait_for_is_named(shop: Shop) -> None:
-    go = shop.folder / "go"
-    command = shop.command(SANDBLASTER, "wrong.py", "stall", str(go))
+def test_a_worker_that_all_others_wait_for_is_named(runner: JobRunner) -> None:
+    go = runner.folder / "go"
+    command = runner.command(SANDBLASTER, "wrong.py", "stall", str(go))
     said = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
         assert job.stdout is not None
@@ -190,12 +190,12 @@ def test_a_stranger_with_a_wrong_token_is_refused_and_the_job_goes_on(endless: C
     assert job.end()[0] == 143
 
 
-def test_two_jobs_at_once_do_not_disturb_each_other(shop: Shop, endless: Callable[..., Running]) -> None:
+def test_two_jobs_at_once_do_not_disturb_each_other(runner: JobRunner, endless: Callable[..., Running]) -> None:
     first = endless(HOGWILD, "first")
-    second = shop.run(HOGWILD, "bits.py", "momentum", name="second")
+    second = runner.run(HOGWILD, "bits.py", "momentum", name="second")
     assert second.report["processes"]
     assert first.process.poll() is None
-    third = subprocess.run(shop.command(HOGWILD, "bits.py", "momentum", name="first"), capture_output=True, text=True)
+    third = subprocess.run(runner.command(HOGWILD, "bits.py", "momentum", name="first"), capture_output=True, text=True)
     assert third.returncode == 2
     assert "workspace" in third.stderr
     first.process.terminate()

@@ -1,6 +1,6 @@
 """The same job under other people's tools, really run: a two-node Slurm, submitit, mpirun, torchrun.
 
-All of them live in a town of their own (../slurm_town.py): its network has no way out, and nothing survives it.
+All of them live in a sandbox of their own (../slurm_cluster.py): its network has no way out, and nothing survives it.
 """
 
 import json
@@ -16,7 +16,7 @@ import pytest
 import torch
 from job_runner import PROGRAMS
 from safetensors.torch import load_file
-from slurm_cluster import Missing, Town, add_forkserver, add_slurm, town
+from slurm_cluster import Missing, Sandbox, add_forkserver, add_slurm, open_sandbox
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
@@ -35,10 +35,10 @@ SLURM_MISSING: list[str] = []
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
     with ExitStack() as stack:
         try:
-            here = stack.enter_context(town(tmp_path_factory.mktemp("town")))
+            here = stack.enter_context(open_sandbox(tmp_path_factory.mktemp("sandbox")))
         except Missing as missing:
             pytest.skip(str(missing))
         here.environ.update(MPI, TOPOTRAIN_TOKEN="5e" * 32)
@@ -51,10 +51,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
 
 
 @dataclass(frozen=True)
-class Street:
-    """Runs jobs in a folder of its own inside the town."""
+class LaunchedJobs:
+    """Runs jobs in a folder of its own inside the sandbox."""
 
-    place: Town
+    sandbox: Sandbox
     folder: Path
 
     def launch(
@@ -63,29 +63,29 @@ class Street:
         """`through`: Python code that starts the command, which is its arguments, in place of us."""
         conf = self.folder / "job.conf"
         conf.write_text(f'name: "job"\ncluster {{ {cluster} workspace: "job" }}\n')
-        start = ["run", f"--forkserver={self.place.environ['TOPOTRAIN_FORKSERVER']}"]
+        start = ["run", f"--forkserver={self.sandbox.environ['TOPOTRAIN_FORKSERVER']}"]
         start = start if name == "run" else ["launch", name]
         words = [*start, *options, conf.name, str(PROGRAMS / program), *args]
         before = [sys.executable, "-c", through] if through else []
-        return self.place.run(*before, sys.executable, "-m", "topotrain", *words, cwd=self.folder)
+        return self.sandbox.run(*before, sys.executable, "-m", "topotrain", *words, cwd=self.folder)
 
     def final(self) -> dict[str, torch.Tensor]:
         return load_file(self.folder / "job" / "final.safetensors")
 
     def left(self) -> str:
-        """What of a job still runs in the town."""
-        return self.place.left("topotrain")
+        """What of a job still runs in the sandbox."""
+        return self.sandbox.left("topotrain")
 
 
 @pytest.fixture
-def street(place: Town, tmp_path: Path) -> Street:
-    return Street(place, tmp_path)
+def jobs(sandbox: Sandbox, tmp_path: Path) -> LaunchedJobs:
+    return LaunchedJobs(sandbox, tmp_path)
 
 
 @pytest.fixture(scope="module")
-def expected(place: Town, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def expected(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """What `topotrain run` makes of it."""
-    here = Street(place, tmp_path_factory.mktemp("run"))
+    here = LaunchedJobs(sandbox, tmp_path_factory.mktemp("run"))
     done = here.launch("run", THREE, "small.py")
     assert done.returncode == 0, done.stderr
     return here.final()
@@ -111,31 +111,31 @@ def needed(name: str) -> None:
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_synchronous_job_ends_with_the_bits_of_run(
-    name: str, street: Street, expected: dict[str, torch.Tensor]
+    name: str, jobs: LaunchedJobs, expected: dict[str, torch.Tensor]
 ) -> None:
     needed(name)
-    done = street.launch(name, THREE, "small.py", options=LAUNCHES[name])
+    done = jobs.launch(name, THREE, "small.py", options=LAUNCHES[name])
     assert done.returncode == 0, done.stdout + done.stderr
-    final = street.final()
+    final = jobs.final()
     assert final.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(final[key], value), key
-    assert street.left() == ""
+    assert jobs.left() == ""
 
 
-def test_a_batch_job_is_queued(street: Street) -> None:
+def test_a_batch_job_is_queued(jobs: LaunchedJobs) -> None:
     needed("slurm")
-    done = street.launch("slurm", DOWNPOUR, "small.py", options=("--nodes=2", "--json"))
+    done = jobs.launch("slurm", DOWNPOUR, "small.py", options=("--nodes=2", "--json"))
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    street.place.wait_for("the job", ["scontrol", "show", "job", told["job"]], "JobState=COMPLETED")
-    assert street.final()
+    jobs.sandbox.wait_for("the job", ["scontrol", "show", "job", told["job"]], "JobState=COMPLETED")
+    assert jobs.final()
     assert "main says hello" in Path(told["output"]).read_text()
 
 
-def test_what_slurm_refuses_is_bad_input(street: Street) -> None:
+def test_what_slurm_refuses_is_bad_input(jobs: LaunchedJobs) -> None:
     needed("slurm")
-    done = street.launch("slurm", DOWNPOUR, "small.py", options=("--pass=--partition=nowhere",))
+    done = jobs.launch("slurm", DOWNPOUR, "small.py", options=("--pass=--partition=nowhere",))
     assert done.returncode == 2
     assert "nowhere" in done.stderr
     assert "Traceback" not in done.stderr
@@ -151,22 +151,22 @@ def test_what_slurm_refuses_is_bad_input(street: Street) -> None:
         ("torchrun", ONE, ()),
     ],
 )
-def test_a_script_that_fails(name: str, cluster: str, options: tuple[str, ...], street: Street) -> None:
+def test_a_script_that_fails(name: str, cluster: str, options: tuple[str, ...], jobs: LaunchedJobs) -> None:
     needed(name)
-    done = street.launch(name, cluster, "wrong.py", "raise", options=options)
+    done = jobs.launch(name, cluster, "wrong.py", "raise", options=options)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "a fault of the program" in done.stdout + done.stderr
-    assert street.left() == ""
+    assert jobs.left() == ""
 
 
-def test_torchrun_starts_everybody_again(street: Street) -> None:
+def test_torchrun_starts_everybody_again(jobs: LaunchedJobs) -> None:
     """The program fails in its first life; in the second nothing of the first must be in the way."""
-    lived = street.folder / "lived"
-    done = street.launch("torchrun", THREE, "second_life.py", str(lived), options=("--pass=--max-restarts=1",))
+    lived = jobs.folder / "lived"
+    done = jobs.launch("torchrun", THREE, "second_life.py", str(lived), options=("--pass=--max-restarts=1",))
     assert done.returncode == 0, done.stdout + done.stderr
     assert lived.exists()
     assert "the first life ends" in done.stderr
-    assert street.final()
+    assert jobs.final()
 
 
 INTERRUPT = """
@@ -179,12 +179,12 @@ raise SystemExit(process.wait())
 """
 
 
-def test_ctrl_c_ends_a_step_of_slurm(street: Street) -> None:
+def test_ctrl_c_ends_a_step_of_slurm(jobs: LaunchedJobs) -> None:
     needed("srun")
-    done = street.launch("srun", ONE, "wrong.py", "endless", through=INTERRUPT)
+    done = jobs.launch("srun", ONE, "wrong.py", "endless", through=INTERRUPT)
     assert done.returncode == 130, done.stdout + done.stderr
-    street.place.wait_for("the end of the step", ["squeue", "--steps", "--noheader"])
-    assert street.left() == ""
+    jobs.sandbox.wait_for("the end of the step", ["squeue", "--steps", "--noheader"])
+    assert jobs.left() == ""
 
 
 SCANCEL = """
@@ -197,10 +197,10 @@ raise SystemExit(process.returncode != 0)
 """
 
 
-def test_scancel_leaves_a_snapshot_from_which_the_job_goes_on(street: Street) -> None:
+def test_scancel_leaves_a_snapshot_from_which_the_job_goes_on(jobs: LaunchedJobs) -> None:
     """Slurm signals every process of the step, and kills what is left after its KillWait."""
     needed("srun")
-    done = street.launch("srun", ONE, "resuming.py", "ledger", "--epochs", "9", through=SCANCEL)
-    found = latest(street.folder / "job")
+    done = jobs.launch("srun", ONE, "resuming.py", "ledger", "--epochs", "9", through=SCANCEL)
+    found = latest(jobs.folder / "job")
     assert done.returncode == 1 and found is not None and found.steps(0) >= 30, done.stdout + done.stderr
-    assert street.left() == ""
+    assert jobs.left() == ""

@@ -5,7 +5,7 @@ The plain side is the same function, called here: outside a job `prepare` change
 
 import pytest
 import torch
-from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, Shop
+from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, JobRunner
 from programs.loops import LOOPS, Net
 from torch import nn
 
@@ -15,11 +15,11 @@ ROADS = ("kShm", "kTcp")
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_same_values_as_the_plain_script(shop: Shop, loop: str) -> None:
+def test_same_values_as_the_plain_script(runner: JobRunner, loop: str) -> None:
     plain = dict(LOOPS[loop]().named_parameters())
     number = list(LOOPS).index(loop)
     cluster = (SANDBLASTER, ALLREDUCE)[number // 2 % 2]
-    final = shop.run(f"{cluster} road: {ROADS[number % 2]}", "loops.py", loop).final
+    final = runner.run(f"{cluster} road: {ROADS[number % 2]}", "loops.py", loop).final
     start = Net()
     assert plain.keys() == final.keys()
     for name, value in plain.items():
@@ -27,8 +27,8 @@ def test_same_values_as_the_plain_script(shop: Shop, loop: str) -> None:
     assert any(not torch.equal(plain[name], p) for name, p in start.named_parameters())
 
 
-def test_dropout_learns_in_a_synchronous_group(shop: Shop) -> None:
-    final = shop.run(SANDBLASTER, "loops.py", "dropout").final
+def test_dropout_learns_in_a_synchronous_group(runner: JobRunner) -> None:
+    final = runner.run(SANDBLASTER, "loops.py", "dropout").final
     assert loss_of({name.removeprefix("1."): value for name, value in final.items()}) < loss_of({})
 
 
@@ -42,8 +42,8 @@ def loss_of(values: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("loop", ["accumulation", "left_early", "loader_processes", "loader_stream", "scaler"])
-def test_asynchronous_groups_learn_with_the_same_loop(shop: Shop, loop: str) -> None:
-    ended = shop.run(DOWNPOUR, "loops.py", loop)
+def test_asynchronous_groups_learn_with_the_same_loop(runner: JobRunner, loop: str) -> None:
+    ended = runner.run(DOWNPOUR, "loops.py", loop)
     assert loss_of(ended.final) < loss_of({})
     steps = [process["steps"] for process in ended.report["processes"] if process["workers"]]
     assert len(steps) == 4

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from job_runner import ALLREDUCE, Shop
+from job_runner import ALLREDUCE, JobRunner
 from wait_limit import ended_after
 
 pytestmark = pytest.mark.journey
@@ -20,11 +20,11 @@ LINES = 150_000  # 15 MB in each epoch
 
 
 @contextmanager
-def talking(shop: Shop, *args: str, options: tuple[str, ...] = ()) -> "Iterator[subprocess.Popen[bytes]]":
+def talking(runner: JobRunner, *args: str, options: tuple[str, ...] = ()) -> "Iterator[subprocess.Popen[bytes]]":
     """A job whose main worker prints more than anything keeps."""
-    command = shop.command(ALLREDUCE, "talk.py", str(LINES), *args, options=options)
+    command = runner.command(ALLREDUCE, "talk.py", str(LINES), *args, options=options)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=shop.folder, **pipes) as job:
+    with subprocess.Popen(command, cwd=runner.folder, **pipes) as job:
         try:
             yield job
         finally:
@@ -37,9 +37,9 @@ def pid_of_main(job: "subprocess.Popen[bytes]") -> int:
     return int(line[1])
 
 
-def stop_reading(shop: Shop, job: "subprocess.Popen[bytes]", main: int) -> None:
+def stop_reading(runner: JobRunner, job: "subprocess.Popen[bytes]", main: int) -> None:
     """Read nothing more; return when the main worker has stood still for a second, or has ended."""
-    log, size, looks = shop.folder / "job" / "logs" / "worker-0-0.log", 0, 0
+    log, size, looks = runner.folder / "job" / "logs" / "worker-0-0.log", 0, 0
     with ended_after(60):
         while looks < 50 and os.path.exists(f"/proc/{main}"):
             there = int.from_bytes(fcntl.ioctl(job.stdout, termios.FIONREAD, bytes(4)), sys.byteorder)
@@ -48,22 +48,22 @@ def stop_reading(shop: Shop, job: "subprocess.Popen[bytes]", main: int) -> None:
             time.sleep(0.02)
 
 
-def test_a_slow_reader_gets_every_line(shop: Shop):
-    with talking(shop) as job, ended_after(120):
+def test_a_slow_reader_gets_every_line(runner: JobRunner):
+    with talking(runner) as job, ended_after(120):
         main = pid_of_main(job)
-        stop_reading(shop, job, main)
+        stop_reading(runner, job, main)
         out, err = job.communicate()
     assert job.returncode == 0, err
     wanted = [f"{number:099d}" for number in range(LINES)]
     found = out.decode().splitlines()
     assert len(found) == 2 * LINES and found == wanted * 2
-    log = (shop.folder / "job" / "logs" / "worker-0-0.log").read_text().splitlines()
+    log = (runner.folder / "job" / "logs" / "worker-0-0.log").read_text().splitlines()
     assert log[1:] == found
 
 
-def test_ctrl_c_ends_a_job_whose_output_nobody_reads(shop: Shop):
-    with talking(shop, "forever", options=("--quiet",)) as job, ended_after(60):
-        stop_reading(shop, job, pid_of_main(job))
+def test_ctrl_c_ends_a_job_whose_output_nobody_reads(runner: JobRunner):
+    with talking(runner, "forever", options=("--quiet",)) as job, ended_after(60):
+        stop_reading(runner, job, pid_of_main(job))
         job.send_signal(signal.SIGINT)
         err = job.stderr.read().decode()
         assert job.wait() == 130
@@ -71,10 +71,10 @@ def test_ctrl_c_ends_a_job_whose_output_nobody_reads(shop: Shop):
     assert "bytes of output were not taken by their reader" in err and "/job/logs" in err
 
 
-def test_a_death_is_heard_while_nobody_reads(shop: Shop):
-    with talking(shop, "forever") as job, ended_after(60):
+def test_a_death_is_heard_while_nobody_reads(runner: JobRunner):
+    with talking(runner, "forever") as job, ended_after(60):
         main = pid_of_main(job)
-        stop_reading(shop, job, main)
+        stop_reading(runner, job, main)
         os.kill(main, signal.SIGKILL)
         heard = ""
         while "was killed by SIGKILL" not in heard:

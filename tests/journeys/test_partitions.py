@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import redis_server
-from job_runner import Shop
-from unit_hosts import Job, Town, hastily
+from job_runner import JobRunner
+from unit_hosts import HostNetwork, Job, hastily
 
 from benchmarks.partitions import EPOCHS, LEDGER, Ground, trial
 from topotrain.comm.store.store_url import parse
@@ -19,8 +19,8 @@ HASTILY = hastily(0.5, 2.0, lost_s=5.0, away_s=2.0)
 
 
 @pytest.fixture
-def ground(town: Town, tmp_path: Path) -> Ground:
-    return Ground(town, tmp_path, HASTILY)
+def ground(network: HostNetwork, tmp_path: Path) -> Ground:
+    return Ground(network, tmp_path, HASTILY)
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,11 @@ def redis(tmp_path: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 @pytest.mark.parametrize("end", ["flushed", "killed"])
-def test_redis_is_not_needed_while_a_job_runs(shop: Shop, redis: tuple[str, Callable[[], None]], end: str) -> None:
+def test_redis_is_not_needed_while_a_job_runs(
+    runner: JobRunner, redis: tuple[str, Callable[[], None]], end: str
+) -> None:
     url, kill = redis
-    job = Job(shop, "nworkers_per_group: 2 nservers_per_group: 2", "ledger.py", list(LEDGER), [None, None], url)
+    job = Job(runner, "nworkers_per_group: 2 nservers_per_group: 2", "ledger.py", list(LEDGER), [None, None], url)
     job.conf.write_text(f"reduce: kSum snapshot_s: 0.5\n{job.conf.read_text()}")
     for rank in (0, 1):
         job.start(rank, command=HASTILY)

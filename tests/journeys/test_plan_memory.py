@@ -1,7 +1,7 @@
 """What the plan says that servers with second copies will hold, beside what they hold."""
 
 import pytest
-from job_runner import Shop
+from job_runner import JobRunner
 from programs import weighed
 
 from topotrain.config.job_file import load_with_warnings
@@ -14,10 +14,10 @@ ITSELF = 25e6
 """What Python, torch and the connections take in a server's process that it does not share with the forkserver."""
 
 
-def test_a_process_holds_its_own_server_and_the_second_copy_of_another(shop: Shop) -> None:
+def test_a_process_holds_its_own_server_and_the_second_copy_of_another(runner: JobRunner) -> None:
     cluster = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp replicas: 2"
-    ended = shop.run(cluster, "weighed.py", str(shop.folder / "job"), extra="snapshot_s: 0")
-    job, _ = load_with_warnings(str(shop.folder / "job.conf"))
+    ended = runner.run(cluster, "weighed.py", str(runner.folder / "job"), extra="snapshot_s: 0")
+    job, _ = load_with_warnings(str(runner.folder / "job.conf"))
     weights = weighed.made()[0].named_parameters()
     parameters = tuple(Parameter(name, tuple(w.shape), w.stride(), "float32", True) for name, w in weights)
     found = plan(job, PlannedSchema(parameters, state_factor=2.0))

@@ -5,7 +5,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, Ended, Shop
+from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, Ended, JobRunner
 
 pytestmark = pytest.mark.journey
 
@@ -14,8 +14,8 @@ WORKER = {"forward", "backward", "push", "wait", "pull"}
 SERVER = {"reduce", "apply", "pull", "wait"}
 
 
-def profiled(shop: Shop, cluster: str, *options: str) -> tuple[Ended, list[dict[str, Any]]]:
-    ended = shop.run(cluster, "small.py", options=options)
+def profiled(runner: JobRunner, cluster: str, *options: str) -> tuple[Ended, list[dict[str, Any]]]:
+    ended = runner.run(cluster, "small.py", options=options)
     trace = json.loads((ended.workspace / "trace.json").read_text())
     return ended, trace["traceEvents"]
 
@@ -53,9 +53,9 @@ def check_nesting(events: list[dict[str, Any]]) -> None:
     ],
 )
 def test_the_trace_has_every_process_and_every_phase(
-    shop: Shop, cluster: str, workers: list[str], servers: list[str]
+    runner: JobRunner, cluster: str, workers: list[str], servers: list[str]
 ) -> None:
-    ended, events = profiled(shop, cluster, "--profile")
+    ended, events = profiled(runner, cluster, "--profile")
     processes = by_process(events)
     assert list(processes) == [f"worker {at}" for at in workers] + [f"server {at}" for at in servers]
     check_nesting([event for event in events if event["ph"] == "X"])
@@ -76,13 +76,13 @@ def test_the_trace_has_every_process_and_every_phase(
 @pytest.mark.parametrize(
     ("options", "step"), [(("--profile-step", "3"), 3), (("--profile", "--profile-step", "999"), 48), ((), 0)]
 )
-def test_which_step(shop: Shop, options: tuple[str, ...], step: int) -> None:
+def test_which_step(runner: JobRunner, options: tuple[str, ...], step: int) -> None:
     """Six epochs of eight batches: of a job with fewer steps the last one is shown."""
     if not step:
-        ended = shop.run(ALLREDUCE, "small.py", options=("--quiet",))
+        ended = runner.run(ALLREDUCE, "small.py", options=("--quiet",))
         assert not (ended.workspace / "trace.json").exists() and not (ended.workspace / "run" / "spans").exists()
         return
-    ended, events = profiled(shop, ALLREDUCE, *options)
+    ended, events = profiled(runner, ALLREDUCE, *options)
     assert {e["args"]["step"] for e in events if e["ph"] == "X" and e["name"] == "step"} == {step}
     check_nesting([event for event in events if event["ph"] == "X"])
     assert "open it at" in ended.err

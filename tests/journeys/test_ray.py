@@ -1,4 +1,4 @@
-"""The same job on a real Ray cluster of three nodes, which stand on this machine in a town of their own."""
+"""The same job on a real Ray cluster of three nodes, which stand on this machine in a sandbox of their own."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import PROGRAMS, Shop
+from job_runner import PROGRAMS, JobRunner
 from safetensors.torch import load_file
-from slurm_cluster import Missing, Town, add_forkserver, town
+from slurm_cluster import Missing, Sandbox, add_forkserver, open_sandbox
 
 pytestmark = pytest.mark.journey
 
@@ -33,12 +33,12 @@ WHERE = re.compile(r"unit (\d) is on \S+ \(Ray node (\w+)\)")
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
     pytest.importorskip("ray", reason="no ray: pip install 'topotrain[ray]'")
     folder = tmp_path_factory.mktemp("ray")
     ours = Path(tempfile.mkdtemp(prefix="tt-ray-"))  # for sockets, whose paths must be short
     try:
-        with town(folder) as here:
+        with open_sandbox(folder) as here:
             here.environ.update(QUIET | QUICK, RAY_TMPDIR=str(ours))
             add_forkserver(here)  # the actors' units hear of it
             here.spawn(sys.executable, str(ROOT / "tests" / "support" / "ray_cluster.py"), str(folder), log="ray")
@@ -50,26 +50,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
         shutil.rmtree(ours, ignore_errors=True)
 
 
-def words(place: Town, cluster: str, program: str, *args: str, options: tuple[str, ...] = ()) -> list[str]:
+def words(sandbox: Sandbox, cluster: str, program: str, *args: str, options: tuple[str, ...] = ()) -> list[str]:
     conf = f'name: "job"\ncluster {{ {cluster} workspace: "job" }}\n'
     Path("job.conf").write_text(conf)
-    address = "--pass=address=" + (place.folder / "address").read_text()
+    address = "--pass=address=" + (sandbox.folder / "address").read_text()
     launch = [sys.executable, "-m", "topotrain", "launch", "ray", address, "--pass=room=30", *options]
     return [*launch, "job.conf", str(PROGRAMS / program), *args]
 
 
 @contextmanager
-def started(place: Town, command: list[str]) -> Iterator["subprocess.Popen[str]"]:
-    """In the town, with stderr that can be read while it runs."""
-    environ = {**os.environ, **place.environ}
-    inside = place.words(["env", f"--chdir={os.getcwd()}", "sh", "-c", 'echo $$ >&2; exec "$@"', "sh", *command])
+def started(sandbox: Sandbox, command: list[str]) -> Iterator["subprocess.Popen[str]"]:
+    """In the sandbox, with stderr that can be read while it runs."""
+    environ = {**os.environ, **sandbox.environ}
+    inside = sandbox.words(["env", f"--chdir={os.getcwd()}", "sh", "-c", 'echo $$ >&2; exec "$@"', "sh", *command])
     with subprocess.Popen(inside, env=environ, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         yield process
 
 
-def left(place: Town) -> str:
-    """What of a job still runs in the town; Ray calls an actor by its name."""
-    return place.left("topotrain", "Seat")
+def left(sandbox: Sandbox) -> str:
+    """What of a job still runs in the sandbox; Ray calls an actor by its name."""
+    return sandbox.left("topotrain", "Seat")
 
 
 @pytest.fixture(autouse=True)
@@ -77,18 +77,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_three_units_on_three_nodes_end_with_the_bits_of_run(cluster: Town, shop: Shop) -> None:
+def test_three_units_on_three_nodes_end_with_the_bits_of_run(cluster: Sandbox, runner: JobRunner) -> None:
     done = cluster.run(*words(cluster, THREE, "small.py", options=("--pass=strategy=STRICT_SPREAD",)), cwd=Path.cwd())
     assert done.returncode == 0, done.stderr
     assert len({node for _, node in WHERE.findall(done.stderr)}) == 3, done.stderr
     assert "main says hello" in done.stdout
     final = load_file("job/final.safetensors")
-    for key, value in shop.run(THREE, "small.py", name="run").final.items():
+    for key, value in runner.run(THREE, "small.py", name="run").final.items():
         assert torch.equal(final[key], value), key
     assert left(cluster) == ""
 
 
-def test_ctrl_c_ends_all_and_leaves_nothing_in_the_cluster(cluster: Town) -> None:
+def test_ctrl_c_ends_all_and_leaves_nothing_in_the_cluster(cluster: Sandbox) -> None:
     with started(cluster, words(cluster, TWO, "wrong.py", "endless", options=("--json",))) as process:
         assert process.stderr is not None
         pid = process.stderr.readline().strip()
@@ -101,7 +101,7 @@ def test_ctrl_c_ends_all_and_leaves_nothing_in_the_cluster(cluster: Town) -> Non
     assert left(cluster) == ""
 
 
-def test_more_units_than_nodes_are_refused_at_once(cluster: Town) -> None:
+def test_more_units_than_nodes_are_refused_at_once(cluster: Sandbox) -> None:
     command = words(cluster, "nworker_groups: 4 nserver_groups: 4", "small.py")
     command.remove("--pass=room=30")
     done = cluster.run(*command, cwd=Path.cwd())
@@ -111,7 +111,7 @@ def test_more_units_than_nodes_are_refused_at_once(cluster: Town) -> None:
     assert not Path("job/launch").exists()
 
 
-def test_a_node_that_is_lost_and_a_job_that_starts_again(cluster: Town) -> None:
+def test_a_node_that_is_lost_and_a_job_that_starts_again(cluster: Sandbox) -> None:
     """The last test of this cluster, which has only two nodes after it."""
     options = ("--max-restarts=1", "--pass=strategy=STRICT_SPREAD", "--json")
     where: dict[str, str] = {}

@@ -2,7 +2,7 @@
 the script asked for."""
 
 import pytest
-from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, Ended, Shop
+from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, Ended, JobRunner
 
 pytestmark = pytest.mark.journey
 
@@ -11,10 +11,10 @@ GOES_ON = "on_failure: kContinue reduce: kSum"
 PAIR = "nworker_groups: 2 server_worker_separate: true"
 
 
-def survive(shop: Shop, cluster: str, victim: str, killer: int, *wishes: str, extra: str = "") -> Ended:
+def survive(runner: JobRunner, cluster: str, victim: str, killer: int, *wishes: str, extra: str = "") -> Ended:
     """A job in which one process is killed at the killer's fifth step; all cells of its ledger are right."""
-    words = (str(shop.folder / "job"), victim, str(killer), "5", *wishes)
-    ended = shop.run(cluster, "mortal.py", *words, extra=f"{GOES_ON} {extra}")
+    words = (str(runner.folder / "job"), victim, str(killer), "5", *wishes)
+    ended = runner.run(cluster, "mortal.py", *words, extra=f"{GOES_ON} {extra}")
     ended.check_ledger(EPOCHS)
     incident = ended.report["incidents"][0]
     assert incident["who"] == victim
@@ -30,40 +30,40 @@ def action(ended: Ended) -> str:
     return incident["action"]
 
 
-def test_another_group_trains_on_while_one_starts_again(shop: Shop) -> None:
-    ended = survive(shop, PAIR, "worker 1/0", 1, "back")
+def test_another_group_trains_on_while_one_starts_again(runner: JobRunner) -> None:
+    ended = survive(runner, PAIR, "worker 1/0", 1, "back")
     assert action(ended) == "group 1 starts again (incarnation 1)"
 
 
-def test_a_frozen_worker_does_not_stop_the_job(shop: Shop) -> None:
-    ended = survive(shop, DOWNPOUR, "worker 1/1", 2, "back", "freeze")
+def test_a_frozen_worker_does_not_stop_the_job(runner: JobRunner) -> None:
+    ended = survive(runner, DOWNPOUR, "worker 1/1", 2, "back", "freeze")
     assert action(ended) == "group 1 starts again (incarnation 1)"
     assert ended.report["incidents"][0]["waited_s"] > 2
 
 
-def test_a_synchronous_group_starts_again_beside_its_servers(shop: Shop) -> None:
-    ended = survive(shop, SANDBLASTER, "worker 0/1", 1)
+def test_a_synchronous_group_starts_again_beside_its_servers(runner: JobRunner) -> None:
+    ended = survive(runner, SANDBLASTER, "worker 0/1", 1)
     assert action(ended) == "group 0 starts again (incarnation 1)"
 
 
-def test_groups_of_two_with_two_servers(shop: Shop) -> None:
-    ended = survive(shop, DOWNPOUR, "worker 1/1", 3, "back")
+def test_groups_of_two_with_two_servers(runner: JobRunner) -> None:
+    ended = survive(runner, DOWNPOUR, "worker 1/1", 3, "back")
     assert action(ended) == "group 1 starts again (incarnation 1)"
 
 
-def test_workers_that_are_servers_start_again_as_a_whole(shop: Shop) -> None:
-    ended = survive(shop, ALLREDUCE, "worker 0/1", 1)
+def test_workers_that_are_servers_start_again_as_a_whole(runner: JobRunner) -> None:
+    ended = survive(runner, ALLREDUCE, "worker 0/1", 1)
     assert action(ended) == "the whole job starts again"
     assert "the whole job starts again from its beginning" in ended.err
 
 
-def test_a_server_takes_the_whole_job_along_and_that_goes_on_from_its_snapshot(shop: Shop) -> None:
-    ended = survive(shop, SANDBLASTER, "server 0/0", 0, "snapshot", extra="snapshot_s: 0.05")
+def test_a_server_takes_the_whole_job_along_and_that_goes_on_from_its_snapshot(runner: JobRunner) -> None:
+    ended = survive(runner, SANDBLASTER, "server 0/0", 0, "snapshot", extra="snapshot_s: 0.05")
     assert action(ended) == "the whole job starts again"
     assert "the whole job starts again from /" in ended.err
 
 
-def test_a_result_that_could_not_be_saved_is_made_once_more(shop: Shop) -> None:
-    ended = survive(shop, PAIR, "worker 0/0", 0, "late")
+def test_a_result_that_could_not_be_saved_is_made_once_more(runner: JobRunner) -> None:
+    ended = survive(runner, PAIR, "worker 0/0", 0, "late")
     assert "the whole job starts again" in ended.report["incidents"][-1]["action"]
     assert ended.report["metrics"] == {"trained": 1.0}

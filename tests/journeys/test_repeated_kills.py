@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, Shop
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, JobRunner
 from process_pool import client
 from safetensors.torch import load_file
 
@@ -48,30 +48,30 @@ def marked(mark: str) -> list[int]:
     ids=["Downpour", "Sandblaster", "AllReduce", "Distributed Hogwild", "Downpour of split models, two copies"],
 )
 def test_whoever_is_killed_every_sample_counts_as_often_as_it_was_read(
-    shop: Shop, cluster: str, words: tuple[str, ...], more: tuple[str, ...]
+    runner: JobRunner, cluster: str, words: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
-    conf, workspace = shop.folder / "job.conf", shop.folder / "job"
+    conf, workspace = runner.folder / "job.conf", runner.folder / "job"
     conf.write_text(f'reduce: kSum snapshot_s: 0.2 cluster {{ {cluster} workspace: "{workspace}" }}')
     blows = ["--at", "back", "--kills", str(KILLS), "--for", "60s", "--seed", str(SEED), *words]
     script = ["--epochs", str(EPOCHS), "--samples", "200", "--step-s", "0.01", *more]
     chaos = ["chaos", str(conf), str(PROGRAMS / "ledger.py"), *blows]
     command = [
-        *client(shop.warm_at),
+        *client(runner.warm_at),
         "-m",
         "topotrain",
         *chaos,
         "--json",
         "--forkserver",
-        shop.served_at,
+        runner.served_at,
         "--",
         *script,
     ]
-    environ = {**os.environ, MARK: str(shop.folder)}
-    done = subprocess.run(command, cwd=shop.folder, env=environ, capture_output=True, text=True, timeout=120)
+    environ = {**os.environ, MARK: str(runner.folder)}
+    done = subprocess.run(command, cwd=runner.folder, env=environ, capture_output=True, text=True, timeout=120)
     again = f"{conf.read_text()}\ntopotrain {shlex.join([*chaos, '--', *script])}\n{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, again
     for name, cells in load_file(workspace / "final.safetensors").items():
         assert torch.equal(cells, torch.full_like(cells, EPOCHS)), f"{again}\n{name}: {cells}"
     verdict = json.loads(done.stdout)
     assert verdict["killed"] >= KILLS - 2, again
-    assert not marked(str(shop.folder)), again
+    assert not marked(str(runner.folder)), again

@@ -2,19 +2,21 @@
 
 import pytest
 import torch
-from job_runner import Shop
+from job_runner import JobRunner
 
 pytestmark = pytest.mark.journey
 
 PAIRS = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp"
 
 
-def test_each_server_may_die_and_nobody_can_tell_from_the_result(shop: Shop) -> None:
+def test_each_server_may_die_and_nobody_can_tell_from_the_result(runner: JobRunner) -> None:
     """The one that decides, the one that has taken its part, and the one that has taken that one's."""
-    calm = shop.run(PAIRS, "twice.py", str(shop.folder / "calm"), name="calm").final  # what is lazy has the same bits
+    calm = runner.run(
+        PAIRS, "twice.py", str(runner.folder / "calm"), name="calm"
+    ).final  # what is lazy has the same bits
     kills = ("4:0", "11:1", "19:1", "30:0")
     goes_on = "pull: kLazy on_failure: kContinue restarts: 2 snapshot_s: 0.2"
-    ended = shop.run(f"{PAIRS} replicas: 2", "twice.py", str(shop.folder / "job"), *kills, extra=goes_on)
+    ended = runner.run(f"{PAIRS} replicas: 2", "twice.py", str(runner.folder / "job"), *kills, extra=goes_on)
     assert calm.keys() == ended.final.keys()
     for name, values in calm.items():
         assert torch.equal(values, ended.final[name]), name

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from job_runner import Shop
+from job_runner import JobRunner
 from unit_hosts import Job, hastily, port, wait
 
 pytestmark = pytest.mark.journey
@@ -20,13 +20,13 @@ HASTILY = hastily(0.3, 1.5)
 
 
 @pytest.fixture
-def units(shop: Shop) -> Iterator[Any]:
+def units(runner: JobRunner) -> Iterator[Any]:
     """Starts the units of a job."""
     made: list[Job] = []
 
     def begin(cluster: str, count: int, program: str, *words: str, extra: str = "") -> Job:
         url = f"tcp://127.0.0.1:{port()}?job=twice"
-        job = Job(shop, f"{cluster} replicas: 2", program, words, [None] * count, url)
+        job = Job(runner, f"{cluster} replicas: 2", program, words, [None] * count, url)
         job.conf.write_text(f"on_failure: kContinue restarts: 2 snapshot_s: 0.2 {extra}\n{job.conf.read_text()}")
         made.append(job)
         for rank in range(count):
@@ -60,9 +60,9 @@ def incidents(job: Job) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_server_and_a_unit_die_and_nobody_can_tell_from_the_result(shop: Shop, units: Any) -> None:
-    calm = shop.run(PAIRS, "twice.py", str(shop.folder / "calm"), name="calm").final
-    job = units(PAIRS, 3, "twice.py", str(shop.folder / "units"), "6:0", "16:unit-2", "26:0")
+def test_a_server_and_a_unit_die_and_nobody_can_tell_from_the_result(runner: JobRunner, units: Any) -> None:
+    calm = runner.run(PAIRS, "twice.py", str(runner.folder / "calm"), name="calm").final
+    job = units(PAIRS, 3, "twice.py", str(runner.folder / "units"), "6:0", "16:unit-2", "26:0")
     ends = {rank: unit.end() for rank, unit in job.units.items()}
     assert [code for code, _, _ in ends.values()] == [0, 0, -9], "\n".join(err for _, _, err in ends.values())
     assert calm.keys() == job.final.keys()

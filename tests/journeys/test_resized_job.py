@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from job_runner import ALLREDUCE, SANDBLASTER, Ended, Shop
+from job_runner import ALLREDUCE, SANDBLASTER, Ended, JobRunner
 
 pytestmark = pytest.mark.journey
 
 SUM = "on_failure: kContinue reduce: kSum"
 
 
-def resized(shop: Shop, cluster: str, *words: str, extra: str = SUM, name: str = "job") -> Ended:
-    return shop.run(cluster, "resized.py", str(shop.folder / name), *words, extra=extra, name=name)
+def resized(runner: JobRunner, cluster: str, *words: str, extra: str = SUM, name: str = "job") -> Ended:
+    return runner.run(cluster, "resized.py", str(runner.folder / name), *words, extra=extra, name=name)
 
 
 def changes(ended: Ended) -> list[tuple[str, int]]:
@@ -18,8 +18,8 @@ def changes(ended: Ended) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("cluster", [SANDBLASTER, ALLREDUCE], ids=["sandblaster", "allreduce"])
-def test_a_worker_joins_and_two_leave(shop: Shop, cluster: str) -> None:
-    ended = resized(shop, cluster, "1,-2")
+def test_a_worker_joins_and_two_leave(runner: JobRunner, cluster: str) -> None:
+    ended = resized(runner, cluster, "1,-2")
     ended.check_ledger(3)
     assert changes(ended) == [("1 worker joins", 4), ("2 workers leave", 2)]
     assert all(change["waited_s"] > 0 and change["step"] > 0 for change in ended.report["changes"])
@@ -32,16 +32,16 @@ def test_a_worker_joins_and_two_leave(shop: Shop, cluster: str) -> None:
 
 
 @pytest.mark.parametrize(("cluster", "when"), [(SANDBLASTER, "asked"), (ALLREDUCE, "begins")])
-def test_a_death_meanwhile_costs_no_sample(shop: Shop, cluster: str, when: str) -> None:
-    ended = resized(shop, cluster, "1", when)
+def test_a_death_meanwhile_costs_no_sample(runner: JobRunner, cluster: str, when: str) -> None:
+    ended = resized(runner, cluster, "1", when)
     ended.check_ledger(3)
     assert [incident["who"] for incident in ended.report["incidents"]] == ["worker 0/1"]
     assert changes(ended) == [("1 worker joins", 4)]
 
 
-def test_with_one_batch_for_the_whole_group_the_result_is_that_of_a_job_nobody_joined(shop: Shop) -> None:
-    joined = resized(shop, SANDBLASTER, "1,-2", "line", extra="")
-    alone = resized(shop, SANDBLASTER, "", "line", extra="", name="alone")
+def test_with_one_batch_for_the_whole_group_the_result_is_that_of_a_job_nobody_joined(runner: JobRunner) -> None:
+    joined = resized(runner, SANDBLASTER, "1,-2", "line", extra="")
+    alone = resized(runner, SANDBLASTER, "", "line", extra="", name="alone")
     assert len(changes(joined)) == 2 and changes(alone) == []
     for name, tensor in alone.final.items():
         assert torch.allclose(tensor, joined.final[name], rtol=1e-9, atol=1e-9), name

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import Ended, Shop
+from job_runner import Ended, JobRunner
 from process_pool import client
 from programs.resuming import SAMPLES, Net
 from safetensors.torch import load_file
@@ -26,13 +26,13 @@ HYBRID = "nworker_groups: 4 nserver_groups: 2"
 EXTRA = "snapshot_s: 0.1"
 
 
-def killed(shop: Shop, cluster: str, kind: str, extra: str = EXTRA, at: int = 30) -> Path:
+def killed(runner: JobRunner, cluster: str, kind: str, extra: str = EXTRA, at: int = 30) -> Path:
     """The workspace of a job whose processes were all killed when its main worker had taken so many steps."""
-    hold = shop.folder / "hold"
+    hold = runner.folder / "hold"
     hold.touch()
-    command = shop.command(cluster, "resuming.py", kind, "--hold", str(hold), "--at", str(at), extra=extra)
-    command = [*client(shop.warm_at), *command[1:]]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=shop.folder)
+    command = runner.command(cluster, "resuming.py", kind, "--hold", str(hold), "--at", str(at), extra=extra)
+    command = [*client(runner.warm_at), *command[1:]]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
     assert process.stdout is not None
     patience = threading.Timer(100, process.kill)  # a job that hangs must not hang the suite
     patience.start()
@@ -44,7 +44,7 @@ def killed(shop: Shop, cluster: str, kind: str, extra: str = EXTRA, at: int = 30
     else:
         raise AssertionError(f"the job ended early:\n{heard}")
     patience.cancel()
-    workspace = shop.folder / "job"
+    workspace = runner.folder / "job"
     pids = [entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -53,21 +53,21 @@ def killed(shop: Shop, cluster: str, kind: str, extra: str = EXTRA, at: int = 30
     return workspace
 
 
-def terminated(shop: Shop, cluster: str, *program: str, extra: str, all: bool = False) -> tuple[int, str, Path]:
+def terminated(runner: JobRunner, cluster: str, *program: str, extra: str, all: bool = False) -> tuple[int, str, Path]:
     """A job that gets SIGTERM behind step 30: exit code, what it said, its workspace; no process of it is left.
 
     all: each of its processes gets it, the launcher last.
     """
-    command = shop.command(cluster, *program, extra=extra)
-    command = [*client(shop.warm_at), *command[1:]]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=shop.folder)
+    command = runner.command(cluster, *program, extra=extra)
+    command = [*client(runner.warm_at), *command[1:]]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
     assert process.stdout is not None
     heard = ""
     for line in process.stdout:
         heard += line
         if line.strip() == "there":
             break
-    workspace = shop.folder / "job"
+    workspace = runner.folder / "job"
     pids = {entry["roles"][0]: entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())}
     for pid in reversed(pids.values()) if all else [pids["launcher"]]:
         os.kill(pid, signal.SIGTERM)
@@ -76,32 +76,32 @@ def terminated(shop: Shop, cluster: str, *program: str, extra: str, all: bool = 
     return process.returncode, heard + said, workspace
 
 
-def resumed(shop: Shop, workspace: Path, *more: str) -> Ended:
-    words = ["run", "--resume", str(workspace), "--forkserver", shop.served_at, *more]
-    command = [*client(shop.warm_at), "-m", "topotrain", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=shop.folder)
+def resumed(runner: JobRunner, workspace: Path, *more: str) -> Ended:
+    words = ["run", "--resume", str(workspace), "--forkserver", runner.served_at, *more]
+    command = [*client(runner.warm_at), "-m", "topotrain", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder)
     assert done.returncode == 0, done.stdout + done.stderr
     at = workspace if (workspace / "final.safetensors").exists() else workspace.parent.parent
     return Ended(done.returncode, done.stdout, done.stderr, at, {})
 
 
 @pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])
-def test_the_same_bits_as_without_the_death(shop: Shop, cluster: str) -> None:
-    undisturbed = shop.run(cluster, "resuming.py", "net", name="undisturbed").final
-    workspace = killed(shop, cluster, "net")
+def test_the_same_bits_as_without_the_death(runner: JobRunner, cluster: str) -> None:
+    undisturbed = runner.run(cluster, "resuming.py", "net", name="undisturbed").final
+    workspace = killed(runner, cluster, "net")
     found = latest(workspace)
     assert found is not None and 0 < found.version <= 30
-    ended = resumed(shop, workspace)
+    ended = resumed(runner, workspace)
     assert ended.final.keys() == undisturbed.keys()
     different = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, ended.final[name])]
     assert not different, (found.version, different)
 
 
 @pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])
-def test_sigterm_leaves_a_snapshot_from_which_the_same_bits_come(shop: Shop, cluster: str) -> None:
+def test_sigterm_leaves_a_snapshot_from_which_the_same_bits_come(runner: JobRunner, cluster: str) -> None:
     program = ("resuming.py", "net", "--epochs", "4")
-    undisturbed = shop.run(cluster, *program, name="undisturbed").final
-    code, said, workspace = terminated(shop, cluster, *program, extra="snapshot_s: 0 checkpoint_freq: 20")
+    undisturbed = runner.run(cluster, *program, name="undisturbed").final
+    code, said, workspace = terminated(runner, cluster, *program, extra="snapshot_s: 0 checkpoint_freq: 20")
     found = latest(workspace)
     assert code == 143 and found is not None and found.steps(0) > 30, said
     assert f"snapshot {found.number} has step {found.steps(0)}: `topotrain run --resume {workspace}`" in said
@@ -111,7 +111,7 @@ def test_sigterm_leaves_a_snapshot_from_which_the_same_bits_come(shop: Shop, clu
     assert Manifest.open(early).steps(0) == 20
     assert not torch.equal(net.layers[0].weight, undisturbed["layers.0.weight"])
     for snapshot in (workspace, early) if cluster is SYNC else (workspace,):
-        ended = resumed(shop, snapshot)
+        ended = resumed(runner, snapshot)
         different = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, ended.final[name])]
         assert not different, (snapshot, found.steps(0), different)
     steps = {int(path.name.removeprefix("step-")) for path in (workspace / "manifests").glob("step-*")}
@@ -119,14 +119,14 @@ def test_sigterm_leaves_a_snapshot_from_which_the_same_bits_come(shop: Shop, clu
 
 
 @pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])
-def test_a_job_whose_processes_all_get_sigterm_goes_on_where_it_was(shop: Shop, cluster: str) -> None:
+def test_a_job_whose_processes_all_get_sigterm_goes_on_where_it_was(runner: JobRunner, cluster: str) -> None:
     """As from Slurm's `scancel`, or the end of a control group; no snapshot was due before."""
     extra = "snapshot_s: 1000 reduce: kSum"
-    code, said, workspace = terminated(shop, cluster, "resuming.py", "ledger", "--epochs", "9", extra=extra, all=True)
+    code, said, workspace = terminated(runner, cluster, "resuming.py", "ledger", "--epochs", "9", extra=extra, all=True)
     found = latest(workspace)
     assert code == 143 and found is not None and found.steps(0) > 30, said
     assert "was killed by SIGTERM" not in said
-    cells = resumed(shop, workspace).final["cells"]
+    cells = resumed(runner, workspace).final["cells"]
     assert torch.equal(cells, torch.full_like(cells, 9)), (found.steps(0), cells)
 
 
@@ -140,20 +140,20 @@ def test_a_job_whose_processes_all_get_sigterm_goes_on_where_it_was(shop: Shop, 
     ],
     ids=["synchronous", "downpour", "a hybrid", "no longer a hybrid"],
 )
-def test_every_sample_once_on_another_layout(shop: Shop, before: str, after: str) -> None:
-    workspace = killed(shop, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 30 if before == SYNC else 12)
+def test_every_sample_once_on_another_layout(runner: JobRunner, before: str, after: str) -> None:
+    workspace = killed(runner, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 30 if before == SYNC else 12)
     found = latest(workspace)
     assert found is not None
-    conf = shop.folder / "other.conf"
+    conf = runner.folder / "other.conf"
     conf.write_text(f'name: "job"\nreduce: kSum\ncluster {{ {after} workspace: "{workspace}" }}\n')
     program = str(Path(__file__).parents[1] / "programs" / "resuming.py")
-    cells = resumed(shop, workspace, str(conf), program, "ledger").final["cells"]
+    cells = resumed(runner, workspace, str(conf), program, "ledger").final["cells"]
     assert torch.equal(cells, torch.full((SAMPLES,), 3.0)), (found.version, cells)
 
 
-def test_sigterm_leaves_one_of_several_server_groups_with_every_sample_once(shop: Shop) -> None:
+def test_sigterm_leaves_one_of_several_server_groups_with_every_sample_once(runner: JobRunner) -> None:
     program = ("resuming.py", "ledger", "--at", "12")
-    code, said, workspace = terminated(shop, HOGWILD, *program, extra="snapshot_s: 0 checkpoint_freq: 5 reduce: kSum")
+    code, said, workspace = terminated(runner, HOGWILD, *program, extra="snapshot_s: 0 checkpoint_freq: 5 reduce: kSum")
     found = latest(workspace)
     assert code == 143 and found is not None and found.steps(0) >= 12, said
     assert f"snapshot {found.number} has step {found.steps(0)}: `topotrain run --resume {workspace}`" in said
@@ -161,5 +161,5 @@ def test_sigterm_leaves_one_of_several_server_groups_with_every_sample_once(shop
     counted = load_file(early / "model.safetensors")["cells"]
     assert 0 < counted.sum() < SAMPLES * 2 and Manifest.open(early).steps(0) == 5
     for snapshot in (workspace, early):
-        cells = resumed(shop, snapshot).final["cells"]
+        cells = resumed(runner, snapshot).final["cells"]
         assert torch.equal(cells, torch.full((SAMPLES,), 3.0)), (found.version, cells)

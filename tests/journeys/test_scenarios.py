@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import Ended, Shop
+from job_runner import Ended, JobRunner
 from process_pool import client
 from safetensors.torch import load_file
 
@@ -28,13 +28,15 @@ FOUR = "nworker_groups: 2 nworkers_per_group: 2 server_worker_separate: true"
 OFTEN = "snapshot_s: 0.01"
 
 
-def doomed(shop: Shop, cluster: str, faults: Sequence[str], *words: str, extra: str = "", code: int = 0) -> Ended:
+def doomed(
+    runner: JobRunner, cluster: str, faults: Sequence[str], *words: str, extra: str = "", code: int = 0
+) -> Ended:
     """A ledger's job in which all these faults have happened."""
     everything = f"on_failure: kContinue reduce: kSum {extra}"
     if "restarts" not in extra:
         everything += f" restarts: {len(faults)}"
-    ended = shop.run(cluster, "doomed.py", str(shop.folder), *faults, *words, extra=everything, code=code)
-    missed = [fault for number, fault in enumerate(faults) if not (shop.folder / f"fault-{number}").exists()]
+    ended = runner.run(cluster, "doomed.py", str(runner.folder), *faults, *words, extra=everything, code=code)
+    missed = [fault for number, fault in enumerate(faults) if not (runner.folder / f"fault-{number}").exists()]
     assert not missed, (missed, ended.err)
     return ended
 
@@ -45,9 +47,9 @@ def right(ended: Ended) -> list[tuple[str, str]]:
     return [(incident["who"], incident["action"]) for incident in ended.report["incidents"]]
 
 
-def gone(shop: Shop) -> None:
+def gone(runner: JobRunner) -> None:
     """No process that read data is left."""
-    loaders = [int(path.name.split("-")[1]) for path in shop.folder.glob("loader-*")]
+    loaders = [int(path.name.split("-")[1]) for path in runner.folder.glob("loader-*")]
     assert loaders
     assert [ended(pid) for pid in loaders] == [True] * len(loaders)
 
@@ -71,10 +73,10 @@ STEP = ("given:1", "backward:2", "Push:2", "pushed:1", "Commit:2", "after:1")
     ("cluster", "victim"), [(PAIR, "worker 1/0"), (SYNC, "worker 0/1")], ids=["asynchronous", "synchronous"]
 )
 def test_a_worker_dies_before_during_and_after_its_push_and_at_its_first_step(
-    shop: Shop, cluster: str, victim: str
+    runner: JobRunner, cluster: str, victim: str
 ) -> None:
     """One death per life, as many as `restarts` allows."""
-    ended = doomed(shop, cluster, [f"{victim}:{moment}" for moment in STEP])
+    ended = doomed(runner, cluster, [f"{victim}:{moment}" for moment in STEP])
     group = victim[7]
     assert right(ended) == [
         (victim, f"group {group} starts again (incarnation {number})") for number in range(1, len(STEP) + 1)
@@ -82,65 +84,67 @@ def test_a_worker_dies_before_during_and_after_its_push_and_at_its_first_step(
 
 
 @pytest.mark.parametrize("victim", ["worker 0/0", "worker 0/1"], ids=["the main worker", "another"])
-def test_a_worker_dies_in_the_last_step_behind_it_and_as_it_finishes(shop: Shop, victim: str) -> None:
+def test_a_worker_dies_in_the_last_step_behind_it_and_as_it_finishes(runner: JobRunner, victim: str) -> None:
     faults = [f"{victim}:Commit:{STEPS}", f"{victim}:end:0", f"{victim}:Finish:0"]
-    assert [who for who, _ in right(doomed(shop, SYNC, faults))] == [victim] * 3
+    assert [who for who, _ in right(doomed(runner, SYNC, faults))] == [victim] * 3
 
 
-def test_two_die_at_once_in_one_group_and_in_two_and_then_all_workers(shop: Shop) -> None:
+def test_two_die_at_once_in_one_group_and_in_two_and_then_all_workers(runner: JobRunner) -> None:
     others = ("worker 1/1", "worker 0/0", "worker 0/0+worker 0/1+worker 1/1")
-    ended = doomed(shop, FOUR, [f"worker 1/0:after:2:worker 1/0+{names}" for names in others])
+    ended = doomed(runner, FOUR, [f"worker 1/0:after:2:worker 1/0+{names}" for names in others])
     found = right(ended)
     assert {action.split(" (")[0] for _, action in found} <= {"group 0 starts again", "group 1 starts again"}
     assert len(found) == 1 + 2 + 2
 
 
-def test_a_server_dies_while_a_worker_recovers(shop: Shop) -> None:
+def test_a_server_dies_while_a_worker_recovers(runner: JobRunner) -> None:
     faults = ["worker 1/0:after:2", "worker 1/0:begin:0:server 0/0"]
-    found = right(doomed(shop, PAIR, faults, extra=OFTEN))
+    found = right(doomed(runner, PAIR, faults, extra=OFTEN))
     assert [who for who, _ in found] == ["worker 1/0", "server 0/0"]
     assert found[1][1] == "the whole job starts again"
 
 
-def test_the_last_allowed_death_is_told_with_those_before_it(shop: Shop) -> None:
-    ended = doomed(shop, PAIR, ["worker 0/0:given:1"] * 3, extra="restarts: 2", code=1)  # group 0 is never done without
+def test_the_last_allowed_death_is_told_with_those_before_it(runner: JobRunner) -> None:
+    ended = doomed(
+        runner, PAIR, ["worker 0/0:given:1"] * 3, extra="restarts: 2", code=1
+    )  # group 0 is never done without
     assert "group 0 has started again 2 times" in ended.err
     cause = ended.report["cause"]["text"]
     assert cause.count("worker 0/0") == 3 and cause.count("SIGKILL") == 3, cause
     assert "Traceback" not in ended.err
 
 
-def test_where_nothing_may_start_again_the_first_death_ends_the_job(shop: Shop) -> None:
-    ended = doomed(shop, SYNC, ["worker 0/1:Commit:3"], extra="restarts: 0", code=1)
+def test_where_nothing_may_start_again_the_first_death_ends_the_job(runner: JobRunner) -> None:
+    ended = doomed(runner, SYNC, ["worker 0/1:Commit:3"], extra="restarts: 0", code=1)
     assert ended.report["cause"]["who"] == "worker 0/1" and "SIGKILL" in ended.report["cause"]["text"]
     assert "Traceback" not in ended.err
 
 
-def test_a_unit_dies_with_its_worker_and_its_server(shop: Shop) -> None:
-    found = right(doomed(shop, BESIDE, ["worker 0/0:after:2:whole unit 0"]))
+def test_a_unit_dies_with_its_worker_and_its_server(runner: JobRunner) -> None:
+    found = right(doomed(runner, BESIDE, ["worker 0/0:after:2:whole unit 0"]))
     assert found[-1][1] == "the whole job starts again"
 
 
-def test_a_unit_dies_before_its_children(shop: Shop) -> None:
-    found = right(doomed(shop, PAIR, ["worker 1/0:after:2:unit 1"]))
+def test_a_unit_dies_before_its_children(runner: JobRunner) -> None:
+    found = right(doomed(runner, PAIR, ["worker 1/0:after:2:unit 1"]))
     assert found[-1][1] == "the whole job starts again"
 
 
-def test_the_forkserver_dies(shop: Shop) -> None:
+def test_the_forkserver_dies(runner: JobRunner) -> None:
     """The job needs one of its own for that."""
-    found = right(doomed(replace(shop, served_at=""), PAIR, ["worker 1/0:after:2:forkserver"]))
+    found = right(doomed(replace(runner, served_at=""), PAIR, ["worker 1/0:after:2:forkserver"]))
     assert found == [("forkserver", "the whole job starts again")]
 
 
-def test_a_worker_dies_while_a_snapshot_is_written_and_takes_its_loaders_along(shop: Shop) -> None:
-    ended = doomed(shop, SYNC, ["worker 0/1:WorkerStatePart:0"] * 2, "--loaders", "2", extra=OFTEN)
+def test_a_worker_dies_while_a_snapshot_is_written_and_takes_its_loaders_along(runner: JobRunner) -> None:
+    ended = doomed(runner, SYNC, ["worker 0/1:WorkerStatePart:0"] * 2, "--loaders", "2", extra=OFTEN)
     assert [who for who, _ in right(ended)] == ["worker 0/1"] * 2
-    gone(shop)
+    gone(runner)
 
 
-def test_the_programs_error_ends_the_job_in_the_middle_of_a_recovery(shop: Shop) -> None:
+def test_the_programs_error_ends_the_job_in_the_middle_of_a_recovery(runner: JobRunner) -> None:
     faults = ["worker 1/0:after:2", "worker 1/0:begin:0:hang", "worker 0/0:after:2:raise"]
-    ended = doomed(shop, PAIR, faults, code=1)
+    ended = doomed(runner, PAIR, faults, code=1)
     assert ended.report["cause"]["who"] == "worker 0/0"
     assert "ArithmeticError: the user's own mistake" in ended.err
 
@@ -155,31 +159,31 @@ def curve(folder: Path) -> set[str]:
     return lines
 
 
-def train(shop: Shop, name: str, faults: Sequence[str] = ()) -> list[str]:
+def train(runner: JobRunner, name: str, faults: Sequence[str] = ()) -> list[str]:
     """The command of a job: a net with a batch norm, momentum and a schedule, whose data is read by other processes."""
-    losses = shop.folder / f"{name}-losses"
+    losses = runner.folder / f"{name}-losses"
     losses.mkdir()
-    words = [str(shop.folder), *faults, "--net", "--loaders", "2", "--curve", str(losses)]
-    return shop.command(SYNC, "doomed.py", *words, extra=f"on_failure: kContinue {OFTEN}", name=name)[1:]
+    words = [str(runner.folder), *faults, "--net", "--loaders", "2", "--curve", str(losses)]
+    return runner.command(SYNC, "doomed.py", *words, extra=f"on_failure: kContinue {OFTEN}", name=name)[1:]
 
 
-def ends(shop: Shop, words: Sequence[str], code: int) -> None:
-    command = [*client(shop.warm_at), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=shop.folder)
+def ends(runner: JobRunner, words: Sequence[str], code: int) -> None:
+    command = [*client(runner.warm_at), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder)
     assert done.returncode == code, done.stdout + done.stderr
 
 
-def test_a_curve_has_the_same_bits_after_a_server_died_and_after_everything_died_twice(shop: Shop) -> None:
-    ends(shop, train(shop, "undisturbed"), 0)
-    wanted = curve(shop.folder / "undisturbed-losses")
+def test_a_curve_has_the_same_bits_after_a_server_died_and_after_everything_died_twice(runner: JobRunner) -> None:
+    ends(runner, train(runner, "undisturbed"), 0)
+    wanted = curve(runner.folder / "undisturbed-losses")
     assert len(wanted) == EPOCHS * 12 * 2
     everything = ["worker 0/1:saved:4:everything"] * 2
-    ends(shop, train(shop, "job", ["worker 0/1:saved:2:server 0/1", *everything]), -9)
-    resume = ["-m", "topotrain", "run", "--resume", str(shop.folder / "job"), "--forkserver", shop.served_at]
-    ends(shop, resume, -9)
-    ends(shop, resume, 0)
-    assert curve(shop.folder / "job-losses") == wanted
-    before, after = (load_file(shop.folder / name / "final.safetensors") for name in ("undisturbed", "job"))
+    ends(runner, train(runner, "job", ["worker 0/1:saved:2:server 0/1", *everything]), -9)
+    resume = ["-m", "topotrain", "run", "--resume", str(runner.folder / "job"), "--forkserver", runner.served_at]
+    ends(runner, resume, -9)
+    ends(runner, resume, 0)
+    assert curve(runner.folder / "job-losses") == wanted
+    before, after = (load_file(runner.folder / name / "final.safetensors") for name in ("undisturbed", "job"))
     assert before.keys() == after.keys()
     assert not [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
-    gone(shop)
+    gone(runner)

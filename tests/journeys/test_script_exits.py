@@ -1,7 +1,7 @@
 """Scripts that end their own processes: in the middle of a loop that is a death, after it the result comes home."""
 
 import pytest
-from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, Shop, free_ports
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, JobRunner, free_ports
 from shells import Shells, ended
 
 pytestmark = pytest.mark.journey
@@ -11,16 +11,16 @@ SUM = "reduce: kSum"
 
 
 @pytest.mark.parametrize(("how", "cluster"), [("exit", SANDBLASTER), ("exec", DOWNPOUR), ("c", ALLREDUCE)])
-def test_after_the_loop_the_result_comes_home(shop: Shop, how: str, cluster: str) -> None:
-    ended = shop.run(cluster, "leaves.py", how, "end", extra=SUM)
+def test_after_the_loop_the_result_comes_home(runner: JobRunner, how: str, cluster: str) -> None:
+    ended = runner.run(cluster, "leaves.py", how, "end", extra=SUM)
     ended.check_ledger(EPOCHS)
     assert ended.report["incidents"] == []
     assert ended.report["metrics"] == {"trained": 1.0}
 
 
 @pytest.mark.parametrize(("how", "cluster"), [("c", SANDBLASTER), ("exit", HOGWILD), ("exec", ALLREDUCE)])
-def test_in_the_middle_of_a_loop_it_is_a_death(shop: Shop, how: str, cluster: str) -> None:
-    ended = shop.run(cluster, "leaves.py", how, "middle", str(shop.folder / "mark"), extra=SUM)
+def test_in_the_middle_of_a_loop_it_is_a_death(runner: JobRunner, how: str, cluster: str) -> None:
+    ended = runner.run(cluster, "leaves.py", how, "middle", str(runner.folder / "mark"), extra=SUM)
     ended.check_ledger(EPOCHS)
     (incident,) = ended.report["incidents"]
     assert "ended with exit code 0 before its work was done" in incident["what"]

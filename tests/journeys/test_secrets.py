@@ -4,7 +4,7 @@ import base64
 from pathlib import Path
 
 import pytest
-from job_runner import DOWNPOUR, SANDBLASTER, Ended, Shop
+from job_runner import DOWNPOUR, SANDBLASTER, Ended, JobRunner
 
 pytestmark = pytest.mark.journey
 
@@ -44,26 +44,26 @@ def token_of(ended: Ended) -> bytes:
 
 
 @pytest.mark.parametrize("cluster", [SANDBLASTER + " road: kTcp", DOWNPOUR])
-def test_no_file_and_no_output_of_a_job_has_its_secret(shop: Shop, cluster: str) -> None:
-    ended = shop.run(cluster, "small.py", options=["--profile"])
-    assert not find(token_of(ended), shop.folder, ended.out, ended.err)
+def test_no_file_and_no_output_of_a_job_has_its_secret(runner: JobRunner, cluster: str) -> None:
+    ended = runner.run(cluster, "small.py", options=["--profile"])
+    assert not find(token_of(ended), runner.folder, ended.out, ended.err)
 
 
-def test_an_error_does_not_show_it_either(shop: Shop) -> None:
-    ended = shop.run(SANDBLASTER, "wrong.py", "raise", code=1)
+def test_an_error_does_not_show_it_either(runner: JobRunner) -> None:
+    ended = runner.run(SANDBLASTER, "wrong.py", "raise", code=1)
     assert "a fault of the program" in ended.err + ended.out
-    assert not find(token_of(ended), shop.folder, ended.out, ended.err)
+    assert not find(token_of(ended), runner.folder, ended.out, ended.err)
 
 
-def test_the_search_would_find_it(shop: Shop, tmp_path: Path) -> None:
+def test_the_search_would_find_it(runner: JobRunner, tmp_path: Path) -> None:
     secret = bytes(range(100, 132))
     for number, raw in enumerate((secret.hex().encode(), secret, base64.b64encode(secret), repr(secret).encode())):
         (tmp_path / f"{number}").write_bytes(b"words " + raw + b" words")
     assert len({text.split(" in ")[1] for text in find(secret, tmp_path)}) == 4
 
 
-def test_a_server_that_unpickles_ends_the_job(shop: Shop) -> None:
+def test_a_server_that_unpickles_ends_the_job(runner: JobRunner) -> None:
     """The hook is in the servers of all jobs of this suite: this one's optimizer, which runs there, unpickles."""
-    ended = shop.run(SANDBLASTER, "pickled.py", extra='import: "tests.programs.unpickler"', code=1)
+    ended = runner.run(SANDBLASTER, "pickled.py", extra='import: "tests.programs.unpickler"', code=1)
     said = ended.out + ended.err + "".join(path.read_text() for path in (ended.workspace / "logs").iterdir())
     assert "audit: a server unpickled fractions.Fraction" in said

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, Shop
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, JobRunner
 from process_pool import client
 from safetensors import safe_open
 
@@ -36,8 +36,8 @@ ADAM = "updater { type: kAdam learning_rate { type: kStep base_lr: 0.02 step_con
         ("nworker_groups: 4 nserver_groups: 2 nservers_per_group: 2 nservers_per_procs: 2", "", []),
     ],
 )
-def test_it_trains(shop: Shop, cluster: str, extra: str, args: list[str]) -> None:
-    ended = shop.run(cluster, "small.py", *args, extra=extra)
+def test_it_trains(runner: JobRunner, cluster: str, extra: str, args: list[str]) -> None:
+    ended = runner.run(cluster, "small.py", *args, extra=extra)
     metrics = ended.report["metrics"]
     assert metrics["loss"] < START
     assert metrics["epochs"] == 6
@@ -46,8 +46,8 @@ def test_it_trains(shop: Shop, cluster: str, extra: str, args: list[str]) -> Non
     assert all(torch.isfinite(value).all() for value in ended.final.values() if value.is_floating_point())
 
 
-def test_the_report_counts_every_process(shop: Shop) -> None:
-    report = shop.run(DOWNPOUR, "small.py").report
+def test_the_report_counts_every_process(runner: JobRunner) -> None:
+    report = runner.run(DOWNPOUR, "small.py").report
     workers = [p for p in report["processes"] if p["workers"]]
     servers = [p for p in report["processes"] if p["servers"]]
     assert [p["workers"] for p in workers] == [[[0, 0]], [[0, 1]], [[1, 0]], [[1, 1]]]
@@ -65,16 +65,16 @@ def test_the_report_counts_every_process(shop: Shop) -> None:
     assert max(p["staleness_max"] for p in workers) >= 1
 
 
-def test_only_the_main_worker_is_heard(shop: Shop) -> None:
-    ended = shop.run(SANDBLASTER, "small.py")
+def test_only_the_main_worker_is_heard(runner: JobRunner) -> None:
+    ended = runner.run(SANDBLASTER, "small.py")
     assert ended.out.count("main says hello") == 1
     assert "others are not heard" not in ended.out + ended.err
     for log in ("worker-0-1.log", "worker-0-2.log"):
         assert "others are not heard" in (ended.workspace / "logs" / log).read_text()
 
 
-def test_debug_writes_the_norms_of_each_layer(shop: Shop) -> None:
-    ended = shop.run("nworkers_per_group: 2", "small.py", extra="debug: true")
+def test_debug_writes_the_norms_of_each_layer(runner: JobRunner) -> None:
+    ended = runner.run("nworkers_per_group: 2", "small.py", extra="debug: true")
     rows = [json.loads(line) for line in (ended.workspace / "debug.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 49))
     assert set(rows[0]["norms"]) == {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
@@ -82,17 +82,17 @@ def test_debug_writes_the_norms_of_each_layer(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_share_memory_shares_the_values(shop: Shop, share: bool) -> None:
+def test_share_memory_shares_the_values(runner: JobRunner, share: bool) -> None:
     """Workers of one unit hold their parameters in one and the same memory, or each in its own."""
     cluster = f"nworker_groups: 2 nworkers_per_procs: 2 share_memory: {str(share).lower()}"
-    ended = shop.run(cluster, "maps.py")
+    ended = runner.run(cluster, "maps.py")
     addresses = [(ended.workspace / f"map-{rank}").read_text().split() for rank in (0, 1)]
     assert (addresses[0] == addresses[1]) is share
     assert all(len(inode) == 1 for inode in addresses)
 
 
-def test_the_final_file_loads_in_plain_pytorch(shop: Shop) -> None:
-    ended = shop.run(ALLREDUCE, "small.py")
+def test_the_final_file_loads_in_plain_pytorch(runner: JobRunner) -> None:
+    ended = runner.run(ALLREDUCE, "small.py")
     code = (
         "import torch; from torch import nn; from safetensors.torch import load_file\n"
         "m = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 4)).eval()\n"
@@ -107,22 +107,22 @@ def test_the_final_file_loads_in_plain_pytorch(shop: Shop) -> None:
         assert json.loads(file.metadata()["tied"]) == {}
 
 
-def test_yaml_and_python_give_the_same_job(shop: Shop) -> None:
+def test_yaml_and_python_give_the_same_job(runner: JobRunner) -> None:
     from topotrain import Cluster, Job
     from topotrain.config import job_file
 
-    shop.command("nworkers_per_group: 2", "small.py")
-    yaml = shop.folder / "job.yaml"
-    yaml.write_text(f"name: job\ncluster:\n  nworkers_per_group: 2\n  workspace: {shop.folder / 'job'}\n")
-    built = Job(name="job", cluster=Cluster(nworkers_per_group=2, workspace=str(shop.folder / "job")))
+    runner.command("nworkers_per_group: 2", "small.py")
+    yaml = runner.folder / "job.yaml"
+    yaml.write_text(f"name: job\ncluster:\n  nworkers_per_group: 2\n  workspace: {runner.folder / 'job'}\n")
+    built = Job(name="job", cluster=Cluster(nworkers_per_group=2, workspace=str(runner.folder / "job")))
     assert job_file.load(yaml) == built
-    assert job_file.load(shop.folder / "job.conf") == built
+    assert job_file.load(runner.folder / "job.conf") == built
     assert job_file.loads(job_file.dumps(built)) == built
 
 
-def test_plan_with_a_program_shows_slices_and_memory(shop: Shop) -> None:
-    shop.command(SANDBLASTER, "small.py")
-    command = [*client(shop.warm_at), "-m", "topotrain", "plan", "--json", str(shop.folder / "job.conf")]
+def test_plan_with_a_program_shows_slices_and_memory(runner: JobRunner) -> None:
+    runner.command(SANDBLASTER, "small.py")
+    command = [*client(runner.warm_at), "-m", "topotrain", "plan", "--json", str(runner.folder / "job.conf")]
     done = subprocess.run([*command, str(PROGRAMS / "small.py")], capture_output=True, text=True, check=True)
     plan = json.loads(done.stdout)
     assert plan["nprocs"] == 5

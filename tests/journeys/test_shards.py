@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from job_runner import PROGRAMS, Shop
+from job_runner import PROGRAMS, JobRunner
 from redis_server import MISSING, PASSWORD, redis_server
 from shells import ROOT, Shells, ended
 
@@ -35,13 +35,13 @@ def redis(tmp_path: Path) -> Iterator[int]:
 
 
 def test_shards_end_with_the_parameters_of_topotrain_run_and_with_one_another(
-    shells: Shells, shop: Shop, redis: int
+    shells: Shells, runner: JobRunner, redis: int
 ) -> None:
     handlers = ["--file", "store", *(["--redis", str(redis)] if redis else []), "--dies"]
     shells.environ["REDIS_PASSWORD"] = PASSWORD
     for number in ("1", "0"):
         shells.python(str(PROGRAMS / "shards.py"), "--shard", number, *handlers)
-    expected = shop.run(LAYOUT, "shards.py", extra="reduce: kSum").final
+    expected = runner.run(LAYOUT, "shards.py", extra="reduce: kSum").final
     last, first = ended(shells.all, [-signal.SIGKILL, 1])
     for name in ("file", "redis") if redis else ("file",):
         for number in range(2):

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from job_runner import Shop
+from job_runner import JobRunner
 from programs import heavy
 
 from topotrain.config.job_file import load_with_warnings
@@ -24,12 +24,12 @@ OPEN = 0.04
 
 
 @pytest.mark.parametrize(("road", "snapshot_s"), [("kShm", 0.0), ("kTcp", 0.0), ("kShm", 0.05)])
-def test_the_plan_says_what_a_process_holds_at_its_most(shop: Shop, road: str, snapshot_s: float) -> None:
+def test_the_plan_says_what_a_process_holds_at_its_most(runner: JobRunner, road: str, snapshot_s: float) -> None:
     """All of it is held at once, so a plan that says too much is found out as well as one that forgets something: each
     of parameters, gradients, state and a snapshot's copy is more than the test leaves open."""
     extra = f"{heavy.PARTS} snapshot_s: {snapshot_s}"  # if at all, behind a step before the last: they take longer
-    ended = shop.run(f"nworkers_per_group: 2 nservers_per_group: 2 road: {road}", "heavy.py", extra=extra)
-    job, _ = load_with_warnings(str(shop.folder / "job.conf"))
+    ended = runner.run(f"nworkers_per_group: 2 nservers_per_group: 2 road: {road}", "heavy.py", extra=extra)
+    job, _ = load_with_warnings(str(runner.folder / "job.conf"))
     model, loader = heavy.made()
     found = cut_of(job, model, loader, state_factor=2.0)
     assert found is not None
@@ -45,10 +45,10 @@ def test_the_plan_says_what_a_process_holds_at_its_most(shop: Shop, road: str, s
 def test_what_does_not_fit_is_refused_before_it_is_made(tmp_path: Path) -> None:
     most = 400 << 20
     with closing(forkserver.start(tmp_path / "forkserver.log")) as served:
-        shop = Shop(tmp_path, served.path)
+        runner = JobRunner(tmp_path, served.path)
         resource.prlimit(served.process.pid, resource.RLIMIT_DATA, (most, most))
         cluster = "nworkers_per_group: 2 nservers_per_group: 2 road: kTcp"
-        command = shop.command(cluster, "deep.py", "--workers", "2", "--each", "5", "--width", "2000")
+        command = runner.command(cluster, "deep.py", "--workers", "2", "--each", "5", "--width", "2000")
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     for words in ("memory = '", "does not fit: it would need", "RLIMIT_DATA allows 419.4 MB", "would help"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import Ended, Shop
+from job_runner import Ended, JobRunner
 from programs import cut
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -37,9 +37,9 @@ def same(found: Ended, expected: Ended) -> None:
         torch.testing.assert_close(found.final[name], value, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_convolutions_by_samples_and_the_rest_by_features(shop: Shop) -> None:
-    plain = shop.run(APART, "cut.py", name="plain")
-    found = shop.run(APART, "cut.py", extra=HYBRID)
+def test_convolutions_by_samples_and_the_rest_by_features(runner: JobRunner) -> None:
+    plain = runner.run(APART, "cut.py", name="plain")
+    found = runner.run(APART, "cut.py", extra=HYBRID)
     same(found, plain)
     assert found.report["metrics"] == plain.report["metrics"]
     model = cut.Net()
@@ -47,38 +47,39 @@ def test_convolutions_by_samples_and_the_rest_by_features(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("cluster", [f"{APART} road: kShm", f"{APART} road: kTcp", f"{TWO} nservers_per_group: 2"])
-def test_a_pipeline_computes_what_one_worker_does(shop: Shop, cluster: str) -> None:
+def test_a_pipeline_computes_what_one_worker_does(runner: JobRunner, cluster: str) -> None:
     """The norm sees the whole batch, which shares of it do not."""
-    whole = shop.run("", "cut.py", name="whole")
-    same(shop.run(cluster, "cut.py", "--tagged"), whole)
-    same(shop.run(cluster, "cut.py", extra=f"{PIPELINE} microbatches: 1", name="conf"), whole)
+    whole = runner.run("", "cut.py", name="whole")
+    same(runner.run(cluster, "cut.py", "--tagged"), whole)
+    same(runner.run(cluster, "cut.py", extra=f"{PIPELINE} microbatches: 1", name="conf"), whole)
 
 
-def test_a_pipeline_that_only_the_forward_speaks_of(shop: Shop) -> None:
-    same(shop.run(TWO, "cut.py", "--said", name="said"), shop.run("", "cut.py", name="whole"))
+def test_a_pipeline_that_only_the_forward_speaks_of(runner: JobRunner) -> None:
+    same(runner.run(TWO, "cut.py", "--said", name="said"), runner.run("", "cut.py", name="whole"))
 
 
 @pytest.mark.parametrize("schedule", ["kGPipe", "k1F1B"])
-def test_micro_batches_and_masks_of_the_whole_batch(shop: Shop, schedule: str) -> None:
+def test_micro_batches_and_masks_of_the_whole_batch(runner: JobRunner, schedule: str) -> None:
     """Dropout draws the masks that one process draws."""
-    whole = shop.run("", "cut.py", "--no-norm", "--loss", name="whole")
+    whole = runner.run("", "cut.py", "--no-norm", "--loss", name="whole")
     extra = f"microbatches: 3 schedule: {schedule}"
-    same(shop.run(TWO, "cut.py", "--no-norm", "--loss", "--tagged", extra=f"{extra} {PIPELINE}"), whole)
+    same(runner.run(TWO, "cut.py", "--no-norm", "--loss", "--tagged", extra=f"{extra} {PIPELINE}"), whole)
 
 
-def test_two_groups_that_do_not_wait_for_each_other(shop: Shop) -> None:
+def test_two_groups_that_do_not_wait_for_each_other(runner: JobRunner) -> None:
     cluster = f"nworker_groups: 2 {APART} nservers_per_group: 2"
-    found = shop.run(cluster, "cut.py", extra=HYBRID)
+    found = runner.run(cluster, "cut.py", extra=HYBRID)
     assert found.report["metrics"]["accuracy"] > 0.3
     assert all(torch.isfinite(value).all() for value in found.final.values())
     assert sum(process["samples"] for process in found.report["processes"]) == cut.SAMPLES * cut.EPOCHS
 
 
-def test_made_on_the_meta_device(shop: Shop) -> None:
+def test_made_on_the_meta_device(runner: JobRunner) -> None:
     """The values come from the modules' names, so they do not depend on the split."""
     extra = 'partition { match: "fc|out|conv|norm" location: 0 partition_dim: -1 }'
     same(
-        shop.run(TWO, "cut.py", "--meta", extra=PIPELINE), shop.run(TWO, "cut.py", "--meta", extra=extra, name="other")
+        runner.run(TWO, "cut.py", "--meta", extra=PIPELINE),
+        runner.run(TWO, "cut.py", "--meta", extra=extra, name="other"),
     )
 
 
@@ -90,8 +91,8 @@ def test_made_on_the_meta_device(shop: Shop) -> None:
         (["--look", "state", "--one-looks"], HYBRID, "is in tt.state_dict: all workers of a group must call it"),
     ],
 )
-def test_what_cannot_be_is_said(shop: Shop, args: list[str], extra: str, words: str) -> None:
-    assert words in shop.run(TWO, "cut.py", *args, extra=extra, code=2).err
+def test_what_cannot_be_is_said(runner: JobRunner, args: list[str], extra: str, words: str) -> None:
+    assert words in runner.run(TWO, "cut.py", *args, extra=extra, code=2).err
 
 
 LOOKS = "train_steps: 12 test_freq: 5 test_steps: -1 checkpoint_freq: 6"
@@ -105,10 +106,10 @@ def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_tested_and_written_while_it_trains_and_begun_from_a_file(shop: Shop) -> None:
+def test_tested_and_written_while_it_trains_and_begun_from_a_file(runner: JobRunner) -> None:
     """A pipeline of the whole batch has the bits of one process, and so have its checkpoints."""
-    whole = shop.run("", "cut.py", "--trainer", extra=LOOKS, name="whole")
-    found = shop.run(TWO, "cut.py", "--trainer", extra=f"{LOOKS} {PIPELINE}")
+    whole = runner.run("", "cut.py", "--trainer", extra=LOOKS, name="whole")
+    found = runner.run(TWO, "cut.py", "--trainer", extra=f"{LOOKS} {PIPELINE}")
     for step in (0, 6, 12):
         assert alike(stored(found, step), stored(whole, step)), step
     assert alike(stored(found, 12), found.final)
@@ -119,15 +120,15 @@ def test_tested_and_written_while_it_trains_and_begun_from_a_file(shop: Shop) ->
         assert curve[expected["step"]] == pytest.approx(expected, rel=1e-5)
     assert "test @ step 5" in found.out
     again = f'train_steps: 1 checkpoint_freq: 1 checkpoint_path: "{found.workspace}/step-6.safetensors" {HYBRID}'
-    begun = shop.run(TWO, "cut.py", "--trainer", extra=again, name="again")
+    begun = runner.run(TWO, "cut.py", "--trainer", extra=again, name="again")
     assert alike(stored(begun, 0), stored(found, 6))  # onto another split
 
 
-def test_a_script_that_looks_leaves_no_trace(shop: Shop) -> None:
+def test_a_script_that_looks_leaves_no_trace(runner: JobRunner) -> None:
     """A forward of its own in eval mode, by all workers, and `tt.state_dict`."""
-    looked = shop.run(TWO, "cut.py", "--look", "state", extra=PIPELINE)
-    same(looked, shop.run("", "cut.py", name="whole"))
-    last = load_file(shop.folder / "state")
+    looked = runner.run(TWO, "cut.py", "--look", "state", extra=PIPELINE)
+    same(looked, runner.run("", "cut.py", name="whole"))
+    last = load_file(runner.folder / "state")
     assert alike(last, looked.final)
     cut.Net().load_state_dict(last)
 
@@ -140,10 +141,10 @@ def test_a_model_larger_than_any_process_may_be(tmp_path: Path) -> None:
     assert WORKERS * EACH * WIDTH**2 * 4 > MOST
     sizes = ["--workers", str(WORKERS), "--each", str(EACH), "--width", str(WIDTH)]
     with closing(forkserver.start(tmp_path / "forkserver.log")) as served:
-        shop = Shop(tmp_path, served.path)
+        runner = JobRunner(tmp_path, served.path)
         resource.prlimit(served.process.pid, resource.RLIMIT_DATA, (MOST, MOST))  # what it forks has the same limit
         cluster = f"nworkers_per_group: {WORKERS} nservers_per_group: {WORKERS}"
-        command = shop.command(cluster, "deep.py", *sizes, extra="snapshot_s: 0")  # whose copies count, too
+        command = runner.command(cluster, "deep.py", *sizes, extra="snapshot_s: 0")  # whose copies count, too
         limited = ["prlimit", f"--data={MOST}", *command]
         done = subprocess.run(limited, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, Ended, Shop
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, Ended, JobRunner
 from programs import rows
 
 from topotrain.extensions.tables.frontend.table_export import read_parts
@@ -25,8 +25,8 @@ TABLE = rows.ROWS * rows.WIDTH * 4
 
 
 @pytest.mark.parametrize("cluster", [DOWNPOUR, ALLREDUCE, SANDBLASTER + " road: kTcp"])
-def test_stores_of_all_kinds_in_one_job(shop: Shop, cluster: str) -> None:
-    ended = shop.run(cluster, "keys.py")
+def test_stores_of_all_kinds_in_one_job(runner: JobRunner, cluster: str) -> None:
+    ended = runner.run(cluster, "keys.py")
     workers = 4 if cluster is DOWNPOUR else 3
     assert ended.report["metrics"] == {"seen": 10 * workers * (workers + 1) / 2}
     tables = {table["name"]: table for table in ended.report["tables"]}
@@ -36,25 +36,25 @@ def test_stores_of_all_kinds_in_one_job(shop: Shop, cluster: str) -> None:
     assert sum(server["rows"] for server in touched["servers"]) == touched["rows"]
 
 
-def test_a_worker_that_ends_too_soon_is_named(shop: Shop) -> None:
-    ended = shop.run("nworkers_per_group: 2", "keys.py", "early", code=1)
+def test_a_worker_that_ends_too_soon_is_named(runner: JobRunner) -> None:
+    ended = runner.run("nworkers_per_group: 2", "keys.py", "early", code=1)
     assert "worker 0/1 ended after 2 pushes" in ended.err
 
 
-def test_nobody_waits_at_a_barrier_for_a_worker_that_has_ended(shop: Shop) -> None:
-    ended = shop.run("nworkers_per_group: 2", "keys.py", "barrier", code=1)
+def test_nobody_waits_at_a_barrier_for_a_worker_that_has_ended(runner: JobRunner) -> None:
+    ended = runner.run("nworkers_per_group: 2", "keys.py", "barrier", code=1)
     assert "worker 0/1 ended while worker 0/0 waits for all workers at a barrier" in ended.err
 
 
-def test_a_death_takes_a_job_with_tables_back_to_its_beginning(shop: Shop) -> None:
-    ended = shop.run(PAIR, "keys_mortal.py", str(shop.folder / "dead"))
+def test_a_death_takes_a_job_with_tables_back_to_its_beginning(runner: JobRunner) -> None:
+    ended = runner.run(PAIR, "keys_mortal.py", str(runner.folder / "dead"))
     assert "value [20.0]" in ended.out
     (incident,) = ended.report["incidents"]
     assert (incident["who"], incident["action"]) == ("worker 0/1", "the whole job starts again")
 
 
-def test_a_layout_without_one_home_is_refused(shop: Shop) -> None:
-    ended = shop.run(HOGWILD, "keys.py", code=2)
+def test_a_layout_without_one_home_is_refused(runner: JobRunner) -> None:
+    ended = runner.run(HOGWILD, "keys.py", code=2)
     assert "cluster.nserver_groups = 3: must be 1 in a job with tables" in ended.err
 
 
@@ -70,8 +70,8 @@ def all_bytes(ended: Ended) -> int:
 
 
 @pytest.mark.parametrize(("cluster", "rule"), [(SANDBLASTER, "sgd"), (ALLREDUCE, "adagrad")])
-def test_a_sparse_weight_is_trained_as_in_one_process(shop: Shop, cluster: str, rule: str) -> None:
-    ended = shop.run(f"{cluster}", "rows.py", "sparse", rule)
+def test_a_sparse_weight_is_trained_as_in_one_process(runner: JobRunner, cluster: str, rule: str) -> None:
+    ended = runner.run(f"{cluster}", "rows.py", "sparse", rule)
     plain, _ = rows.train("sparse", rule)
     final = ended.final
     assert final.keys() == plain.state_dict().keys()
@@ -81,14 +81,14 @@ def test_a_sparse_weight_is_trained_as_in_one_process(shop: Shop, cluster: str, 
     assert all_bytes(ended) < 3 * TABLE
 
 
-def test_a_model_may_have_nothing_but_a_sparse_weight(shop: Shop) -> None:
-    ended = shop.run(SANDBLASTER, "rows.py", "only", "adam")
+def test_a_model_may_have_nothing_but_a_sparse_weight(runner: JobRunner) -> None:
+    ended = runner.run(SANDBLASTER, "rows.py", "only", "adam")
     plain, _ = rows.train("only", "adam")
     assert torch.allclose(ended.final["words.weight"], plain.words.weight, rtol=1e-5, atol=1e-6)
 
 
-def test_a_served_table_is_trained_as_in_one_process_and_only_touched_rows_travel(shop: Shop) -> None:
-    ended = shop.run(f"{SANDBLASTER} road: kTcp", "rows.py", "served", "adam")
+def test_a_served_table_is_trained_as_in_one_process_and_only_touched_rows_travel(runner: JobRunner) -> None:
+    ended = runner.run(f"{SANDBLASTER} road: kTcp", "rows.py", "served", "adam")
     plain, losses = rows.train("served", "adam")
     assert losses[-1] < losses[0]
     expected = {int(i): row for ids, values in plain.words.touched() for i, row in zip(ids, values, strict=True)}
@@ -105,8 +105,8 @@ def test_a_served_table_is_trained_as_in_one_process_and_only_touched_rows_trave
 
 
 @pytest.mark.parametrize("kind", ["sparse", "served"])
-def test_downpour_learns_with_tables(shop: Shop, kind: str) -> None:
-    ended = shop.run(DOWNPOUR, "rows.py", kind, "adagrad")
+def test_downpour_learns_with_tables(runner: JobRunner, kind: str) -> None:
+    ended = runner.run(DOWNPOUR, "rows.py", kind, "adagrad")
     assert ended.report["metrics"]["loss"] < 0.8 * START
 
 
@@ -115,11 +115,11 @@ def test_a_table_larger_than_any_process_may_be(tmp_path: Path) -> None:
     assert LARGE * ROW > MOST
     with closing(forkserver.start(tmp_path / "forkserver.log")) as served:
         cluster = "nworkers_per_group: 1 nservers_per_group: 6 server_worker_separate: true road: kTcp"
-        shop = Shop(tmp_path, served.path)
-        shop.run(cluster, "large.py", "--rows", "1000", name="small")  # now all is imported
+        runner = JobRunner(tmp_path, served.path)
+        runner.run(cluster, "large.py", "--rows", "1000", name="small")  # now all is imported
         limit = (MOST, MOST)
         resource.prlimit(served.process.pid, resource.RLIMIT_DATA, limit)  # what it forks has the same limit
-        command = shop.command(cluster, "large.py", "--rows", str(LARGE))
+        command = runner.command(cluster, "large.py", "--rows", str(LARGE))
         limited = ["prlimit", f"--data={MOST}", *command]
         done = subprocess.run(limited, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

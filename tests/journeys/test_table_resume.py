@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import DOWNPOUR, Ended, Shop
+from job_runner import DOWNPOUR, Ended, JobRunner
 from process_pool import client
 from safetensors.torch import load_file
 from test_recovery_job import survive
@@ -35,17 +35,17 @@ def different(undisturbed: Ended, final: dict[str, torch.Tensor]) -> list[str]:
     return [name for name, tensor in undisturbed.final.items() if not torch.equal(tensor, final[name])]
 
 
-def shot(shop: Shop, cluster: str, victim: str, *program: str, extra: str) -> tuple[str, Path]:
+def shot(runner: JobRunner, cluster: str, victim: str, *program: str, extra: str) -> tuple[str, Path]:
     """A job of which one process is killed when its main worker has taken 40 steps: what it said, and its workspace."""
-    hold = shop.folder / "hold"
+    hold = runner.folder / "hold"
     hold.touch()
-    command = shop.command(cluster, *program, "--hold", str(hold), extra=extra)
-    command = [*client(shop.warm_at), *command[1:]]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=shop.folder)
+    command = runner.command(cluster, *program, "--hold", str(hold), extra=extra)
+    command = [*client(runner.warm_at), *command[1:]]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
     assert process.stdout is not None
     patience = threading.Timer(100, process.kill)  # a job that hangs must not hang the suite
     patience.start()
-    heard, workspace = "", shop.folder / "job"
+    heard, workspace = "", runner.folder / "job"
     for line in process.stdout:
         heard += line
         if line.strip() == "holding":
@@ -58,25 +58,25 @@ def shot(shop: Shop, cluster: str, victim: str, *program: str, extra: str) -> tu
     return heard, workspace
 
 
-def test_a_server_dies_and_the_bits_are_those_without_the_death(shop: Shop) -> None:
-    undisturbed = shop.run(SYNC, *WORDS, name="undisturbed")
+def test_a_server_dies_and_the_bits_are_those_without_the_death(runner: JobRunner) -> None:
+    undisturbed = runner.run(SYNC, *WORDS, name="undisturbed")
     rows = rows_of(undisturbed.workspace, "served", 6)
-    said, workspace = shot(shop, SYNC, "server 0/1", *WORDS, extra="snapshot_s: 0 checkpoint_freq: 15")
+    said, workspace = shot(runner, SYNC, "server 0/1", *WORDS, extra="snapshot_s: 0 checkpoint_freq: 15")
     assert "the whole job starts again from /" in said and len(rows) == 40
     assert not different(undisturbed, load_file(workspace / "final.safetensors"))
     assert rows_of(workspace, "served", 6) == rows
-    ended = resumed(shop, workspace / "manifests" / "step-30", "--set", "cluster.nservers_per_group=3")
+    ended = resumed(runner, workspace / "manifests" / "step-30", "--set", "cluster.nservers_per_group=3")
     assert not different(undisturbed, ended.final)  # rows have found their new homes
     assert rows_of(ended.workspace, "served", 6) == rows
 
 
-def test_a_server_dies_and_each_sample_counts_once_in_its_row(shop: Shop) -> None:
-    ended = survive(shop, DOWNPOUR, "server 0/1", 0, "snapshot", "table", extra="snapshot_s: 0.05")
+def test_a_server_dies_and_each_sample_counts_once_in_its_row(runner: JobRunner) -> None:
+    ended = survive(runner, DOWNPOUR, "server 0/1", 0, "snapshot", "table", extra="snapshot_s: 0.05")
     assert "the whole job starts again from /" in ended.err
     assert rows_of(ended.workspace, "cells", 1) == {sample: [3.0] for sample in range(96)}
 
 
-def test_a_worker_dies_and_the_whole_job_goes_on_from_the_snapshot(shop: Shop) -> None:
-    ended = survive(shop, DOWNPOUR, "worker 1/1", 3, "snapshot", "table", extra="snapshot_s: 0.05")
+def test_a_worker_dies_and_the_whole_job_goes_on_from_the_snapshot(runner: JobRunner) -> None:
+    ended = survive(runner, DOWNPOUR, "worker 1/1", 3, "snapshot", "table", extra="snapshot_s: 0.05")
     assert "the whole job starts again from /" in ended.err
     assert rows_of(ended.workspace, "cells", 1) == {sample: [3.0] for sample in range(96)}

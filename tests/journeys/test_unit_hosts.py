@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import PROGRAMS, Shop
+from job_runner import PROGRAMS, JobRunner
 from process_pool import client
 from safetensors.torch import load_file
 from shells import alive
-from unit_hosts import TOKEN, UNIT, Job, Town, Unit, hastily, port, wait
+from unit_hosts import TOKEN, UNIT, HostNetwork, Job, Unit, hastily, port, wait
 
 pytestmark = pytest.mark.journey
 
@@ -50,19 +50,19 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_units_on_one_machine_give_the_bits_of_topotrain_run(shop: Shop, jobs: list[Job]) -> None:
-    expected = shop.run(SANDBLASTER, "small.py", name="whole")
+def test_units_on_one_machine_give_the_bits_of_topotrain_run(runner: JobRunner, jobs: list[Job]) -> None:
+    expected = runner.run(SANDBLASTER, "small.py", name="whole")
     url = f"tcp://127.0.0.1:{port()}?job=sandblaster"
-    jobs.append(Job(shop, SANDBLASTER, "small.py", [], [None, None, None], url))
+    jobs.append(Job(runner, SANDBLASTER, "small.py", [], [None, None, None], url))
     jobs[0].run()
     assert same(jobs[0].final, expected.final)
-    report = json.loads((shop.folder / "report-0.json").read_text())
+    report = json.loads((runner.folder / "report-0.json").read_text())
     assert report["code"] == 0
     assert report["metrics"] == expected.report["metrics"]
     assert report["samples"] == expected.report["samples"]
     assert {process["unit"] for process in report["processes"]} == {0, 1, 2}
     assert all(process["pid"] and process["bytes_out"] for process in report["processes"])
-    assert not (shop.folder / "report-1.json").exists()
+    assert not (runner.folder / "report-1.json").exists()
 
 
 def gone(pids: Sequence[int]) -> bool:
@@ -76,9 +76,9 @@ def gone(pids: Sequence[int]) -> bool:
 HASTILY = hastily(0.5, 2.0)
 
 
-def endless(shop: Shop, jobs: list[Job]) -> Job:
-    url = (shop.folder / "store").as_uri() + "?job=endless"
-    job = Job(shop, SANDBLASTER, "wrong.py", ["endless"], [None, None, None], url)
+def endless(runner: JobRunner, jobs: list[Job]) -> Job:
+    url = (runner.folder / "store").as_uri() + "?job=endless"
+    job = Job(runner, SANDBLASTER, "wrong.py", ["endless"], [None, None, None], url)
     jobs.append(job)
     for rank in range(3):
         job.start(rank, command=HASTILY)
@@ -93,9 +93,9 @@ def alone_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_unit_that_is_killed_and_not_started_again_ends_all_and_is_named(
-    shop: Shop, jobs: list[Job], alone_soon: None
+    runner: JobRunner, jobs: list[Job], alone_soon: None
 ) -> None:
-    job = endless(shop, jobs)
+    job = endless(runner, jobs)
     pids = job.pids()
     assert len(pids) > 8
     job.units[1].process.send_signal(signal.SIGKILL)
@@ -106,8 +106,8 @@ def test_a_unit_that_is_killed_and_not_started_again_ends_all_and_is_named(
     assert gone(pids)
 
 
-def test_ctrl_c_at_one_unit_ends_all(shop: Shop, jobs: list[Job]) -> None:
-    job = endless(shop, jobs)
+def test_ctrl_c_at_one_unit_ends_all(runner: JobRunner, jobs: list[Job]) -> None:
+    job = endless(runner, jobs)
     pids = job.pids()
     os.killpg(job.units[2].process.pid, signal.SIGINT)
     ended = job.end()
@@ -122,25 +122,27 @@ def test_ctrl_c_at_one_unit_ends_all(shop: Shop, jobs: list[Job]) -> None:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, served_at: str, warm_at: str) -> dict[str, torch.Tensor]:
     """What ALLREDUCE comes to on one machine."""
-    return Shop(tmp_path_factory.mktemp("alone"), served_at, warm_at).run(ALLREDUCE, "small.py").final
+    return JobRunner(tmp_path_factory.mktemp("alone"), served_at, warm_at).run(ALLREDUCE, "small.py").final
 
 
-def hosts_url(town: Town) -> str:
-    return f"tcp://{town.addresses[0]}:{port()}?job=hosts"
+def hosts_url(network: HostNetwork) -> str:
+    return f"tcp://{network.addresses[0]}:{port()}?job=hosts"
 
 
-def test_two_hosts_all_reduce_over_tls(shop: Shop, jobs: list[Job], town: Town, alone: dict[str, torch.Tensor]) -> None:
-    heard = shop.folder / "heard"
+def test_two_hosts_all_reduce_over_tls(
+    runner: JobRunner, jobs: list[Job], network: HostNetwork, alone: dict[str, torch.Tensor]
+) -> None:
+    heard = runner.folder / "heard"
     sniffer = subprocess.Popen(
-        [*town.enter(0), sys.executable, "-c", SNIFFER, str(heard)],
+        [*network.prefix(0), sys.executable, "-c", SNIFFER, str(heard)],
         stdout=subprocess.PIPE,
     )
     try:
         assert sniffer.stdout is not None
         assert sniffer.stdout.readline() == b"ready\n"
-        job = Job(shop, ALLREDUCE, "small.py", [], [0, 1], hosts_url(town), town)
+        job = Job(runner, ALLREDUCE, "small.py", [], [0, 1], hosts_url(network), network)
         jobs.append(job)
-        with town.listening(0) as first, town.listening(1) as second:
+        with network.listening(0) as first, network.listening(1) as second:
             job.start(0)
             code, _, err = job.start(1, token=OTHER).end()  # a stranger
             assert code == 1
@@ -153,8 +155,8 @@ def test_two_hosts_all_reduce_over_tls(shop: Shop, jobs: list[Job], town: Town, 
             pass
     assert same(job.final, alone)
     outside = {address for address in job.addresses() if not address.startswith("unix:")}
-    assert {re.sub(r":\d+$", "", address) for address in outside} == {f"tls://{a}" for a in town.addresses}
-    assert [first.addresses, second.addresses] == [{address} for address in town.addresses]
+    assert {re.sub(r":\d+$", "", address) for address in outside} == {f"tls://{a}" for a in network.addresses}
+    assert [first.addresses, second.addresses] == [{address} for address in network.addresses]
     bytes_heard = heard.read_bytes()
     assert len(bytes_heard) > 100_000  # all gradients went this way
     for clear in (b"ttHS", b"nworkers_per_group", b"worker 0/1"):
@@ -162,23 +164,23 @@ def test_two_hosts_all_reduce_over_tls(shop: Shop, jobs: list[Job], town: Town, 
 
 
 def test_two_hosts_all_reduce_with_gloo(
-    shop: Shop, jobs: list[Job], town: Town, alone: dict[str, torch.Tensor]
+    runner: JobRunner, jobs: list[Job], network: HostNetwork, alone: dict[str, torch.Tensor]
 ) -> None:
-    job = Job(shop, f"{ALLREDUCE} engine: kGloo", "small.py", [], [0, 1], hosts_url(town), town)
+    job = Job(runner, f"{ALLREDUCE} engine: kGloo", "small.py", [], [0, 1], hosts_url(network), network)
     jobs.append(job)
-    with town.listening(0) as first, town.listening(1) as second:
+    with network.listening(0) as first, network.listening(1) as second:
         job.run()
     assert "kGloo has neither encryption nor authentication" in job.said[0]
     assert job.final.keys() == alone.keys()
     for name, value in alone.items():
         torch.testing.assert_close(job.final[name], value, rtol=1e-6, atol=1e-6)
     # Gloo itself would ask for the host's name; torch's own store would listen everywhere.
-    assert [first.addresses, second.addresses] == [{address} for address in town.addresses]
+    assert [first.addresses, second.addresses] == [{address} for address in network.addresses]
 
 
-def test_doors_by_hand_on_two_hosts(shop: Shop, town: Town) -> None:
+def test_doors_by_hand_on_two_hosts(runner: JobRunner, network: HostNetwork) -> None:
     """A pserver and a trainer, a ps and a worker, each on another host than the one that it talks to."""
-    far = town.addresses
+    far = network.addresses
     flags = f"num_of_gradient_servers=1;port=7164;pservers={far[0]}"
     cluster = f"{far[1]}:2222/{far[0]}:2223"
     program = (str(PROGRAMS / "by_hand.py"), "--workspace")
@@ -188,47 +190,47 @@ def test_doors_by_hand_on_two_hosts(shop: Shop, town: Town) -> None:
         (1, (*program, "tf", "--tf", f"{cluster}/ps/0")),
         (0, (*program, "tf", "--tf", f"{cluster}/worker/0")),
     ]
-    with town.listening(0) as first, town.listening(1) as second:
-        shells = [Unit([*client(town.warm_at(host)), *command], shop.folder, TOKEN) for host, command in words]
+    with network.listening(0) as first, network.listening(1) as second:
+        shells = [Unit([*client(network.warm_at(host)), *command], runner.folder, TOKEN) for host, command in words]
         try:
             layout = "nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true road: kTcp"
-            expected = shop.run(layout, "by_hand.py").final
+            expected = runner.run(layout, "by_hand.py").final
             ended = [shell.end() for shell in shells]  # all by themselves
         finally:
             for shell in shells:
                 shell.kill()
     assert [code for code, _, _ in ended] == [0] * 4, ended
     for door in ("paddle", "tf"):
-        assert same(load_file(shop.folder / door / "final.safetensors"), expected), door
+        assert same(load_file(runner.folder / door / "final.safetensors"), expected), door
     # Workers are called by nobody.
     assert [first.addresses, second.addresses] == [{address, "127.0.0.1"} for address in far]
 
 
-def test_the_two_shells_of_the_page(shop: Shop, jobs: list[Job], town: Town) -> None:
+def test_the_two_shells_of_the_page(runner: JobRunner, jobs: list[Job], network: HostNetwork) -> None:
     """docs/hosts.md as it stands, at our addresses and with a smaller script: Downpour on two hosts."""
     page = (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")
     make, *shells = re.findall(r"^```shell\n(.*?)\n```$", page, re.DOTALL | re.MULTILINE)
     assert len(shells) == 2
-    subprocess.run(["sh", "-c", make.replace("python", sys.executable)], cwd=shop.folder, check=True)
-    shutil.copytree(ROOT / "examples", shop.folder / "examples")
-    job = Job(shop, "", "", [], [0, 1], hosts_url(town).partition("?")[0], town)
+    subprocess.run(["sh", "-c", make.replace("python", sys.executable)], cwd=runner.folder, check=True)
+    shutil.copytree(ROOT / "examples", runner.folder / "examples")
+    job = Job(runner, "", "", [], [0, 1], hosts_url(network).partition("?")[0], network)
     jobs.append(job)
     for rank, shell in reversed(list(enumerate(shells))):
-        unit = f"{' '.join(UNIT)} --forkserver {town.served_at(rank)}"
+        unit = f"{' '.join(UNIT)} --forkserver {network.served_at(rank)}"
         assert "examples/digits.py --epochs 5" in shell or rank
         text = shell.replace("tcp://10.0.0.1:29400", job.url).replace("topotrain unit", unit)
         text = text.replace("examples/digits.py --epochs 5", str(PROGRAMS / "small.py"))
-        job.units[rank] = Unit([*town.enter(rank), "sh", "-c", text], shop.folder, "")
+        job.units[rank] = Unit([*network.prefix(rank), "sh", "-c", text], runner.folder, "")
     ended = job.end()
     assert [code for code, _, _ in ended.values()] == [0, 0], ended
     assert "main says hello" in ended[0][1]
     assert "Downpour" in ended[0][2]
-    assert (shop.folder / "workspace" / "two-hosts" / "final.safetensors").exists()
+    assert (runner.folder / "workspace" / "two-hosts" / "final.safetensors").exists()
 
 
-def test_an_address_that_nobody_reaches_is_asked_for(shop: Shop, jobs: list[Job], town: Town) -> None:
-    url = (shop.folder / "store").as_uri()
-    job = Job(shop, ALLREDUCE, "small.py", [], [0, 1], url, town)
+def test_an_address_that_nobody_reaches_is_asked_for(runner: JobRunner, jobs: list[Job], network: HostNetwork) -> None:
+    url = (runner.folder / "store").as_uri()
+    job = Job(runner, ALLREDUCE, "small.py", [], [0, 1], url, network)
     jobs.append(job)
     for rank in (0, 1):
         job.start(rank, "--host", "127.0.0.1")
@@ -237,27 +239,29 @@ def test_an_address_that_nobody_reaches_is_asked_for(shop: Shop, jobs: list[Job]
     assert all("--host" in err and "to an address at which" in err for _, _, err in ended.values())
 
 
-def test_a_host_that_falls_off_the_network(shop: Shop, jobs: list[Job], town: Town, alone_soon: None) -> None:
-    job = Job(shop, ALLREDUCE, "wrong.py", ["endless"], [0, 1], hosts_url(town), town)
+def test_a_host_that_falls_off_the_network(
+    runner: JobRunner, jobs: list[Job], network: HostNetwork, alone_soon: None
+) -> None:
+    job = Job(runner, ALLREDUCE, "wrong.py", ["endless"], [0, 1], hosts_url(network), network)
     jobs.append(job)
     for rank in (0, 1):
         job.start(rank, command=HASTILY)
     job.units[0].until("training")
     pids = job.pids()
-    town.plug(1, "down")
+    network.set_link(1, "down")
     try:
         ended = job.end()
     finally:
-        town.plug(1, "up")
+        network.set_link(1, "up")
     assert [code for code, _, _ in ended.values()] == [1, 1]
     assert f"unit 1 on {socket.gethostname()} vanished" in ended[0][2]
     assert gone(pids)
 
 
-def test_a_unit_that_comes_back_on_another_host(shop: Shop, jobs: list[Job], town: Town) -> None:
+def test_a_unit_that_comes_back_on_another_host(runner: JobRunner, jobs: list[Job], network: HostNetwork) -> None:
     """Unit 0 is reached on the loopback address at first, and by its host's address then."""
     words = ["--epochs", "2", "--step-s", "0.03"]
-    job = Job(shop, ALLREDUCE, "ledger.py", words, [0, 0], hosts_url(town), town)
+    job = Job(runner, ALLREDUCE, "ledger.py", words, [0, 0], hosts_url(network), network)
     job.conf.write_text(f"reduce: kSum snapshot_s: 0.3\n{job.conf.read_text()}")
     jobs.append(job)
     for rank in (0, 1):
@@ -270,4 +274,4 @@ def test_a_unit_that_comes_back_on_another_host(shop: Shop, jobs: list[Job], tow
     job.end_well()
     assert all(bool((cells == 2).all()) for cells in job.final.values())
     outside = {address for address in job.addresses() if not address.startswith("unix:")}
-    assert {re.sub(r":\d+$", "", address) for address in outside} == {f"tls://{a}" for a in town.addresses}
+    assert {re.sub(r":\d+$", "", address) for address in outside} == {f"tls://{a}" for a in network.addresses}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from job_runner import Shop
+from job_runner import JobRunner
 from unit_hosts import Job, hastily, port, wait
 
 pytestmark = pytest.mark.journey
@@ -19,13 +19,13 @@ HASTILY = hastily(0.3, 1.5)
 
 
 @pytest.fixture
-def begun(shop: Shop) -> Iterator[Callable[..., Job]]:
+def begun(runner: JobRunner) -> Iterator[Callable[..., Job]]:
     """Starts a ledger of three units, and returns when there is a snapshot."""
     made: list[Job] = []
 
     def begin(cluster: str, epochs: int, url: str = "") -> Job:
         url = url or f"tcp://127.0.0.1:{port()}?job=ledger"
-        job = Job(shop, cluster, "ledger.py", ["--epochs", str(epochs), "--step-s", "0.03"], [None] * 3, url)
+        job = Job(runner, cluster, "ledger.py", ["--epochs", str(epochs), "--step-s", "0.03"], [None] * 3, url)
         job.conf.write_text(f"reduce: kSum snapshot_s: 0.3\n{job.conf.read_text()}")
         made.append(job)
         for rank in range(3):
@@ -81,8 +81,8 @@ def test_a_unit_whose_workers_others_can_do_without(begun: Callable[..., Job]) -
     assert incident["action"] == "the job goes on without group 1"
 
 
-def test_a_unit_that_is_started_again(begun: Callable[..., Job], shop: Shop) -> None:
-    job = begun(SANDBLASTER, 2, (shop.folder / "store").as_uri() + "?job=ledger")
+def test_a_unit_that_is_started_again(begun: Callable[..., Job], runner: JobRunner) -> None:
+    job = begun(SANDBLASTER, 2, (runner.folder / "store").as_uri() + "?job=ledger")
     job.units[1].kill()
     job.start(1, command=HASTILY)
     job.end_well()

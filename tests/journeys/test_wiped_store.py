@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import redis_server
 from folder_wipe import wipe
-from job_runner import DOWNPOUR, Ended, Shop
+from job_runner import DOWNPOUR, Ended, JobRunner
 from unit_hosts import wait
 
 from topotrain.comm.store import open_store, serve_store
@@ -84,13 +84,13 @@ def processes(workspace: Path) -> list[dict[str, Any]]:
         return found
 
 
-def test_a_worker_that_dies_after_its_store_was_lost_costs_its_group_alone(shop: Shop, meeting: Meeting) -> None:
+def test_a_worker_that_dies_after_its_store_was_lost_costs_its_group_alone(runner: JobRunner, meeting: Meeting) -> None:
     args = ("--epochs", "6", "--step-s", "0.03")
     options = ["--rendezvous", meeting.url] if meeting.url else []
     extra = "reduce: kSum snapshot_s: 0.2 restarts: 1"
-    command = shop.command(DOWNPOUR, "ledger.py", *args, extra=extra, options=options)
-    started = subprocess.Popen(command, cwd=shop.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    workspace = shop.folder / "job"
+    command = runner.command(DOWNPOUR, "ledger.py", *args, extra=extra, options=options)
+    started = subprocess.Popen(command, cwd=runner.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    workspace = runner.folder / "job"
     try:
         wait(lambda: any((workspace / "manifests").glob("*/manifest.json")) or started.poll() is not None)
         meeting.lose()
@@ -102,7 +102,7 @@ def test_a_worker_that_dies_after_its_store_was_lost_costs_its_group_alone(shop:
     finally:
         started.kill()
     assert started.returncode == 0, out
-    ended = Ended(0, out, "", workspace, json.loads((shop.folder / "job.json").read_text()))
+    ended = Ended(0, out, "", workspace, json.loads((runner.folder / "job.json").read_text()))
     ended.check_ledger(6)
     assert [incident["action"] for incident in ended.report["incidents"]] == ["group 1 starts again (incarnation 1)"]
     assert "Traceback" not in out

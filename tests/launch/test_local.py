@@ -5,12 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
-import uuid
 from dataclasses import replace
 
 import pytest
 
-from tests.support.launch_targets import CALLS, MARK, launch, marked, parts, processes, small_job, wait_for
+from tests.support.launch_targets import CALLS, launch, marked, parts, processes, small_job, wait_for
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
 from topotrain.core.events import Exited, Failed, Incident, Notice, Output, Saved, Serving, Started, Unsaved, from_json
@@ -22,15 +21,6 @@ from topotrain.launch.local import LocalLauncher
 pytestmark = pytest.mark.journey
 
 GONE_S = 5.0
-
-
-@pytest.fixture
-def mark(monkeypatch):
-    """Everything that this test starts carries the mark; nothing of it is left at the end."""
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, mark)
-    yield mark
-    wait_for(lambda: marked(mark) == [], GONE_S)
 
 
 def test_a_job_that_goes_well(tmp_path, mark):

@@ -8,8 +8,8 @@ from topotrain.config.job import Grads
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Role
 from topotrain.core import protocol as m
-from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client import StepEnd
+from topotrain.core.protocol import NO_REVISION
 
 START = 3.0
 STEPS = 4

@@ -44,7 +44,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Shop:
+class JobRunner:
     """Runs jobs in a folder of their own. `warm_at`: who makes the processes of its commands (warm.py), if anybody."""
 
     folder: Path

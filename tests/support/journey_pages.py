@@ -78,3 +78,10 @@ def check_order(stops: list[str], passed: list[str], page: Path) -> None:
     missing = [stop for stop in stops if stop not in passed]
     assert not missing, f"docs/{page.name} names {missing}; the run passed:\n" + "\n".join(passed)
     assert [function for function in passed if function in stops] == stops
+
+
+def own_files(passed: list[str]) -> set[str]:
+    """The files of these functions in the packages that do the work: core, training and launch."""
+    files = {path.stem: path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+    entered = {files[function.partition(".")[0]] for function in passed}
+    return {file for file in entered if file.split("/")[0] in ("core", "training", "launch")}

@@ -1,6 +1,6 @@
 """A real Ray cluster of several nodes on this machine, for the journeys: one process that builds it and waits.
 
-Rule: it runs inside a town (slurm_town.py), with which all of it ends. A file `kill-N` in its folder kills node N.
+Rule: it runs inside a sandbox (slurm_cluster.py) and ends with it. A file `kill-N` in its folder kills node N.
 """
 
 import json

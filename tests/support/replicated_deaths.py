@@ -78,7 +78,7 @@ class MortalTown(ReplicatedTown):
         def say(to: Address, message: m.Message) -> None:
             if life.over:
                 raise Killed
-            life.said += 1
+            life.on_send()
             lines.send(to, message)
 
         waiter, extensions = CrashableWaiter(life, self.sim), client_extensions(self.topology)

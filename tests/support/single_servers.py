@@ -9,9 +9,9 @@ from torch import nn
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
-from topotrain.core.bitmaps import int_to_bits
 from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.optim.adapter import describe, hyper
+from topotrain.core.protocol import int_to_bits
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import plan_of

@@ -1,7 +1,8 @@
-"""A town of its own for launchers: namespaces in which nothing but loopback exists, and a real Slurm of two nodes.
+"""Namespaces for launchers, in which nothing but loopback exists, and a real Slurm of two nodes.
 
-Rule: whatever runs inside dies with the town, and the town dies with us: its first process waits for the end of its
-stdin. The second address on loopback is there because resolvers answer nothing for a machine that has only 127.0.0.1.
+Rule: all processes inside end with the sandbox, and the sandbox with the test: its first process waits for the end of
+its stdin. The second address on loopback is there because resolvers answer nothing for a machine that has only
+127.0.0.1.
 """
 
 import os
@@ -20,7 +21,7 @@ FIRST = "hostname localhost && ip link set lo up && ip address add 10.77.0.1/32 
 KINDS = ("net", "uts", "pid", "ipc", "mount")
 SLURM = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 CONF = """
-ClusterName=town
+ClusterName=sandbox
 SlurmctldHost=localhost
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
@@ -48,11 +49,11 @@ PartitionName=all Nodes=a,b Default=YES MaxTime=INFINITE State=UP
 
 
 class Missing(Exception):
-    """The town cannot be built here; the text says what is missing."""
+    """The sandbox cannot be built here; the text says what is missing."""
 
 
 @dataclass(frozen=True)
-class Town:
+class Sandbox:
     """`pid` is its first process; `environ` is what those who run inside should know."""
 
     pid: int
@@ -64,7 +65,7 @@ class Town:
         return ["nsenter", f"--target={self.pid}", *(f"--{kind}" for kind in KINDS), "--", *command]
 
     def spawn(self, *command: str, log: str) -> None:
-        """Start what runs until the town ends."""
+        """Start what runs until the sandbox ends."""
         with (self.folder / f"{log}.log").open("ab") as out:
             environ = {**os.environ, **self.environ}
             where = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
@@ -74,12 +75,12 @@ class Town:
         self, *command: str, cwd: Path | None = None, environ: Mapping[str, str] | None = None
     ) -> "subprocess.CompletedProcess[str]":
         everything = {**os.environ, **self.environ, **(environ or {})}
-        # nsenter would go to the first process's folder, that of the whole town
+        # nsenter would go to the first process's folder, that of the whole sandbox
         words = self.words(["env", f"--chdir={cwd or self.folder}", *command])
         return subprocess.run(words, env=everything, capture_output=True, text=True, timeout=120)
 
     def left(self, *words: str) -> str:
-        """Who still runs with one of `words` in the command line, after some patience; the town's forkserver is not
+        """Who still runs with one of `words` in the command line, after some patience; the sandbox's forkserver is not
         meant, but who was forked by it: such a process has its part in a job as its name."""
         until = time.monotonic() + GONE_S
         while True:
@@ -91,9 +92,9 @@ class Town:
             time.sleep(0.05)
 
     def wait_for(self, what: str, ready: "list[str] | Path", says: str = "", patience: float = PATIENCE_S) -> None:
-        """Until a file exists, or a command's output contains `says`."""
+        """Until a file exists, or a command's output contains `says`; an error if a spawned process fails meanwhile."""
         until = time.monotonic() + patience
-        while time.monotonic() < until:
+        while time.monotonic() < until and not any(process.poll() for process in self.spawned):
             if isinstance(ready, Path):
                 if ready.exists():
                     return
@@ -103,12 +104,12 @@ class Town:
                     return
             time.sleep(0.05)
         logs = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
-        raise AssertionError(f"{what} is not ready after {patience:g} s\n{logs}")
+        raise AssertionError(f"{what} is not ready: a process of it failed, or {patience:g} s are over\n{logs}")
 
 
 @contextmanager
-def town(folder: Path) -> Iterator[Town]:
-    """An empty town. Raises Missing."""
+def open_sandbox(folder: Path) -> Iterator[Sandbox]:
+    """An empty sandbox. Raises Missing."""
     for program in ("unshare", "nsenter", "ip"):
         if shutil.which(program) is None:
             raise Missing(f"no {program} (Debian: util-linux, iproute2)")
@@ -116,37 +117,37 @@ def town(folder: Path) -> Iterator[Town]:
     command = ["unshare", *flags, "--fork", "--mount-proc", "--kill-child", "sh", "-c", f"{FIRST} && exec cat"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     outside = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
-    place = None
+    sandbox = None
     try:
         if outside.stdout.readline() != b"up\n":
             raise Missing(f"no namespaces for this user: {outside.stderr.read().decode().strip()}")
         children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text().split()
         folder.mkdir(parents=True, exist_ok=True)
-        place = Town(int(children[0]), folder)
-        yield place
+        sandbox = Sandbox(int(children[0]), folder)
+        yield sandbox
     finally:
         outside.kill()
         outside.wait()
         for pipe in (outside.stdin, outside.stdout, outside.stderr):
             pipe.close()
-        if place is not None:
-            _bury(place)
+        if sandbox is not None:
+            _bury(sandbox)
 
 
-def _bury(place: Town) -> None:
-    """Those who led into the town end with it. A forkserver that was killed could not remove its own folder."""
-    for process in place.spawned:
+def _bury(sandbox: Sandbox) -> None:
+    """Those who led into the sandbox end with it. A forkserver that was killed could not remove its own folder."""
+    for process in sandbox.spawned:
         process.wait(PATIENCE_S)
-    if "TOPOTRAIN_FORKSERVER" in place.environ:
-        shutil.rmtree(Path(place.environ["TOPOTRAIN_FORKSERVER"]).parent, ignore_errors=True)
+    if "TOPOTRAIN_FORKSERVER" in sandbox.environ:
+        shutil.rmtree(Path(sandbox.environ["TOPOTRAIN_FORKSERVER"]).parent, ignore_errors=True)
 
 
-def add_slurm(place: Town) -> None:
+def add_slurm(sandbox: Sandbox) -> None:
     """Two nodes, a and b, and their controller. Raises Missing."""
     for program in SLURM:
         if shutil.which(program) is None:
             raise Missing(f"no {program} (Debian: slurm-wlm, munge)")
-    folder = place.folder / "slurm"
+    folder = sandbox.folder / "slurm"
     for name in ("state", "spool-a", "spool-b"):
         (folder / name).mkdir(parents=True)
     key = folder / "munge.key"
@@ -155,25 +156,25 @@ def add_slurm(place: Town) -> None:
     conf = folder / "slurm.conf"
     conf.write_text(CONF.format(folder=folder))
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-    place.environ["SLURM_CONF"] = str(conf)
+    sandbox.environ["SLURM_CONF"] = str(conf)
     files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
     # --force: the way there leads through /tmp, which all may write
-    place.spawn("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files, log="munged")
-    place.wait_for("munged", folder / "munge.socket")
-    place.spawn("slurmctld", "-D", "-i", "-f", str(conf), log="slurmctld")
+    sandbox.spawn("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files, log="munged")
+    sandbox.wait_for("munged", folder / "munge.socket")
+    sandbox.spawn("slurmctld", "-D", "-i", "-f", str(conf), log="slurmctld")
     for node in ("a", "b"):
-        place.spawn("slurmd", "-D", "-N", node, "-f", str(conf), log=f"slurmd-{node}")
-    place.wait_for("Slurm", ["sinfo", "--noheader", "--format=%T=%D"], "idle=2")
+        sandbox.spawn("slurmd", "-D", "-N", node, "-f", str(conf), log=f"slurmd-{node}")
+    sandbox.wait_for("Slurm", ["sinfo", "--noheader", "--format=%T=%D"], "idle=2")
 
 
-def add_forkserver(place: Town) -> None:
+def add_forkserver(sandbox: Sandbox) -> None:
     """One forkserver for all units inside, so that torch is loaded once."""
     code = (
         "import sys, time; from pathlib import Path; from topotrain.launch.agent import forkserver;"
         "served = forkserver.start(Path(sys.argv[1])); Path(sys.argv[2] + '.new').write_text(served.path);"
         "Path(sys.argv[2] + '.new').rename(sys.argv[2]); time.sleep(1e6)"
     )
-    told = place.folder / "forkserver"
-    place.spawn(sys.executable, "-c", code, str(place.folder / "forkserver.log"), str(told), log="forkserver-start")
-    place.wait_for("the forkserver", told)
-    place.environ["TOPOTRAIN_FORKSERVER"] = told.read_text()
+    told = sandbox.folder / "forkserver"
+    sandbox.spawn(sys.executable, "-c", code, str(sandbox.folder / "forkserver.log"), str(told), log="forkserver-start")
+    sandbox.wait_for("the forkserver", told)
+    sandbox.environ["TOPOTRAIN_FORKSERVER"] = told.read_text()

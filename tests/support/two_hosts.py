@@ -1,4 +1,4 @@
-"""Two hosts with an address each, joined by a cable that can be cut: network namespaces of this machine."""
+"""Two hosts with an address each, joined by a network that can be cut: network namespaces of this machine."""
 
 import ctypes
 import os
@@ -15,14 +15,14 @@ def ip(*words: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=check)
 
 
-class Cable:
-    """Hosts 0 and 1. `lay` raises OSError or CalledProcessError where namespaces cannot be made."""
+class VirtualNetwork:
+    """Hosts 0 and 1. `create` raises OSError or CalledProcessError where namespaces cannot be made."""
 
     def __init__(self, tag: str) -> None:
         self.names = [f"tt{tag}{os.getpid()}h{number}" for number in range(2)]
         self.addresses = [f"10.93.{os.getpid() % 250}.{number + 1}" for number in range(2)]
 
-    def lay(self) -> None:
+    def create(self) -> None:
         for name in self.names:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
@@ -36,11 +36,11 @@ class Cable:
         for name in self.names:
             ip("netns", "del", name, check=False)
 
-    def enter(self, number: int) -> list[str]:
-        """What stands before a command that is to run on a host."""
+    def prefix(self, number: int) -> list[str]:
+        """Return the words before a command that is to run on a host."""
         return ["ip", "netns", "exec", self.names[number]]
 
-    def inside(self, number: int, do: Callable[[], Any]) -> Any:
+    def run_on(self, number: int, do: Callable[[], Any]) -> Any:
         """Call `do` on a thread that is on a host: the sockets that it makes are there."""
         done: list[Any] = []
 
@@ -57,20 +57,20 @@ class Cable:
         thread.join()
         return done[0]
 
-    def plug(self, number: int, state: str) -> None:
-        """Pull the plug of a host ("down"), or put it in ("up")."""
+    def set_link(self, number: int, state: str) -> None:
+        """Set the link of a host "down" or "up"."""
         ip("-n", self.names[number], "link", "set", "eth0", state)
 
-    def mute(self, number: int) -> None:
-        """What this host sends is lost from now on, without a word to anybody; it still hears the other one."""
+    def block(self, number: int) -> None:
+        """Drop what this host sends from now on; it still receives from the other one."""
         other = self.addresses[1 - number]
         ip("-n", self.names[number], "neigh", "replace", other, "lladdr", _NOWHERE, "dev", "eth0", "nud", "permanent")
 
-    def unmute(self, number: int) -> None:
+    def unblock(self, number: int) -> None:
         ip("-n", self.names[number], "neigh", "del", self.addresses[1 - number], "dev", "eth0", check=False)
 
-    def heal(self) -> None:
-        """All that was cut is whole again."""
+    def restore(self) -> None:
+        """Restore every link and direction."""
         for number in range(2):
-            self.unmute(number)
-            self.plug(number, "up")
+            self.unblock(number)
+            self.set_link(number, "up")

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from job_runner import PROGRAMS, Shop
+from job_runner import PROGRAMS, JobRunner
 from safetensors.torch import load_file
-from two_hosts import Cable
+from two_hosts import VirtualNetwork
 
 UNIT = (sys.executable, "-m", "topotrain", "unit")
 TOKEN = "a" * 64
@@ -86,20 +86,20 @@ class Unit:
 
 
 class Job:
-    """The units of one job; `hosts` are numbers of a town's, None for this machine."""
+    """The units of one job; `hosts` are numbers of a network's, None for this machine."""
 
     def __init__(
         self,
-        shop: Shop,
+        runner: JobRunner,
         cluster: str,
         program: str,
         args: Sequence[str],
         hosts: "Sequence[int | None]",
         url: str,
-        town: "Town | None" = None,
+        network: "HostNetwork | None" = None,
     ) -> None:
-        self.folder, self.url, self.hosts = shop.folder, url, hosts
-        self.town, self._served_at = town, shop.served_at
+        self.folder, self.url, self.hosts = runner.folder, url, hosts
+        self.network, self._served_at = network, runner.served_at
         self.workspace = self.folder / "units"
         self.conf = self.folder / "units.conf"
         self.conf.write_text(f'name: "job"\ncluster {{ {cluster} workspace: "{self.workspace}" }}\n')
@@ -112,8 +112,8 @@ class Job:
         before: Sequence[str] = ()
         served_at = self._served_at
         if host is not None:
-            assert self.town is not None
-            before, served_at = self.town.enter(host), self.town.served_at(host)
+            assert self.network is not None
+            before, served_at = self.network.prefix(host), self.network.served_at(host)
         words = [*before, *command, "--rank", str(rank), "--nprocs", str(len(self.hosts)), "--forkserver", served_at]
         words += ["--rendezvous", self.url, "--report", str(self.folder / f"report-{rank}.json"), *options]
         if rank == 0:
@@ -160,7 +160,7 @@ def port() -> int:
 # ---- several hosts ---------------------------------------------------------------------------------------------------
 
 
-class Town(Cable):
+class HostNetwork(VirtualNetwork):
     """Two hosts, and a forkserver on each."""
 
     def __init__(self, folder: Path) -> None:
@@ -170,10 +170,10 @@ class Town(Cable):
         self._served: list[subprocess.Popen[str]] = []
         self._paths: list[list[str]] = []
 
-    def build(self) -> None:
-        self.lay()
+    def start(self) -> None:
+        self.create()
         for number in range(2):
-            words = [*self.enter(number), sys.executable, "-c", WARM]
+            words = [*self.prefix(number), sys.executable, "-c", WARM]
             words += [str(self._folder / str(number)), str(Path(__file__).parent)]
             pipe = subprocess.PIPE
             self._served.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True))
@@ -181,7 +181,7 @@ class Town(Cable):
             assert served.stdout is not None
             self._paths.append(served.stdout.readline().split())
 
-    def pull_down(self) -> None:
+    def stop(self) -> None:
         for served in self._served:
             served.communicate()
         self.remove()
@@ -194,7 +194,7 @@ class Town(Cable):
         return self._paths[number][1]
 
     def listening(self, number: int) -> "Listening":
-        """Who listens on a host; its forkserver is there for as long as the town is."""
+        """Who listens on a host; its forkserver is there for as long as the network is."""
         return Listening(self._served[number].pid)
 
 

@@ -52,6 +52,7 @@ class _Caller:
         except OSError:
             data = b""
         self._received += data
+        # One request per connection: what comes after it only counts towards LINE.
         if b"\n" in self._received and data and len(self._received) <= LINE and self.wish is None:
             self.wish = _wish(self._received)
         return bool(data) and len(self._received) <= LINE
@@ -99,6 +100,7 @@ class ControlSocket:
     def _accept(self) -> None:
         with suppress(OSError):
             channel, _ = self._listener.accept()
+            # The mode of the folder may have been changed by hand. What the kernel says about the peer cannot.
             credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             if _CREDENTIALS.unpack(credentials)[1] != os.geteuid() or len(self._callers) >= CALLERS:
                 channel.close()
@@ -146,6 +148,7 @@ class ControlSocket:
 
         Returns the answer to send later.
         """
+        # If the client is gone by now, the promise has no channel and its answer goes nowhere.
         promise = PendingAnswer(number, data)
         for caller in list(self._callers.values()):
             if caller.wish is wish:
@@ -175,6 +178,7 @@ class ControlSocket:
 
 def _send(channel: socket.socket, said: dict[str, Any]) -> None:
     with suppress(OSError):
+        # The socket does not block, and its buffer has room for one line. A client that has gone is no error.
         channel.send(json.dumps(said).encode() + b"\n")
 
 

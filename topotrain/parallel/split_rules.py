@@ -1,4 +1,4 @@
-"""Field combinations that are refused where one model is split over a group."""
+"""Combinations of job fields that are refused for a model split over a group."""
 
 from collections.abc import Callable
 

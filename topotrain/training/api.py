@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from topotrain.config import async_momentum
 from topotrain.config.job import ConfigError, Grads, Shard, Updater
 from topotrain.config.sharding import SliceMap
-from topotrain.core.client.client_types import StepOutcome
+from topotrain.core.client.client_context import StepOutcome
 from topotrain.core.events import Notice
 from topotrain.core.model.schema import FlatBuffers, torch_dtype
 from topotrain.core.optim import kernel_choice

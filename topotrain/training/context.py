@@ -40,7 +40,10 @@ class Connections(ABC):
 
     @abstractmethod
     def meet_group(self) -> ClientExtension:
-        """Connect the workers of the group, which all call this once; return their channel."""
+        """Connect the workers of the group, which all call this once.
+
+        Returns their channel.
+        """
 
     @abstractmethod
     def traffic(self) -> tuple[int, int]:

@@ -24,8 +24,9 @@ from safetensors.torch import load
 
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import open_file, open_for_reading, sync_folder, write_at
-from topotrain.core.model.safetensors_layout import PAIRED, TensorDescription, bytes_of, lay_out
+from topotrain.core.model.safetensors_layout import PAIRED, TensorDescription, lay_out
 from topotrain.core.model.schema import torch_dtype
+from topotrain.core.model.tensor_bytes import bytes_of
 from topotrain.training.parameters.flat_parameters import FileMemory, ModelParts
 from topotrain.training.worker import Worker
 

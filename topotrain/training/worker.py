@@ -18,15 +18,14 @@ from topotrain.core.client.client import Client, JobError, StepEnd, StepOutcome
 from topotrain.core.model.schema import BufferMemory, FlatBuffers, Schema, effective, slice_map_for
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe
 from topotrain.core.server.nonfinite import NonfiniteLimit, complaint
-from topotrain.training.data.step_batches import BatchAccounting, StepBatches
-from topotrain.training.parameters.device_parameters import HolderUpdates, HostParameters
+from topotrain.training.parameters.device_parameters import HostParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 from topotrain.training.parameters.gradient_checks import HeldGradients, NonfiniteGradients
 from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPath, MeanPath, PushPath
 from topotrain.training.parameters.local_sgd import LocalSgd
 from topotrain.training.parameters.server_state import ServerState
 from topotrain.training.worker_extension import WorkerExtension, WorkerHooks
-from topotrain.training.worker_stats import SkippedStep, WorkerStats
+from topotrain.training.worker_stats import BatchAccounting, SkippedStep, StepBatches, WorkerStats
 
 
 def plan_of(topology: Topology, parts: ModelParts, spec: OptimizerSpec) -> tuple[Schema, SliceMap]:
@@ -139,7 +138,7 @@ class Worker(BatchAccounting):
         self.client.values.fetch()
         self.client.gradients.start(self.device)
         self.buffers.move_model()
-        self.client.values.observe(HolderUpdates(self.mirror))
+        self.client.values.observe(self.mirror)
 
     def rejoin(self, taken: int) -> None:
         """This process replaces one that is gone: come to the step of its group.

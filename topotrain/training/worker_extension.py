@@ -4,7 +4,7 @@ The worker names no feature. When an extension is attached, the worker looks up 
 hook without a user costs an empty loop.
 """
 
-from topotrain.core.client.client_types import StepEnd, StepOutcome
+from topotrain.core.client.client_context import StepEnd, StepOutcome
 
 
 class WorkerExtension:

@@ -1,4 +1,4 @@
-"""Who is out of reach: the rule, and real connections over a cable that is cut."""
+"""Who is out of reach: the rule, and real connections over a network that is cut."""
 
 import ctypes
 import subprocess
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from transport_pairs import SERVER, WAIT, WORKER, Recorder, identity
-from two_hosts import Cable
+from two_hosts import VirtualNetwork
 
 from topotrain.comm.transport.peer_keepalive import KernelSignals, SilenceTimer
 from topotrain.comm.transport.tcp import TcpTransport
@@ -66,10 +66,10 @@ def test_whoever_was_stopped_gives_the_others_time():
 
 
 @pytest.fixture(scope="module")
-def cable() -> Iterator[Cable]:
-    laid = Cable("lease")
+def network() -> Iterator[VirtualNetwork]:
+    laid = VirtualNetwork("lease")
     try:
-        laid.lay()
+        laid.create()
     except (OSError, subprocess.CalledProcessError) as error:
         laid.remove()
         pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
@@ -81,20 +81,20 @@ def cable() -> Iterator[Cable]:
 class Ends:
     """A worker on host 1 that is connected to a server on host 0."""
 
-    cable: Cable
+    network: VirtualNetwork
     worker: Recorder = field(default_factory=Recorder)
     server: Recorder = field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
-        self.there = self.cable.inside(0, lambda: self._wire(0))
-        self.here = self.cable.inside(1, lambda: self._wire(1))
-        url = self.cable.inside(0, lambda: self.there.attach(SERVER, self.server))
-        self.cable.inside(1, lambda: self.here.attach(WORKER, self.worker))
-        self.cable.inside(1, lambda: self.here.connect(WORKER, SERVER, url))
+        self.there = self.network.run_on(0, lambda: self._wire(0))
+        self.here = self.network.run_on(1, lambda: self._wire(1))
+        url = self.network.run_on(0, lambda: self.there.attach(SERVER, self.server))
+        self.network.run_on(1, lambda: self.here.attach(WORKER, self.worker))
+        self.network.run_on(1, lambda: self.here.connect(WORKER, SERVER, url))
         self.check(1)
 
     def _wire(self, number: int) -> TcpTransport:
-        return TcpTransport(identity(), host=self.cable.addresses[number], lease_s=1.0)
+        return TcpTransport(identity(), host=self.network.addresses[number], lease_s=1.0)
 
     def check(self, round: int) -> None:
         """Both directions are open."""
@@ -109,10 +109,10 @@ class Ends:
 
 
 @pytest.fixture
-def ends(cable: Cable) -> Iterator[Ends]:
-    made = Ends(cable)
+def ends(network: VirtualNetwork) -> Iterator[Ends]:
+    made = Ends(network)
     yield made
-    cable.heal()
+    network.restore()
     made.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "lease"]
 
@@ -127,34 +127,34 @@ def both_hear(ends: Ends, began: float) -> None:
     assert 0.9 < time.monotonic() - began < 5  # 1.0 to 1.5, where nothing else runs
 
 
-def test_a_plug_that_is_pulled_is_noticed_by_both(ends, cable):
+def test_a_plug_that_is_pulled_is_noticed_by_both(ends, network):
     began = time.monotonic()
-    cable.plug(1, "down")
+    network.set_link(1, "down")
     both_hear(ends, began)
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_cut_of_one_direction_is_noticed_by_both(ends, cable, number):
+def test_a_cut_of_one_direction_is_noticed_by_both(ends, network, number):
     began = time.monotonic()
-    cable.mute(number)
+    network.block(number)
     reasons = [resident.end() for resident in (ends.server, ends.worker)]
     # Whoever is still heard tells the other one, unless that has noticed itself.
     assert any("has not answered for" in reason for reason in reasons), reasons
     assert time.monotonic() - began < 5
 
 
-def test_a_cut_while_much_is_under_way_is_noticed(ends, cable):
-    cable.mute(0)  # the acknowledgements
+def test_a_cut_while_much_is_under_way_is_noticed(ends, network):
+    network.block(0)  # the acknowledgements
     for _ in range(4):
         ends.here.send(WORKER, SERVER, much())
     assert "has not answered for" in ends.worker.end()
 
 
-def test_a_flap_shorter_than_the_lease_is_not_noticed(ends, cable):
+def test_a_flap_shorter_than_the_lease_is_not_noticed(ends, network):
     for number in (0, 1):
-        cable.mute(number)
+        network.block(number)
         time.sleep(0.4)
-        cable.unmute(number)
+        network.unblock(number)
         ends.check(2)
     assert ends.worker.ends.empty() and ends.server.ends.empty()
 

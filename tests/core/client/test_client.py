@@ -7,8 +7,8 @@ import torch
 from single_client import ME, SERVERS, Door, applied, end
 
 from topotrain.core import protocol as m
-from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client import JobError, PeerLost
+from topotrain.core.protocol import NO_REVISION
 from topotrain.launch.runtime.process_host import ConditionWaiter
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.data_messages import Lease, LeaseRelease, LeaseRequest

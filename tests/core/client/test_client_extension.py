@@ -9,7 +9,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, PeerLost
 from topotrain.core.client.client_extension import ClientExtension, overrides
-from topotrain.core.client.client_model import BodyCodec
+from topotrain.core.model.body_codec import BodyCodec
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.compression.compression_client import CompressionClient
 from topotrain.extensions.tables.table_messages import TableIds

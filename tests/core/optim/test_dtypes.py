@@ -13,8 +13,8 @@ from in_process_job import Trainer, building, job_of, plain, run_hosted, run_loc
 from torch import nn
 
 from topotrain.config.job import Job, Updater
-from topotrain.core.model.finite import all_finite
 from topotrain.core.optim.adapter import ELEMENTWISE, SliceUpdate, describe, hyper
+from topotrain.core.server.nonfinite import all_finite
 from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.core.server.parameter_shard import norm_of
 

@@ -116,7 +116,7 @@ def test_numbers_on_the_wire_never_change():
 
 
 def test_a_number_that_another_message_has_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"message number 3 of .*Second belongs to .*session_messages\.Fetch"):
+    with pytest.raises(ValueError, match=r"message number 3 of .*Second belongs to .*step_messages\.Fetch"):
 
         @m.message(3)
         @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.server.component_state import Component
 from topotrain.core.server.consistency import STATIC, AppliedBatches, ApplyOrder, Clocks, DecisionLog, LoopExits
+from topotrain.core.server.gradients.gradient_source import StepError
 from topotrain.core.server.group_sync import MasterSync, RingSync
 from topotrain.core.server.nonfinite import NonfiniteLimit
-from topotrain.core.server.steps.commit_agreement import StepError
 from topotrain.extensions.backup_workers.backup_messages import StepCatchUp
 from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.extensions.checkpointing.data_position import DataPosition

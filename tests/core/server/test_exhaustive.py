@@ -36,7 +36,7 @@ def test_no_order_of_events_is_wrong_in_a_larger_scope():
 
 def everybody_heard(patch):
     """The words of the dead count."""
-    patch.setattr(Members, "hears", lambda self, worker: True)
+    patch.setattr(Members, "is_current", lambda self, worker: True)
 
 
 def half_a_vote(patch):

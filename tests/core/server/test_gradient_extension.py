@@ -4,8 +4,8 @@ import torch
 
 from benchmarks.core import Core
 from topotrain.core import protocol as m
+from topotrain.core.model.body_codec import ServerBodyCodec, present_body
 from topotrain.core.server.gradients.backward_means import ReturnedMeans
-from topotrain.core.server.server_codec import ServerBodyCodec, body_of
 from topotrain.core.server.server_extension import ExtensionHooks, GradientExtension, ServerExtension
 
 
@@ -13,7 +13,7 @@ class Negated(ServerBodyCodec):
     """Pushes travel with the other sign."""
 
     def push(self, worker, message, bucket, like):
-        return -body_of(message)
+        return -present_body(message)
 
 
 class Doubled(ReturnedMeans):

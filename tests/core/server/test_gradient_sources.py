@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topotrain.config.sharding import Parameter, cut
-from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
-from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, Push
+from topotrain.core.protocol import NO_REVISION, BackwardEnd, Commit, GradientOverride, Push, bits_to_int, int_to_bits
 from topotrain.core.server.gradients.backward_means import ReturnedMeans
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
-from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings
+from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings, StepError
 from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
-from topotrain.core.server.steps.commit_agreement import StepError
 
 SIZE = 100
 

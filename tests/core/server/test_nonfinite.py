@@ -36,9 +36,8 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError
 from topotrain.core.events import Event, Skipped, from_json, to_json
-from topotrain.core.model.finite import all_finite
 from topotrain.core.model.schema import slice_map_for
-from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint, look, spoiled
+from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, all_finite, complaint, look, spoiled
 from topotrain.extensions.tables.row_optimizers import optimizer_text
 from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_spec import TableSpec
@@ -393,7 +392,7 @@ def test_the_ledger_is_exact_whatever_the_network_does(shape: tuple[int, int, in
 
 
 def door_of(seat: Seat) -> TableClient:
-    return TableClient(seat.client, seat.town.topology, seat.town.job)
+    return TableClient(seat.client, seat.cluster.topology, seat.cluster.job)
 
 
 def test_rows_that_are_not_finite_take_the_step_with_them() -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from topotrain.config.job import Updater
 from topotrain.core import protocol as m
-from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.model.schema import PrivateMemory
+from topotrain.core.protocol import NO_REVISION
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.training.data.data_messages import Lease, LeaseRequest
 

@@ -10,15 +10,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from topotrain.config.job import Cluster, ConfigError
 from topotrain.config.sharding import cut
 from topotrain.config.topology import Address, Role, layout
-from topotrain.core.bitmaps import NO_REVISION
-from topotrain.core.client.client_types import StepOutcome
+from topotrain.core.client.client_context import StepOutcome
 from topotrain.core.events import Notice
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
-from topotrain.core.protocol import Commit, Push, StepVote
+from topotrain.core.protocol import NO_REVISION, Commit, Push, StepVote
 from topotrain.core.server.consistency import SHOWS, DecisionLog
-from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings
-from topotrain.core.server.steps.commit_agreement import StepError
-from topotrain.core.server.steps.step_policy import StepPolicy
+from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings, StepError
+from topotrain.core.server.server_extension import StepPolicy
 from topotrain.extensions.backup_workers.backup_messages import StepCatchUp
 from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
@@ -27,9 +25,8 @@ from topotrain.tools.monitor.stragglers import stragglers
 from topotrain.tools.simulator.sim_cluster import parameters
 from topotrain.training.data.distributed_loader import ShardedLoader
 from topotrain.training.data.map_dataset import PLAIN, DataPlan
-from topotrain.training.data.step_batches import StepBatches
 from topotrain.training.step_progress import ProgressReporter
-from topotrain.training.worker_stats import WorkerStats
+from topotrain.training.worker_stats import StepBatches, WorkerStats
 
 # --- whom a step waits for -----------------------------------------------------------------------------------------
 

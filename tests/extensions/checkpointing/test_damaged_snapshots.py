@@ -21,7 +21,7 @@ from topotrain.config import private_files
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.core.events import Event
-from topotrain.core.server.message_queue import MessageQueue
+from topotrain.core.server.server_context import MessageQueue
 from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.extensions.checkpointing import checkpoint_writer
 from topotrain.extensions.checkpointing.checkpoint_reader import FILES, FOLDER, MANIFEST, MODEL, latest

@@ -18,6 +18,7 @@ from in_process_job import (
     usual_loop,
     vectors,
 )
+from pairwise import pairwise
 from simulated_downpour import downpour
 from simulation import STORM, VIEWS, Town, job, same
 from torch import nn
@@ -265,9 +266,12 @@ def assert_total(found: Result, expected: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(found.values[name], values, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("grads", ["kVisible", "kHidden"])
-@pytest.mark.parametrize("kind", ["kFp16", "kTopK"])
-@pytest.mark.parametrize("name", ["sandblaster", "two by two", "downpour", "hogwild", "barrier"])
+@pytest.mark.parametrize(
+    ("name", "kind", "grads"),
+    pairwise(
+        ("sandblaster", "two by two", "downpour", "hogwild", "barrier"), ("kFp16", "kTopK"), ("kVisible", "kHidden")
+    ),
+)
 def test_whole_numbers_arrive_once(name: str, kind: str, grads: str) -> None:
     """kFp16 holds them exactly. kTopK sends a fifth of them: the rest drains while there is nothing new."""
     batches = numbers(8)

@@ -6,9 +6,9 @@ import pytest
 from simulation import job
 
 from topotrain.core.server.consistency import AWAY
-from topotrain.core.server.groups.worker_groups import WorkerGroups
+from topotrain.core.server.group_exchange import Shutdown
 from topotrain.core.server.server import Server
-from topotrain.core.server.shutdown import Shutdown
+from topotrain.core.server.server_context import WorkerGroups
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.group_churn import ElasticTrial
@@ -114,7 +114,7 @@ def test_a_word_to_leave_is_not_for_those_who_came_after_the_dead():
     """The servers have seen the death, and the launcher had not when it asked."""
     schedule = FaultSchedule("", 30, 1, "lease", True, (Fault(1, at=0.03, away=0.1),))
     found = ElasticTrial(job(2, 1, 1), 1, schedule, VIEWS)
-    found.sim.at(0.08, lambda: found._tell(GroupLeaveRequest(1, 0)))
+    found.sim.at(0.08, lambda: found._send(GroupLeaveRequest(1, 0)))
     assert not found.run().wrong()
     assert max(found.commits[1]) > 0.13
 

@@ -13,7 +13,7 @@ from topotrain.core.server.consistency import RESTARTS, DecisionLog
 from topotrain.core.server.gradients.gradient_source import GradientSource
 from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server import Server
-from topotrain.core.server.steps.decisions import Decisions
+from topotrain.core.server.step_execution import Decisions
 from topotrain.extensions.compression.message_filter import ServerEncoding
 from topotrain.extensions.elastic.membership import GroupRestarts, Members
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest

@@ -37,7 +37,7 @@ MODELS = {
 }
 
 
-def ask(cluster: str = APART, dry_run: bool = False, image: str = "shop/train:1", **options: Any) -> Launched:
+def ask(cluster: str = APART, dry_run: bool = False, image: str = "runner/train:1", **options: Any) -> Launched:
     job = job_file.loads(f'name: "My job" program: "/app/train.py" args: "--lr=0.1" cluster {{ {cluster} }}')
     given = LaunchOptions(image=image, **options)
     return launch("kubernetes", job, layout(job.cluster), given, {}, dry_run)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from folder_wipe import block, wipe
 
-from tests.support.launch_targets import MARK, marked, parts, small_job, wait_for
+from tests.support.launch_targets import parts, small_job, wait_for
 from topotrain.comm.store import StoreError, maintained_values, open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.config import job_file
@@ -464,13 +463,10 @@ def test_without_the_store_a_job_ends_over_the_connections(company, tmp_path):
 
 
 @pytest.fixture
-def mark(monkeypatch):
-    """Everything that this test starts carries the mark; nothing of it is left at the end."""
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, mark)
+def mark(mark, monkeypatch):
+    """With the secret of the units."""
     monkeypatch.setenv("TOPOTRAIN_TOKEN", WORD)
-    yield mark
-    wait_for(lambda: marked(mark) == [], 5)
+    return mark
 
 
 class Unit:

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import uuid
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.launch_targets import MARK, launch, marked, parts, processes, wait_for
+from tests.support.launch_targets import launch, parts, processes
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, ConfigError, Job, Placement
 from topotrain.config.topology import Address, Role, layout
@@ -245,15 +244,6 @@ def test_the_first_worker_tells_what_only_its_script_shows() -> None:
 
 
 # ---- the launcher ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Everything that this test starts carries the mark; nothing of it is left at the end."""
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, mark)
-    yield mark
-    wait_for(lambda: marked(mark) == [])
 
 
 class Caller:

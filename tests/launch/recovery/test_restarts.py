@@ -3,29 +3,17 @@ leaves behind."""
 
 import os
 import signal
-import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support.launch_targets import CALLS, MARK, launch, marked, parts, processes, wait_for
+from tests.support.launch_targets import CALLS, launch, marked, parts, processes
 from topotrain.core.events import Exited, Failed, Frozen, Incident, Lost, Notice, Output, Started, Thawed
 from topotrain.launch.local import LocalLauncher
 from topotrain.launch.recovery import attempt_state, resume_point
 
 pytestmark = pytest.mark.journey
-
-GONE_S = 5.0
-
-
-@pytest.fixture
-def mark(monkeypatch):
-    """Everything that this test starts carries the mark; nothing of it is left at the end."""
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, mark)
-    yield mark
-    wait_for(lambda: marked(mark) == [], GONE_S)
 
 
 def told(events, kind):

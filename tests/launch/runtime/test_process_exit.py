@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import ctypes
 
@@ -31,13 +33,13 @@ libc.mallinfo2.restype = Mallinfo
 of_a_library = ctypes.CFUNCTYPE(None)(lambda: print("a library ends", flush=True))
 hook = ProcessExitHook(Part())
 hook.watch()
-hook.watch_c()
+hook.loop_ended()
 before = libc.mallinfo2().in_use
 for _ in range(5000):
-    hook.watch_c()
+    hook.loop_ended()
 print(libc.mallinfo2().in_use - before, flush=True)
 libc["__cxa_atexit"](of_a_library, None, None)
-hook.watch_c()
+hook.loop_ended()
 libc.exit(CODE)
 """
 
@@ -51,13 +53,16 @@ def run(code: int) -> tuple[int, list[str], int]:
     return int(taken), rest, ended.returncode
 
 
+@pytest.mark.journey
 def test_the_work_ends_once_and_before_what_a_library_registered_in_an_earlier_loop() -> None:
     assert run(0)[1:] == (["the work ends", "a library ends"], 0)
 
 
+@pytest.mark.journey
 def test_an_exit_code_of_an_error_ends_no_work() -> None:
     assert run(3)[1:] == (["a library ends"], 3)
 
 
+@pytest.mark.journey
 def test_a_process_of_thousands_of_loops_takes_no_memory_for_them() -> None:
     assert run(0)[0] < 1000

@@ -470,6 +470,7 @@ def test_what_the_launcher_raises(
 # ---- compare ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.journey
 def test_compare(ask: Ask, here: Path, launcher: Launcher) -> None:
     (here / "ar.yaml").write_text("cluster: {nworkers_per_group: 2, nservers_per_group: 2}")
     code, out, err = ask("compare", "down.conf", "ar.yaml", "--out", "out", "train.py", "--", "--epochs", "2")
@@ -486,6 +487,7 @@ def test_compare(ask: Ask, here: Path, launcher: Launcher) -> None:
     assert [job["conf"] for job in jobs] == ["down.conf", "ar.yaml"]
 
 
+@pytest.mark.journey
 def test_compare_as_json(ask: Ask, here: Path, launcher: Launcher) -> None:
     code, out, _ = ask("compare", "--json", "down.conf", "train.py")
     assert code == 0

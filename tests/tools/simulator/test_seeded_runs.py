@@ -10,8 +10,8 @@ from topotrain.core import protocol as m
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.server.consistency import ApplyOrder, DecisionLog
 from topotrain.core.server.group_sync import MasterSync
-from topotrain.core.server.model_start import ModelStart
-from topotrain.core.server.shard_state import ShardState
+from topotrain.core.server.server_context import ShardState
+from topotrain.core.server.startup import ModelStart
 from topotrain.extensions.checkpointing import snapshot_coordinator
 from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut

@@ -20,7 +20,7 @@ from in_process_job import (
     usual_loop,
     vectors,
 )
-from job_runner import ALLREDUCE, Shop
+from job_runner import ALLREDUCE, JobRunner
 from torch import nn
 
 import topotrain as tt
@@ -195,7 +195,7 @@ def test_an_ordinary_process_is_given_the_first_gpu():
 
 @pytest.mark.journey
 def test_a_job_of_processes(tmp_path, served_at):
-    ended = Shop(tmp_path, served_at).run(ALLREDUCE, "on_gpu.py", extra="gpu: 0")
+    ended = JobRunner(tmp_path, served_at).run(ALLREDUCE, "on_gpu.py", extra="gpu: 0")
     assert "on cuda:0" in ended.out
     assert ended.report["metrics"]["accuracy"] > 0.9
     assert all(value.device.type == "cpu" and torch.isfinite(value).all() for value in ended.final.values())

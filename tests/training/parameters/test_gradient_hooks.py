@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from topotrain.config.job import Grads
 from topotrain.config.sharding import cut
-from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.client import JobError
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
-from topotrain.training.data.step_batches import StepBatches
+from topotrain.core.protocol import NO_REVISION
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
 from topotrain.training.parameters.gradient_hooks import PushPath
+from topotrain.training.worker_stats import StepBatches
 
 BATCH = vectors(1)[0]
 

@@ -161,7 +161,10 @@ class SocketTransport:
             pause = min(2 * pause, 0.5)
 
     def attach_dialer(self, me: Address, resident: Endpoint) -> None:
-        """Let an endpoint connect to others, without a listener by which others could connect to it."""
+        """Let an endpoint connect to others.
+
+        There is no listener by which others could connect to it.
+        """
         with self._lock:
             self._residents[me] = resident
 

@@ -17,8 +17,8 @@ from topotrain.core.events import Unrepeatable
 from topotrain.training import api
 from topotrain.training import context as process
 from topotrain.training.data.distributed_loader import ShardedLoader
-from topotrain.training.data.step_batches import BatchAccounting
 from topotrain.training.worker_extension import WorkerExtension
+from topotrain.training.worker_stats import BatchAccounting
 
 # The variables of torchrun, MPI and Slurm for the processes that they have started; a worker is not one of those.
 LAUNCHER_VARIABLES = (

@@ -14,18 +14,26 @@ import torch
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
+from topotrain.core.client.client_context import (
+    ClientModel,
+    JobError,
+    PeerLost,
+    Send,
+    ServerChannel,
+    StepEnd,
+    StepOutcome,
+    Waiter,
+)
 from topotrain.core.client.client_extension import ClientExtension, ClientHooks
-from topotrain.core.client.client_model import BodyCodec, ClientModel
-from topotrain.core.client.client_types import JobError, PeerLost, StepEnd, StepOutcome, Waiter
 from topotrain.core.client.model_buffers import ModelBufferClient
 from topotrain.core.client.optimizer_state import OptimizerStateClient
 from topotrain.core.client.rejoin import Rejoin
-from topotrain.core.client.server_channel import Send, ServerChannel
 from topotrain.core.client.shared_buffers import SharedBufferClient
 from topotrain.core.client.step_exchange import GradientExchange, ServerReduction, StepCommit
 from topotrain.core.client.value_pull import ValuePull
+from topotrain.core.model.body_codec import BodyCodec
 from topotrain.core.model.schema import FlatBuffers, Schema
-from topotrain.core.protocol.message_validation import MessageValidator
+from topotrain.core.protocol import MessageValidator
 
 __all__ = ["Client", "JobError", "StepOutcome", "PeerLost", "StepEnd", "Waiter"]
 

@@ -11,10 +11,9 @@ import torch
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.client.client_model import BodyCodec, ClientModel
-from topotrain.core.client.client_types import StepEnd, StepOutcome
-from topotrain.core.client.server_channel import ServerChannel
+from topotrain.core.client.client_context import ClientModel, ServerChannel, StepEnd, StepOutcome
 from topotrain.core.client.value_pull import ValuePull
+from topotrain.core.model.body_codec import BodyCodec
 from topotrain.core.model.schema import FlatBuffers
 
 

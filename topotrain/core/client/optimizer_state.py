@@ -5,10 +5,9 @@ import torch
 from topotrain.config.sharding import Bucket, Piece
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.client.client_context import ClientModel, ServerChannel
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.core.client.client_model import ClientModel
 from topotrain.core.client.rejoin import Rejoin
-from topotrain.core.client.server_channel import ServerChannel
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.model.schema import torch_dtype
 

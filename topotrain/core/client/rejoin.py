@@ -2,9 +2,8 @@
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.client.client_context import ServerChannel, StepEnd
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.core.client.client_types import StepEnd
-from topotrain.core.client.server_channel import ServerChannel
 
 
 class Rejoin(ClientExtension):

@@ -5,9 +5,8 @@ The servers provide the memory of the parameters, and may write into the worker'
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.client.client_context import ClientModel, ServerChannel
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.core.client.client_model import ClientModel
-from topotrain.core.client.server_channel import ServerChannel
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.model import shared_windows
 

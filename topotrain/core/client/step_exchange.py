@@ -11,14 +11,12 @@ import torch
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
+from topotrain.core.client.client_context import ClientModel, ServerChannel, StepEnd, StepOutcome
 from topotrain.core.client.client_extension import ClientExtension, ClientHooks
-from topotrain.core.client.client_model import ClientModel, present_body
-from topotrain.core.client.client_types import StepEnd, StepOutcome
-from topotrain.core.client.server_channel import ServerChannel
 from topotrain.core.client.value_pull import ValuePull
+from topotrain.core.model.body_codec import present_body
 from topotrain.core.model.schema import typed
-from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.protocol import NO_REVISION, bits_to_int, check_bits, int_to_bits
 from topotrain.core.server.consistency import pairs
 
 Means = dict[int, tuple[int, torch.Tensor]]
@@ -176,7 +174,7 @@ class ServerReduction(GradientExchange):
         if not self._is_awaited(message):
             return
         bucket, body = self.model.bucket(sender, message.bucket), present_body(message)
-        check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
+        check_bits(message.present, len(bucket.pieces), sender, f"the pieces of bucket {bucket.id}")
         if self.model.codec.is_coded(message, bucket):
             body = self.model.codec.mean(bucket, body)
         else:
@@ -188,7 +186,7 @@ class ServerReduction(GradientExchange):
         """A server has sent the means of all its buckets of a backward."""
         if self._is_awaited(message):
             buckets = self.model.reduced_by(sender)[1]
-            check_bits(message.contributed, buckets, f"{sender}: the buckets of a backward")
+            check_bits(message.contributed, buckets, sender, "the buckets of a backward")
             self._reduced[sender] = message
 
     def _is_awaited(self, message: m.ReducedGradient | m.BackwardReduced) -> bool:

@@ -7,8 +7,8 @@ import torch
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.client.client_model import ClientModel, present_body
-from topotrain.core.client.server_channel import ServerChannel
+from topotrain.core.client.client_context import ClientModel, ServerChannel
+from topotrain.core.model.body_codec import present_body
 from topotrain.core.model.schema import typed
 
 

@@ -9,12 +9,10 @@ Elements are numbered in the order of a server's memory. A tensor with strides t
 (channels_last) is row-major in the file like all others, so its elements are scattered: `FileTensor.ordered` is false.
 """
 
-import ctypes
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from topotrain.config.sharding import ITEM_BYTES
 
@@ -179,26 +177,3 @@ def row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return math.prod(shape) == 0
         expected *= size
     return True
-
-
-class TensorMemory(Protocol):
-    """The part of a tensor that `bytes_of` uses, so that this module needs no torch."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        ...
-
-    def data_ptr(self) -> int:
-        """Address of the first byte."""
-        ...
-
-
-def bytes_of(tensor: TensorMemory) -> memoryview:
-    """Return the memory of a contiguous CPU tensor as writable bytes.
-
-    The tensor must live as long as the result.
-    """
-    if not tensor.nbytes:
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -91,6 +91,7 @@ def merge(tables: Iterable[Table], parameters: Sequence[Parameter]) -> dict[int,
     merged: dict[int, State] = {}
     for table in tables:
         for index, state in table.items():
+            # A parameter that is cut over two servers is reported by both.
             if merged.setdefault(index, state) != state:
                 name = parameters[index].name
                 raise StateError(f"the servers hold different state of {name}: {merged[index]} and {state}")
@@ -124,6 +125,7 @@ def state_file(parameters: Sequence[Parameter], table: Table) -> FlatFile:
                 told.append(
                     TensorDescription(entry_name(parameter, name), held.dtype, parameter.shape, parameter.stride)
                 )
+            # Such a tensor is always row-major, whatever the strides of its parameter are.
             elif held.kind == WHOLE:
                 stride = tuple(accumulate(reversed(held.shape[1:]), lambda a, b: a * b, initial=1))[::-1]
                 told.append(
@@ -151,8 +153,10 @@ def _indices(runs: Any, count: int) -> Iterable[int]:
     if not isinstance(runs, list):
         raise StateError("a row of an optimizer's state names no parameters")
     for run in runs:
+        # `type`, not `isinstance`: JSON's true is an int in Python.
         if not (isinstance(run, list) and len(run) == 2 and all(type(n) is int for n in run)):
             raise StateError(f"not a range of parameters: {str(run)[:80]}")
+        # The bound comes first: a file that names 2**60 parameters must not fill the memory.
         if not 0 <= run[0] < run[1] <= count:
             raise StateError(f"parameters {run[0]} to {run[1]} of {count}")
         yield from range(run[0], run[1])
@@ -160,6 +164,7 @@ def _indices(runs: Any, count: int) -> Iterable[int]:
 
 def _held(name: str, data: Any) -> StateValue:
     wrong = StateError(f"not an entry of an optimizer's state: {name[:80]!r} = {str(data)[:80]}")
+    # A "/" would make `entry_name` ambiguous: "a/b" of "w" and "b" of "w/a" are the same tensor.
     if not (isinstance(data, list) and len(data) == 4) or "/" in name:
         raise wrong
     kind, dtype, shape, value = data
@@ -167,7 +172,7 @@ def _held(name: str, data: Any) -> StateValue:
         raise wrong
     if dtype not in NAMES and not (kind == NUMBER and dtype in PLAIN):
         raise wrong
-    # Before the elements are looked at: the file may be anything.
+    # The file may be anything. The number of dimensions is checked before the loop over them.
     if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
         raise wrong
     if not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):

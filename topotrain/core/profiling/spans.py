@@ -62,13 +62,15 @@ class Recorder(Protocol):
         ...
 
 
+# One object for all spans: without a profile a span must cost next to nothing.
+_NOTHING = nullcontext()
+
+
 class _Silent:
     """Records nothing."""
 
-    _NOTHING = nullcontext()
-
     def span(self, name: str, **numbers: int) -> AbstractContextManager[object]:
-        return self._NOTHING
+        return _NOTHING
 
     def mark(self) -> None:
         pass
@@ -102,17 +104,18 @@ class _Open:
 
 
 class _Recording:
-    """Keeps spans. Several threads may record at once, since appending is atomic."""
+    """Keeps spans. Several threads may record at once."""
 
     def __init__(self, clock: Callable[[], int], track: Callable[[], str]) -> None:
         self.clock = clock
         self.track = track
+        # No lock: appending to a list or a deque is atomic.
         self.rows: MutableSequence[Span] = []
         self.listening = True
         self._marked = clock()
 
     def span(self, name: str, **numbers: int) -> AbstractContextManager[object]:
-        return _Open(self, self.rows, name, numbers) if self.listening else _Silent._NOTHING
+        return _Open(self, self.rows, name, numbers) if self.listening else _NOTHING
 
     def mark(self) -> None:
         self._marked = self.clock()
@@ -148,9 +151,11 @@ class WorkerRecorder(_Recording):
         now = self.clock()
         if step:
             self.rows.append(Span(STEP, self.track(), self._began, now, {"step": step}))
+            # Kept at each step: the script may end before the wanted one.
             self._kept = self.rows
         self.rows = []
         self._began = self._marked = now
+        # After the wanted step nothing is recorded, so the rest of the job runs at full speed.
         self.listening = step < self._wanted
 
     def kept(self) -> list[Span]:
@@ -180,6 +185,7 @@ class ServerRecorder(_Recording):
 
     def span(self, name: str, **numbers: int) -> AbstractContextManager[object]:
         if numbers.get("step", 0) > self._wanted and "group" in numbers:
+            # Groups that do not wait pass the step at different times, and the last of them must still be seen.
             self._before.discard(numbers["group"])
             self.listening = self.listening and bool(self._before)
         return super().span(name, **numbers)
@@ -189,6 +195,7 @@ class ServerRecorder(_Recording):
 
     def kept(self) -> list[Span]:
         """Return the spans, oldest first."""
+        # A span is appended at its end, so a span around others comes after them.
         return sorted(self.rows, key=lambda span: span.start)
 
 

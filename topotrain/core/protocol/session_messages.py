@@ -56,45 +56,6 @@ class Init(Message):
     bucket: int
 
 
-@message(3, TO_SERVER)
-@dataclass(frozen=True, slots=True)
-class Fetch(Message):
-    """Worker -> server: request for the current values.
-
-    `round` numbers the fetches of one worker.
-    """
-
-    round: int
-
-    def is_valid(self) -> bool:
-        return 0 <= self.round < MOST
-
-
-@message(4, FROM_SERVER, sent="pull")
-@dataclass(frozen=True, slots=True)
-class Values(Message):
-    """Server -> worker: current values of one bucket.
-
-    The body is a view of the server's values if a single group uses them. It then changes only after this worker's next
-    Commit. Otherwise it is a snapshot.
-
-    Attributes:
-        round: as in Fetch, or the step that made the values. Negative: no step made them.
-        bucket: -1 means that all values of the server are in the worker's parameter buffer. A bucket without a body
-            means that this bucket is there.
-        coded: the body is an encoding of the difference to the values that this worker's group got before (see
-            `error_feedback.DeltaStream`).
-    """
-
-    round: int
-    bucket: int
-    version: int
-    coded: bool = False
-
-    def is_valid(self) -> bool:
-        return self.bucket >= -1
-
-
 @message(5, TO_SERVER, Route(Sender.SAME_SHARD, Receiver.SERVER), FROM_SERVER, FROM_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class Fail(Message):

@@ -1,8 +1,14 @@
-"""Messages of a training step: values, gradients, and the decision of the servers."""
+"""Messages of a training step: gradients, commits, values, and the decision of the servers.
 
+Some messages have bitmaps that say which buckets, pieces or parameters they are about.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from topotrain.config.sharding import Bucket
+from topotrain.config.topology import Address
 from topotrain.core.protocol.message import (
     FROM_COORDINATOR,
     FROM_SERVER,
@@ -12,11 +18,56 @@ from topotrain.core.protocol.message import (
     TO_COORDINATOR,
     TO_SERVER,
     Message,
+    ProtocolError,
     Receiver,
     Route,
     Sender,
     message,
 )
+
+# --- bitmaps ---------------------------------------------------------------------------------------------------------
+
+NO_REVISION = 255  # in Commit.revisions: this worker has no gradient in the bucket
+
+
+def bits_to_int(bits: bytes) -> int:
+    """A bitmap as it travels -> a Python int, bit i for item i."""
+    return int.from_bytes(bits, "little")
+
+
+def int_to_bits(value: int, count: int) -> bytes:
+    """A bitmap over `count` items as it travels."""
+    return value.to_bytes((count + 7) // 8, "little")
+
+
+def per_bucket(buckets: Sequence[Bucket], bits: int) -> list[tuple[Bucket, int]]:
+    """A bitmap over the pieces of these buckets as one bitmap per bucket."""
+    found = []
+    for bucket in buckets:
+        found.append((bucket, bits & ((1 << len(bucket.pieces)) - 1)))
+        bits >>= len(bucket.pieces)
+    return found
+
+
+def per_piece(buckets: Sequence[Bucket], found: Mapping[int, int]) -> int:
+    """One bitmap over the pieces of all buckets: the inverse of `per_bucket`."""
+    bits = shift = 0
+    for at, bucket in enumerate(buckets):
+        bits |= found.get(at, 0) << shift
+        shift += len(bucket.pieces)
+    return bits
+
+
+def check_bits(bits: bytes, count: int, sender: Address, what: str) -> None:
+    """Check a bitmap of `count` items. An empty bitmap means that no item is set.
+
+    Raises:
+        ProtocolError: `bits` is not a valid bitmap of `count` items.
+    """
+    # Unused bits of the last byte must be 0.
+    if bits and (len(bits) != (count + 7) // 8 or (count % 8 and bits[-1] >> count % 8)):
+        raise ProtocolError(f"{sender}: {what}: a bitmap of {len(bits)} bytes over {count} items")
+
 
 # --- one step --------------------------------------------------------------------------------------------------------
 
@@ -242,6 +293,48 @@ class LoopExited(Message):
 
     def is_valid(self) -> bool:
         return 0 <= self.exits < MOST and 0 <= self.step < MOST and 0 <= self.backwards < MOST
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@message(3, TO_SERVER)
+@dataclass(frozen=True, slots=True)
+class Fetch(Message):
+    """Worker -> server: request for the current values.
+
+    `round` numbers the fetches of one worker.
+    """
+
+    round: int
+
+    def is_valid(self) -> bool:
+        return 0 <= self.round < MOST
+
+
+@message(4, FROM_SERVER, sent="pull")
+@dataclass(frozen=True, slots=True)
+class Values(Message):
+    """Server -> worker: current values of one bucket.
+
+    The body is a view of the server's values if a single group uses them. It then changes only after this worker's next
+    Commit. Otherwise it is a snapshot.
+
+    Attributes:
+        round: as in Fetch, or the step that made the values. Negative: no step made them.
+        bucket: -1 means that all values of the server are in the worker's parameter buffer. A bucket without a body
+            means that this bucket is there.
+        coded: the body is an encoding of the difference to the values that this worker's group got before (see
+            `error_feedback.DeltaStream`).
+    """
+
+    round: int
+    bucket: int
+    version: int
+    coded: bool = False
+
+    def is_valid(self) -> bool:
+        return self.bucket >= -1
 
 
 # --- between the shards of a server group ----------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from topotrain.core.protocol import ProtocolError, StepDecision, StepVote
 from topotrain.core.server.component_state import State, field_values
-from topotrain.core.server.steps.commit_agreement import StepError
-from topotrain.core.server.steps.step_policy import ALL_WORKERS, StepPolicy
+from topotrain.core.server.gradients.gradient_source import StepError
+from topotrain.core.server.server_extension import ALL_WORKERS, StepPolicy
 
 
 class Clocks:

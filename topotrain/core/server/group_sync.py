@@ -28,7 +28,7 @@ from topotrain.core.model.schema import BucketValues
 from topotrain.core.protocol import Delta, MasterValue, Message, RingOffer, RingReply
 from topotrain.core.server.component_state import State, field_values
 
-Out = list[tuple[int, Message]]  # (server group, message)
+GroupMessages = list[tuple[int, Message]]  # (server group, message)
 
 
 @dataclass(slots=True)
@@ -87,11 +87,11 @@ class GroupSync(Protocol):
         """All groups start from the values that are now in place."""
         ...
 
-    def updated(self, buckets: Sequence[int]) -> Out:
+    def updated(self, buckets: Sequence[int]) -> GroupMessages:
         """One more local update of these buckets was applied."""
         ...
 
-    def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
+    def meet(self, group: int, message: Message, body: torch.Tensor) -> GroupMessages:
         """A message of another server group."""
         ...
 
@@ -99,7 +99,7 @@ class GroupSync(Protocol):
         """The last exchange of a group in a bucket that this server masters; 0: none."""
         ...
 
-    def drain(self) -> Out:
+    def drain(self) -> GroupMessages:
         """No more local updates will come: send what is left."""
         ...
 
@@ -125,16 +125,16 @@ class NoSync:
     def begin(self) -> None:
         pass
 
-    def updated(self, buckets: Sequence[int]) -> Out:
+    def updated(self, buckets: Sequence[int]) -> GroupMessages:
         return []
 
-    def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
+    def meet(self, group: int, message: Message, body: torch.Tensor) -> GroupMessages:
         return []
 
     def taken(self, group: int, bucket: int) -> int:
         return 0
 
-    def drain(self) -> Out:
+    def drain(self) -> GroupMessages:
         return []
 
     def drained(self) -> bool:
@@ -175,8 +175,8 @@ class MasterSync:
     def begin(self) -> None:
         self._snap = {bucket: self._view(bucket).clone() for bucket in self._masters}
 
-    def updated(self, buckets: Sequence[int]) -> Out:
-        out: Out = []
+    def updated(self, buckets: Sequence[int]) -> GroupMessages:
+        out: GroupMessages = []
         for bucket in buckets:
             if bucket in self._made:
                 self._made[bucket] += 1
@@ -195,14 +195,14 @@ class MasterSync:
         added = current - self._snap[bucket]
         return self._masters[bucket], Delta(bucket, self._round[bucket], updates=updates, body=added)
 
-    def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
+    def meet(self, group: int, message: Message, body: torch.Tensor) -> GroupMessages:
         if isinstance(message, Delta):
             return self._take(group, message, body)
         if isinstance(message, MasterValue):
             return self._merge(message, body)
         return []
 
-    def _take(self, group: int, message: Delta, body: torch.Tensor) -> Out:
+    def _take(self, group: int, message: Delta, body: torch.Tensor) -> GroupMessages:
         key = (group, message.bucket)
         # Each difference is added once, although a request may come twice.
         if message.sync == self._taken.get(key, 0) + 1:
@@ -217,7 +217,7 @@ class MasterSync:
         others = self._made.get(message.bucket, 0) - self._made_by.get(key, 0)
         return [(group, MasterValue(message.bucket, message.sync, others, body=self._view(message.bucket).clone()))]
 
-    def _merge(self, message: MasterValue, body: torch.Tensor) -> Out:
+    def _merge(self, message: MasterValue, body: torch.Tensor) -> GroupMessages:
         bucket = message.bucket
         if bucket not in self._waiting or message.sync != self._round[bucket]:
             return []
@@ -244,7 +244,7 @@ class MasterSync:
                 since = current
             yield master, bucket, self._round[bucket], current - since
 
-    def drain(self) -> Out:
+    def drain(self) -> GroupMessages:
         self._draining = True
         return [self._send(b) for b in self._masters if self._updates[b] and b not in self._waiting]
 
@@ -299,8 +299,8 @@ class RingSync:
     def begin(self) -> None:
         pass
 
-    def updated(self, buckets: Sequence[int]) -> Out:
-        out: Out = []
+    def updated(self, buckets: Sequence[int]) -> GroupMessages:
+        out: GroupMessages = []
         for bucket in buckets:
             self._made[bucket] += 1
             self._updates[bucket] += 1
@@ -311,7 +311,7 @@ class RingSync:
                 out.append((self._right, RingOffer(bucket, self._round[bucket], body=self._view(bucket).clone())))
         return out
 
-    def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
+    def meet(self, group: int, message: Message, body: torch.Tensor) -> GroupMessages:
         if isinstance(message, RingOffer):
             return self._average(group, message, body)
         awaited = isinstance(message, RingReply) and message.sync == self._round[message.bucket]
@@ -324,7 +324,7 @@ class RingSync:
             self._seen[message.bucket] = message.updates
         return []
 
-    def _average(self, group: int, message: RingOffer, body: torch.Tensor) -> Out:
+    def _average(self, group: int, message: RingOffer, body: torch.Tensor) -> GroupMessages:
         key = (group, message.bucket)
         number, answer = self._answers.get(key, (0, body))
         if message.sync > number:
@@ -342,7 +342,7 @@ class RingSync:
     def taken(self, group: int, bucket: int) -> int:
         return 0
 
-    def drain(self) -> Out:
+    def drain(self) -> GroupMessages:
         self._draining = True
         return []
 

@@ -11,9 +11,30 @@ import torch
 
 from topotrain.config.job import NonFinite
 from topotrain.config.sharding import Bucket
-from topotrain.core.model.finite import all_finite, reals
 from topotrain.core.server.component_state import State
 from topotrain.core.server.ordered_sum import Part
+
+_SQUARED = frozenset([torch.float32, torch.float64])  # the sum of squares of others soon is too large for them
+
+
+def reals(x: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor: of complex elements both parts, in one row."""
+    return torch.view_as_real(x.resolve_conj()).reshape(-1) if x.is_complex() else x
+
+
+def all_finite(x: torch.Tensor) -> bool:
+    """Whether all elements are finite."""
+    x = reals(x)
+    # A sum is many times cheaper than a test of each element. A sum of squares is as fast as the memory, but it is too
+    # large for its dtype long before an element is.
+    if x.dim() == 1 and x.dtype in _SQUARED and math.isfinite(torch.dot(x, x).item()):
+        return True
+    if math.isfinite(x.sum().item()):
+        return True
+    if x.dtype is torch.float16 and bool(torch.isfinite(x.sum(dtype=torch.float32))):
+        return True  # the sum was too large for the elements' dtype
+    return bool(torch.isfinite(x).all())
+
 
 NOBODY = -1  # instead of a worker: the sum is not finite; instead of a parameter: it is a table's
 _MOST_IN_A_ROW = 3
@@ -34,7 +55,7 @@ def look(bucket: Bucket, part: torch.Tensor) -> tuple[int | None, bool]:
     numbers = reals(part)
     # An element is no larger than the root of the sum of squares, and weights are counts. Where the sum of squares fits
     # into the dtype, no weighted sum of such parts is infinite.
-    if numbers.dtype in (torch.float32, torch.float64) and math.isfinite(torch.dot(numbers, numbers).item()):
+    if numbers.dtype in _SQUARED and math.isfinite(torch.dot(numbers, numbers).item()):
         return None, False
     return spoiled(bucket, (1 << len(bucket.pieces)) - 1, part), True
 

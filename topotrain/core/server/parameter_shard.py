@@ -15,7 +15,7 @@ from topotrain.config.job import Apply, Grads, Job, NonFinite, Reduce, Slicing
 from topotrain.config.sharding import Bucket, Piece, SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
-from topotrain.core.model.finite import all_finite
+from topotrain.core.model.body_codec import ServerBodyCodec, present_body
 from topotrain.core.model.schema import BucketValues, BufferMemory, FlatBuffers, Schema, bucket_of, effective, typed
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate, clip_bounds
@@ -24,8 +24,7 @@ from topotrain.core.server.gradients.backward_means import ArrivalMeans, Returne
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 from topotrain.core.server.gradients.gradient_source import GradientSource, GroupBuffers, ReducedBucket, SourceSettings
 from topotrain.core.server.group_sync import GroupSync, MasterSync, NoSync, RingSync
-from topotrain.core.server.nonfinite import NOBODY
-from topotrain.core.server.server_codec import ServerBodyCodec
+from topotrain.core.server.nonfinite import NOBODY, all_finite
 from topotrain.core.server.server_extension import ExtensionHooks
 
 _MOST_ENTRIES = 32  # of a parameter's state
@@ -146,10 +145,11 @@ class ParameterShard:
     on_arrival: bool = False
     checked: bool = False
 
-    @property
-    def pieces(self) -> int:
-        """How many pieces the shard's buckets have."""
-        return sum(len(bucket.pieces) for bucket in self.buckets)
+    pieces: int = field(init=False)
+    """The number of pieces of the shard's buckets."""
+
+    def __post_init__(self) -> None:
+        self.pieces = sum(len(bucket.pieces) for bucket in self.buckets)
 
     def bucket(self, number: int) -> Bucket:
         """A bucket of this shard. Raises ProtocolError for another's."""
@@ -172,9 +172,7 @@ class ParameterShard:
         Raises:
             ProtocolError: there is no body, or it has another size.
         """
-        if message.body is None:
-            raise m.ProtocolError(f"{type(message).__name__} without a body")
-        return typed(message.body, self.values(getattr(message, "bucket", -1)))
+        return typed(present_body(message), self.values(getattr(message, "bucket", -1)))
 
     def gradients(self, group: int) -> list[torch.Tensor]:
         """The staged step's gradient, one 1-D tensor per segment that has one."""

@@ -6,17 +6,20 @@ Workers with a parameter buffer on the server's host find the values there (see 
 without a body. A worker is sent the buckets that it holds. Without a split model these are all buckets.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from topotrain.config.job import Pull
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.protocol import Applied, Fetch, Message, ProtocolError, Values
 from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.parameter_shard import ParameterShard
+from topotrain.core.server.server_context import ServerContext
+from topotrain.core.server.server_extension import makes_partial_steps
 
 _MOST_HELD = 64  # replies to one worker
 
@@ -32,34 +35,30 @@ class _Held:
 
 
 class PullReplies:
-    """The replies of one server.
+    """Sends the replies of one server once their groups may read.
 
     Args:
-        groups: the worker groups of the server.
-        workers: the number of workers in each.
-        private: only the steps of one group change the values, so that its replies need no copy of them.
+        context: the parts of the server that all others use.
         buffers: group -> name of its workers' parameter buffer. Other groups are sent their values.
-        lazy: the workers wait for each bucket by itself.
-        apart: a worker may still read one moment when the others have made the next.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[int],
-        workers: int,
-        private: bool,
-        buffers: Mapping[int, str],
-        lazy: bool = False,
-        apart: bool = False,
-    ) -> None:
-        self._apart = apart
+    def __init__(self, context: ServerContext, buffers: Mapping[int, str]) -> None:
+        self._state, self._groups = state, groups = context.state, context.groups
+        self._queue, self._hooks = context.queue, context.hooks
+        job = state.job
+        self._warms_up = job.warmup_steps if state.me.group == 0 else 0
+        self._barrier = job.cluster.max_staleness == 0
+        self._shows_early = job.cluster.max_staleness is None and not makes_partial_steps(job)
+        # In partial steps a worker may still read one moment when the others have made the next.
+        self._apart = makes_partial_steps(job)
         self._copies: dict[int, tuple[int, torch.Tensor]] = {}  # bucket -> its values at a version
-        self._lazy = lazy
-        self._workers = workers
-        self._everybody = tuple(range(workers))
-        self._private = private
+        self._lazy = job.pull is Pull.kLazy  # the workers wait for each bucket by itself
+        self._workers = state.topology.workers_per_group
+        self._everybody = tuple(range(self._workers))
+        # A worker group that alone changes the values is shown the values themselves, and no copy of them.
+        self._private = len(groups.groups) == 1 and not state.topology.synced
         self._buffers = buffers
-        self.pulled = dict.fromkeys(groups, 0)  # version that each group was shown last
+        self.pulled = dict.fromkeys(groups.groups, 0)  # version that each group was shown last
         self.asked: set[int] = set()  # groups that have asked for values
         self._fetched: dict[Address, tuple[int, int]] = {}  # round of the last Fetch, and the group's step then
         self._shown: dict[int, int] = {}
@@ -68,8 +67,14 @@ class PullReplies:
         self._held: list[_Held] = []
         self._applied: dict[int, Applied] = {}  # group -> the reply to its last step
 
-    def fetch(self, worker: Address, message: Fetch, step: int) -> None:
-        """A worker asks for values while its group is in `step`."""
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def fetch(self, sender: Address, message: Fetch) -> None:
+        """A worker asks for values."""
+        self._hold_fetch(sender, message, self._state.known.staging[sender.group].step)
+        self.release()
+
+    def _hold_fetch(self, worker: Address, message: Fetch, step: int) -> None:
         now = (message.round, step)
         before = self._fetched.get(worker, now)
         if message.round < before[0] or (message.round == before[0] and now != before):
@@ -86,13 +91,17 @@ class PullReplies:
         self._held.append(_Held(worker, applied.step, applied, fetch))
 
     def repeat(self, worker: Address, fetch: bool) -> bool:
-        """A worker commits the last step of its group again. False: no step of the group was applied."""
+        """A worker commits the last step of its group again.
+
+        Returns False if no step of the group was applied.
+        """
         applied = self._applied.get(worker.group)
         if applied is None:
             return False
         self._check_held(worker)
         # The worker gets values only if they are still those of that step.
         self.reply(worker, applied, fetch and (self._apart or self._shown.get(worker.group) == applied.step))
+        self.release()
         return True
 
     def _check_held(self, worker: Address) -> None:
@@ -113,30 +122,42 @@ class PullReplies:
         self._held = [held for held in self._held if held.worker != worker]
         self._fetched.pop(worker, None)
 
-    def release(
-        self, model: ParameterShard, version: int, may_read: Callable[[int], bool]
-    ) -> Iterator[tuple[Address, Message]]:
-        """The replies that may be sent now.
+    # --- replies -------------------------------------------------------------------------------------------------
 
-        Args:
-            model: the shard.
-            version: the version of its values.
-            may_read: may_read(group): whether a group may have values now.
-        """
+    def release(self) -> None:
+        """Send the held replies whose groups may read."""
+        model = self._state.model
+        if model is None:
+            return
         waiting, self._held = self._held, []
         for held in waiting:
-            if not may_read(held.worker.group) or not self._all_wait(held, waiting):
+            if not self._may_read(held.worker.group) or not self._all_wait(held, waiting):
                 self._held.append(held)
                 continue
             if held.fetch:
-                yield from self._values(model, held, version)
+                self._send_values(model, held)
             if held.applied is not None:
-                yield held.worker, held.applied
+                self._queue.send(held.worker, held.applied)
 
-    def stream(
-        self, model: ParameterShard, group: int, bucket: Bucket, step: int, version: int
-    ) -> Iterator[tuple[Address, Message]]:
-        """The replies with a bucket that is new before the group's step is complete."""
+    def _may_read(self, group: int) -> bool:
+        clocks = self._groups.clocks
+        if not self._state.common:
+            return group == 0 and clocks.clock(0) < self._warms_up and self._state.complete
+        # A barrier from the start: no group's first update may come before another group's first read.
+        if self._barrier and not self.asked.issuperset(clocks.live()):
+            return False
+        return clocks.may_start(group)
+
+    def show_early(self, group: int, bucket: Bucket, version: int) -> None:
+        """Send a new bucket before the next one is computed.
+
+        Only for a group that waits for no other group.
+        """
+        if self._shows_early and self._state.common:
+            model = self._state.known
+            self._stream(model, group, bucket, model.staging[group].step, version)
+
+    def _stream(self, model: ParameterShard, group: int, bucket: Bucket, step: int, version: int) -> None:
         # Values in shared memory must not change while a worker still computes with the old ones.
         if group in self._buffers and not self._lazy:
             return
@@ -148,13 +169,20 @@ class PullReplies:
         buckets.add(bucket.id)
         if group in self._buffers:
             self._fill(model, self._buffers[group], bucket)
-            for index in self._owners(model, bucket):
-                yield Address(Role.WORKER, group, index), Values(step, bucket.id, version)
-            return
-        model.codec.show(group, bucket, model.values(bucket.id), anew=False)
-        values = self._message(model, group, bucket, step, version, new=True)
+            values = Values(step, bucket.id, version)
+        else:
+            model.codec.show(group, bucket, model.values(bucket.id), anew=False)
+            values = self._message(model, group, bucket, step, version, new=True)
         for index in self._owners(model, bucket):
-            yield Address(Role.WORKER, group, index), values
+            self._send(Address(Role.WORKER, group, index), values)
+
+    def _send(self, worker: Address, values: Values) -> None:
+        """Send values. An extension may send them another way."""
+        router = self._hooks.route_values
+        if router is None:
+            self._queue.send(worker, values)
+        else:
+            self._queue.send_all(router.route_values(worker, values))
 
     def _owners(self, model: ParameterShard, bucket: Bucket) -> Sequence[int]:
         """The workers of a group that hold a bucket."""
@@ -167,12 +195,12 @@ class PullReplies:
             return True
         return len({h.worker for h in waiting if h.worker.group == group and h.round == held.round}) == self._workers
 
-    def _values(self, model: ParameterShard, held: _Held, version: int) -> Iterator[tuple[Address, Message]]:
+    def _send_values(self, model: ParameterShard, held: _Held) -> None:
         group = held.worker.group
         if group in self._buffers:
-            yield from self._in_buffer(model, held, version)
+            self._show_in_buffer(model, held)
             return
-        new = self._shows_now(held, version)
+        new = self._shows_now(held)
         step, early = self._streamed.get(group, (-1, set()))
         for bucket in model.buckets:
             if step == held.round and bucket.id in early:
@@ -182,7 +210,7 @@ class PullReplies:
             # The first of a group has everything shown, for the others too: their moment is this one.
             values = self._message(model, group, bucket, held.round, self.pulled[group], new)
             if held.worker.index in self._owners(model, bucket):
-                yield held.worker, values
+                self._send(held.worker, values)
 
     def _message(
         self, model: ParameterShard, group: int, bucket: Bucket, number: int, version: int, new: bool
@@ -213,7 +241,7 @@ class PullReplies:
                 body = self._copy(model, bucket, version)
                 yield Values(number, bucket.id, version, body=body)
 
-    def _shows_now(self, held: _Held, version: int) -> bool:
+    def _shows_now(self, held: _Held) -> bool:
         """Whether this is the first worker of its group that gets this moment."""
         group = held.worker.group
         if self._shown.get(group) == held.round:
@@ -221,18 +249,18 @@ class PullReplies:
         self._shown[group] = held.round
         if self._fixed.get(group) != held.round:
             # The staleness of the group's next gradient counts from here.
-            self.pulled[group] = version
+            self.pulled[group] = self._state.version
         return True
 
-    def _in_buffer(self, model: ParameterShard, held: _Held, version: int) -> Iterator[tuple[Address, Message]]:
+    def _show_in_buffer(self, model: ParameterShard, held: _Held) -> None:
         name = self._buffers[held.worker.group]
         step, early = self._streamed.get(held.worker.group, (-1, set()))
-        if self._shows_now(held, version):
+        if self._shows_now(held):
             for bucket in model.buckets:
                 if step != held.round or bucket.id not in early:
                     self._fill(model, name, bucket)
         if held.applied is None or self._lazy:  # else the worker waits for the Applied of its step
-            yield held.worker, Values(held.round, -1, version)
+            self._send(held.worker, Values(held.round, -1, self._state.version))
 
     def _fill(self, model: ParameterShard, name: str, bucket: Bucket) -> None:
         if name != VALUES:

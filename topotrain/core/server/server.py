@@ -5,11 +5,11 @@ the worker groups send, and is the one place where a parameter changes its value
 the host hands it messages (one at a time) and carries its answers, and a simulation does the same with a pretended
 network.
 
-The parts of a server, in the order in which a message meets them: `model_start` makes the model and starts it,
-`step_contributions` receives gradients and commits, `decisions` is the list of what all shards do, `step_execution`
-carries a decided step out, `pulls` holds replies until their groups may read, and `group_exchange` sends values to
-other server groups. The frameworks differ in `gradients`, `consistency`, `group_sync` and in the optimizer. Optional
-features are extensions (`server_extension`); a server knows none of them by name.
+The parts of a server, in the order in which a message meets them: `startup` makes the model and starts it,
+`step_contributions` receives gradients and commits, `step_execution` decides on steps and carries them out,
+`pull_replies` holds replies until their groups may read, and `group_exchange` sends values to other server groups. All
+of them use `server_context`. The frameworks differ in `gradients`, `consistency`, `group_sync` and in the optimizer.
+Optional features are extensions (`server_extension`); a server knows none of them by name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,33 +17,32 @@ from typing import Any, TypeVar
 
 import torch
 
-from topotrain.config.job import ConfigError, Job, Pull
+from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import BufferMemory
 from topotrain.core.model.shared_windows import buffers_of
 from topotrain.core.profiling.message_spans import handling
 from topotrain.core.profiling.spans import SILENT, Recorder
-from topotrain.core.protocol.message_validation import MessageValidator
+from topotrain.core.protocol import MessageValidator
 from topotrain.core.server.component_state import Component, State, load_states, states_of
-from topotrain.core.server.groups.group_exchange import GroupExchange
-from topotrain.core.server.groups.worker_groups import WorkerGroups
-from topotrain.core.server.message_queue import Deliver as Deliver
-from topotrain.core.server.message_queue import MessageQueue, Out
-from topotrain.core.server.model_start import ModelStart
+from topotrain.core.server.gradients.gradient_source import StepError
+from topotrain.core.server.group_exchange import GroupExchange, Shutdown
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.pull_replies import PullReplies
+from topotrain.core.server.server_context import (
+    Deliver,
+    MessageQueue,
+    Out,
+    ServerContext,
+    ShardState,
+    StartPoint,
+    WorkerGroups,
+)
 from topotrain.core.server.server_extension import ExtensionHooks, ServerExtension
-from topotrain.core.server.shard_state import ShardState, StartPoint
-from topotrain.core.server.shutdown import Shutdown
-from topotrain.core.server.startup import Startup
-from topotrain.core.server.steps.commit_agreement import StepError
-from topotrain.core.server.steps.decisions import Decisions
-from topotrain.core.server.steps.hyper_parameters import HyperParameters
-from topotrain.core.server.steps.pulls import Pulls
-from topotrain.core.server.steps.step_contributions import StepContributions
-from topotrain.core.server.steps.step_execution import StepExecution
-from topotrain.core.server.steps.step_policy import makes_partial_steps
+from topotrain.core.server.startup import ModelStart, Startup
+from topotrain.core.server.step_contributions import HyperParameters, StepContributions
+from topotrain.core.server.step_execution import Decisions, StepExecution
 
 _BEFORE_MODEL = frozenset({m.SchemaPart, m.SharedBuffer, m.StepDecision, m.StepDecisionRequest})
 """Messages that are handled before the model is known; others are held until then.
@@ -90,21 +89,15 @@ class Server:
         self.worker_groups = WorkerGroups(job, topology, me.group)
         self.groups = self.worker_groups.groups
         self.shutdown = Shutdown(me, topology)
-        self.exchange = GroupExchange(self.state, self.worker_groups, self.shutdown, self.queue, self.hooks)
-        # A worker group that alone changes the values is shown the values themselves, and no copy of them.
-        private = len(self.groups) == 1 and not topology.synced
-        buffers = buffers_of(topology, me.group) if shared else {}
-        lazy, partial = job.pull is Pull.kLazy, makes_partial_steps(job)
-        self.replies = PullReplies(self.groups, topology.workers_per_group, private, buffers, lazy, partial)
-        self.pulls = Pulls(self.state, self.worker_groups, self.replies, self.queue, self.hooks)
-        parts = (self.state, self.worker_groups)
+        context = ServerContext(self.state, self.worker_groups, self.queue, self.hooks)
+        self.exchange = GroupExchange(context, self.shutdown)
+        self.replies = PullReplies(context, buffers_of(topology, me.group) if shared else {})
         self.hyper = HyperParameters(self.state, self.groups)
-        self.contributions = StepContributions(*parts, self.hyper, self.pulls, self.queue, self.hooks)
-        self.steps = StepExecution(*parts, self.hyper, self.pulls, self.exchange, self.queue, self.hooks)
-        self.decisions = Decisions(*parts, self.contributions, self.steps, self.queue, self.hooks)
+        self.contributions = StepContributions(context, self.hyper, self.replies)
+        self.steps = StepExecution(context, self.hyper, self.replies, self.exchange)
+        self.decisions = Decisions(context, self.contributions, self.steps)
         self.startup = Startup(me, job, topology, memory, shared, self.queue.send)
-        ends = (self.exchange, self.queue, self.hooks)
-        self.start = ModelStart(self.state, self.startup, self.worker_groups, self.pulls, self.decisions, *ends)
+        self.start = ModelStart(context, self.startup, self.replies, self.decisions, self.exchange)
         self._core_handlers = self._handlers = self._handled_here()
 
     def attach(self, extensions: Sequence[ServerExtension]) -> None:
@@ -140,11 +133,13 @@ class Server:
         try:
             self._receive(sender, message)
         finally:
-            self._handle_pending()
+            if self.queue.pending:
+                self._handle_pending()
         return self.queue.out
 
     def _handle_pending(self) -> None:
-        for sender, message in self.queue.pending():
+        while self.queue.pending:
+            sender, message = self.queue.take()
             try:
                 self._receive(sender, message)
             except m.ProtocolError as error:
@@ -166,8 +161,11 @@ class Server:
         if handler is None:
             raise m.ProtocolError(f"{self.me} has no extension that handles {kind.__name__}")
         try:
-            with handling(self.spans, sender, message):
+            if self.spans is SILENT:  # most jobs record no spans, and this runs for every message
                 handler(sender, message)
+            else:
+                with handling(self.spans, sender, message):
+                    handler(sender, message)
         except (StepError, ConfigError) as error:
             self.steps.fail(sender.group, str(error))
 
@@ -180,7 +178,7 @@ class Server:
             m.Fail: start.refused,
             m.StateRequest: start.optimizer_state,
             m.StatePart: start.optimizer_state,
-            m.Fetch: self.pulls.fetch,
+            m.Fetch: self.replies.fetch,
             m.Push: given.push,
             m.BackwardEnd: given.backward_end,
             m.GradientOverride: given.override,
@@ -204,9 +202,10 @@ class Server:
 
     def _continue(self) -> None:
         """The clock of a group has moved, or no group waits for it any more."""
-        self.start.share()
+        if not self.state.common:
+            self.start.share()
         self.decisions.decide()
-        self.pulls.release()
+        self.replies.release()
 
     def _finish(self, sender: Address, message: m.Finish) -> None:
         self.worker_groups.finish(sender, message.steps)
@@ -342,7 +341,7 @@ class Server:
         None: this is not possible after this message.
         """
         parts = states_of(self._components)
-        if parts is None or not self.queue.empty:
+        if parts is None or self.queue.pending:
             return None
         return {"schema": "" if self.model is None else self.model.schema.text(), "parts": parts}
 

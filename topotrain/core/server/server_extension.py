@@ -8,7 +8,7 @@ An extension returns what is to be sent. The server sends it at once, in the ord
 extensions where several have something to send.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,11 +18,45 @@ from topotrain.config.job import Job
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.model.body_codec import ServerBodyCodec
 from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.protocol import Commit, ProtocolError, StepDecision
 from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
-from topotrain.core.server.server_codec import ServerBodyCodec
-from topotrain.core.server.steps.step_policy import ALL_WORKERS, StepPolicy
+
+
+def makes_partial_steps(job: Job) -> bool:
+    """Whether a step may be made of the contributions of some of a group's workers."""
+    return job.cluster.backup > 0
+
+
+class StepPolicy:
+    """A step needs the contributions of all workers of its group.
+
+    An extension of the server that is a StepPolicy, too, replaces this rule.
+    """
+
+    def accepts_commit(self, sender: Address, message: Commit, step: int) -> bool:
+        """Whether the server handles this commit while the group is in `step`."""
+        return True
+
+    def enough(self, members: Collection[int]) -> bool:
+        """Whether the contributions of these workers, which all shards have, make a step."""
+        return True
+
+    def choose(self, staging: GradientSource, decision: StepDecision) -> None:
+        """Keep the contributions of which the decided step is made.
+
+        Raises:
+            ProtocolError: something of the step is missing here, so it cannot have been decided.
+        """
+        if not staging.staged:
+            step, group = decision.step, decision.group
+            raise ProtocolError(f"a decision about step {step} of group {group}, which is not staged here")
+
+
+ALL_WORKERS = StepPolicy()
+
 
 Outbox = Sequence[tuple[Address, m.Message]]
 
@@ -172,7 +206,10 @@ class ServerExtension:
         return False
 
     def requested_states(self) -> int:
-        """The number under which workers leave their states on this server now. 0: they leave none."""
+        """The number under which workers leave their states on this server now.
+
+        0: they leave none.
+        """
         return 0
 
 

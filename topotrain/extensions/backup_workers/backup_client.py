@@ -5,10 +5,8 @@ The rule is in `quorum`.
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.client.client_context import ClientModel, ServerChannel, StepOutcome
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.core.client.client_model import ClientModel
-from topotrain.core.client.client_types import StepOutcome
-from topotrain.core.client.server_channel import ServerChannel
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepCaughtUp, StepMissed
 from topotrain.extensions.backup_workers.quorum import values_round

@@ -19,8 +19,7 @@ from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import SHOWS
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import GradientExtension, Outbox, StepResult
-from topotrain.core.server.steps.step_policy import StepPolicy
+from topotrain.core.server.server_extension import GradientExtension, Outbox, StepPolicy, StepResult
 from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepCaughtUp, StepMissed
 from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
 

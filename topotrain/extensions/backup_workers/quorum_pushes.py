@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from topotrain.core.bitmaps import NO_REVISION
+from topotrain.core.protocol import NO_REVISION
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from topotrain.core.client.client_types import StepOutcome
+from topotrain.core.client.client_context import StepOutcome
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.training.context import Context, PrepareExtension
 from topotrain.training.data.distributed_loader import BatchReplay, BatchSource, DrawnBatch

@@ -16,9 +16,14 @@ from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import SNAPSHOT
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import ExchangeExtension, Outbox, ServerExtension, StepResult
-from topotrain.core.server.shard_state import StartPoint
-from topotrain.core.server.steps.step_policy import makes_partial_steps
+from topotrain.core.server.server_context import StartPoint
+from topotrain.core.server.server_extension import (
+    ExchangeExtension,
+    Outbox,
+    ServerExtension,
+    StepResult,
+    makes_partial_steps,
+)
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots, takes_snapshots
 from topotrain.extensions.checkpointing.shard_snapshot import (
@@ -84,6 +89,7 @@ class CheckpointExtension(ExchangeExtension):
             steps = self.snapshots.steps[server.groups[0]]
             self._schedule = SnapshotSchedule(coordinator, Rhythm.of(job, "checkpoint"), steps)
         if self._listed:
+            # A resumed job reads the rest of an epoch, so manifests list what is applied of it.
             server.steps.batches.keep_until_closed()
 
     # --- when ----------------------------------------------------------------------------------------------------
@@ -160,6 +166,7 @@ class CheckpointExtension(ExchangeExtension):
 
     def step_over(self, result: StepResult) -> Outbox:
         """Freeze if a snapshot is due behind this step."""
+        # All shards have `closed` from the same layout, so they forget the same epochs.
         self._server.steps.batches.close(self.snapshots.closed)
         self._freeze()
         return ()

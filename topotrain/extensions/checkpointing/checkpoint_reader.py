@@ -24,7 +24,8 @@ from topotrain.config.job import ConfigError
 from topotrain.config.private_files import open_for_reading, read_bytes
 from topotrain.config.sharding import Parameter, parse
 from topotrain.config.topology import Address, Role
-from topotrain.core.model.safetensors_layout import FlatFile, TensorDescription, bytes_of, lay_out
+from topotrain.core.model.safetensors_layout import FlatFile, TensorDescription, lay_out
+from topotrain.core.model.tensor_bytes import bytes_of
 from topotrain.core.optim.state_table import Table, from_rows, model_file, state_file
 from topotrain.extensions.checkpointing.table_file_layout import StoredTable, entry_of, file_of, tables_file
 from topotrain.training.data.batch_ranges import Runs, merged

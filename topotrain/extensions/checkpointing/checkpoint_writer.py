@@ -24,7 +24,8 @@ from topotrain.config.job_file import dumps
 from topotrain.config.private_files import close_folder, make_folder, open_file, sync_folder, write_at
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.events import Counted, Event, Notice, Saved, Unsaved
-from topotrain.core.model.safetensors_layout import FlatFile, bytes_of
+from topotrain.core.model.safetensors_layout import FlatFile
+from topotrain.core.model.tensor_bytes import bytes_of
 from topotrain.core.optim.state_table import model_file, state_file
 from topotrain.core.protocol import Message
 from topotrain.extensions.checkpointing.checkpoint_reader import (
@@ -147,6 +148,7 @@ class SnapshotFiles:
         sums = {}
         for name, (layout, slabs) in parts.items():
             with _created(path / name) as fd:
+                # The shards write into one file at the same time, so each makes it as large as it will be.
                 os.ftruncate(fd, layout.size)
                 if first:
                     write_at(fd, layout.header, 0)
@@ -172,6 +174,7 @@ class SnapshotFiles:
         with _created(path / f"{MANIFEST}.tmp") as fd:
             write_at(fd, text.encode(), 0)
             os.fsync(fd)
+        # Renaming is atomic: a manifest is there as a whole, or not at all.
         os.replace(path / f"{MANIFEST}.tmp", path / MANIFEST)
         for each in (path, self.folder, self.folder.parent):
             sync_folder(each)

@@ -71,6 +71,7 @@ class CrossGroupCut(ExchangeExtension):
         mastered = [b.id for b in self._server.state.known.buckets if b.master == self._server.me.group]
         self._wanted = {(other, bucket) for other in self._others for bucket in mastered}
         self._frozen, self._report, self._sent = frozen, report, {}
+        # A group that masters no bucket waits for nothing.
         self._report_if_complete()
 
     def handle_early(self) -> None:
@@ -118,6 +119,7 @@ class CrossGroupCut(ExchangeExtension):
         if early:
             if len(self._early) >= _MAX_HELD:
                 raise ProtocolError(f"{sender} is far ahead of a snapshot that {self._server.me} does not know")
+            # The body is a view of memory that the next message overwrites.
             self._early.append((sender, replace(message, body=body.clone())))
         return early
 

@@ -13,8 +13,8 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.optim.state_table import StateError, from_rows, to_rows
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.component_state import State
-from topotrain.core.server.message_queue import MessageQueue
 from topotrain.core.server.parameter_shard import ParameterShard
+from topotrain.core.server.server_context import MessageQueue
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.data_position import DataPosition
 from topotrain.extensions.checkpointing.shard_snapshot import (
@@ -165,8 +165,10 @@ class ServerSnapshots:
         number, self._due = self._due, 0
         self._last = number
         if self._cut is not None:
+            # Also if freezing fails below: the masters in other groups wait for these.
             self._cut.send_remainders(number)
         if self._host is None:
+            # All shards reply, so that the coordinator can drop the snapshot.
             self._send(number, FROZEN, {"error": f"{self._me} writes no snapshots"})
             return
         facts = {**facts, "steps": sorted(self.steps.items()), "reading": sorted(self._reading.items())}
@@ -184,6 +186,7 @@ class ServerSnapshots:
         except StateError as error:
             self._send(number, FROZEN, {"error": str(error)})
             return
+        # An earlier frozen shard is forgotten: this one is in the same memory.
         self._frozen = {number: frozen}
         if self._cut is None:
             self._send(number, FROZEN, {"rows": to_rows(frozen.table)})
@@ -229,7 +232,7 @@ class ServerSnapshots:
     def _write(self, number: int, layout: Mapping[str, Any]) -> None:
         """Have the host write the frozen shard: the place of each element is known."""
         if number <= self._laid_out:
-            return  # repeated by the transport
+            return  # repeated by the transport, or by a standby
         self._laid_out = number
         self.closed = max(self.closed, int(layout.get("closed", 0)))
         frozen = self._frozen.pop(number, None)

@@ -211,6 +211,7 @@ class SnapshotCoordinator:
         now.frozen[shard] = data
         if len(now.frozen) < len(self._servers) or now.laid_out:
             return []
+        # A repeated reply must not lead to a second layout.
         now.laid_out = True  # the coordinator's own shard has replied, so it is frozen
         merged: Table = {}
         if own is not None and not now.why:
@@ -310,6 +311,7 @@ class SnapshotCoordinator:
         first = min(since, default=None)
         applied = self.position.applied(now.counts)
         if first is not None and exact:
+            # A worker with an older state reads its epoch again, and needs the list of its batches.
             self.position.close(first)
         facts = {**now.facts, "first_epoch": first, "epochs": [[e, list(map(list, r))] for e, r in applied.items()]}
         written = tuple(now.written[server] for server in self._servers)

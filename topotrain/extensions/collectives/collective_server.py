@@ -17,9 +17,8 @@ from topotrain.config.job import Algorithm, Apply, Grads, Job, Reduce
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
-from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.model.schema import BufferMemory, FlatBuffers, torch_dtype
-from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.protocol import NO_REVISION, bits_to_int, check_bits, int_to_bits
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import GradientExtension, Outbox, StepResult
@@ -147,7 +146,7 @@ class CollectiveServer(GradientExtension):
         elif isinstance(message, CollectivePart):
             bucket = self._relay.bucket(message.bucket)
             self._relay.elements(bucket, message.body)
-            check_bits(message.present, len(bucket.pieces), f"{sender}: pieces")
+            check_bits(message.present, len(bucket.pieces), sender, "pieces")
             self._carry_out(self._relay.arrive(sender.index, message))
         return ()
 
@@ -157,7 +156,7 @@ class CollectiveServer(GradientExtension):
         self._gateway.check_sender(sender)
         if self._server.contributions.current_source(sender, message.step) is None:
             return
-        check_bits(message.present, len(self._relay.bucket(message.bucket).pieces), f"{sender}: pieces")
+        check_bits(message.present, len(self._relay.bucket(message.bucket).pieces), sender, "pieces")
         if self._waits_for_commit:
             known = self._held.pushes.get(message.bucket)
             if known is None or known.ordinal < message.ordinal:

@@ -12,9 +12,16 @@ import torch
 
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
-from topotrain.core.bitmaps import bits_to_int, per_bucket
-from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
-from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.protocol import (
+    BackwardEnd,
+    Commit,
+    GradientOverride,
+    ProtocolError,
+    Push,
+    bits_to_int,
+    check_bits,
+    per_bucket,
+)
 from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.backward_means import BackwardsOfStep, check_ordinal
 from topotrain.core.server.gradients.gradient_source import (
@@ -76,7 +83,7 @@ class PrecomputedGradients(GradientSource):
                 super().check(sender, message)
         elif isinstance(message, BackwardEnd):
             self._gateway.check_sender(sender)
-            check_bits(message.pushed, self._gateway.buckets, f"{sender}: the buckets of a backward")
+            check_bits(message.pushed, self._gateway.buckets, sender, "the buckets of a backward")
         else:
             # The gateway's own worker commits pushes of the whole model.
             own = sender == self._gateway.worker

@@ -16,9 +16,9 @@ import torch
 from topotrain.config.job import ConfigError, Engine, Grads, Job, Reduce
 from topotrain.config.sharding import Bucket
 from topotrain.core import protocol as m
-from topotrain.core.bitmaps import NO_REVISION
-from topotrain.core.client.client_types import PeerLost, StepEnd
+from topotrain.core.client.client_context import PeerLost, StepEnd
 from topotrain.core.client.step_exchange import GradientExchange, Means
+from topotrain.core.protocol import NO_REVISION
 from topotrain.extensions.collectives.torch_backend import (
     DEADLINE,
     CollectiveError,

@@ -10,7 +10,7 @@ from math import ceil, sqrt
 import numpy as np
 import torch
 
-from topotrain.core.model.finite import all_finite
+from topotrain.core.server.nonfinite import all_finite
 
 BLOCK = 512  # elements that share a scale in kInt8: the scales add 0.8 % to the bytes
 

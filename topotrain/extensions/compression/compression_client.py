@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 from topotrain.config.job import Cluster
 from topotrain.config.sharding import Bucket, SliceMap
+from topotrain.core.client.client_context import ClientModel, ServerChannel, StepEnd, StepOutcome
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.core.client.client_model import BodyCodec, ClientModel
-from topotrain.core.client.client_types import StepEnd, StepOutcome
-from topotrain.core.client.server_channel import ServerChannel
 from topotrain.core.client.value_pull import ValuePull
+from topotrain.core.model.body_codec import BodyCodec
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.extensions.compression.message_filter import WorkerEncoding
 

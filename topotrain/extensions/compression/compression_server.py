@@ -2,8 +2,8 @@
 
 from topotrain.config.job import Cluster
 from topotrain.config.sharding import SliceMap
+from topotrain.core.model.body_codec import ServerBodyCodec
 from topotrain.core.model.schema import FlatBuffers
-from topotrain.core.server.server_codec import ServerBodyCodec
 from topotrain.core.server.server_extension import GradientExtension
 from topotrain.extensions.compression.message_filter import ServerEncoding
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from topotrain.config.job import Compression
-from topotrain.core.model.finite import all_finite
+from topotrain.core.server.nonfinite import all_finite
 from topotrain.extensions.compression.codecs import (
     CastCodec,
     Codec,

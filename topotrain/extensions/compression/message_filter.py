@@ -15,11 +15,9 @@ import torch
 from topotrain.config.job import Cluster
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address
-from topotrain.core.bitmaps import NO_REVISION
-from topotrain.core.client.client_model import BodyCodec, not_coded
+from topotrain.core.model.body_codec import BodyCodec, ServerBodyCodec, not_coded, present_body
 from topotrain.core.model.schema import FlatBuffers, torch_dtype, typed
-from topotrain.core.protocol import ProtocolError, Push, ReducedGradient, Values
-from topotrain.core.server.server_codec import ServerBodyCodec, body_of
+from topotrain.core.protocol import NO_REVISION, ProtocolError, Push, ReducedGradient, Values
 from topotrain.extensions.compression.codecs import Codec, ScratchMemory
 from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for, working_dtype
 
@@ -217,7 +215,7 @@ class ServerEncoding(ServerBodyCodec):
         Raises:
             ProtocolError: the body is not one.
         """
-        body = body_of(message)
+        body = present_body(message)
         codec = self._codecs.of(bucket)
         if codec is None:
             return typed(body, like)

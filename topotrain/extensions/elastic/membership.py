@@ -204,6 +204,7 @@ class GroupRestarts(RegroupExtension):
 
     def accepts(self, sender: Address, message: Message) -> bool:
         """Drop messages of processes before the last restart."""
+        # A new process says with WorkerRejoined which incarnation it is, so this message always counts.
         if not self.members.changed or sender.role is Role.SERVER or isinstance(message, WorkerRejoined):
             return True
         return self.members.is_current(sender)

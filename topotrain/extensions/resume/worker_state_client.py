@@ -4,10 +4,10 @@ import torch
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.client.client_context import ClientModel, ServerChannel
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.core.client.client_model import ClientModel, present_body
-from topotrain.core.client.server_channel import ServerChannel
 from topotrain.core.client.value_pull import ValuePull
+from topotrain.core.model.body_codec import present_body
 from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, WorkerStateRequest
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, PartialState, cut, room
 

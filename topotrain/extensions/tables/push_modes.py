@@ -14,9 +14,9 @@ import torch
 
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address
-from topotrain.core.model.finite import all_finite
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.protocol import Commit, ProtocolError
+from topotrain.core.server.nonfinite import all_finite
 from topotrain.core.server.ordered_sum import ScratchBuffers, Tree, canonical_mean
 from topotrain.extensions.tables.row_optimizers import (
     Clip,

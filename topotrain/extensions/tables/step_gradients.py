@@ -8,8 +8,7 @@ import torch
 from topotrain.config.job import ConfigError, Job, NonFinite, Reduce
 from topotrain.config.topology import Topology
 from topotrain.core import protocol as m
-from topotrain.core.model.finite import all_finite
-from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit
+from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, all_finite
 from topotrain.core.server.parameter_shard import norm_of, to_power
 from topotrain.extensions.tables.push_modes import StepTable, TableShard
 from topotrain.extensions.tables.table_spec import Ids

@@ -38,6 +38,7 @@ class UnitProcess:
         The commands are listed in `supervisor.py`.
         """
         assert self.process.stdin is not None
+        # A unit that has just died has closed its pipe; its end is reported by its pidfd.
         with contextlib.suppress(OSError):
             os.write(self.process.stdin.fileno(), json.dumps({"command": command, **values}).encode() + b"\n")
 
@@ -65,8 +66,10 @@ def start_unit(
     command += ["--absent", ",".join(map(str, sorted(attempt.absent))), "--why", attempt.why]
     with os.fdopen(open_file(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as errors:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        # A session of its own: Ctrl-C in the terminal reaches the launcher only, which decides about its units.
         process = subprocess.Popen(command, env=environ, start_new_session=True, bufsize=0, **pipes)
     assert process.stdout is not None
+    # The loop reads all units, so no read may wait for one of them.
     os.set_blocking(process.stdout.fileno(), False)
     return UnitProcess(place.rank, process, LineReader(process.stdout.fileno()), log)
 
@@ -94,10 +97,12 @@ class UnitProcesses:
 
     def watch(self, process: "subprocess.Popen[bytes]", ended: Callable[[], None]) -> None:
         """Let the loop call `ended` once, after the end of a process."""
+        # Not SIGCHLD: a signal has one handler per process, and a program that embeds the launcher may have its own.
         pidfd = os.pidfd_open(process.pid)
         self._pidfds.append(pidfd)
 
         def once() -> None:
+            # A pidfd stays readable after the end, so it would be reported again and again.
             self._selector.unregister(pidfd)
             process.wait()
             ended()
@@ -140,6 +145,7 @@ class ProcessTable:
         match event:
             case Started(who=who, pid=pid):
                 self.pids[who] = pid
+                # A restarted process: the exit code is that of the one before it.
                 self.exits.pop(who, None)
             case Exited(who=who, code=code):
                 self.exits[who] = code

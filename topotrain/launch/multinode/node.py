@@ -313,7 +313,7 @@ def _where(topology: Topology) -> dict[str, int]:
 def _reported(company: UnitMembership, rank: int, own: UnitReport) -> Iterator[Event]:
     """Yield the events of the other units, then the servers' counts of samples.
 
-    A report drops the counts of a group whose workers start, so the counts of this unit are repeated behind all starts.
+    A report drops the counts of a group when its workers start, so this unit's counts are repeated behind all starts.
     """
     events = [event for other, told in sorted(company.reports.items()) if other != rank for event in told]
     yield from (event for event in events if not isinstance(event, Counted))

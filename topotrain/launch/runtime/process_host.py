@@ -258,8 +258,13 @@ class ServerEndpoint:
         if to.role is Role.WORKER and to not in self.workers and not isinstance(answer, Fail):
             return
         # The supervisor handles a peer that is gone: nothing can receive the answer.
-        with suppress(TransportError), sending(self.server.spans, to, answer):
-            self._router.send(self.server.me, to, answer)
+        with suppress(TransportError):
+            spans = self.server.spans
+            if spans is SILENT:
+                self._router.send(self.server.me, to, answer)
+            else:
+                with sending(spans, to, answer):
+                    self._router.send(self.server.me, to, answer)
 
     def lost(self, peer: Address, reason: str) -> None:
         observer = self._observer.connections

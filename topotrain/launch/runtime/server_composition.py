@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from topotrain.config.job import Compression, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.model.schema import BufferMemory
-from topotrain.core.server.server import Deliver, Server
-from topotrain.core.server.server_extension import ServerExtension
-from topotrain.core.server.steps.step_policy import makes_partial_steps
+from topotrain.core.server.server import Server
+from topotrain.core.server.server_context import Deliver
+from topotrain.core.server.server_extension import ServerExtension, makes_partial_steps
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.extensions.elastic.eligibility import singly
 

@@ -36,7 +36,7 @@ from topotrain.training.data.map_dataset import (
     ResumeRecorder,
 )
 from topotrain.training.data.sampling import epoch_seed, generators_of, index_sampler, samplers
-from topotrain.training.data.step_batches import BatchAccounting
+from topotrain.training.worker_stats import BatchAccounting
 
 __all__ = ["STATIC", "DataPlan", "ResumeRecorder", "ShardedLoader", "EpochStart"]
 

@@ -22,8 +22,8 @@ from topotrain.training.data.map_dataset import (
     ResumeRecorder,
 )
 from topotrain.training.data.sampling import epoch_seed, leading, length_of, share_of_loaded
-from topotrain.training.data.step_batches import BatchAccounting
 from topotrain.training.rng_state import RngState
+from topotrain.training.worker_stats import BatchAccounting
 
 _END = object()
 

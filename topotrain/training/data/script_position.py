@@ -19,7 +19,7 @@ class ScriptPosition(ResumeRecorder):
 
     @abstractmethod
     def remaining(self, count: int) -> range:
-        """The epochs of `range(count)` that the script's next loop has; the loop does not begin."""
+        """The epochs of the script's next loop over `range(count)`, without beginning it."""
 
     @abstractmethod
     def epochs(self, count: int) -> Iterator[int]:

@@ -56,7 +56,7 @@ class QueuedPush:
         self.gradients.push(self.step, self.ordinal, self.bucket, self.weight, self.present, self.body, self.fresh)
 
 
-class ParameterHolder(ABC):
+class ParameterHolder(ValueObserver, ABC):
     """Access of a worker to the memory of its parameters, which are named by index."""
 
     def __init__(self, tensors: Sequence[nn.Parameter]) -> None:
@@ -75,11 +75,11 @@ class ParameterHolder(ABC):
         """Return the address that a parameter must have after `move`."""
 
     @abstractmethod
-    def renew(self) -> None:
+    def after_values(self) -> None:
         """Take new values from "params"."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def before_values(self) -> None:
         """Wait until "params" may be written."""
 
     @abstractmethod
@@ -131,21 +131,6 @@ class ParameterHolder(ABC):
         """Release resources at the end of the job. Parameters stay readable."""
 
 
-class HolderUpdates(ValueObserver):
-    """Keeps a holder up to date with "params"."""
-
-    def __init__(self, holder: ParameterHolder) -> None:
-        self._holder = holder
-
-    def before_values(self) -> None:
-        """As `ValueObserver.before_values`."""
-        self._holder.settle()
-
-    def after_values(self) -> None:
-        """As `ValueObserver.after_values`."""
-        self._holder.renew()
-
-
 class HostParameters(ParameterHolder):
     """Parameters in the flat buffers.
 
@@ -161,6 +146,7 @@ class HostParameters(ParameterHolder):
     def move(self) -> None:
         """Give each parameter memory in "params"."""
         for index, tensor in enumerate(self._tensors):
+            # A meta tensor belongs to another worker of the group and must not get memory.
             if not tensor.is_meta:
                 tensor.data = self._own("params", index)
 
@@ -168,10 +154,10 @@ class HostParameters(ParameterHolder):
         """Return the address in "params"."""
         return self._view("params", index).data_ptr()
 
-    def renew(self) -> None:
+    def after_values(self) -> None:
         """Do nothing: the parameters are views of "params"."""
 
-    def settle(self) -> None:
+    def before_values(self) -> None:
         """Do nothing: `shared_windows` says which process may write when."""
 
     def send(self, index: int, gradient: torch.Tensor) -> None:
@@ -183,10 +169,10 @@ class HostParameters(ParameterHolder):
     def keep(self, index: int) -> None:
         """Make `.grad` a view of "local", which frees autograd's memory.
 
-        The next gradient can then reuse memory that is in cache. This is not done for a gradient with a history
-        (create_graph=True), which belongs to the script's own tensor.
+        The next gradient can then reuse memory that is in cache.
         """
         gradient = self._tensors[index].grad
+        # A history means create_graph=True: the tensor is the script's own, and overwriting it would change it.
         if gradient is not None and gradient.grad_fn is None:
             self.set_gradient(index, self._own("local", index))
 
@@ -231,9 +217,9 @@ class _Arrival:
 class DeviceParameters(ParameterHolder):
     """Parameters on devices, each on its own. They keep their memory there.
 
-    Only `drain`, `bring` and `settle` wait for a device. There is no thread of its own. A copy that arrives while hooks
-    still run is noticed at the next hook. The rest is noticed at the end of the backward, when the script's thread has
-    nothing else to do.
+    Only `drain`, `bring` and `before_values` wait for a device. There is no thread of its own. A copy that arrives
+    while hooks still run is noticed at the next hook. The rest is noticed at the end of the backward, when the
+    script's thread has nothing else to do.
 
     Args:
         tensors, views: as for `HostParameters`.
@@ -263,20 +249,21 @@ class DeviceParameters(ParameterHolder):
         A parameter that does not fill its memory exactly once gets new memory.
         """
         for index, tensor in self._here.items():
+            # An expanded or overlapping tensor cannot be the target of a copy.
             if tensor.stride() != self._view("params", index).stride():
                 tensor.data = self._like("params", index)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self.renew()
+        self.after_values()
 
     def address(self, index: int) -> int:
         """Return the address of the script's memory, or of that made by `move`."""
         return self._addresses[index]
 
-    def renew(self) -> None:
+    def after_values(self) -> None:
         """Copy all values to the devices, before later work of theirs."""
         self._out("params", {index: tensor.data for index, tensor in self._here.items()})
 
-    def settle(self) -> None:
+    def before_values(self) -> None:
         """Wait until the devices have read their copies."""
         for ferry in self._ferries.values():
             ferry.settle()
@@ -295,6 +282,7 @@ class DeviceParameters(ParameterHolder):
             self._arrive()
 
     def _queue(self, push: QueuedPush | None) -> None:
+        # Marks come after all copies of `landing`, so their events cover these copies.
         landing, self._landing = self._landing, []
         self._arrivals.append(_Arrival([ferry.mark() for ferry in self._ferries.values()], landing, push))
 
@@ -307,6 +295,7 @@ class DeviceParameters(ParameterHolder):
 
     def _arrive(self) -> None:
         arrival = self._arrivals.popleft()
+        # A bounce buffer has its contents only after the mark.
         for mark in arrival.marks:
             mark.synchronize()
         for view, place in arrival.landing:
@@ -316,6 +305,7 @@ class DeviceParameters(ParameterHolder):
 
     def show(self, earlier: Mapping[int, torch.Tensor | None]) -> None:
         """Set `.grad` to a new tensor on the device, or add to the script's own tensor."""
+        # New memory each time: the script may hold the `.grad` of an earlier step.
         means = {index: self._like("grad", index) for index in earlier}
         self._out("grad", means)
         with torch.no_grad():
@@ -343,6 +333,7 @@ class DeviceParameters(ParameterHolder):
 
     def close(self) -> None:
         """Wait for the copies and release memory."""
+        # The job has ended: pushes that were not sent have no receiver any more.
         self._arrivals.clear()
         self._landing.clear()
         for ferry in self._ferries.values():
@@ -369,7 +360,7 @@ class DeviceParameters(ParameterHolder):
 
     def _out(self, name: str, targets: Mapping[int, torch.Tensor]) -> None:
         pairs: dict[DeviceCopier, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self.settle()  # a bounce buffer may still be read
+        self.before_values()  # a bounce buffer may still be read
         for index, target in targets.items():
             view, place = self._view(name, index), self._place(name, index)
             if place is not view:

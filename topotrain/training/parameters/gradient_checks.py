@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.client.client_types import StepOutcome
-from topotrain.core.model.finite import all_finite
-from topotrain.core.server.nonfinite import NOBODY
+from topotrain.core.client.client_context import StepOutcome
+from topotrain.core.server.nonfinite import NOBODY, all_finite
 from topotrain.training.parameters.flat_parameters import ModelParts, version_of
 from topotrain.training.worker_stats import SkippedStep
 

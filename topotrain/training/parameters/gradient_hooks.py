@@ -25,12 +25,12 @@ import torch
 from torch import nn
 
 from topotrain.config.sharding import Bucket, SliceMap
-from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.optim.adapter import HyperEncoder
-from topotrain.training.data.step_batches import StepBatches
+from topotrain.core.protocol import NO_REVISION
 from topotrain.training.parameters.device_parameters import QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, version_of
+from topotrain.training.worker_stats import StepBatches
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

@@ -16,14 +16,21 @@ import torch
 
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
-from topotrain.core.bitmaps import bits_to_int, per_bucket, per_piece
-from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
-from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.protocol import (
+    BackwardEnd,
+    Commit,
+    GradientOverride,
+    ProtocolError,
+    Push,
+    bits_to_int,
+    check_bits,
+    per_bucket,
+    per_piece,
+)
 from topotrain.core.server.component_state import State, field_values
-from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings
+from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings, StepError
 from topotrain.core.server.nonfinite import NOBODY, spoiled, suspects
 from topotrain.core.server.ordered_sum import Part
-from topotrain.core.server.steps.commit_agreement import StepError
 
 IN_CACHE = 1 << 17
 """Elements of a bucket that are added, divided and copied before the next ones: a core's cache holds them meanwhile."""
@@ -144,7 +151,7 @@ class BackwardMeans(GradientSource):
     def check(self, sender: Address, message: BackwardEnd | Commit) -> None:
         """As `GradientSource.check`."""
         if isinstance(message, BackwardEnd):
-            check_bits(message.pushed, len(self._buckets), f"{sender}: the buckets of a backward")
+            check_bits(message.pushed, len(self._buckets), sender, "the buckets of a backward")
         else:
             super().check(sender, message)
 

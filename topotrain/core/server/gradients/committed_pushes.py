@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 
 from topotrain.config.sharding import Bucket
-from topotrain.core.bitmaps import NO_REVISION, bits_to_int, per_bucket
-from topotrain.core.protocol import Push
+from topotrain.core.protocol import NO_REVISION, Push, bits_to_int, per_bucket
 from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings
 from topotrain.core.server.nonfinite import NOBODY, look, spoiled

@@ -13,12 +13,30 @@ import torch
 
 from topotrain.config.sharding import Bucket, Segment
 from topotrain.config.topology import Address
+from topotrain.core.model.body_codec import ServerBodyCodec
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
 from topotrain.core.server.component_state import State
 from topotrain.core.server.ordered_sum import OrderedMean, Tree
-from topotrain.core.server.server_codec import ServerBodyCodec
-from topotrain.core.server.steps.commit_agreement import agree
+
+_MUST_AGREE = {
+    "backwards": "the number of backwards",
+    "hyper": "the optimizer's hyper-parameters",
+    "inv_scale": "the loss scale",
+    "edited": "which gradients the script changed",
+    "dropped": "which gradients the script set to None",
+    "clip_norm": "the gradient clipping",
+    "marks": "the batches of the step",
+}
+
+
+class StepError(Exception):
+    """Workers of one group disagree about a step; the text names both."""
+
+
+def _short(value: object) -> str:
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
+    return text if len(text) <= 200 else text[:200] + "…"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +182,16 @@ class GradientSource(ABC):
         self.commits[worker] = message
         # With each of them, so that the error names two workers that differ.
         for other, theirs in self.commits.items():
-            agree(other, theirs, worker, message, self.words, self.may_differ)
+            self._check_agreement(other, theirs, worker, message)
+
+    def _check_agreement(self, a: int, first: Commit, b: int, second: Commit) -> None:
+        """Raise StepError when two workers commit different things."""
+        for name, words in (_MUST_AGREE | dict(self.words)).items():
+            if name not in self.may_differ and getattr(first, name) != getattr(second, name):
+                raise StepError(
+                    f"workers {a} and {b} of a group disagree about {words} in step {first.step}: "
+                    f"{_short(getattr(first, name))} and {_short(getattr(second, name))}"
+                )
 
     def closed(self, ordinal: int) -> tuple[int, int] | None:
         """The end of a backward: buckets with a mean, and pieces in the workers' memory.

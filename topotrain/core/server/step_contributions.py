@@ -1,48 +1,93 @@
-"""What the workers of a group contribute to a step: gradients, the ends of backwards, and commits.
+"""Contributions of workers to a step: gradients, ends of backwards, commits.
 
-A step is staged once all its contributions are here. The server then votes for it. `decisions` has `step_execution`
-carry the step out when the coordinator has decided it.
+A step is staged once all its contributions are here. The server then votes for it. `step_execution` carries the step
+out when the coordinator has decided it.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
 
+from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.core.bitmaps import int_to_bits
 from topotrain.core.profiling.spans import SILENT, Recorder
-from topotrain.core.protocol.message_validation import check_bits
+from topotrain.core.protocol import check_bits, int_to_bits
 from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import LoopExits
-from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket
-from topotrain.core.server.groups.worker_groups import WorkerGroups
-from topotrain.core.server.message_queue import MessageQueue
-from topotrain.core.server.server_extension import ExtensionHooks
-from topotrain.core.server.shard_state import ShardState
-from topotrain.core.server.steps.commit_agreement import StepError
-from topotrain.core.server.steps.hyper_parameters import HyperParameters
-from topotrain.core.server.steps.pulls import Pulls
-from topotrain.core.server.steps.step_policy import makes_partial_steps
+from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, StepError
+from topotrain.core.server.pull_replies import PullReplies
+from topotrain.core.server.server_context import ServerContext, ShardState
+from topotrain.core.server.server_extension import makes_partial_steps
+
+
+class HyperParameters:
+    """The hyper-parameters of each worker group that uses one server.
+
+    Args:
+        state: the server's model.
+        groups: the worker groups.
+    """
+
+    def __init__(self, state: ShardState, groups: Iterable[int]) -> None:
+        self._state = state
+        self.of_group = dict.fromkeys(groups, b"")
+        """Of each worker group: those of its last commit."""
+        self._of_worker: dict[Address, bytes] = {}
+        self._checked = b""
+
+    def check(self, hyper: bytes) -> None:
+        """Raise StepError for hyper-parameters that the optimizer refuses.
+
+        No value has changed yet.
+        """
+        if not hyper or hyper == self._checked:
+            return
+        try:
+            self._state.known.hyper.check(hyper)
+        except ConfigError as error:
+            raise StepError(str(error)) from error
+        self._checked = hyper
+
+    def receive(self, worker: Address, hyper: bytes) -> None:
+        """Use the hyper-parameters of a worker for its group."""
+        self._of_worker[worker] = self.of_group[worker.group] = hyper
+
+    def last_of(self, worker: Address) -> bytes:
+        """The hyper-parameters that a worker sent last."""
+        # Workers send them again only when they have changed.
+        return self._of_worker.get(worker, b"")
+
+    def use(self, group: int, hyper: bytes) -> None:
+        """Use these hyper-parameters for the step of a group that is decided."""
+        self.of_group[group] = hyper
+
+    def forget(self, worker: Address) -> None:
+        """Forget a worker after the end of its process."""
+        self._of_worker.pop(worker, None)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"of_group": self.of_group, "of_worker": self._of_worker, "checked": self._checked}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.of_group, self._of_worker = dict(state["of_group"]), dict(state["of_worker"])
+        self._checked = state["checked"]
 
 
 class StepContributions:
-    """Receives the contributions of the workers of one server, and votes for the steps that are staged.
+    """Receives the workers' contributions on one server, and votes for staged steps.
 
     Args:
-        state, groups, hyper, pulls, queue, hooks: the parts of the server that it uses.
+        context: the parts of the server that all others use.
+        hyper: the hyper-parameters of the groups.
+        replies: the replies to the workers.
     """
 
-    def __init__(
-        self,
-        state: ShardState,
-        groups: WorkerGroups,
-        hyper: HyperParameters,
-        pulls: Pulls,
-        queue: MessageQueue,
-        hooks: ExtensionHooks,
-    ) -> None:
-        self._state, self._groups, self._hyper, self._pulls = state, groups, hyper, pulls
-        self._queue, self._hooks = queue, hooks
+    def __init__(self, context: ServerContext, hyper: HyperParameters, replies: PullReplies) -> None:
+        self._state, self._groups = state, groups = context.state, context.groups
+        self._queue, self._hooks = context.queue, context.hooks
+        self._hyper, self._replies = hyper, replies
         self._workers = state.topology.workers_per_group
         self._coordinator = Address(Role.SERVER, state.me.group, 0)
         self._partial = makes_partial_steps(state.job)
@@ -61,7 +106,7 @@ class StepContributions:
         if staging is not None:
             model = self._state.known
             bucket = model.bucket(message.bucket)
-            check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
+            check_bits(message.present, len(bucket.pieces), sender, f"the pieces of bucket {bucket.id}")
             body = model.codec.push(sender, message, bucket, model.values(message.bucket))
             self._send_means(sender.group, message.ordinal, staging.push(sender.index, message, body))
 
@@ -109,7 +154,7 @@ class StepContributions:
         bucket = self._state.known.bucket(reduced.bucket)
         with self._spans.span("apply", group=group, bucket=bucket.id):
             self._state.known.update_now(reduced, self._hyper.of_group[group])
-        self._pulls.show_early(group, bucket, self._state.version)
+        self._replies.show_early(group, bucket, self._state.version)
 
     def loop_exited(self, sender: Address, message: m.LoopExited) -> None:
         """A worker has left a loop over its data early."""
@@ -120,7 +165,10 @@ class StepContributions:
         self._exits[sender.group].works(sender.index, message.exits, (message.step, backward))
 
     def check_all_continue(self, group: int) -> None:
-        """Raise StepError if a script of a synchronous group has ended while others of the group continue."""
+        """Raise StepError if a script of a group has ended while others of it continue.
+
+        Only the workers of a synchronous group must take the same steps.
+        """
         for index, steps in () if self._partial else self._groups.finished(group).items():
             raise StepError(
                 f"worker {index} ended its script after {steps} steps while others of its group go on; "
@@ -139,7 +187,7 @@ class StepContributions:
         staging = self._state.known.staging[sender.group]
         if not self._hooks.policy.accepts_commit(sender, message, staging.step):
             return
-        if message.step == staging.step - 1 and self._pulls.repeat(sender, message.fetch):
+        if message.step == staging.step - 1 and self._replies.repeat(sender, message.fetch):
             return
         if self.current_source(sender, message.step) is None:
             return
@@ -156,16 +204,18 @@ class StepContributions:
             self._queue.send_all(extension.committed(sender, message))
 
     def _check_commit(self, sender: Address, message: m.Commit) -> None:
-        model, where = self._state.known, f"{sender}: the commit of step {message.step}"
+        model, where = self._state.known, f"the commit of step {message.step}"
         for bits in (message.edited, message.dropped):
-            check_bits(bits, model.pieces, where)
+            check_bits(bits, model.pieces, sender, where)
         model.staging[sender.group].check(sender, message)
         if message.samples < 0:
-            raise m.ProtocolError(f"{where}: {message.samples} samples")
+            raise m.ProtocolError(f"{sender}: {where}: {message.samples} samples")
         self._hyper.check(message.hyper)
 
     def current_source(self, sender: Address, step: int) -> GradientSource | None:
-        """The group's staging, if a message of `step` is of its current step; None: an older step, which is over.
+        """The group's staging, if `step` is its current step.
+
+        None: an older step, which is over.
 
         Raises:
             StepError: the worker is ahead of its group.
@@ -203,7 +253,7 @@ class StepContributions:
     # --- the workers of a group ----------------------------------------------------------------------------------
 
     def reset(self, group: int) -> None:
-        """The workers of a group are gone: forget what they have sent, except for what is applied."""
+        """Forget the contributions of a group that is gone, unless they are applied."""
         for worker in self._groups.workers[group]:
             self._hyper.forget(worker)
         if self._state.model is not None:
@@ -212,7 +262,7 @@ class StepContributions:
         self._exits[group] = LoopExits(self._workers)
 
     def reset_worker(self, worker: Address) -> None:
-        """The same of one worker, whose group continues."""
+        """The same for one worker. Its group continues."""
         self._hyper.forget(worker)
         if self._state.model is not None:
             self._state.model.staging[worker.group].forget(worker.index)

@@ -10,7 +10,7 @@ from topotrain.config.sharding import Parameter, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import ModelBuffer, Schema
-from topotrain.core.server.shutdown import Shutdown
+from topotrain.core.server.group_exchange import Shutdown
 
 SCHEMA = Schema((Parameter("w", (192,), (1,), "float32", True),), (ModelBuffer("b", "float32", 2),), "{}", "d")
 MAIN = Address(Role.WORKER, 0, 0)

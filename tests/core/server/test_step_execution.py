@@ -5,7 +5,7 @@ from simulation import job
 
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.protocol import Commit
-from topotrain.core.server.steps.sample_counts import SampleCounts
+from topotrain.core.server.step_execution import SampleCounts
 from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.trial import Trial
 

@@ -16,11 +16,10 @@ from topotrain.config.topology import Address, layout
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec
-from topotrain.core.protocol import ProtocolError
-from topotrain.core.protocol.message_validation import MessageValidator, check_bits
-from topotrain.core.server.model_start import _MAX_HELD
+from topotrain.core.protocol import MessageValidator, ProtocolError, check_bits
 from topotrain.core.server.parameter_shard import to_power
 from topotrain.core.server.server import Server
+from topotrain.core.server.startup import _MAX_HELD
 from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, SnapshotRequest
 from topotrain.extensions.collectives.collective_messages import CollectivePart
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
@@ -142,10 +141,10 @@ def test_numbers_that_cannot_be_are_refused(message: m.Message) -> None:
 ])  # fmt: skip
 def test_a_bitmap_has_a_bit_for_each_item_and_no_more(bits: bytes, count: int, good: bool) -> None:
     if good:
-        check_bits(bits, count, "x")
+        check_bits(bits, count, worker(), "x")
         return
     with pytest.raises(ProtocolError, match="x: a bitmap of"):
-        check_bits(bits, count, "x")
+        check_bits(bits, count, worker(), "x")
 
 
 # --- what depends on the model ---------------------------------------------------------------------------------------

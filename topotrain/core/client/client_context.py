@@ -1,13 +1,85 @@
-"""A worker's messages to its servers, its waits for replies, and its failure."""
+"""What the parts of a worker's client share: the channel to the servers, the model, and the types of a step."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import Protocol
 
+from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
-from topotrain.core.client.client_types import JobError, PeerLost, Waiter
+from topotrain.core.model.body_codec import BodyCodec
+from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.transport_contract import TransportError
+
+
+class JobError(Exception):
+    """A server's refusal in the user's words; other fields as in `message.Fail`."""
+
+    def __init__(self, text: str, config: bool, quarantine: bool = False) -> None:
+        super().__init__(text)
+        self.config, self.quarantine = config, quarantine
+
+
+class PeerLost(Exception):
+    """A server this worker needs is gone. A consequence, hardly ever the cause."""
+
+
+class Waiter(Protocol):
+    """How a worker waits for what readers bring."""
+
+    def update(self) -> AbstractContextManager[object]:
+        """Exclusive access for a change. Afterwards a waiting thread checks its condition."""
+        ...
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Return when `ready()` is true, evaluated under exclusive access."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """The outcome of a step.
+
+    version: of the values. staleness: in versions, for each shard. found_inf: a gradient was not finite.
+    norm: of the gradient over all parameters, -1 if the worker did not ask for it.
+    snapshot: number of the snapshot of the values after this step, 0 if there is none.
+    refused: as in `message.Applied`, as pairs. leaves: the group leaves the job after this step.
+
+    late: the group made the step without this worker's gradient and is in step `next` now. The values are those of that
+    step.
+    """
+
+    version: int
+    staleness: tuple[int, ...]
+    found_inf: bool
+    norm: float
+    snapshot: int = 0
+    refused: tuple[tuple[int, int], ...] = ()
+    leaves: bool = False
+    late: bool = False
+    next: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """A worker's commit (see `message.Commit`), with bitmaps over all pieces."""
+
+    backwards: int
+    weight: float
+    fetch: bool
+    hyper: bytes
+    marks: tuple[int, ...]
+    revisions: tuple[int, ...] = ()
+    edited: int = 0
+    dropped: int = 0
+    inv_scale: float = 1.0
+    check_finite: bool = False
+    clip_norm: float = 0.0
+    clip_type: float = 2.0
+    samples: int = 0
+
 
 Send = Callable[[Address, m.Message], None]
 Clock = Callable[[], float]
@@ -139,3 +211,65 @@ class ServerChannel:
     def leave(self) -> None:
         """From here on, connections may end."""
         self._leaving = True
+
+
+class ClientModel:
+    """The model of a job, as one worker's client knows it.
+
+    Args:
+        channel: the worker's channel to its servers.
+        topology: the job's layout.
+        shared: the transports show memory, as for `server.Server`.
+    """
+
+    def __init__(self, channel: ServerChannel, topology: Topology, shared: bool) -> None:
+        self._me = channel.me
+        self._servers = channel.servers
+        self._relay = channel.servers[channel.me.index] if topology.relayed else None
+        self.windowed = shared and topology.sees_memory(channel.me.group)
+        """Whether workers and servers share the memory of parameters and gradients."""
+        self.sends_own_shard = topology.collective
+        """Whether the worker hands in the gradient of its own server's shard, as the script left it."""
+        self.reducers = channel.servers if self._relay is None else (self._relay,)
+        """Servers that take this worker's part of a sum."""
+        self.is_open = False
+
+    def open(self, slice_map: SliceMap, flats: FlatBuffers, codec: BodyCodec) -> None:
+        """The model is known. Values land in the flat buffer "params", means in "mean"."""
+        self.map, self.flats, self.codec = slice_map, flats, codec
+        self.held = slice_map.buckets_on(self._me.index)
+        self.held_by: dict[int, list[int]] = {server.index: [] for server in self._servers}
+        for bucket in self.held:
+            self.held_by[bucket.shard].append(bucket.id)
+        self.first_piece = [0]
+        """Of each bucket the number of its first piece, over all buckets; and last the number of all pieces."""
+        for bucket in slice_map.buckets:
+            self.first_piece.append(self.first_piece[-1] + len(bucket.pieces))
+        self.is_open = True
+
+    def bucket(self, sender: Address, number: int) -> Bucket:
+        """The bucket that a message names. Raises ProtocolError if it is not the sender's."""
+        if not self.is_open:
+            raise m.ProtocolError(f"{sender} sends bucket {number} before this worker has described the model")
+        # In a collective the server beside this worker sends the sums of all buckets.
+        buckets = self.map.buckets if sender == self._relay else self.map.buckets_of(sender.index)
+        if not buckets or not buckets[0].id <= number <= buckets[-1].id:
+            raise m.ProtocolError(f"bucket {number} is not {sender}'s")
+        return self.map.buckets[number]
+
+    def server_of(self, bucket: Bucket) -> Address:
+        """The server that stores a bucket."""
+        return self._servers[bucket.shard]
+
+    def reducer_of(self, bucket: Bucket) -> Address:
+        """The server that takes this worker's part of a bucket's sum."""
+        return self._relay or self._servers[bucket.shard]
+
+    def reduced_by(self, server: Address) -> tuple[int, int]:
+        """First bucket, and number of buckets, of which a server sends this worker sums."""
+        buckets = self.map.buckets if self.reducers == (server,) else self.map.buckets_of(server.index)
+        return (buckets[0].id if buckets else 0), len(buckets)
+
+    def piece_bit(self, bucket: Bucket, piece: int) -> int:
+        """The bit of a bucket's piece in a bitmap over all pieces."""
+        return 1 << (self.first_piece[bucket.id] + piece)

@@ -1,12 +1,10 @@
-"""The end of a job on the servers: the drain, and the final values.
+"""The exchange of one server with the same shard of other server groups.
 
-The result of a job is the values of the masters after the drain. A server that has applied its last update sends
-Drained to the same shard of the other groups, when all its messages are answered. Nothing is under way once all servers
-have sent it. Then each master's value of a bucket is final and goes to server group 0, where worker (0,0) reads it.
-With ring averaging the values of all groups go there, and their mean is final. The model's buffers (BatchNorm
-statistics) travel the same way: the first worker of each group that has them leaves them at server (0,0), and worker
-(0,0) collects them.
+It lasts from their common start to the final values.
 """
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,15 +13,22 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema
 from topotrain.core.server.component_state import State
+from topotrain.core.server.group_sync import Distance, GroupMessages
 from topotrain.core.server.parameter_shard import ParameterShard
-
-Out = list[tuple[Address, m.Message]]
+from topotrain.core.server.server_context import Out, ServerContext
 
 _MOST_ASKS = 64
 
 
 class Shutdown:
-    """The end of the job on one server.
+    """The end of the job on one server: the drain, and the final values.
+
+    The result of a job is the values of the masters after the drain. A server that has applied its last update sends
+    Drained to the same shard of the other groups, when all its messages are answered. Nothing is under way once all
+    servers have sent it. Then each master's value of a bucket is final and goes to server group 0, where worker (0,0)
+    reads it. With ring averaging the values of all groups go there, and their mean is final. The model's buffers
+    (BatchNorm statistics) travel the same way: the first worker of each group that has them leaves them at server
+    (0,0), and worker (0,0) collects them.
 
     Args:
         me: the server.
@@ -46,14 +51,8 @@ class Shutdown:
         self._buffers_from: set[int] = set()
         self._buffers_each = 0
         self._away: set[int] = set()
-
-    @property
-    def done(self) -> bool:
+        self.done = False
         """Whether no message is left to be sent or received here."""
-        if self._me.group != 0:
-            return self._handed_on
-        wanted = {m.FinalRequest, m.BufferRequest} if self._me.index == 0 else {m.FinalRequest}
-        return wanted <= self._answered
 
     def drained(self, shard: ParameterShard) -> Out:
         """This server has applied its last update and is drained."""
@@ -140,7 +139,14 @@ class Shutdown:
                 self._asks.remove((sender, ask))
                 self._answered.add(type(ask))
                 out += answer
+        self.done = self._is_done()
         return out
+
+    def _is_done(self) -> bool:
+        if self._me.group != 0:
+            return self._handed_on
+        wanted = {m.FinalRequest, m.BufferRequest} if self._me.index == 0 else {m.FinalRequest}
+        return wanted <= self._answered
 
     def _hand_on(self, shard: ParameterShard) -> Out:
         if self._me.group == 0:
@@ -200,3 +206,103 @@ class Shutdown:
         self._asks, self._answered = list(state["asks"]), set(map(m.kind_of, state["answered"]))
         self._buffers, self._buffers_here = dict(state["buffers"]), set(state["buffers_here"])
         self._buffers_from, self._buffers_each = set(state["buffers_from"]), state["buffers_each"]
+        self.done = self._is_done()
+
+
+class GroupExchange:
+    """One server's part in group synchronization, and in the end of the job.
+
+    Args:
+        context: the parts of the server that all others use.
+        shutdown: the end of the job on this server.
+    """
+
+    def __init__(self, context: ServerContext, shutdown: Shutdown) -> None:
+        self._state, self._groups, self._shutdown = context.state, context.groups, shutdown
+        self._queue, self._hooks = context.queue, context.hooks
+        self._early: list[tuple[Address, m.Message]] = []
+
+    @property
+    def distance(self) -> Distance:
+        """How far the other server groups were away, so far."""
+        model = self._state.model
+        return Distance() if model is None else model.agreement.distance
+
+    def expect_buffers(self, count: int) -> None:
+        """The model has so many buffers, which are collected at the end of the job."""
+        self._shutdown.expect_buffers(count)
+
+    def begin(self) -> None:
+        """All server groups start from the values that are here now."""
+        self._state.known.agreement.begin()
+        self._queue.handle_later(self._early)
+        self._early = []
+
+    def receive(self, sender: Address, message: Any) -> None:
+        """Another server group sends what it has added, or what this one has to add."""
+        body = self._state.known.body(message)
+        if not self._state.common:
+            # The start of a group that is faster has come already.
+            self._early.append((sender, replace(message, body=body.clone())))
+            return
+        if any(extension.take_exchange(sender, message, body) for extension in self._hooks.take_exchange):
+            return
+        agreement = self._state.known.agreement
+        taken = agreement.taken(sender.group, message.bucket)
+        self.send(agreement.meet(sender.group, message, body))
+        if agreement.taken(sender.group, message.bucket) > taken:
+            for extension in self._hooks.exchanged:
+                extension.exchanged(message, body)
+        self._end()
+
+    def send(self, out: GroupMessages) -> None:
+        """Send (server group, message) to the same shard of these groups."""
+        for group, message in out:
+            for extension in self._hooks.amend_exchange:
+                message = extension.amend_exchange(message)
+            self._queue.send(Address(Role.SERVER, group, self._state.me.index), message)
+
+    def drain(self) -> None:
+        """Send what is left, if no worker group here trains any more."""
+        if self._groups.any_runs:
+            return
+        for extension in self._hooks.on_drain:
+            extension.on_drain()
+        self.send(self._state.known.agreement.drain())
+        self._end()
+
+    def _end(self) -> None:
+        """Hand on the final values, once nothing more can change them.
+
+        That is when every worker group here has ended and every exchange is answered.
+        """
+        if not self._groups.any_runs and self._state.known.agreement.drained():
+            self._queue.send_all(self._shutdown.drained(self._state.known))
+
+    def close(self, sender: Address, message: Any) -> None:
+        """Handle a message of the job's end (`Shutdown`).
+
+        Raises ProtocolError for a buffer that the sender does not have.
+        """
+        model = self._state.known
+        if isinstance(message, m.ModelBufferValue) and (
+            message.group != sender.group or message.index >= len(model.schema.buffers)
+        ):
+            raise m.ProtocolError(f"{sender} sends buffer {message.index} of group {message.group}")
+        body = model.body(message) if isinstance(message, m.FinalValue) else message.body
+        self._queue.send_all(self._shutdown.take(sender, message, body, model))
+        if isinstance(message, m.ModelBufferValue) and message.index < 0:
+            self.end_group(message.group)
+
+    def end_group(self, group: int) -> None:
+        """The workers of a group have left the job, or their scripts have ended."""
+        for extension in self._hooks.group_over:
+            self._queue.send_all(extension.group_over(group))
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"early": self._early}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._early = list(state["early"])

@@ -1,0 +1,17 @@
+"""The memory of a tensor as bytes, for files that are read and written in place."""
+
+import ctypes
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a launcher finds the newest snapshot without torch
+    from torch import Tensor
+
+
+def bytes_of(tensor: "Tensor") -> memoryview:
+    """Return the memory of a contiguous CPU tensor as writable bytes.
+
+    The tensor must live as long as the result.
+    """
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,1 +1,0 @@
-"""Worker groups that use one server, and the other server groups of a job."""

@@ -1,0 +1,355 @@
+"""The decisions of a server group, and the steps that are decided.
+
+`Decisions` calls `StepExecution.carry_out` once per decided step, on every shard in the same order. The step makes new
+values and the replies to the workers.
+"""
+
+from collections.abc import Collection, Mapping
+
+from topotrain.config.async_momentum import explanation, momentum_in
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import Address, Role, Topology
+from topotrain.core import protocol as m
+from topotrain.core.optim.adapter import OptimizerSpec
+from topotrain.core.server.component_state import State
+from topotrain.core.server.consistency import IS_BACK, RESTARTS, RESTS, AppliedBatches, DecisionLog, pairs
+from topotrain.core.server.gradients.gradient_source import GradientSource, StepError
+from topotrain.core.server.group_exchange import GroupExchange
+from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
+from topotrain.core.server.parameter_shard import ParameterShard, global_norm, step_factor
+from topotrain.core.server.pull_replies import PullReplies
+from topotrain.core.server.server_context import ServerContext
+from topotrain.core.server.server_extension import StepResult, makes_partial_steps
+from topotrain.core.server.step_contributions import HyperParameters, StepContributions
+
+
+class SampleCounts:
+    """The number of each worker's samples that are in the values of one server group.
+
+    With each step a worker sends the number of samples of its gradient. They count once, when the step changes the
+    values: not with a gradient that was refused, and not with a step that is not decided. The counts outlive the
+    worker's process, and they are in snapshots.
+
+    Args:
+        topology: the job's layout.
+        group: the server group.
+        before: the counts of an earlier start of the job. The counts of workers that exist no more are added to
+            those of worker (0,0), so that the sum stays the same.
+    """
+
+    def __init__(self, topology: Topology, group: int, before: Mapping[Address, int]) -> None:
+        there = {who for g in range(topology.worker_groups) for who in topology.workers(g)}
+        mine = {who for g in topology.worker_groups_of(group) for who in topology.workers(g)}
+        self.counts = {who: before.get(who, 0) for who in sorted(mine)}
+        first = Address(Role.WORKER, 0, 0)
+        if first in mine:
+            self.counts[first] += sum(count for who, count in before.items() if who not in there)
+
+    def applied(self, group: int, commits: Mapping[int, m.Commit], refused: Collection[int]) -> None:
+        """Count a step of a group that is in the values, without these of its workers."""
+        for index, commit in commits.items():
+            if index not in refused:
+                self.counts[Address(Role.WORKER, group, index)] += commit.samples
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.counts = dict(state["counts"])
+
+
+class StepExecution:
+    """Carries out the decided steps of the worker groups on one server.
+
+    Args:
+        context: the parts of the server that all others use.
+        hyper: the hyper-parameters of the groups.
+        replies: the replies to the workers.
+        exchange: the messages to other server groups.
+    """
+
+    def __init__(
+        self, context: ServerContext, hyper: HyperParameters, replies: PullReplies, exchange: GroupExchange
+    ) -> None:
+        self._state, self._groups = state, groups = context.state, context.groups
+        self._queue, self._hooks = context.queue, context.hooks
+        self._hyper, self._replies, self._exchange = hyper, replies, exchange
+        job, self._topology, start = state.job, state.topology, state.start
+        self._partial = makes_partial_steps(job)
+        self.batches = AppliedBatches(start.first_epoch)
+        self._samples = SampleCounts(self._topology, state.me.group, start.samples)
+        self._strikes = NonfiniteLimit(job.nonfinite)
+        self._taken = dict.fromkeys(groups.groups, 0)  # steps, of all incarnations of a group
+
+    @property
+    def samples(self) -> Mapping[Address, int]:
+        """Of each worker of this server group: how many of its samples are in the values."""
+        return self._samples.counts
+
+    def applied_batches(self, sender: Address, message: m.AppliedBatchesRequest) -> None:
+        """Reply with the number of applied batches of a stream, or of steps of the group."""
+        group = sender.group
+        count = self._taken[group] if message.stream < 0 else self.batches.count(message.stream, group)
+        self._queue.send(sender, m.AppliedBatchesReply(message.stream, count))
+
+    # --- the decided step ----------------------------------------------------------------------------------------
+
+    def carry_out(self, decision: m.StepDecision) -> None:
+        """Update the values, or skip the step.
+
+        The replies are held until their groups may read.
+        """
+        group, step, model = decision.group, decision.step, self._state.model
+        if model is None:
+            raise m.ProtocolError(f"a decision about step {step} of group {group} before there is a model")
+        staging = model.staging[group]
+        self._hooks.policy.choose(staging, decision)
+        if self._partial:
+            self._hyper.use(group, staging.first.hyper)
+        refused = dict(check_refused(decision, self._topology.workers_per_group, len(model.schema.parameters)))
+        skipped = decision.found_inf or (bool(refused) and not model.refuse(group, refused.keys()))
+        commit, staleness = staging.first, self._state.version - self._replies.pulled[group]
+        norm = global_norm(decision.power, commit)
+        new = self._record_batches(group, staging.marks)
+        if new and not skipped:
+            self._samples.applied(group, staging.commits, refused.keys())
+            self._update(model, group, commit, norm, staleness)
+        model.codec.step_done(group, new and not skipped, commit.inv_scale)
+        version = self._state.version
+        applied = m.Applied(staging.step, version, staleness, skipped, norm, refused=decision.refused)
+        self._end_step(group, staging, applied)
+        self._complain(group, step, refused)
+
+    def _record_batches(self, group: int, marks: tuple[int, ...]) -> bool:
+        """Whether the batches of the step count now; False: they have counted before."""
+        try:
+            new = self.batches.verdict(marks, group) == "new"
+        except ValueError as error:
+            raise StepError(str(error)) from error
+        if new:
+            self.batches.record(marks, group)
+        return new
+
+    def _update(self, model: ParameterShard, group: int, commit: m.Commit, norm: float, staleness: int) -> None:
+        state, staging = self._state, model.staging[group]
+        for bucket in model.apply(group, self._hyper.of_group[group], commit, norm, staleness):
+            if commit.fetch:
+                self._replies.show_early(group, bucket, state.version + 1)
+        for extension in self._hooks.apply_step:
+            factor = step_factor(commit, norm)
+            self._queue.send_all(extension.apply_step(group, staging.step, staging.commits, factor))
+        state.count_update()
+        if state.common and self._topology.synced:
+            self._exchange.send(model.agreement.updated(model.touched(group)))
+
+    def _end_step(self, group: int, staging: GradientSource, applied: m.Applied) -> None:
+        for extension in self._hooks.amend_reply:
+            applied = extension.amend_reply(group, applied, staging.first)
+        for worker in self._groups.workers[group]:
+            if worker.index in staging.commits:
+                self._replies.reply(worker, applied, staging.commits[worker.index].fetch)
+        result = StepResult(group, staging.step, staging.commits, applied)
+        staging.next_step()
+        self._groups.clocks.tick(group)
+        self._taken[group] += 1
+        for each in self._hooks.step_over:
+            self._queue.send_all(each.step_over(result))
+
+    def _complain(self, group: int, step: int, refused: dict[int, int]) -> None:
+        """End the group if a worker of it has sent too many non-finite gradients."""
+        number = self._strikes.step(group, refused)
+        if number is None:
+            return
+        model, who = self._state.known, "" if number == NOBODY else str(self._groups.workers[group][number])
+        # Groups that do not wait for each other may have come to it by their momentum.
+        momentum = momentum_in(OptimizerSpec.from_text(model.schema.optimizer).name, self._hyper.of_group[group])
+        why = explanation(self._topology, momentum)
+        text = complaint(who, model.parameter(refused[number]), step + 1, self._strikes.most, why)
+        self.fail(group, text, self._strikes.quarantine)
+
+    # --- the workers of a group ----------------------------------------------------------------------------------
+
+    def fail(self, group: int, text: str, quarantine: bool = False) -> None:
+        """Send all workers of a group the reason why they cannot continue."""
+        self._queue.send_each(
+            self._groups.workers.get(group, ()), m.Fail(f"worker group {group}: {text}", quarantine=quarantine)
+        )
+
+    def reset(self, group: int) -> None:
+        """Forget the refused gradients of a group that is gone. Applied batches stay."""
+        self._strikes.forget(group)
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {
+            "batches": self.batches.state_dict(),
+            "samples": self._samples.state_dict(),
+            "nonfinite": self._strikes.state_dict(),
+            "taken": self._taken,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.batches.load_state_dict(state["batches"])
+        self._samples.load_state_dict(state["samples"])
+        self._strikes.load_state_dict(state["nonfinite"])
+        self._taken = dict(state["taken"])
+
+
+class Decisions:
+    """Makes the decisions of a server group, on the coordinator, and carries them out, on every shard.
+
+    Shards vote, the coordinator decides, and every shard carries out the same list of decisions in its order
+    (`consistency`). A decision is a step of a worker group, or a change that all shards make between the same two
+    steps.
+
+    Args:
+        context: the parts of the server that all others use.
+        contributions: what the workers send for their steps.
+        steps: the steps that are decided.
+    """
+
+    def __init__(self, context: ServerContext, contributions: StepContributions, steps: StepExecution) -> None:
+        self._state, self._groups = context.state, context.groups
+        self._contributions, self._steps = contributions, steps
+        self._queue, self._hooks = context.queue, context.hooks
+        me, topology = context.state.me, context.state.topology
+        self._shards = topology.servers(me.group)
+        self.log = DecisionLog(topology.shards) if me.index == 0 else None
+        """On the coordinator, which is shard 0."""
+        self._rested: dict[int, tuple[int, int]] = {}  # group -> its last wait at an epoch's end that is over
+
+    # --- on the coordinator --------------------------------------------------------------------------------------
+
+    def vote(self, sender: Address, message: m.StepVote) -> None:
+        """A shard has all it needs for a step."""
+        assert self.log is not None
+        check_refused(message, self._state.topology.workers_per_group, len(self._state.known.schema.parameters))
+        self.log.staged(sender.index, message)
+        self.decide()
+
+    def decide(self) -> None:
+        """Decide every step that is ready."""
+        if self.log is None:
+            return
+        for group, step in self.log.ready(self._hooks.policy):
+            if self._groups.clocks.may_decide(group):
+                for extension in self._hooks.before_decision:
+                    extension.before_decision(group)
+                self.send(self.log.decide(group, step))
+
+    def decree(self, group: int, clock: int, change: int, members: tuple[int, ...] = ()) -> None:
+        """Have all shards make a change between the same two steps."""
+        if self.log is not None:
+            self.send(self.log.decree(group, clock, change, members))
+
+    def send(self, decision: m.StepDecision) -> None:
+        """Send a decision to all shards."""
+        for server in self._shards:
+            self._queue.send(server, decision)
+
+    def repeat(self, sender: Address, message: m.StepDecisionRequest) -> None:
+        """A shard asks for the decisions from a number on."""
+        assert self.log is not None
+        for decision in self.log.since(message.index):
+            self._queue.send(sender, decision)
+
+    def idle(self, sender: Address, message: m.GroupIdle) -> None:
+        """A group waits at the end of an epoch, or does not wait any more."""
+        group, wait = sender.group, (message.epoch, message.ordinal)
+        over = wait <= self._rested.get(group, (-1, -1))
+        live = group in self._groups.clocks.live()
+        if message.resting:
+            if live and not over:
+                self.decree(group, 0, RESTS)
+            return
+        if not over:
+            self._rested[group] = wait
+            if not live and self._groups.runs(group):
+                self._decree_return(group)
+        self._queue.send(sender, message)
+
+    def rejoin(self, group: int) -> None:
+        """The group has workers again. Groups that warm up start together."""
+        if group in self._groups.clocks.live() or not self._groups.runs(group):
+            return
+        if self._state.common or group == 0:
+            self._decree_return(group)
+        else:
+            self._groups.join_at_start(group)
+
+    def _decree_return(self, group: int) -> None:
+        self.decree(group, self._groups.clocks.entry(group), IS_BACK)
+
+    @property
+    def undecided(self) -> int:
+        """Steps of which nothing is decided, though some shard has all it needs for them."""
+        return 0 if self.log is None else self.log.undecided
+
+    # --- on every shard ------------------------------------------------------------------------------------------
+
+    def receive(self, message: m.StepDecision) -> None:
+        """Carry out a decision, and those after it that have come before."""
+        for decision in self._state.order.arrive(message):
+            try:
+                if decision.change:
+                    self._change(decision)
+                else:
+                    self._steps.carry_out(decision)
+            except (StepError, ConfigError) as error:
+                self._steps.fail(decision.group, str(error))
+
+    def _change(self, decision: m.StepDecision) -> None:
+        if decision.change in (RESTARTS, RESTS):
+            self._groups.pause(decision.group)
+        elif decision.change == IS_BACK:
+            self._groups.resume(decision.group, decision.step)
+        for extension in self._hooks.on_decree.get(decision.change, ()):
+            self._queue.send_all(extension.on_decree(decision))
+
+    def catch_up(self) -> None:
+        """Send the votes again, over a new connection.
+
+        The server also asks for the decisions that it has missed.
+        """
+        self._contributions.repeat_votes()
+        self._queue.send(self._shards[0], m.StepDecisionRequest(self._state.order.next))
+
+    def reset(self, group: int) -> None:
+        """The workers of the group are gone."""
+        self._rested.pop(group, None)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"log": None if self.log is None else self.log.state_dict(), "rested": self._rested}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        if self.log is not None:
+            self.log.load_state_dict(state["log"])
+        self._rested = dict(state["rested"])
+
+
+def check_refused(message: m.StepVote | m.StepDecision, workers: int, parameters: int) -> list[tuple[int, int]]:
+    """The (worker, parameter) pairs that a vote or a decision refuses.
+
+    workers, parameters: the numbers of them that a group and the model have.
+
+    Raises:
+        ProtocolError: workers that the group does not have, or parameters that the model does not have.
+    """
+    numbers, members = message.refused, message.members if isinstance(message, m.StepVote) else ()
+    if not numbers and not members:
+        return []
+    where = f"step {message.step} of group {message.group}"
+    if len(numbers) % 2 or any(not NOBODY <= n < workers for n in numbers[::2]):
+        raise m.ProtocolError(f"{where}: no such workers: {numbers[::2]}")
+    if any(not -1 <= n < parameters for n in numbers[1::2]):
+        raise m.ProtocolError(f"{where}: no such parameters: {numbers[1::2]}")
+    if any(not 0 <= index < workers for index in members):
+        raise m.ProtocolError(f"{where}: no such workers: {members}")
+    return pairs(numbers)

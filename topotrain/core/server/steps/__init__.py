@@ -1,1 +1,0 @@
-"""Steps of worker groups on one server: from what workers push to new values."""
