@@ -120,6 +120,17 @@ class Room:
         return found
 
 
+class RoomRelay(Relay):
+    """A relay with the memory of a room; the homes take turns."""
+
+    def __init__(self, room: Room, algorithm: Algorithm, size: int, rank: int) -> None:
+        super().__init__(algorithm, size, rank, [bucket % size for bucket in range(room.count)])
+        self._room = room
+
+    def buffer(self, slot: str, bucket: int) -> torch.Tensor:
+        return self._room.buffer(slot, bucket)
+
+
 class Member:
     """The resident of one process on one road: hands Hops to the relay of the way that is measured."""
 
@@ -133,7 +144,7 @@ class Member:
         """Be ready for a round; everybody is before anybody starts."""
         if way not in self._ways:
             room = Room(way, self._size, self._rank, self._wire)
-            relay = Relay(way.algorithm, self._size, self._rank, lambda bucket: bucket % self._size, room.buffer)
+            relay = RoomRelay(room, way.algorithm, self._size, self._rank)
             self._ways[way] = relay, room
         self._relay, self._room = self._ways[way]
         self._results: dict[int, torch.Tensor] = {}
