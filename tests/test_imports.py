@@ -47,6 +47,7 @@ PURE = """
     extensions/elastic/group_departure.py
     extensions/replication/buffer_views.py
     extensions/replication/replica_checksum.py extensions/replication/replica_placement.py
+    extensions/replication/replicated_server.py
     extensions/replication/state_codec.py extensions/replication/state_machine.py
     extensions/replication/state_transfer.py
     extensions/resume/worker_state_store.py extensions/tables/push_modes.py extensions/tables/row_optimizers.py

@@ -35,7 +35,8 @@ from topotrain.core.client.client import Client
 from topotrain.core.model.schema import BufferMemory, PrivateMemory
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
 from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
-from topotrain.core.server.server import Server
+from topotrain.core.server.server import Server, ServerFactory
+from topotrain.core.server.server_context import Outbox
 from topotrain.launch.runtime.process_host import (
     ConditionWaiter,
     HostObserver,
@@ -280,6 +281,18 @@ class Result:
         return float((mine - theirs).norm() / theirs.norm())
 
 
+@dataclass(frozen=True)
+class PlainServerFactory(ServerFactory):
+    """Servers of a job without a store and without records of spans."""
+
+    job: Job
+    topology: Topology
+    shared: bool = False
+
+    def make(self, me: Address, outbox: Outbox) -> Server:
+        return make_server(me, self.job, self.topology, PrivateMemory(), self.shared, outbox)
+
+
 class FailureObserver(HostObserver):
     """Calls `trouble` where a server fails."""
 
@@ -349,13 +362,9 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
     topology, wire, crew = layout(job.cluster), InProcessTransport(), _Crew()
     addresses = [server for unit in topology.units for server in unit.servers]
     servers = {}
+    factory, options = PlainServerFactory(job, topology, shared), HostOptions(FailureObserver(crew.trouble))
     for me in addresses:
-
-        def make(me: Address, deliver: Any) -> Server:
-            return make_server(me, job, topology, PrivateMemory(), shared, deliver)
-
-        options = HostOptions(FailureObserver(crew.trouble))
-        house = ServerEndpoint(me, make, wire, threading.Condition(), options)  # type: ignore[arg-type]
+        house = ServerEndpoint(me, factory, wire, threading.Condition(), options)  # type: ignore[arg-type]
         servers[me] = house.server
         wire.attach(me, house)
     for me in servers:

@@ -22,12 +22,13 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import Client
 from topotrain.core.model.schema import PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
-from topotrain.core.server.server import Server
+from topotrain.core.server.server import Server, ServerFactory
+from topotrain.core.server.server_context import Outbox
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.snapshot_coordinator import NoFiles
-from topotrain.extensions.replication.replica_connections import ReplicaConnections
-from topotrain.extensions.replication.state_machine import Primary, ReplicatedServer, Standby
-from topotrain.extensions.replication.state_transfer import restore, save
+from topotrain.extensions.replication.replica_connections import ReplicaClientHost, ReplicaConnections
+from topotrain.extensions.replication.replicated_server import ReplicatedServer, standby_of
+from topotrain.extensions.replication.state_machine import Primary, Standby
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
@@ -127,7 +128,24 @@ class _Dying:
         return False
 
 
-class ReplicatedTown(sim_cluster.SimCluster):
+class SimClientHost(ReplicaClientHost):
+    """A worker that looks for a server until one speaks."""
+
+    def __init__(self, town: "ReplicatedTown", me: Address) -> None:
+        self.cluster, self.me = town, me
+
+    def send(self, to: Address, message: m.Message, wait: bool = False) -> None:
+        self.cluster.transport.send(self.me, to, message)
+
+    def reconnect(self, connections: ReplicaConnections, server: Address, moves: int) -> None:
+        sim = self.cluster.sim
+        sim.at(sim.now + 0.001, lambda: self.cluster.dial(connections, self.me, server, moves))
+
+    def on_change(self) -> None:
+        pass
+
+
+class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
     """Arguments as for `SimCluster`; `kill`: of which process (by its first server) what moment is the last."""
 
     def __init__(self, job: Job, seed: int = 0, kill: tuple[int, int] | None = None, again: int = 0) -> None:
@@ -147,7 +165,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
         servers = self.topology.servers(0)
         for me in servers:
             self.processes[me.index] = self.home[me] = Process(me.index)
-            self.settle_lead(self.home[me], Primary(ReplicatedServer(partial(self.make, me)), save))
+            self.settle_lead(self.home[me], Primary(ReplicatedServer(self, me)))
         for me in servers:
             for peer in peers(me, self.topology):
                 self.transport.connect(me, peer, "")
@@ -160,8 +178,8 @@ class ReplicatedTown(sim_cluster.SimCluster):
     def _plan(self) -> tuple[Schema, SliceMap]:
         return plan(self.topology.shards)
 
-    def make(self, me: Address, deliver: Callable[[Address, m.Message], None]) -> Server:
-        server = make_server(me, self.job, self.topology, PrivateMemory(), deliver=deliver)
+    def make(self, me: Address, outbox: Outbox) -> Server:
+        server = make_server(me, self.job, self.topology, PrivateMemory(), outbox=outbox)
         snapshots_of(server).attach_host(NoFiles())
         return server
 
@@ -173,8 +191,8 @@ class ReplicatedTown(sim_cluster.SimCluster):
 
     def shadow(self, me: Address, process: Process) -> None:
         """A fresh second copy of a server in a process."""
-        address = Address(Role.SHADOW, me.group, me.index)
-        house = ShadowHouse(self, process, address, Standby(partial(self.make, me), restore))
+        address = standby_of(me)
+        house = ShadowHouse(self, process, address, Standby(self, me))
         process.shadows[me] = house
         self.transport._residents[address] = house
         self.transport.connect(me, address, "")
@@ -185,11 +203,8 @@ class ReplicatedTown(sim_cluster.SimCluster):
         extensions = client_extensions(self.topology)
         door = Client(me, self.topology, lambda to, x: lines.send(to, x), self.sim.waiter(), extensions=extensions)
 
-        def redial(server: Address, moves: int) -> None:
-            self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))
-
         servers = dict.fromkeys((*door.channel.servers, door.channel.first_server))
-        lines = ReplicaConnections(servers, door, lambda to, x, wait=False: self.transport.send(me, to, x), redial)
+        lines = ReplicaConnections(servers, door, SimClientHost(self, me))
         self.lifelines[me] = lines
         self.transport.attach(me, lines)
         for server in servers:
@@ -231,7 +246,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
             return
         self.deaths += 1
         process.alive = False
-        who = {*process.leads, *(Address(Role.SHADOW, me.group, me.index) for me in process.shadows)}
+        who = {*process.leads, *map(standby_of, process.shadows)}
         self.transport.end(who)
         self.sim.at(self.sim.now + 0.02, lambda: self.replace(process))
 
@@ -244,7 +259,7 @@ class ReplicatedTown(sim_cluster.SimCluster):
             heir = next(p for p in self.processes.values() if me in p.shadows and p.alive)
             copy = heir.shadows.pop(me).shadow.copy
             assert copy is not None
-            house = self.settle_lead(heir, Primary(copy, save))
+            house = self.settle_lead(heir, Primary(copy))
             house.say(house.lead.take_over())
         coordinator, *others = self.topology.servers(0)
         for me in others:

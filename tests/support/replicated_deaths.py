@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from replicated_cluster import ReplicatedTown
+from replicated_cluster import ReplicatedTown, SimClientHost
 from torch import nn
 
 from topotrain.config.job import Job
@@ -38,6 +38,22 @@ def ledger(cells: int, shards: int) -> tuple[Schema, SliceMap]:
     slice_map = cut(schema, shards, 1)
     spec = describe(torch.optim.SGD(tensors, lr=1.0), tensors)
     return Schema(schema, (), spec.to_text(), slice_map.digest), slice_map
+
+
+class MortalClientHost(SimClientHost):
+    """A worker of one life, after which nothing of it is heard."""
+
+    def __init__(self, town: "MortalTown", life: WorkerProcess) -> None:
+        super().__init__(town, life.me)
+        self.town, self.life = town, life
+
+    def send(self, to: Address, message: m.Message, wait: bool = False) -> None:
+        if not self.life.dead:
+            super().send(to, message)
+
+    def reconnect(self, connections: ReplicaConnections, server: Address, moves: int) -> None:
+        done = partial(connections.connected, moves=moves)
+        self.town._soon(0.001, lambda: self.town._dial(self.life, connections, server, done))
 
 
 class MortalTown(ReplicatedTown):
@@ -85,14 +101,7 @@ class MortalTown(ReplicatedTown):
         door = Client(me, self.topology, say, waiter, incarnation=life.incarnation, extensions=extensions)
         servers = dict.fromkeys((*door.channel.servers, door.channel.first_server))
 
-        def redial(server: Address, moves: int) -> None:
-            self._soon(0.001, lambda: self._dial(life, lines, server, lambda it: lines.connected(it, moves)))
-
-        def send(to: Address, x: m.Message, wait: bool = False) -> None:
-            if not life.dead:
-                self.transport.send(me, to, x)
-
-        lines = ReplicaConnections(servers, door, send, redial, restarts=life.incarnation)
+        lines = ReplicaConnections(servers, door, MortalClientHost(self, life), life.incarnation)
         self.lifelines[me] = lines
         self.transport._residents[me] = lines
         self.unfound: dict[WorkerProcess, set[Address]] = getattr(self, "unfound", {})

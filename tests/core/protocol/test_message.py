@@ -10,11 +10,10 @@ import torch
 from every_message import every_message
 from single_servers import Hall, server, started, worker
 
-from tests.support.in_process_job import FailureObserver
+from tests.support.in_process_job import FailureObserver, PlainServerFactory
 from topotrain.config.job import Algorithm, Cluster
 from topotrain.config.topology import Address, layout
 from topotrain.core import protocol as m
-from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec
 from topotrain.core.protocol import MessageValidator, ProtocolError, check_bits
 from topotrain.core.server.parameter_shard import to_power
@@ -27,7 +26,6 @@ from topotrain.extensions.replication.state_machine import UNCOUNTED
 from topotrain.extensions.tables.table_messages import TablePush
 from topotrain.launch.multinode.reliable_messages import UnitPart
 from topotrain.launch.runtime.process_host import HostOptions, ServerEndpoint
-from topotrain.launch.runtime.server_composition import make_server
 from topotrain.parallel.runtime.activation_messages import ActivationHello
 from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRequest
 from topotrain.training.data.lease_queue import LeaseQueue
@@ -249,7 +247,7 @@ def test_a_wrong_word_is_no_trouble_and_a_fault_of_ours_is(broken: bool, monkeyp
     hall, troubles = Hall(join=False), []
     resident = ServerEndpoint(
         server(),
-        lambda me, answer: make_server(me, hall.job, hall.topology, PrivateMemory(), deliver=answer),
+        PlainServerFactory(hall.job, hall.topology),
         NoRoads(),  # type: ignore[arg-type]
         threading.Condition(),
         HostOptions(FailureObserver(lambda: troubles.append(1))),

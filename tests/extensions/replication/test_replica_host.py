@@ -6,14 +6,17 @@ and its port is closed.
 
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 from in_process_job import (
+    FailureObserver,
     Result,
     WorkerHandle,
     _Crew,
@@ -34,9 +37,9 @@ from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directo
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.model.schema import PrivateMemory
-from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
-from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains, standings
-from topotrain.launch.runtime.process_host import HostOptions, WorkerConnections, hosted_server
+from topotrain.extensions.replication.replica_host import PrimaryEndpoint, ReplicaSlot, ReplicatedServers
+from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains, parse_placement
+from topotrain.launch.runtime.process_host import HostedServerFactory, HostOptions, WorkerConnections
 
 HOSTS = (0, 0, 0, 1, 0, 1)  # of the units: three workers, three servers
 WAIT_S = 30.0
@@ -50,6 +53,47 @@ def other_address() -> str:
     return ""
 
 
+@contextmanager
+def unheard(speaker: PrimaryEndpoint) -> Iterator[list[Any]]:
+    """An event of a process that is dead: nothing of it is sent."""
+    with speaker._lock:
+        yield []
+
+
+class Slot(ReplicaSlot):
+    """What the launcher of a town hears of one slot, and says to it."""
+
+    def __init__(self, town: "Town") -> None:
+        super().__init__(parse_placement(town.seats.to_data()))
+        self.town, self.placements = town, SimpleQueue[Any]()
+
+    def next_placement(self) -> Any:
+        return self.placements.get()
+
+    def on_standby_complete(self, server: Address, standby: int) -> None:
+        self.town.covered(server, standby)
+
+    def on_standby_differs(self, server: Address, standby: int) -> None:
+        pass
+
+    def on_disconnect(self, server: Address) -> None:
+        self.town.missed.append(server)
+
+    def end_process(self, reason: str) -> None:
+        pass
+
+
+class Ears(FailureObserver):
+    """Hears of troubles, and at which URLs servers are."""
+
+    def __init__(self, trouble: Any, urls: list[str]) -> None:
+        super().__init__(trouble)
+        self.urls = urls
+
+    def on_serving(self, server: Address, urls: tuple[str, ...]) -> None:
+        self.urls += urls
+
+
 class Town:
     """Processes in threads. addresses: of each host."""
 
@@ -60,6 +104,7 @@ class Town:
         self.crew, self.complete = _Crew(), threading.Condition()
         self.roads: dict[int, Router] = {}
         self.processes: dict[int, ReplicatedServers] = {}
+        self.slots: dict[int, Slot] = {}
         self.threads: list[threading.Thread] = []
         (folder / "store").mkdir(mode=0o700)
         self.url, self.sockets = (folder / "store").as_uri(), Path(socket_directory())
@@ -80,16 +125,13 @@ class Town:
         me = Address(Role.SERVER, 0, seat)
         place = self.place(self.topology.unit_of(me), number)
         self.roads[seat] = roads = Router(place, ProcessMemory())
-        standing = standings(self.seats.to_data())
-        missed = self.missed.append
-        words = ReplicaSlot(standing, lambda take: None, self.covered, lambda *_: None, lambda why: None, missed)
-        ears = (self.trouble(roads), None, words)
-        make = partial(hosted_server, place, PrivateMemory(), HostOptions())
-        copied = self.processes[seat] = ReplicatedServers(place, roads, make, me, *ears)
+        self.slots[seat], ears = Slot(self), Ears(self.trouble(roads), self.urls)
+        factory = HostedServerFactory(place, PrivateMemory(), HostOptions())
+        copied = self.processes[seat] = ReplicatedServers(place, roads, factory, me, self.slots[seat], ears)
 
         def live() -> None:
             with suppress(Exception):
-                copied.open(lambda who, urls: self.urls.extend(urls))
+                copied.open()
                 copied.wait()
                 roads.close()
 
@@ -101,12 +143,12 @@ class Town:
 
     def kill(self, seat: int, number: int) -> None:
         """Once all have two copies: this process dies, and a fresh one takes its seat."""
-        everybody = set(self.seats.standing)
+        everybody = set(self.seats.servers)
         with self.complete:
             assert self.complete.wait_for(lambda: self.seats._covered == everybody, WAIT_S)
-        dead = self.processes.pop(seat)
+        dead, _ = self.processes.pop(seat), self.slots.pop(seat)
         for speaker in dead._primaries.values():
-            speaker._run = lambda what: None  # type: ignore[method-assign]  # else it would tell of its own end
+            speaker._event = partial(unheard, speaker)  # type: ignore[method-assign]  # else it would tell of its end
         dead._primaries.clear()  # nor does it look for others
         wire = self.roads.pop(seat)._tcp
         assert wire is not None and wire._listener is not None
@@ -117,8 +159,8 @@ class Town:
             connection.cut("killed")
         assert self.seats.lost(seat)
         self.seats.filled(seat)
-        for process in self.processes.values():
-            process.arrange(standings(self.seats.to_data()))
+        for slot in self.slots.values():
+            slot.placements.put(parse_placement(self.seats.to_data()))
         self.begin(seat, number)
 
     def sever(self, one: int, other: int) -> None:
@@ -135,7 +177,7 @@ def run(
     job: Job, addresses: tuple[str, str], folder: Path, kills: dict[int, int], cuts: dict[int, tuple[int, int]]
 ) -> Result:
     town = Town(job, addresses, folder)
-    for seat in town.seats.standing:
+    for seat in town.seats.servers:
         town.begin(seat)
     workers = town.topology.workers(0)
     with ThreadPoolExecutor(len(workers)) as pool:

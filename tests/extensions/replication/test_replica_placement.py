@@ -35,7 +35,7 @@ from topotrain.extensions.replication.replica_placement import (
     check,
     domain_in,
     domains,
-    standings,
+    parse_placement,
 )
 from topotrain.launch.recovery.attempt_state import AttemptState
 from topotrain.launch.recovery.recovery_actions import (
@@ -60,8 +60,8 @@ WORKERS, SERVERS = ("worker 0/0", "worker 0/1"), ("server 0/0", "server 0/1")
 
 
 def whole(seats: ReplicaPlacement) -> ReplicaPlacement:
-    for server, where in seats.standing.items():
-        seats.covered(server, where.shadows)
+    for server, where in seats.servers.items():
+        seats.covered(server, where.standbys)
     return seats
 
 
@@ -76,11 +76,11 @@ def test_any_three_deaths_in_a_row_leave_two_copies_in_two_processes_on_two_host
             seats.filled(seat)
             born[seat] = number
             whole(seats)
-            for where in seats.standing.values():
-                assert where.lead != where.shadow >= 0
-                assert hosts[where.lead] != hosts[where.shadow]
-                assert born[where.lead] <= born[where.shadow], "nobody would believe an older process"
-        assert standings(seats.to_data()) == seats.standing
+            for where in seats.servers.values():
+                assert where.primary != where.standby >= 0
+                assert hosts[where.primary] != hosts[where.standby]
+                assert born[where.primary] <= born[where.standby], "nobody would believe an older process"
+        assert parse_placement(seats.to_data()) == seats.servers
 
 
 def test_where_servers_stand_on_several_hosts_hosts_are_what_may_be_lost() -> None:
@@ -99,7 +99,7 @@ def test_a_copy_that_is_not_complete_is_none() -> None:
     seats = whole(ReplicaPlacement(range(2)))
     assert seats.lost(1)
     seats.filled(1)
-    assert seats.standing == {0: ReplicaSet(0, 1, 0, 1), 1: ReplicaSet(0, 1, 1, 1)}
+    assert seats.servers == {0: ReplicaSet(0, 1, 0, 1), 1: ReplicaSet(0, 1, 1, 1)}
     seats.covered(0, 0)  # said before the death
     assert not seats.lost(0)
 
@@ -132,11 +132,11 @@ def test_what_cannot_have_two_copies_is_refused(job: Job, named: str) -> None:
 def test_a_seat_that_is_filled_on_another_host_follows_whoever_speaks_elsewhere() -> None:
     seats = whole(ReplicaPlacement((0, 1, 2)))  # server i has its second copy on host i + 1
     assert seats.lost(1)
-    assert seats.wanting(0) == 1, "server 1 speaks in seat 2 now; server 0 speaks on host 0 itself"
-    assert seats.wanting(2) == 1
+    assert seats.missing(0) == 1, "server 1 speaks in seat 2 now; server 0 speaks on host 0 itself"
+    assert seats.missing(2) == 1
     seats.filled(1, 0)
-    assert seats.standing[1] == ReplicaSet(2, 1, 1, 1)
-    assert seats.standing[0] == ReplicaSet(0, -1), "both copies would be lost with host 0"
+    assert seats.servers[1] == ReplicaSet(2, 1, 1, 1)
+    assert seats.servers[0] == ReplicaSet(0, -1), "both copies would be lost with host 0"
     whole(seats)
     assert not seats.lost(0), "so with host 0 all of server 0 is lost"
 

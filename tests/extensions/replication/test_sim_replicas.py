@@ -15,8 +15,9 @@ from simulation import job
 
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
+from topotrain.extensions.replication.replicated_server import ReliableChannel
 from topotrain.extensions.replication.replication_messages import ResumeConnection
-from topotrain.extensions.replication.state_machine import Primary, ReliableChannel
+from topotrain.extensions.replication.state_machine import Primary
 
 pytestmark = pytest.mark.simulated
 

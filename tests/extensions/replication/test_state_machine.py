@@ -15,7 +15,8 @@ from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema
-from topotrain.extensions.replication.state_machine import UNCOUNTED, ReliableChannel, ReplicatedServer
+from topotrain.extensions.replication.replicated_server import ReliableChannel, ReplicatedServer
+from topotrain.extensions.replication.state_machine import UNCOUNTED
 from topotrain.extensions.replication.state_transfer import restore, save
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.training.data.data_client import DataClient
@@ -166,7 +167,7 @@ def copy_of(town: ReplicatedTown) -> ReplicatedServer:
 
 def fresh(town: ReplicatedTown) -> ReplicatedServer:
     me = Address(Role.SERVER, 0, 0)
-    return ReplicatedServer(lambda deliver: town.make(me, deliver))
+    return ReplicatedServer(town, me)
 
 
 def test_a_likeness_is_the_same_when_it_is_told_again() -> None:
@@ -190,7 +191,7 @@ def test_a_server_in_the_middle_of_a_step_is_told_with_what_is_under_way() -> No
         lead = town.home[me].leads[me].lead
         if to != me or not isinstance(message, m.Push | m.BackwardEnd | m.Commit):
             return
-        data, twin = save(lead.copy), ReplicatedServer(lambda deliver: town.make(me, deliver))
+        data, twin = save(lead.copy), ReplicatedServer(town, me)
         assert data is not None
         restore(twin, data)
         again = save(twin)
@@ -245,7 +246,7 @@ OWN = {
     "spans",
     "_work",
     "_out",
-    "_deliver",
+    "_outbox",
     "_before",
 }
 """Fields that a copy makes itself. What of the buffers counts is compared by what is sent."""
@@ -285,7 +286,7 @@ def test_no_field_of_any_component_is_forgotten() -> None:
         if to.role is not Role.SERVER or isinstance(message, UNCOUNTED):
             return
         copy = town.home[to].leads[to].lead.copy
-        data, twin = save(copy), ReplicatedServer(lambda deliver: town.make(to, deliver))
+        data, twin = save(copy), ReplicatedServer(town, to)
         if data is not None:
             restore(twin, data)
             copied += 1

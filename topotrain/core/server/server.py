@@ -12,6 +12,7 @@ of them use `server_context`. The frameworks differ in `gradients`, `consistency
 Optional features are extensions (`server_extension`); a server knows none of them by name.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -31,9 +32,9 @@ from topotrain.core.server.group_exchange import GroupExchange, Shutdown
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server_context import (
-    Deliver,
     MessageQueue,
     Out,
+    Outbox,
     ServerContext,
     ShardState,
     StartPoint,
@@ -65,7 +66,7 @@ class Server:
         topology: its layout.
         memory: for values and means; transports can share it.
         shared: transports share memory: what both workers and servers of a host need exists there only once.
-        deliver: takes each answer as soon as there is one, so that it is on its way while the next is computed. None:
+        outbox: gets each answer as soon as there is one, so that it is on its way while the next is computed. None:
             `handle` returns the answers.
         start: where the job starts.
     """
@@ -77,7 +78,7 @@ class Server:
         topology: Topology,
         memory: BufferMemory,
         shared: bool = False,
-        deliver: Deliver | None = None,
+        outbox: Outbox | None = None,
         start: StartPoint | None = None,
     ) -> None:
         self.me = me
@@ -85,7 +86,7 @@ class Server:
         self.spans: Recorder = SILENT
         self.validator = MessageValidator(me, topology, shared)
         self.state = ShardState(me, job, topology, start or StartPoint())
-        self.queue = MessageQueue(me, self.hooks, deliver)
+        self.queue = MessageQueue(me, self.hooks, outbox)
         self.worker_groups = WorkerGroups(job, topology, me.group)
         self.groups = self.worker_groups.groups
         self.shutdown = Shutdown(me, topology)
@@ -123,7 +124,7 @@ class Server:
     def handle(self, sender: Address, message: m.Message) -> Out:
         """Handle one message, and return the answers in order.
 
-        The list is empty where `deliver` takes the answers.
+        The list is empty where an outbox gets the answers.
 
         Raises:
             ProtocolError: no correct peer sends this message. It has changed nothing. Messages that waited are handled.
@@ -371,3 +372,11 @@ class Server:
             **{type(extension).__name__: extension for extension in self.hooks.extensions},
         }
         return parts if self.model is None else {**parts, "shard": self.model}
+
+
+class ServerFactory(ABC):
+    """Makes the servers of one process, with all extensions that the job asks for."""
+
+    @abstractmethod
+    def make(self, me: Address, outbox: Outbox) -> Server:
+        """Return a new server at this address, which puts each of its messages into the outbox."""

@@ -3,7 +3,8 @@
 It has the model, the worker groups, the messages to send, and the extensions.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from topotrain.config.job import Job
@@ -222,7 +223,14 @@ class WorkerGroups:
 
 
 Out = list[tuple[Address, Message]]
-Deliver = Callable[[Address, Message], None]
+
+
+class Outbox(ABC):
+    """Receives the messages of one server, each as soon as the server sends it."""
+
+    @abstractmethod
+    def put(self, to: Address, message: Message) -> None:
+        """Receive a message of the server to this address."""
 
 
 class MessageQueue:
@@ -231,11 +239,11 @@ class MessageQueue:
     Args:
         me: the server.
         hooks: its extensions.
-        deliver: takes each message at once; None: `out` collects them.
+        outbox: gets each message at once; None: `out` collects them.
     """
 
-    def __init__(self, me: Address, hooks: ExtensionHooks, deliver: Deliver | None) -> None:
-        self._me, self._hooks, self._deliver = me, hooks, deliver
+    def __init__(self, me: Address, hooks: ExtensionHooks, outbox: Outbox | None) -> None:
+        self._me, self._hooks, self._outbox = me, hooks, outbox
         self.out: Out = []
         self.pending: Out = []
         """The (sender, message) that the server is to handle itself. Only the queue changes it."""
@@ -253,8 +261,8 @@ class MessageQueue:
             extension.on_sent(to, message)
         if to == self._me:
             self.pending.append((to, message))
-        elif self._deliver is not None:
-            self._deliver(to, message)
+        elif self._outbox is not None:
+            self._outbox.put(to, message)
         else:
             self.out.append((to, message))
 

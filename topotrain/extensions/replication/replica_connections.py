@@ -3,27 +3,41 @@
 If a server's process dies, the worker only waits a moment, and its `Client` does not notice. Messages to a server are
 counted and kept until both copies have them. When a connection ends, the worker looks for the server in its other
 process. Both sides send the number of messages that they have received, and missing messages are sent again
-(`state_machine.ReliableChannel`).
+(`replicated_server.ReliableChannel`).
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 
 from topotrain.comm.transport import Endpoint, TransportError
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.extensions.replication.replicated_server import ReliableChannel
 from topotrain.extensions.replication.replication_messages import Ack, ResumeConnection
-from topotrain.extensions.replication.state_machine import OFTEN, ReliableChannel
+from topotrain.extensions.replication.state_machine import OFTEN
 
 
-class SendMessage(Protocol):
-    """Sends as `Transport.send` does, from one endpoint."""
+class ReplicaClientHost(ABC):
+    """The process of a worker, as its connections to replicated servers need it."""
 
-    def __call__(self, to: Address, message: m.Message, wait: bool = False) -> None: ...
+    @abstractmethod
+    def send(self, to: Address, message: m.Message, wait: bool = False) -> None:
+        """Send over the transport, from the worker; see `Transport.send`."""
+
+    @abstractmethod
+    def reconnect(self, connections: "ReplicaConnections", server: Address, moves: int) -> None:
+        """Look for a server in the process to which it has moved, without waiting for it.
+
+        Then `connected` or `failed` is called.
+        """
+
+    @abstractmethod
+    def on_change(self) -> None:
+        """Messages were confirmed, or a connection has ended."""
 
 
 class _ServerConnection:
@@ -73,31 +87,22 @@ class ReplicaConnections:
     Args:
         servers: the servers of the worker.
         endpoint: the worker's endpoint.
-        send: sends over the transport.
-        reconnect: reconnect(server, moves) looks for the server in the process to which it has moved. It works
-            on a thread of its own, and then calls `connected` or `failed`.
-        changed: called when messages were confirmed, or a connection has ended.
+        host: the worker's process.
         restarts: the number of restarts of the worker's group.
     """
 
     def __init__(
-        self,
-        servers: Iterable[Address],
-        endpoint: Endpoint,
-        send: SendMessage,
-        reconnect: Callable[[Address, int], None],
-        changed: Callable[[], None] = lambda: None,
-        restarts: int = 0,
+        self, servers: Iterable[Address], endpoint: Endpoint, host: ReplicaClientHost, restarts: int = 0
     ) -> None:
         self._connections = {server: _ServerConnection() for server in servers}
-        self._endpoint, self._send, self._reconnect, self._changed = endpoint, send, reconnect, changed
+        self._endpoint, self._host = endpoint, host
         self._leaving, self._restarts = False, restarts
 
     def send(self, to: Address, message: m.Message, wait: bool = False) -> None:
         """Send a message. Without a connection it is kept and sent later."""
         connection = self._connections.get(to)
         if connection is None:
-            self._send(to, message, wait)
+            self._host.send(to, message, wait)
             return
         with connection.order:
             if isinstance(message, m.Commit) or connection.channel.received >= connection.acknowledged + OFTEN:
@@ -105,13 +110,13 @@ class ReplicaConnections:
             connection.record(message)
             if connection.up:
                 with suppress(TransportError):  # `lost` reports the end of the connection
-                    self._send(to, message, wait)
+                    self._host.send(to, message, wait)
 
     def _acknowledge(self, to: Address, connection: _ServerConnection, ask: bool = False) -> None:
         received = connection.acknowledge()
         if connection.up:
             with suppress(TransportError):
-                self._send(to, Ack(received, ask))
+                self._host.send(to, Ack(received, ask))
 
     # --- calls by the transport ----------------------------------------------------------------------------------
 
@@ -130,7 +135,7 @@ class ReplicaConnections:
             self._endpoint.handle(sender, message)
         elif isinstance(message, Ack):
             connection.confirm(message.received)
-            self._changed()
+            self._host.on_change()
         elif isinstance(message, ResumeConnection):
             self._resume(sender, connection, message)
         else:
@@ -143,7 +148,7 @@ class ReplicaConnections:
             connection.open()
             for kept in list(connection.channel.unconfirmed):
                 with suppress(TransportError):
-                    self._send(server, kept)
+                    self._host.send(server, kept)
             if self._leaving:
                 self._acknowledge(server, connection, ask=True)
 
@@ -156,7 +161,7 @@ class ReplicaConnections:
         if self._leaving and not connection.channel.unconfirmed:
             return
         connection.close()  # not under `order`: its holder may be blocked in a send on this connection
-        self._reconnect(peer, connection.moves)
+        self._host.reconnect(self, peer, connection.moves)
 
     # --- connections ---------------------------------------------------------------------------------------------
 
@@ -171,13 +176,15 @@ class ReplicaConnections:
         """
         self._connections[server].moved(moves)
         with suppress(TransportError):
-            self._send(server, ResumeConnection(self._connections[server].channel.received, restarts=self._restarts))
+            self._host.send(
+                server, ResumeConnection(self._connections[server].channel.received, restarts=self._restarts)
+            )
 
     def failed(self, server: Address, reason: str) -> None:
         """Report that the server has no other process."""
         self._connections.pop(server, None)
         self._endpoint.lost(server, reason)
-        self._changed()
+        self._host.on_change()
 
     def leave(self) -> None:
         """Stop sending. From now on, `left` tells when both copies have everything."""

@@ -1,7 +1,7 @@
 """Servers of one process in a job where every server has two copies.
 
-The launcher, which sees all processes of the job, decides which copy is the primary and sends the placement
-(`arrange`). This module carries it out. A standby becomes the primary and is published where its peers look for it. A
+The launcher, which sees all processes of the job, decides which copy is the primary and sends the placement.
+This module carries it out. A standby becomes the primary and is published where its peers look for it. A
 primary without its standby stops waiting for it and connects to the new one.
 
 A lost connection alone does not prove that a process is dead. A primary that has lost its standby sends nothing more
@@ -12,12 +12,10 @@ and is replaced.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from queue import SimpleQueue
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,15 +25,17 @@ from topotrain.comm.security.handshake import Peer
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message, ProtocolError
-from topotrain.core.server.server import Server
+from topotrain.core.server.server import Server, ServerFactory
+from topotrain.core.server.server_context import Out, Outbox
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
 from topotrain.extensions.checkpointing.snapshot_coordinator import NoFiles
 from topotrain.extensions.elastic.group_departure import GroupDeparture
+from topotrain.extensions.elastic.resize_requests import ServerProcess
 from topotrain.extensions.replication.replica_placement import ReplicaSet
+from topotrain.extensions.replication.replicated_server import ReplicatedServer
 from topotrain.extensions.replication.replication_messages import ReplicaReleased
-from topotrain.extensions.replication.state_machine import Out, Primary, ReplicatedServer, Standby
-from topotrain.extensions.replication.state_transfer import restore, save
+from topotrain.extensions.replication.state_machine import Primary, Standby
 
 GRACE_S, APART_S = 15.0, 4.0
 """Seconds to wait for a report of an end, and additional seconds per slot.
@@ -45,69 +45,101 @@ _AGAIN_S = 0.5
 _END_S = 5.0
 """Seconds until the end of a dead server's connection must have been noticed."""
 
-Trouble = Callable[[], None]
-"""Called inside `except` on the thread that handled a message, when this process cannot continue."""
+
+class ReplicaSlot(ABC):
+    """The launcher, as a process of one slot needs it.
+
+    Args:
+        placement: the placement when the process begins.
+    """
+
+    def __init__(self, placement: Mapping[int, ReplicaSet]) -> None:
+        self.placement = placement
+
+    @abstractmethod
+    def next_placement(self) -> Mapping[int, ReplicaSet]:
+        """Wait for the next placement of the launcher, and return it."""
+
+    @abstractmethod
+    def on_standby_complete(self, server: Address, standby: int) -> None:
+        """Report that a server's standby with this number has its whole state."""
+
+    @abstractmethod
+    def on_standby_differs(self, server: Address, standby: int) -> None:
+        """Report that a server's standby with this number differs from its primary."""
+
+    @abstractmethod
+    def on_disconnect(self, server: Address) -> None:
+        """Report that a server has lost another one, and no end of that was reported."""
+
+    @abstractmethod
+    def end_process(self, reason: str) -> None:
+        """End this process, which the launcher then replaces."""
+
+
+class ReplicaObserver(ABC):
+    """Receives the reports of the servers of one process."""
+
+    @abstractmethod
+    def on_serving(self, server: Address, urls: tuple[str, ...]) -> None:
+        """A server can be reached at these URLs, or could be if it were a primary."""
+
+    @abstractmethod
+    def on_open(self, servers: ServerProcess) -> None:
+        """Workers can connect to all primaries. It is reported again for each further primary here."""
+
+    @abstractmethod
+    def on_failure(self) -> None:
+        """A server cannot continue.
+
+        It is called inside `except`, on the thread that handled a message.
+        """
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaSlot:
-    """Interface between the launcher and a server process.
+class ReplicaProcess:
+    """The process of one slot, as its endpoints need it.
 
     Attributes:
-        standing: the placement when the process begins.
-        subscribe: called once with a function that the launcher calls with each new placement.
-        covered: called with (server, number of standbys so far) when the standby of a server has its whole state.
-        differs: called with the same when a standby was found to differ from its primary.
-        despair: called with the reason; ends the process, which is then replaced.
-        missed: called with a server that has lost the connection to another server, without a report of its end.
+        router: the transports.
+        observer: receives the reports.
+        slot: the interface to the launcher.
+        grace_s: seconds for which another process may be missed before this one ends.
+        change: notified when a server may be done.
     """
 
-    standing: Mapping[int, ReplicaSet]
-    subscribe: Callable[[Callable[[Mapping[int, ReplicaSet]], None]], None]
-    covered: Callable[[Address, int], None]
-    differs: Callable[[Address, int], None]
-    despair: Callable[[str], None]
-    missed: Callable[[Address], None] = lambda server: None
+    router: Router
+    observer: ReplicaObserver
+    slot: ReplicaSlot
+    grace_s: float
+    change: threading.Condition = field(default_factory=threading.Condition)
 
-
-def shadow_of(server: Address) -> Address:
-    """Return the address of a server's standby."""
-    return Address(Role.SHADOW, server.group, server.index)
+    def notify(self) -> None:
+        """Wake the thread that waits for the end of all servers."""
+        with self.change:
+            self.change.notify_all()
 
 
 class PrimaryEndpoint:
     """The primary at its server's address. It handles one event at a time.
 
     Args:
-        lead: the primary.
-        router: its transports.
-        change: notified when the server may be done.
-        trouble: see Trouble.
-        slot: the interface to the launcher.
-        on_disconnect: called with this server and another when the connection between them has ended.
-        grace_s: seconds for which the standby may be missed before this process ends.
-        shadows: the number of standbys so far.
+        primary: the primary.
+        process: its process.
+        servers: the servers of the process.
+        standby_number: counts its standbys.
     """
 
     def __init__(
-        self,
-        lead: Primary,
-        router: Router,
-        change: threading.Condition,
-        trouble: Trouble,
-        slot: ReplicaSlot,
-        on_disconnect: Callable[[Address, Address], None],
-        grace_s: float,
-        shadows: int = 0,
+        self, primary: Primary, process: ReplicaProcess, servers: "ReplicatedServers", standby_number: int = 0
     ) -> None:
-        self.lead, self.server = lead, lead.copy.server
-        self.shadows = shadows
+        self.me, self.server = primary.me, primary.copy.server
+        self.primary, self.standby_number = primary, standby_number
+        self._process, self._servers, self._router = process, servers, process.router
         self._snapshots: SnapshotPort | None = None
-        self._slot, self._differed = slot, 0
-        self._on_disconnect, self._grace_s = on_disconnect, grace_s
-        self._router, self._change, self._trouble = router, change, trouble
+        self._differed = 0
         self._lock = threading.Lock()
-        self._reported_covered = self._released = False
+        self._reported_complete = self._released = False
         self._alarm: threading.Timer | None = None
 
     def write_snapshots(self, writer: SnapshotWriter, from_another: bool = False) -> None:
@@ -126,33 +158,39 @@ class PrimaryEndpoint:
 
     def handle(self, sender: Address, message: Message) -> None:
         """See `wire.Endpoint.handle`."""
-        fault = self._run(lambda: self.lead.handle(sender, message))
+        with self._event() as out:
+            out += self.primary.handle(sender, message)
+            fault = self.primary.fault
         if fault is not None:
             raise fault
 
     def lost(self, peer: Address, reason: str) -> None:
         """See `wire.Endpoint.lost`."""
-        if peer == self.lead.standby:
-            if not self._router.has_route(self.lead.me, peer):  # else a new standby is connected already
+        if peer == self.primary.standby:
+            if not self._router.has_route(self.me, peer):  # else a new standby is connected already
                 self._on_standby_lost()
         elif peer.role is Role.SERVER:
-            if not self._router.has_route(self.lead.me, peer):  # else there is a new connection already
+            if not self._router.has_route(self.me, peer):  # else there is a new connection already
                 with self._lock:
-                    self.lead.disconnected(peer)
-                self._on_disconnect(self.lead.me, peer)
+                    self.primary.disconnected(peer)
+                self._servers.on_disconnect(self.me, peer)
         else:
-            self._run(lambda: self.lead.lost(peer) if peer in self.lead.up else [])
+            with self._event() as out:
+                if peer in self.primary.up:
+                    out += self.primary.lost(peer)
 
     def poke(self) -> None:
         """Handle messages from this process, such as those of the snapshot writer."""
-        self._run(list)
+        with self._event():
+            pass  # the messages are read with every event
 
     def handle_own(self, message: Message) -> None:
         """Handle a message of the launcher, sent in the server's own name.
 
         The standby gets it, too.
         """
-        self._run(lambda: self.lead.handle(self.lead.me, message))
+        with self._event() as out:
+            out += self.primary.handle(self.me, message)
 
     def may_change(self, group: int, request: str) -> str:
         """Return why a group may not change now, or "". See `process_host`."""
@@ -161,43 +199,58 @@ class PrimaryEndpoint:
 
     # --- orders of the launcher ----------------------------------------------------------------------------------
 
-    def run(self, what: Callable[[Primary], Out]) -> None:
-        """Run `what` with the primary and send the messages that it returns."""
-        self._run(lambda: what(self.lead))
+    def take_over(self) -> None:
+        """Begin to reply, in the place of a primary whose process is gone."""
+        with self._event() as out:
+            out += self.primary.take_over()
+
+    def connected(self, server: Address) -> None:
+        """Begin on the first connection to another server."""
+        with self._event() as out:
+            out += self.primary.connected(server)
+
+    def reconnected(self, server: Address) -> None:
+        """Resume on a new connection to another server."""
+        with self._event() as out:
+            out += self.primary.reconnected(server)
 
     def probe(self) -> int:
         """Ask the standby for a confirmation.
 
         Returns the number of the event, see `Primary.confirmed`.
         """
-        self.run(lambda lead: lead.probe())
-        return self.lead.copy.events
+        with self._event() as out:
+            out += self.primary.probe()
+        return self.primary.copy.events
 
-    def drop_standby(self, shadows: int) -> None:
+    def drop_standby(self, number: int) -> None:
         """Continue without the standby, which is gone.
 
-        `shadows` is the number of the next standby.
+        `number` is that of the next standby.
         """
         self._cancel_alarm()
-        self._reported_covered = False
-        self.shadows = shadows
-        self.run(lambda lead: lead.drop_standby())
+        self._reported_complete = False
+        self.standby_number = number
+        with self._event() as out:
+            out += self.primary.drop_standby()
 
-    def add_standby(self, shadows: int) -> None:
-        """Send the state to standby number `shadows`, unless it has been replaced already."""
-        self.run(lambda lead: lead.add_standby() if shadows == self.shadows else [])
+    def add_standby(self, number: int) -> None:
+        """Send the state to the standby with this number, unless it has been replaced already."""
+        with self._event() as out:
+            if number == self.standby_number:
+                out += self.primary.add_standby()
 
     def _on_standby_lost(self) -> None:
         """Handle the end of the connection to the standby."""
         with self._lock:
-            waits = self.lead.joined and not self._released and self._alarm is None
+            waits = self.primary.joined and not self._released and self._alarm is None
             if waits:
-                why = f"{self.lead.me} has lost the connection to its second copy, and no end of it was reported"
-                self._alarm = threading.Timer(self._grace_s, self._slot.despair, (why,))
+                why = f"{self.me} has lost the connection to its second copy, and no end of it was reported"
+                self._alarm = threading.Timer(self._process.grace_s, self._process.slot.end_process, (why,))
                 self._alarm.daemon = True  # the process may end while it waits
                 self._alarm.start()
         if waits:
-            self._slot.missed(self.lead.me)
+            self._process.slot.on_disconnect(self.me)
         self._report()
 
     def _cancel_alarm(self) -> None:
@@ -208,50 +261,50 @@ class PrimaryEndpoint:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _run(self, what: Callable[[], Out]) -> ProtocolError | None:
+    @contextmanager
+    def _event(self) -> Iterator[Out]:
+        """Lock the primary for one event, and then send the messages that the block has added."""
+        out: Out = []
         try:
             with self._lock:
-                self.lead.begin()
-                out = what()
+                self.primary.begin()
+                yield out
                 self._compare()  # the launcher must know of a difference before any message is sent
                 self._send(out)
-                fault = self.lead.fault
                 self._read_snapshots()
         except ProtocolError:
             raise
         except Exception:
-            self._trouble()
+            self._process.observer.on_failure()
             raise
         self._report()
-        return fault
 
     def _compare(self) -> None:
-        if self.lead.differs > self._differed:
-            self._differed, self._reported_covered = self.lead.differs, False
-            self._slot.differs(self.lead.me, self.shadows)
+        if self.primary.differs > self._differed:
+            self._differed, self._reported_complete = self.primary.differs, False
+            self._process.slot.on_standby_differs(self.me, self.standby_number)
 
     def _read_snapshots(self) -> None:
         if self._snapshots is not None:
             for message in self._snapshots.messages():
-                self._send(self.lead.handle(self.lead.me, message))
+                self._send(self.primary.handle(self.me, message))
 
     def _send(self, out: Out) -> None:
         for to, message in out:
             with suppress(TransportError):  # the transport will call `lost`
-                self._router.send(self.lead.me, to, message)
+                self._router.send(self.me, to, message)
 
     def _report(self) -> None:
-        if self.lead.covered and not self._reported_covered:
-            self._reported_covered = True
-            self._slot.covered(self.lead.me, self.shadows)
+        if self.primary.covered and not self._reported_complete:
+            self._reported_complete = True
+            self._process.slot.on_standby_complete(self.me, self.standby_number)
         if self.server.done:
-            with self._change:
-                self._change.notify_all()
+            self._process.notify()
 
     @property
     def done(self) -> bool:
         """Whether nothing is left to do."""
-        return self.server.done and self.lead.clear
+        return self.server.done and self.primary.clear
 
     def release_standby(self) -> None:
         """Release the standby, which has nothing left to do either."""
@@ -259,23 +312,20 @@ class PrimaryEndpoint:
             self._released = True
             if self._alarm is not None:
                 self._alarm.cancel()
-            self._send([(self.lead.standby, ReplicaReleased())])
+            self._send([(self.primary.standby, ReplicaReleased())])
 
 
 class StandbyEndpoint:
     """A standby at its own address.
 
     Args:
-        server: the address of its server.
-        shadow: the standby.
-        router, change, trouble: as for PrimaryEndpoint.
+        standby: the standby.
+        process: its process.
     """
 
-    def __init__(
-        self, server: Address, shadow: Standby, router: Router, change: threading.Condition, trouble: Trouble
-    ) -> None:
-        self._server, self._me, self._standby = server, shadow_of(server), shadow
-        self._router, self._change, self._trouble = router, change, trouble
+    def __init__(self, standby: Standby, process: ReplicaProcess) -> None:
+        self._standby, self._process = standby, process
+        self._server, self._me = standby.server, standby.me
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
@@ -295,16 +345,15 @@ class StandbyEndpoint:
         except ProtocolError:
             raise
         except Exception:
-            self._trouble()
+            self._process.observer.on_failure()
             raise
         if self._standby.over:
-            with self._change:
-                self._change.notify_all()
+            self._process.notify()
 
     def _answer(self, message: Message | None) -> None:
         if message is not None:
             with suppress(TransportError):
-                self._router.send(self._me, self._server, message)
+                self._process.router.send(self._me, self._server, message)
 
     def lost(self, peer: Address, reason: str) -> None:
         """See `wire.Endpoint.lost`."""
@@ -331,67 +380,82 @@ class StandbyEndpoint:
         return self._standby.over
 
 
-class ServerFactory(Protocol):
-    """Makes a server with all extensions that the job asks for."""
+class StandbyFactory(ServerFactory):
+    """Makes the servers of standbys.
 
-    def __call__(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
-        """The server at address `me`, which hands each of its messages to `deliver`."""
+    Only the process of the primary writes snapshots, but both servers must act as if they did.
+
+    Args:
+        factory: makes a server of this job.
+    """
+
+    def __init__(self, factory: ServerFactory) -> None:
+        self._factory = factory
+
+    def make(self, me: Address, outbox: Outbox) -> Server:
+        """Return a new server; see `ServerFactory`."""
+        server = self._factory.make(me, outbox)
+        snapshots_of(server).attach_host(NoFiles())
+        return server
+
+
+class _ConnectionThread(threading.Thread):
+    """Makes a connection in the background, because it waits for a process that may die."""
+
+    daemon = True
+
+    def run(self) -> None:
+        with suppress(TransportError, TimeoutError):
+            super().run()
 
 
 class ReplicatedServers:
     """The replicated servers of one process. It replaces `process_host.HostedServers`.
 
     Args:
-        place, router, trouble, writer: as there.
-        make: makes a server of this job.
+        place, router, writer: as there.
+        factory: makes a server of this job.
         me: the server with the slot of this process.
         slot: the interface to the launcher.
-        opened: called with this object when another primary starts here.
+        observer: receives the reports of the servers.
     """
 
     def __init__(
         self,
         place: RouterConfig,
         router: Router,
-        make: ServerFactory,
+        factory: ServerFactory,
         me: Address,
-        trouble: Trouble,
-        writer: SnapshotWriter | None,
         slot: ReplicaSlot,
-        opened: "Callable[[ReplicatedServers], None]" = lambda _: None,
+        observer: ReplicaObserver,
+        writer: SnapshotWriter | None = None,
     ) -> None:
-        self._opened = opened
-        self._place, self._router, self._make, self._me = place, router, make, me
-        self._trouble, self._writer = trouble, writer
-        self._slot, self._standing = slot, dict(slot.standing)
-        self._grace_s = GRACE_S + APART_S * (me.index % 4)
-        self._change = threading.Condition()
+        self._place, self._router, self._factory, self._me = place, router, factory, me
+        self._process = ReplicaProcess(router, observer, slot, GRACE_S + APART_S * (me.index % 4))
+        self._slot, self._observer, self._writer = slot, observer, writer
+        self._placement = dict(slot.placement)
         self._servers = place.topology.servers(me.group)
         self._primaries: dict[Address, PrimaryEndpoint] = {}
         self._standbys: dict[Address, StandbyEndpoint] = {}
-        self._orders: SimpleQueue[Mapping[int, ReplicaSet]] = SimpleQueue()
         router.set_admission(self)
 
     # --- start ---------------------------------------------------------------------------------------------------
 
-    def open(self, serving: Callable[[Address, tuple[str, ...]], None]) -> None:
-        """Start the copies of this slot.
-
-        `serving` is called with the URLs once the server can be reached, or could be.
-        """
+    def open(self) -> None:
+        """Start the copies of this slot."""
         urls: tuple[str, ...] = ()
         for server in self._servers:
-            where = self._standing[server.index]
-            if where.shadow == self._me.index:
+            where = self._placement[server.index]
+            if where.standby == self._me.index:
                 urls = self._add_standby(server, where)
-        if self._standing[self._me.index].lead == self._me.index:
+        if self._placement[self._me.index].primary == self._me.index:
             urls = self._begin(self._me)
         threading.Thread(target=self._run_placements, name="placements", daemon=True).start()
-        serving(self._me, urls)
+        self._observer.on_serving(self._me, urls)
 
     def _begin(self, me: Address) -> tuple[str, ...]:
         """Start a primary in the first process of a server."""
-        primary = self._add_primary(ReplicatedServer(partial(self._make, me)))
+        primary = self._add_primary(ReplicatedServer(self._factory, me))
         if self._writer is not None:
             primary.write_snapshots(self._writer)
         urls = self._router.attach(me, primary)
@@ -399,33 +463,22 @@ class ReplicatedServers:
         if me.index:
             coordinator = self._servers[0]
             self._router.connect(me, coordinator, "door")
-            primary.run(lambda lead: lead.connected(coordinator))
-        self._connect_standby(primary, self._standing[me.index])
+            primary.connected(coordinator)
+        self._connect_standby(primary, self._placement[me.index])
         self._router.publish("server", me, urls)
-        self._opened(self)
+        self._observer.on_open(self)
         return urls
 
     def _add_standby(self, server: Address, where: ReplicaSet) -> tuple[str, ...]:
-        shadow = Standby(partial(self._make_standby, server), restore)
-        endpoint = StandbyEndpoint(server, shadow, self._router, self._change, self._trouble)
-        self._standbys[server] = endpoint
-        urls = self._router.attach(shadow_of(server), endpoint)
-        self._router.publish(f"shadow-{where.shadows}", server, urls)
+        standby = Standby(StandbyFactory(self._factory), server)
+        self._standbys[server] = endpoint = StandbyEndpoint(standby, self._process)
+        urls = self._router.attach(standby.me, endpoint)
+        self._router.publish(f"shadow-{where.standbys}", server, urls)
         return urls
 
-    def _make_standby(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
-        """Make the server of a standby.
-
-        Only the process of the primary writes snapshots, but both servers must act as if they did.
-        """
-        server = self._make(me, deliver)
-        snapshots_of(server).attach_host(NoFiles())
-        return server
-
-    def _add_primary(self, copy: ReplicatedServer, shadows: int = 0) -> PrimaryEndpoint:
-        lead, ways = Primary(copy, save), (self._router, self._change, self._trouble)
-        primary = PrimaryEndpoint(lead, *ways, self._slot, self._on_disconnect, self._grace_s, shadows)
-        self._primaries[lead.me] = primary
+    def _add_primary(self, copy: ReplicatedServer, standby: int = 0) -> PrimaryEndpoint:
+        primary = PrimaryEndpoint(Primary(copy), self._process, self, standby)
+        self._primaries[copy.server.me] = primary
         return primary
 
     def coordinator(self, group: int) -> PrimaryEndpoint | None:
@@ -434,50 +487,46 @@ class ReplicatedServers:
 
     # --- changes of the placement --------------------------------------------------------------------------------
 
-    def arrange(self, standing: Mapping[int, ReplicaSet]) -> None:
-        """Take over a new placement. May be called on any thread."""
-        self._orders.put(standing)
-
     def _run_placements(self) -> None:
         """Carry out new placements on a thread of its own.
 
         The thread flushes denormals to zero, as servers do.
         """
         while True:
-            standing = self._orders.get()
+            placement = self._slot.next_placement()
             try:
-                self._rearrange(standing)
+                self._rearrange(placement)
             except Exception:
-                self._trouble()
+                self._observer.on_failure()
                 raise
 
     def _rearrange(self, new: Mapping[int, ReplicaSet]) -> None:
-        old, self._standing = self._standing, dict(new)
-        promoted = [s for s in self._servers if new[s.index].lead == self._me.index and s not in self._primaries]
+        old, self._placement = self._placement, dict(new)
+        promoted = [s for s in self._servers if new[s.index].primary == self._me.index and s not in self._primaries]
         for server in self._servers:
             primary = self._primaries.get(server)
-            follower = new[server.index]
-            if primary is not None and (old[server.index].shadows != follower.shadows or follower.shadow < 0):
-                primary.drop_standby(follower.shadows)
+            where, before = new[server.index], old[server.index]
+            if primary is not None and (before.standbys != where.standbys or where.standby < 0):
+                primary.drop_standby(where.standbys)
         for server in promoted:
             self._promote(server, new[server.index])
         for server, primary in self._primaries.items():
             where, before = new[server.index], old[server.index]
-            if where.shadow >= 0 and (server in promoted or before.shadows != where.shadows):
-                self._in_background(partial(self._connect_standby, primary, where), server)
+            if where.standby >= 0 and (server in promoted or before.standbys != where.standbys):
+                _ConnectionThread(target=self._connect_standby, args=(primary, where), name=f"of {server}").start()
         self._connect_moved(old, new, promoted)
 
     def _promote(self, server: Address, where: ReplicaSet) -> None:
         """Turn a standby into the primary."""
         copy = self._standbys.pop(server).promote()
-        primary = self._add_primary(copy, where.shadows)
+        primary = self._add_primary(copy, where.standbys)
         if self._writer is not None:
             primary.write_snapshots(self._writer, from_another=True)
         urls = self._router.attach(server, primary)
-        primary.run(lambda lead: lead.take_over())
+        primary.take_over()
         self._router.publish("server", server, urls)
         self._router.publish(published_kind(where.moves), server, urls)
-        self._opened(self)
+        self._observer.on_open(self)
 
     def _connect_moved(
         self, old: Mapping[int, ReplicaSet], new: Mapping[int, ReplicaSet], promoted: list[Address]
@@ -489,14 +538,15 @@ class ReplicatedServers:
             if server != coordinator and (moved or server in promoted):
                 if coordinator in self._primaries:
                     self._router.connect_inside(server, coordinator)
-                    primary.run(lambda lead: lead.reconnected(coordinator))
+                    primary.reconnected(coordinator)
                 else:
-                    self._in_background(partial(self._reconnect, primary, new[0].moves), server)
+                    _ConnectionThread(target=self._reconnect, args=(primary, new[0].moves), name=f"of {server}").start()
 
-    def _on_disconnect(self, me: Address, peer: Address) -> None:
+    def on_disconnect(self, me: Address, peer: Address) -> None:
         """Reconnect to the coordinator after the connection to it has ended."""
         if me in self._primaries and peer == self._servers[0]:
-            self._in_background(partial(self._search, self._primaries[me], self._standing[0].moves), me)
+            moves = self._placement[0].moves
+            _ConnectionThread(target=self._search, args=(self._primaries[me], moves), name=f"of {me}").start()
 
     def _search(self, primary: PrimaryEndpoint, moves: int) -> None:
         """Call the coordinator at its old address until the launcher reports a move.
@@ -504,17 +554,17 @@ class ReplicatedServers:
         This host may be the one that is cut off, and another process may be the primary by now. Then the standby
         confirms nothing. A call would take the connection away from the new primary, so the standby is asked first.
         """
-        self._slot.missed(primary.lead.me)
-        until = time.monotonic() + self._grace_s
-        while self._standing[0].moves == moves and not primary.done:
+        self._slot.on_disconnect(primary.me)
+        until = time.monotonic() + self._process.grace_s
+        while self._placement[0].moves == moves and not primary.done:
             index = primary.probe()
             time.sleep(spread(_AGAIN_S))
             with suppress(TransportError, TimeoutError):
-                if primary.lead.confirmed(index):
+                if primary.primary.confirmed(index):
                     self._reconnect(primary, moves)
                     return
             if time.monotonic() > until:
-                self._slot.despair(f"{primary.lead.me} has lost {self._servers[0]}, and no end of it was reported")
+                self._slot.end_process(f"{primary.me} has lost {self._servers[0]}, and no end of it was reported")
 
     def admit(self, peer: Peer, connected: bool) -> None:
         """Refuse a former primary that does not know yet that it was replaced."""
@@ -523,25 +573,15 @@ class ReplicatedServers:
 
     def _reconnect(self, primary: PrimaryEndpoint, moves: int) -> None:
         coordinator = self._servers[0]
-        self._router.connect(primary.lead.me, coordinator, published_kind(moves), anew=True)
-        primary.run(lambda lead: lead.reconnected(coordinator))
+        self._router.connect(primary.me, coordinator, published_kind(moves), anew=True)
+        primary.reconnected(coordinator)
 
     def _connect_standby(self, primary: PrimaryEndpoint, where: ReplicaSet) -> None:
         """Connect to the standby and send it the state."""
-        if where.shadow < 0:
+        if where.standby < 0:
             return
-        me = primary.lead.me
-        self._router.connect(me, primary.lead.standby, f"shadow-{where.shadows}", anew=True)
-        primary.add_standby(where.shadows)
-
-    def _in_background(self, do: Callable[[], None], server: Address) -> None:
-        """Run `do` on a thread of its own, because it waits for a process that may die."""
-
-        def run() -> None:
-            with suppress(TransportError, TimeoutError):
-                do()
-
-        threading.Thread(target=run, name=f"of {server}", daemon=True).start()
+        self._router.connect(primary.me, primary.primary.standby, f"shadow-{where.standbys}", anew=True)
+        primary.add_standby(where.standbys)
 
     # --- end -----------------------------------------------------------------------------------------------------
 
@@ -549,14 +589,14 @@ class ReplicatedServers:
         """Wait until the job no longer needs this process."""
         poll_s = self._place.job.cluster.poll_time / 1000
         released: set[Address] = set()
-        with self._change:
+        with self._process.change:
             while True:
                 primaries = list(self._primaries.values())
-                for primary in primaries:
-                    if primary.done and primary.lead.me not in released:
-                        released.add(primary.lead.me)
-                        primary.release_standby()
+                for each in primaries:
+                    if each.done and each.me not in released:
+                        released.add(each.me)
+                        each.release_standby()
                 standbys = list(self._standbys.values())
                 if all(s.done for s in primaries) and all(x.done for x in standbys) and (primaries or standbys):
                     return
-                self._change.wait(poll_s)
+                self._process.change.wait(poll_s)

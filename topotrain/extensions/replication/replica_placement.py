@@ -25,14 +25,14 @@ from topotrain.config.topology import Topology
 class ReplicaSet:
     """The copies of one server.
 
-    `lead` and `shadow` are the slots of the primary and the standby (-1: no standby). `moves` counts moves of the
-    primary, `shadows` the standbys so far.
+    `primary` and `standby` are the slots of its copies (-1: no standby). `moves` counts moves of the primary,
+    `standbys` the standbys so far.
     """
 
-    lead: int
-    shadow: int
+    primary: int
+    standby: int
     moves: int = 0
-    shadows: int = 0
+    standbys: int = 0
 
 
 class ReplicaPlacement:
@@ -49,74 +49,74 @@ class ReplicaPlacement:
         if len(set(domains)) < 2:
             raise ValueError("two copies need two failure domains")
         self._domains = list(domains)
-        self.standing = {index: ReplicaSet(index, self._next(index)) for index in range(len(domains))}
+        self.servers = {index: ReplicaSet(index, self._next(index)) for index in range(len(domains))}
         self._covered: set[int] = set()
 
-    def _next(self, seat: int) -> int:
+    def _next(self, slot: int) -> int:
         count = len(self._domains)
-        others = ((seat + further) % count for further in range(1, count))
-        return next(other for other in others if self._apart(seat, other))
+        others = ((slot + further) % count for further in range(1, count))
+        return next(other for other in others if self._apart(slot, other))
 
     def _apart(self, one: int, other: int) -> bool:
         return self._domains[one] != self._domains[other]
 
-    def covered(self, server: int, shadows: int) -> None:
-        """Note that standby number `shadows` of a server has its whole state."""
-        if self.standing[server].shadows == shadows:
+    def covered(self, server: int, standby: int) -> None:
+        """Note that the standby of a server with this number has its whole state."""
+        if self.servers[server].standbys == standby:
             self._covered.add(server)
 
-    def uncovered(self, server: int, shadows: int) -> None:
-        """Note that standby number `shadows` of a server cannot replace the primary."""
-        if self.standing[server].shadows == shadows:
+    def uncovered(self, server: int, standby: int) -> None:
+        """Note that the standby of a server with this number cannot replace the primary."""
+        if self.servers[server].standbys == standby:
             self._covered.discard(server)
 
-    def heirs(self, seat: int) -> set[int]:
+    def standbys_of(self, slot: int) -> set[int]:
         """Return the slots of the standbys of all primaries in this slot."""
-        return {where.shadow for where in self.standing.values() if where.lead == seat and where.shadow >= 0}
+        return {where.standby for where in self.servers.values() if where.primary == slot and where.standby >= 0}
 
-    def lost(self, seat: int) -> bool:
+    def lost(self, slot: int) -> bool:
         """Handle the death of a slot's process.
 
         Returns False if the last copy of a server died with it.
         """
         # All servers are checked before any copy is moved.
-        for server, where in self.standing.items():
-            if where.lead == seat and not (where.shadow >= 0 and where.shadow != seat and server in self._covered):
+        for server, where in self.servers.items():
+            if where.primary == slot and not (where.standby >= 0 and where.standby != slot and server in self._covered):
                 return False
-        for server, where in self.standing.items():
-            if where.lead == seat:
-                self.standing[server] = ReplicaSet(where.shadow, -1, where.moves + 1, where.shadows)
+        for server, where in self.servers.items():
+            if where.primary == slot:
+                self.servers[server] = ReplicaSet(where.standby, -1, where.moves + 1, where.standbys)
                 self._covered.discard(server)
-            elif where.shadow == seat:
-                self.standing[server] = replace(where, shadow=-1)
+            elif where.standby == slot:
+                self.servers[server] = replace(where, standby=-1)
                 self._covered.discard(server)
         return True
 
-    def wanting(self, domain: int) -> int:
+    def missing(self, domain: int) -> int:
         """Count servers without a standby that could have one in this failure domain."""
-        return sum(w.shadow < 0 and self._domains[w.lead] != domain for w in self.standing.values())
+        return sum(w.standby < 0 and self._domains[w.primary] != domain for w in self.servers.values())
 
-    def filled(self, seat: int, domain: int | None = None) -> None:
+    def filled(self, slot: int, domain: int | None = None) -> None:
         """Fill a slot with a new process, which gets the missing standbys.
 
         `domain` is its failure domain, if that has changed.
         """
         if domain is not None:
-            self._domains[seat] = domain
-        for server, where in self.standing.items():
-            if where.shadow < 0 and self._apart(where.lead, seat):
-                self.standing[server] = replace(where, shadow=seat, shadows=where.shadows + 1)
+            self._domains[slot] = domain
+        for server, where in self.servers.items():
+            if where.standby < 0 and self._apart(where.primary, slot):
+                self.servers[server] = replace(where, standby=slot, standbys=where.standbys + 1)
 
-    def leads(self) -> set[int]:
+    def primaries(self) -> set[int]:
         """Return the slots with a primary."""
-        return {where.lead for where in self.standing.values()}
+        return {where.primary for where in self.servers.values()}
 
     def to_data(self) -> list[list[int]]:
         """Return the JSON form of the placement."""
-        return [[w.lead, w.shadow, w.moves, w.shadows] for _, w in sorted(self.standing.items())]
+        return [[w.primary, w.standby, w.moves, w.standbys] for _, w in sorted(self.servers.items())]
 
 
-def standings(data: Any) -> Mapping[int, ReplicaSet]:
+def parse_placement(data: Any) -> Mapping[int, ReplicaSet]:
     """Read the form of `ReplicaPlacement.to_data`."""
     return {index: ReplicaSet(*map(int, row)) for index, row in enumerate(data)}
 
@@ -130,9 +130,9 @@ def domains(topology: Topology) -> tuple[int, ...]:
     return tuple(map(topology.host_of, servers)) if _by_host(topology) else tuple(range(len(servers)))
 
 
-def domain_in(topology: Topology, seat: int, rank: int) -> int:
+def domain_in(topology: Topology, slot: int, rank: int) -> int:
     """Return the failure domain of a slot with a process in unit `rank`."""
-    return topology.hosts[rank] if _by_host(topology) and topology.hosts else seat
+    return topology.hosts[rank] if _by_host(topology) and topology.hosts else slot
 
 
 def _by_host(topology: Topology) -> bool:

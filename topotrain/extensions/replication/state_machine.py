@@ -14,19 +14,21 @@ messages received, and missing messages are sent again. So each message is handl
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.core.server.component_state import State, field_values
-from topotrain.core.server.consistency import AWAY
-from topotrain.core.server.server import Server
-from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
-from topotrain.extensions.elastic.membership_messages import GroupLeft
-from topotrain.extensions.replication.replica_checksum import mark
+from topotrain.core.server.server import ServerFactory
+from topotrain.core.server.server_context import Out
+from topotrain.extensions.replication.replicated_server import (
+    CONFIRMED,
+    LOST,
+    MESSAGE,
+    NEW_PRIMARY,
+    ReplicatedServer,
+    standby_of,
+)
 from topotrain.extensions.replication.replication_messages import (
     Ack,
     ReplicaAck,
@@ -36,13 +38,7 @@ from topotrain.extensions.replication.replication_messages import (
     ResumeConnection,
     StateTransfer,
 )
-
-Out = list[tuple[Address, m.Message]]
-Make = Callable[[Callable[[Address, m.Message], None]], Server]
-"""Makes a server that passes every outgoing message to the function it is given."""
-
-MESSAGE, LOST, CONFIRMED, NEW_PRIMARY = 0, 1, 2, 3
-"""ReplicatedEvent.event: a message, the end of a worker's process, an ack of a peer, a new primary."""
+from topotrain.extensions.replication.state_transfer import restore, save
 
 UNCOUNTED = (
     ResumeConnection,
@@ -61,146 +57,17 @@ _STAYS = (m.Push, m.GradientOverride, m.Init)
 """Messages with bodies in memory that is not written before their sender gets a reply."""
 
 
-@dataclass(slots=True)
-class ReliableChannel:
-    """One end of a connection between two endpoints, across reconnects.
-
-    Attributes:
-        sent, received: numbers of messages sent and received so far.
-        unconfirmed: the last messages sent, which the other side may not have durably.
-        restarts: the number of restarts of the group, if the other end is a worker.
-    """
-
-    sent: int = 0
-    received: int = 0
-    unconfirmed: "deque[m.Message]" = field(default_factory=deque)
-    restarts: int = 0
-
-    def send(self, message: m.Message) -> None:
-        """Count and keep a message that is sent."""
-        self.unconfirmed.append(message)
-        self.sent += 1
-
-    def receive(self) -> None:
-        """Count a message that was received."""
-        self.received += 1
-
-    def restart(self, restarts: int) -> None:
-        """Note that the other end is of this restart of its group."""
-        self.restarts = restarts
-
-    def confirm(self, count: int) -> None:
-        """Drop messages that the other side has confirmed; it has `count` messages.
-
-        Raises:
-            ProtocolError: `count` is larger than the number of messages sent.
-        """
-        if count > self.sent:
-            raise m.ProtocolError(f"{count} messages were confirmed, but {self.sent} sent")
-        while self.sent - len(self.unconfirmed) < count:
-            self.unconfirmed.popleft()
-
-
-class ReplicatedServer:
-    """One copy of a server with its whole state: server, channels and event count.
-
-    Args:
-        make: see Make.
-    """
-
-    def __init__(self, make: Make) -> None:
-        self._out: Out = []
-        self.server = make(lambda to, message: self._out.append((to, message)))
-        self.channels: dict[Address, ReliableChannel] = {}
-        self.events = 0
-        self._before = 0  # the version of the values, one event ago
-
-    def state_dict(self) -> State | None:
-        """Return the state of server and channels, or None if not possible now."""
-        server = self.server.state_dict()
-        if server is None:
-            return None
-        return {
-            "events": self.events,
-            "server": server,
-            "channels": {peer: field_values(channel) for peer, channel in self.channels.items()},
-        }
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self.events = state["events"]
-        self.server.load_state_dict(state["server"])
-        self.channels = {
-            peer: ReliableChannel(sent, received, deque(unconfirmed), restarts)
-            for peer, (sent, received, unconfirmed, restarts) in state["channels"].items()
-        }
-
-    def handle(self, event: int, who: Address, count: int = 0, message: m.Message | None = None) -> Out:
-        """Handle the next event and return the messages to send, which are counted.
-
-        Raises:
-            ProtocolError: as `Server.handle`. Messages are then returned with the next event.
-        """
-        self.events += 1
-        self._before = self.server.state.version
-        if event == CONFIRMED:
-            if who in self.channels:
-                self.channels[who].confirm(count)
-        elif event == LOST:
-            self.channels.pop(who, None)
-            self.server.lost(who)
-        elif event == NEW_PRIMARY:
-            for part in snapshots_of(self.server).failed_replies():
-                self.server.handle(self.server.me, part)
-        elif message is not None:
-            self._handle_message(who, message)
-        return self.outgoing()
-
-    def _handle_message(self, who: Address, message: m.Message) -> None:
-        if who != self.server.me:
-            channel = self.channels.setdefault(who, ReliableChannel())
-            channel.receive()
-            if isinstance(message, m.WorkerRejoined) and channel.received == 1:  # first message of a restarted worker
-                channel.restart(message.incarnation)
-        self.server.handle(who, message)
-        if isinstance(message, GroupLeft) or (isinstance(message, m.StepDecision) and message.change == AWAY):
-            for worker in [worker for worker in self.channels if self.server.worker_groups.is_away(worker)]:
-                del self.channels[worker]  # the worker will not reconnect
-
-    def mark(self) -> int | None:
-        """Return the checksum to compare after the last event, or None."""
-        return mark(self.server, self._before)
-
-    def outgoing(self) -> Out:
-        """Return the messages to send since the last event."""
-        out, self._out = self._out, []
-        return [(to, message) for to, message in out if self._counted(to, message)]
-
-    def _counted(self, to: Address, message: m.Message) -> bool:
-        """Count a message.
-
-        Returns False for a message to a worker that is gone, if its replacement has sent nothing yet.
-        """
-        if to.role is Role.SERVER:
-            self.channels.setdefault(to, ReliableChannel())
-        channel = self.channels.get(to)
-        if channel is not None:
-            channel.send(message)
-        return channel is not None or isinstance(message, m.Fail)
-
-
 class Primary:
     """The copy that sends replies.
 
     Args:
         copy: the state from which it continues.
-        save: returns the whole state of a copy as bytes (1-D uint8), or None if that is not possible now.
     """
 
-    def __init__(self, copy: ReplicatedServer, save: Callable[[ReplicatedServer], torch.Tensor | None]) -> None:
-        self.copy, self._save = copy, save
+    def __init__(self, copy: ReplicatedServer) -> None:
+        self.copy = copy
         self.me = copy.server.me
-        self.standby = Address(Role.SHADOW, self.me.group, self.me.index)
+        self.standby = standby_of(self.me)
         self.up: set[Address] = set()  # peers with a connection
         self.covered = False
         """Whether the standby has every event with a reply."""
@@ -291,7 +158,7 @@ class Primary:
         return self._release(self.copy.events)
 
     def _transfer_if_possible(self) -> Out:
-        data = self._save(self.copy) if self._transfer_due else None
+        data = save(self.copy) if self._transfer_due else None
         if data is None:
             return []
         self._transfer_due, self.joined = False, True
@@ -423,12 +290,12 @@ class Standby:
     """The copy that follows the primary.
 
     Args:
-        make: see Make.
-        restore: gives a new copy the state in these bytes (1-D uint8).
+        factory: makes the server of each new copy.
+        server: the address of the server.
     """
 
-    def __init__(self, make: Make, restore: Callable[[ReplicatedServer, torch.Tensor], None]) -> None:
-        self._make, self._restore = make, restore
+    def __init__(self, factory: ServerFactory, server: Address) -> None:
+        self._factory, self.server, self.me = factory, server, standby_of(server)
         self._parts: list[torch.Tensor] = []
         self.copy: ReplicatedServer | None = None
         self.over = False
@@ -482,8 +349,8 @@ class Standby:
         if len(self._parts) < message.parts:
             return None
         parts, self._parts = self._parts, []
-        copy = ReplicatedServer(self._make)
-        self._restore(copy, parts[0] if len(parts) == 1 else torch.cat(parts))
+        copy = ReplicatedServer(self._factory, self.server)
+        restore(copy, parts[0] if len(parts) == 1 else torch.cat(parts))
         if copy.events != message.index:
             raise m.ProtocolError(f"the state after event {copy.events}, in a transfer of event {message.index}")
         self.copy = copy

@@ -10,8 +10,8 @@ import struct
 import torch
 
 from topotrain.core import protocol as m
+from topotrain.extensions.replication.replicated_server import ReplicatedServer
 from topotrain.extensions.replication.state_codec import StateReader, StateWriter
-from topotrain.extensions.replication.state_machine import ReplicatedServer
 
 
 def save(copy: ReplicatedServer) -> torch.Tensor | None:

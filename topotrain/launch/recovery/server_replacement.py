@@ -45,7 +45,7 @@ class ServerReplacement:
 
     def primary_of(self, server: Address) -> str:
         """Return the process in which this server is active."""
-        return str(Address(server.role, server.group, self._placement.standing[server.index].lead))
+        return str(Address(server.role, server.group, self._placement.servers[server.index].primary))
 
     def on_covered(self, who: str, shadows: int) -> None:
         """Record that a backup replica is complete."""
@@ -73,7 +73,7 @@ class ServerReplacement:
         """End server processes that are only backups, once all primaries have finished."""
         # A process of backups only has nothing to deliver, so it would never end by itself.
         finished = self._attempt.finished
-        primaries = {who for who, slot in self._slots.items() if slot in self._placement.leads()}
+        primaries = {who for who, slot in self._slots.items() if slot in self._placement.primaries()}
         rest = sorted(self._slots.keys() - finished) if primaries <= finished else []
         self._attempt.dismiss(rest)
         return [EndProcess(who) for who in rest]
@@ -86,13 +86,13 @@ class ServerReplacement:
         attempt = self._attempt
         # A process that has finished has delivered the values of its primaries.
         missed = gone - attempt.finished
-        heirs = {heir for who in missed for heir in self._placement.heirs(self._slots[who])}
+        standbys = {slot for who in missed for slot in self._placement.standbys_of(self._slots[who])}
         ended = {slot for who, slot in self._slots.items() if who in attempt.finished}
-        return bool(missed and not heirs & ended and attempt.group_of.keys() & attempt.up)
+        return bool(missed and not standbys & ended and attempt.group_of.keys() & attempt.up)
 
     def moves_first(self, gone: AbstractSet[str]) -> bool:
         """Whether the first server moves to its backup if these processes are lost."""
-        return self._placement.standing[0].lead in {self._slots[who] for who in gone - self._attempt.finished}
+        return self._placement.servers[0].primary in {self._slots[who] for who in gone - self._attempt.finished}
 
     def replace(self, gone: AbstractSet[str], lost: Failed, now: float) -> list[Action]:
         """Replace server processes; their complete backups become primaries."""
@@ -142,7 +142,7 @@ class ServerReplacement:
 
     def _worth(self, slot: int, rank: int) -> tuple[int, int, int]:
         servers = sum(name.startswith("server") for name in self._attempt.residents_of(rank))
-        return self._placement.wanting(domain_in(self._topology, slot, rank)), -servers, -rank
+        return self._placement.missing(domain_in(self._topology, slot, rank)), -servers, -rank
 
 
 def _consequence(units: Sequence[int], lost: Failed) -> str:

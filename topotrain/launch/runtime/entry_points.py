@@ -6,7 +6,7 @@ import runpy
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +38,7 @@ from topotrain.extensions.elastic.eligibility import refusal
 from topotrain.extensions.elastic.leave import GroupLeaving, leave
 from topotrain.extensions.elastic.resize_requests import ResizeRequests, ServerProcess
 from topotrain.extensions.replication.replica_host import ReplicaSlot
-from topotrain.extensions.replication.replica_placement import standings
+from topotrain.extensions.replication.replica_placement import ReplicaSet, parse_placement
 from topotrain.launch.agent.workspace import SPANS, TOKEN_FILE, profiled_step
 from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
 from topotrain.launch.runtime.prepare_composition import prepare_extensions
@@ -161,25 +161,39 @@ class ServerObserver(UnitObserver):
         return not refusal(place.job, place.topology, worker.group)
 
 
-def _slot(spec: dict[str, Any], control: ChildChannel, placements: ReplicaCommands) -> ReplicaSlot | None:
-    """Return the replica settings of a server process; None without replication."""
-    if not spec.get("seats"):
-        return None
+class LaunchedSlot(ReplicaSlot):
+    """The slot of a process with replicated servers that a launcher started.
 
-    def covered(server: Address, shadows: int) -> None:
-        control.emit(Covered(str(server), shadows))
+    Args:
+        placement: the placement when the process begins.
+        control: the channel to the unit.
+        commands: the placements that the unit sends.
+    """
 
-    def differs(server: Address, shadows: int) -> None:
-        control.emit(Differs(str(server), shadows))
+    def __init__(self, placement: Mapping[int, ReplicaSet], control: ChildChannel, commands: ReplicaCommands) -> None:
+        super().__init__(placement)
+        self._control, self._commands = control, commands
 
-    def missed(server: Address) -> None:
-        control.emit(Missed(str(server)))
+    def next_placement(self) -> Mapping[int, ReplicaSet]:
+        return self._commands.next_placement()
 
-    def end(why: str) -> None:
-        print(why, file=sys.stderr, flush=True)
+    def on_standby_complete(self, server: Address, standby: int) -> None:
+        self._control.emit(Covered(str(server), standby))
+
+    def on_standby_differs(self, server: Address, standby: int) -> None:
+        self._control.emit(Differs(str(server), standby))
+
+    def on_disconnect(self, server: Address) -> None:
+        self._control.emit(Missed(str(server)))
+
+    def end_process(self, reason: str) -> None:
+        print(reason, file=sys.stderr, flush=True)
         os._exit(1)
 
-    return ReplicaSlot(standings(spec["seats"]), placements.pass_to, covered, differs, end, missed)
+
+def _slot(spec: dict[str, Any], control: ChildChannel, commands: ReplicaCommands) -> ReplicaSlot | None:
+    """Return the slot of a server process; None without replication."""
+    return LaunchedSlot(parse_placement(spec["seats"]), control, commands) if spec.get("seats") else None
 
 
 def _report_counts(control: ChildChannel, place: RouterConfig, servers: ServerProcess) -> None:

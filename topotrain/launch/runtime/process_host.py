@@ -31,14 +31,15 @@ from topotrain.core.model.schema import BufferMemory, PrivateMemory
 from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import Fail, Message, ProtocolError
-from topotrain.core.server.server import Server
+from topotrain.core.server.server import Server, ServerFactory
+from topotrain.core.server.server_context import Outbox
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
 from topotrain.extensions.elastic.group_departure import GroupDeparture
 from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
-from topotrain.extensions.replication.replica_connections import ReplicaConnections
-from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers, ServerFactory
+from topotrain.extensions.replication.replica_connections import ReplicaClientHost, ReplicaConnections
+from topotrain.extensions.replication.replica_host import ReplicaObserver, ReplicaSlot, ReplicatedServers
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.parallel.runtime.network_channel import NetworkChannel
@@ -81,7 +82,7 @@ class ConnectionObserver(Protocol):
         ...
 
 
-class HostObserver:
+class HostObserver(ReplicaObserver):
     """Receives the reports of a process. This class ignores them.
 
     connections: observes the connections of the servers. None: a worker's failure is a message like any other.
@@ -128,14 +129,14 @@ class HostOptions:
         return SILENT if self.profile is None else self.profile.server(server, groups)
 
 
-class ServerEndpoint:
+class ServerEndpoint(Outbox):
     """A server at its address.
 
     It handles one message at a time, and sends replies in the order of decisions.
 
     Args:
         me: the address.
-        make: makes the server.
+        factory: makes the server.
         router: sends the replies.
         change: is notified when the server may be done.
         options: of the process.
@@ -146,14 +147,14 @@ class ServerEndpoint:
     def __init__(
         self,
         me: Address,
-        make: ServerFactory,
+        factory: ServerFactory,
         router: Router,
         change: threading.Condition,
         options: HostOptions,
         goes_on: bool = False,
         inline: bool = False,
     ) -> None:
-        self.server = make(me, self._answer)
+        self.server = factory.make(me, self)
         self.workers: set[Address] = set()
         self._goes_on, self._inline = goes_on, inline
         self._observer = options.observer
@@ -231,7 +232,7 @@ class ServerEndpoint:
         if self._goes_on and self.server.me.index:
             with self._lock:
                 for to, message in self.server.reconnected():
-                    self._answer(to, message)
+                    self.put(to, message)
 
     def _read_snapshots(self) -> None:
         if self._snapshots is not None:
@@ -253,18 +254,19 @@ class ServerEndpoint:
         finally:
             torch.set_flush_denormal(False)
 
-    def _answer(self, to: Address, answer: Message) -> None:
+    def put(self, to: Address, message: Message) -> None:
+        """Send a message of the server; see `Outbox`."""
         # A worker that has sent nothing yet has taken the place of one that is gone, to which the answer belongs.
-        if to.role is Role.WORKER and to not in self.workers and not isinstance(answer, Fail):
+        if to.role is Role.WORKER and to not in self.workers and not isinstance(message, Fail):
             return
         # The supervisor handles a peer that is gone: nothing can receive the answer.
         with suppress(TransportError):
             spans = self.server.spans
             if spans is SILENT:
-                self._router.send(self.server.me, to, answer)
+                self._router.send(self.server.me, to, message)
             else:
-                with sending(spans, to, answer):
-                    self._router.send(self.server.me, to, answer)
+                with sending(spans, to, message):
+                    self._router.send(self.server.me, to, message)
 
     def lost(self, peer: Address, reason: str) -> None:
         observer = self._observer.connections
@@ -304,10 +306,10 @@ class HostedServers:
     ) -> None:
         self._place, self._router, self._observer = place, router, options.observer
         self._change = threading.Condition()
-        make = partial(hosted_server, place, memory, options)
+        factory = HostedServerFactory(place, memory, options)
         goes_on, inline = place.job.on_failure is OnFailure.kContinue, place.topology.inline
         self.endpoints = {
-            me: ServerEndpoint(me, make, router, self._change, options, goes_on, inline) for me in addresses
+            me: ServerEndpoint(me, factory, router, self._change, options, goes_on, inline) for me in addresses
         }
 
     def open(self) -> None:
@@ -363,12 +365,9 @@ def serve(
             if slot is None:
                 accepted = "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes"
                 raise ConfigError("cluster.replicas", 2, accepted)
-            make = partial(hosted_server, place, memory, options)
-            process = (observer.on_failure, options.writer, slot, observer.on_open)
-            copied = ReplicatedServers(place, router, make, addresses[0], *process)
-            # Before it opens: the placement may have changed while this process started.
-            slot.subscribe(copied.arrange)
-            copied.open(observer.on_serving)
+            factory = HostedServerFactory(place, memory, options)
+            copied = ReplicatedServers(place, router, factory, addresses[0], slot, observer, options.writer)
+            copied.open()
             copied.wait()
         else:
             servers = HostedServers(place, router, memory, addresses, options)
@@ -381,17 +380,27 @@ def serve(
     return router.traffic()
 
 
-def hosted_server(
-    place: RouterConfig,
-    memory: BufferMemory,
-    options: HostOptions,
-    me: Address,
-    deliver: Callable[[Address, Message], None],
-) -> Server:
-    """Make the server at an address of the job of this process."""
-    server = make_server(me, place.job, place.topology, memory, place.shared, deliver, as_manifest(place.resumed))
-    server.record_spans(options.recorder(me, server.groups))
-    return server
+@dataclass(frozen=True, slots=True)
+class HostedServerFactory(ServerFactory):
+    """Makes the servers of the job of this process.
+
+    Attributes:
+        place: the settings of the process.
+        memory: for the servers, as for `server.Server`.
+        options: of the process.
+    """
+
+    place: RouterConfig
+    memory: BufferMemory
+    options: HostOptions
+
+    def make(self, me: Address, outbox: Outbox) -> Server:
+        """Return a new server; see `ServerFactory`."""
+        place = self.place
+        resumed = as_manifest(place.resumed)
+        server = make_server(me, place.job, place.topology, self.memory, place.shared, outbox, resumed)
+        server.record_spans(self.options.recorder(me, server.groups))
+        return server
 
 
 def peers(me: Address, topology: Topology) -> list[Address]:
@@ -494,6 +503,41 @@ class InlineWaiter(ConditionWaiter):
             self._router.turn(0.0)
 
 
+class ReplicaDialer(ReplicaClientHost):
+    """The process of a worker whose servers have two copies.
+
+    Args:
+        router: of the process.
+        me: the worker.
+        waiter: the wait of the worker.
+    """
+
+    def __init__(self, router: Router, me: Address, waiter: ConditionWaiter) -> None:
+        self._router, self._me, self._waiter = router, me, waiter
+
+    def send(self, to: Address, message: Message, wait: bool = False) -> None:
+        """Send over the router; see `ReplicaClientHost`."""
+        self._router.send(self._me, to, message, wait)
+
+    def reconnect(self, connections: ReplicaConnections, server: Address, moves: int) -> None:
+        """Connect to a server's replica after the loss of its process or connection."""
+        target, args = self._connect, (connections, server, moves)
+        threading.Thread(target=target, args=args, name=f"to {server}", daemon=True).start()
+
+    def _connect(self, connections: ReplicaConnections, server: Address, moves: int) -> None:
+        try:
+            connections.connected(server, self._router.connect_moved(self._me, server, moves))
+        except ConnectionLost as error:
+            connections.failed(server, str(error))
+        except (TransportError, TimeoutError) as error:
+            connections.failed(server, f"its process has died, and no other one took its place: {error}")
+
+    def on_change(self) -> None:
+        """Wake the worker if its condition is met now."""
+        with self._waiter.update():
+            pass
+
+
 class WorkerConnections(Connections):
     """A worker's connections to the servers of its group and to server (0,0).
 
@@ -525,9 +569,8 @@ class WorkerConnections(Connections):
         self.exchange = self._client(place, replicated)
         if replicated:
             servers = dict.fromkeys((*self.exchange.channel.servers, self.exchange.channel.first_server))
-            send = partial(self._router.send, me)
-            ways = (send, self._redial, self._notify, place.identity.incarnation)
-            self._replicas = ReplicaConnections(servers, self.exchange, *ways)
+            dialer = ReplicaDialer(self._router, me, self._waiter)
+            self._replicas = ReplicaConnections(servers, self.exchange, dialer, place.identity.incarnation)
         self._beside: HostedServers | None = None
         if reader is not None:
             beside = Address(Role.SERVER, 0, me.index)
@@ -558,25 +601,6 @@ class WorkerConnections(Connections):
     def _send_replicated(self, to: Address, message: Message) -> None:
         assert self._replicas is not None
         self._replicas.send(to, message, wait=True)
-
-    def _notify(self) -> None:
-        with self._waiter.update():
-            pass
-
-    def _redial(self, server: Address, moves: int) -> None:
-        """Connect to a server's replica after the loss of its process or connection."""
-        replicas = self._replicas
-        assert replicas is not None
-
-        def dial() -> None:
-            try:
-                replicas.connected(server, self._router.connect_moved(self.me, server, moves))
-            except ConnectionLost as error:
-                replicas.failed(server, str(error))
-            except (TransportError, TimeoutError) as error:
-                replicas.failed(server, f"its process has died, and no other one took its place: {error}")
-
-        threading.Thread(target=dial, name=f"to {server}", daemon=True).start()
 
     def _client(self, place: RouterConfig, replicated: bool) -> Client:
         topology, incarnation = place.topology, place.identity.incarnation

@@ -16,14 +16,14 @@ import _thread
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from topotrain.config.job import Job
 from topotrain.core.events import Unsaved
-from topotrain.extensions.replication.replica_placement import ReplicaSet, standings
+from topotrain.extensions.replication.replica_placement import ReplicaSet, parse_placement
 from topotrain.launch.grace_period import waits
 from topotrain.launch.runtime.child_channel import ChildChannel
 
@@ -62,7 +62,7 @@ class FinalSnapshot:
 
 
 class ReplicaCommands:
-    """Queues the commands about replica placement until a consumer is set."""
+    """Queues the commands about replica placement."""
 
     def __init__(self) -> None:
         # The placement may change while the process still imports and binds.
@@ -71,17 +71,11 @@ class ReplicaCommands:
     def on_command(self, command: Mapping[str, Any]) -> None:
         """Queue a command about placement."""
         if command.get("command") == "seats":
-            self._queue.put(standings(command["seats"]))
+            self._queue.put(parse_placement(command["seats"]))
 
-    def pass_to(self, consumer: Callable[[Mapping[int, ReplicaSet]], None]) -> None:
-        """Pass all placements to a consumer, in order, on a separate thread."""
-
-        def run() -> None:
-            while True:
-                # Not on the channel's thread: a consumer may wait for a connection, and "stop" must be read meanwhile.
-                consumer(self._queue.get())
-
-        threading.Thread(target=run, name="orders", daemon=True).start()
+    def next_placement(self) -> Mapping[int, ReplicaSet]:
+        """Wait for the next placement, and return it."""
+        return self._queue.get()
 
 
 class SigtermHandler:

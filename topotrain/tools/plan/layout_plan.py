@@ -174,8 +174,8 @@ def _with_second(topology: Topology, mine: ProcessEstimate, servers: Sequence[Pr
     """Add the memory of a replica: it gets all data of its server, and holds the same."""
     if topology.cluster.replicas < 2:
         return mine
-    seat, standing = mine.resident.index, ReplicaPlacement(domains(topology)).standing
-    second = sum(server.total for server in servers if standing[server.resident.index].shadow == seat)
+    slot, placed = mine.resident.index, ReplicaPlacement(domains(topology)).servers
+    second = sum(server.total for server in servers if placed[server.resident.index].standby == slot)
     return replace(mine, second=second)
 
 
