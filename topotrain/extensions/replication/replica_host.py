@@ -86,7 +86,10 @@ class ReplicaObserver(ABC):
 
     @abstractmethod
     def on_open(self, servers: ServerProcess) -> None:
-        """Workers can connect to all primaries. It is reported again for each further primary here."""
+        """Workers can connect to all primaries.
+
+        It is reported again for each further primary here.
+        """
 
     @abstractmethod
     def on_failure(self) -> None:
@@ -200,7 +203,7 @@ class PrimaryEndpoint:
     # --- orders of the launcher ----------------------------------------------------------------------------------
 
     def take_over(self) -> None:
-        """Begin to reply, in the place of a primary whose process is gone."""
+        """Begin to reply, after the end of the former primary's process."""
         with self._event() as out:
             out += self.primary.take_over()
 
@@ -235,7 +238,10 @@ class PrimaryEndpoint:
             out += self.primary.drop_standby()
 
     def add_standby(self, number: int) -> None:
-        """Send the state to the standby with this number, unless it has been replaced already."""
+        """Send the state to the standby with this number.
+
+        A standby that was replaced already gets nothing.
+        """
         with self._event() as out:
             if number == self.standby_number:
                 out += self.primary.add_standby()
@@ -263,7 +269,7 @@ class PrimaryEndpoint:
 
     @contextmanager
     def _event(self) -> Iterator[Out]:
-        """Lock the primary for one event, and then send the messages that the block has added."""
+        """Lock the primary for one event, and send the messages of the block."""
         out: Out = []
         try:
             with self._lock:
@@ -400,9 +406,10 @@ class StandbyFactory(ServerFactory):
 
 
 class _ConnectionThread(threading.Thread):
-    """Makes a connection in the background, because it waits for a process that may die."""
+    """Makes a connection in the background.
 
-    daemon = True
+    It may wait for a process that is dead. The next placement then starts another thread.
+    """
 
     def run(self) -> None:
         with suppress(TransportError, TimeoutError):
@@ -513,7 +520,9 @@ class ReplicatedServers:
         for server, primary in self._primaries.items():
             where, before = new[server.index], old[server.index]
             if where.standby >= 0 and (server in promoted or before.standbys != where.standbys):
-                _ConnectionThread(target=self._connect_standby, args=(primary, where), name=f"of {server}").start()
+                _ConnectionThread(
+                    target=self._connect_standby, args=(primary, where), name=f"of {server}", daemon=True
+                ).start()
         self._connect_moved(old, new, promoted)
 
     def _promote(self, server: Address, where: ReplicaSet) -> None:
@@ -540,13 +549,17 @@ class ReplicatedServers:
                     self._router.connect_inside(server, coordinator)
                     primary.reconnected(coordinator)
                 else:
-                    _ConnectionThread(target=self._reconnect, args=(primary, new[0].moves), name=f"of {server}").start()
+                    _ConnectionThread(
+                        target=self._reconnect, args=(primary, new[0].moves), name=f"of {server}", daemon=True
+                    ).start()
 
     def on_disconnect(self, me: Address, peer: Address) -> None:
         """Reconnect to the coordinator after the connection to it has ended."""
         if me in self._primaries and peer == self._servers[0]:
             moves = self._placement[0].moves
-            _ConnectionThread(target=self._search, args=(self._primaries[me], moves), name=f"of {me}").start()
+            _ConnectionThread(
+                target=self._search, args=(self._primaries[me], moves), name=f"of {me}", daemon=True
+            ).start()
 
     def _search(self, primary: PrimaryEndpoint, moves: int) -> None:
         """Call the coordinator at its old address until the launcher reports a move.

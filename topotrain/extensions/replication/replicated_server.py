@@ -1,4 +1,7 @@
-"""One copy of a replicated server: the server, its channels to other endpoints, and the number of its events."""
+"""One copy of a replicated server.
+
+It is the server with its channels to other endpoints and the number of its events.
+"""
 
 from collections import deque
 from dataclasses import dataclass, field

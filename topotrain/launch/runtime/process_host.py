@@ -504,7 +504,7 @@ class InlineWaiter(ConditionWaiter):
 
 
 class ReplicaDialer(ReplicaClientHost):
-    """The process of a worker whose servers have two copies.
+    """The process of a worker that uses replicated servers.
 
     Args:
         router: of the process.
