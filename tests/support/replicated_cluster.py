@@ -1,7 +1,7 @@
-"""A town whose servers have second copies, each process home to one server and to the shadow of the one before it.
+"""A town whose servers have second copies, each process home to one server and to the standby of the one before it.
 
 A process can be killed at any message that it takes or sends: what it had said before is heard, in order, and then the
-end of its ways; the launcher, who is played here, then has the shadow speak, and a fresh process follow it.
+end of its ways; the launcher, who is played here, then has the standby speak, and a fresh process follow it.
 """
 
 from collections.abc import Callable
@@ -55,15 +55,15 @@ class Process:
     """What one process holds."""
 
     number: int
-    leads: dict[Address, "LeadHouse"] = field(default_factory=dict)
-    shadows: dict[Address, "ShadowHouse"] = field(default_factory=dict)
+    primaries: dict[Address, "SimPrimary"] = field(default_factory=dict)
+    standbys: dict[Address, "SimStandby"] = field(default_factory=dict)
     alive: bool = True
 
 
-class LeadHouse:
-    def __init__(self, town: "ReplicatedTown", process: Process, lead: Primary) -> None:
-        self.cluster, self.process, self.lead = town, process, lead
-        self.server = lead.copy.server
+class SimPrimary:
+    def __init__(self, town: "ReplicatedTown", process: Process, primary: Primary) -> None:
+        self.cluster, self.process, self.primary = town, process, primary
+        self.server = primary.copy.server
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
         return self.server.place(sender, message, viewable)
@@ -71,9 +71,9 @@ class LeadHouse:
     def handle(self, sender: Address, message: m.Message) -> None:
         with self.cluster.dying(self.process):
             self.cluster.tick(self.process)
-            self.say(self.lead.handle(sender, message))
-            if self.lead.fault is not None:
-                raise self.lead.fault
+            self.say(self.primary.handle(sender, message))
+            if self.primary.fault is not None:
+                raise self.primary.fault
 
     def say(self, out: list[tuple[Address, m.Message]]) -> None:
         """What it says to a peer that is gone has nobody to go to."""
@@ -81,31 +81,31 @@ class LeadHouse:
             for to, message in out:
                 self.cluster.tick(self.process)
                 with suppress(TransportError):
-                    self.cluster.transport.send(self.lead.me, to, message)
+                    self.cluster.transport.send(self.primary.me, to, message)
 
     def lost(self, peer: Address, reason: str) -> None:
         if peer.role is Role.SERVER:
-            self.lead.disconnected(peer)
-        elif peer in self.lead.up and self.process.alive:
-            self.say(self.lead.lost(peer))
+            self.primary.disconnected(peer)
+        elif peer in self.primary.up and self.process.alive:
+            self.say(self.primary.lost(peer))
 
 
-class ShadowHouse:
-    def __init__(self, town: "ReplicatedTown", process: Process, me: Address, shadow: Standby) -> None:
-        self.cluster, self.process, self.me, self.shadow = town, process, me, shadow
+class SimStandby:
+    def __init__(self, town: "ReplicatedTown", process: Process, me: Address, standby: Standby) -> None:
+        self.cluster, self.process, self.me, self.standby = town, process, me, standby
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
-        return self.shadow.place(message)
+        return self.standby.place(message)
 
     def handle(self, sender: Address, message: m.Message) -> None:
         with self.cluster.dying(self.process):
             self.cluster.tick(self.process)
-            receipt = self.shadow.early_ack(message)
+            receipt = self.standby.early_ack(message)
             if receipt is not None:
                 with suppress(TransportError):
                     self.cluster.transport.send(self.me, sender, receipt)
             self.cluster.tick(self.process)
-            answer = self.shadow.handle(message)
+            answer = self.standby.handle(message)
             if answer is not None:
                 with suppress(TransportError):
                     self.cluster.transport.send(self.me, sender, answer)
@@ -165,13 +165,13 @@ class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
         servers = self.topology.servers(0)
         for me in servers:
             self.processes[me.index] = self.home[me] = Process(me.index)
-            self.settle_lead(self.home[me], Primary(ReplicatedServer(self, me)))
+            self.add_primary(self.home[me], Primary(ReplicatedServer(self, me)))
         for me in servers:
             for peer in peers(me, self.topology):
                 self.transport.connect(me, peer, "")
-                self.home[me].leads[me].lead.connected(peer)
+                self.home[me].primaries[me].primary.connected(peer)
         for me in servers:
-            self.shadow(me, self.processes[(me.index + 1) % len(servers)])
+            self.add_standby(me, self.processes[(me.index + 1) % len(servers)])
         self.workers = [me for group in range(self.topology.worker_groups) for me in self.topology.workers(group)]
         self.clients = {me: self._make_client(me) for me in self.workers}
 
@@ -183,21 +183,21 @@ class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
         snapshots_of(server).attach_host(NoFiles())
         return server
 
-    def settle_lead(self, process: Process, lead: Primary) -> LeadHouse:
-        process.leads[lead.me] = house = LeadHouse(self, process, lead)
-        self.home[lead.me] = process
-        self.transport._residents[lead.me] = house
+    def add_primary(self, process: Process, primary: Primary) -> SimPrimary:
+        process.primaries[primary.me] = house = SimPrimary(self, process, primary)
+        self.home[primary.me] = process
+        self.transport._residents[primary.me] = house
         return house
 
-    def shadow(self, me: Address, process: Process) -> None:
+    def add_standby(self, me: Address, process: Process) -> None:
         """A fresh second copy of a server in a process."""
         address = standby_of(me)
-        house = ShadowHouse(self, process, address, Standby(self, me))
-        process.shadows[me] = house
+        house = SimStandby(self, process, address, Standby(self, me))
+        process.standbys[me] = house
         self.transport._residents[address] = house
         self.transport.connect(me, address, "")
-        lead = self.home[me].leads[me]
-        lead.say(lead.lead.add_standby())
+        primary = self.home[me].primaries[me]
+        primary.say(primary.primary.add_standby())
 
     def _make_client(self, me: Address) -> Client:
         extensions = client_extensions(self.topology)
@@ -229,7 +229,7 @@ class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
         if not process.alive:
             raise Killed
         if not all(p.alive for p in self.processes.values()) or not all(
-            house.lead.covered for p in self.processes.values() for house in p.leads.values()
+            house.primary.covered for p in self.processes.values() for house in p.primaries.values()
         ):
             return  # else the whole job starts again
         count = self.ticks[process.number] = self.ticks.get(process.number, 0) + 1
@@ -246,31 +246,31 @@ class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
             return
         self.deaths += 1
         process.alive = False
-        who = {*process.leads, *map(standby_of, process.shadows)}
+        who = {*process.primaries, *map(standby_of, process.standbys)}
         self.transport.end(who)
         self.sim.at(self.sim.now + 0.02, lambda: self.replace(process))
 
     def replace(self, dead: Process) -> None:
-        for me in dead.shadows:
-            lead = self.home[me].leads.get(me)
-            if lead is not None and self.home[me].alive:
-                lead.say(lead.lead.drop_standby())
-        for me in dead.leads:
-            heir = next(p for p in self.processes.values() if me in p.shadows and p.alive)
-            copy = heir.shadows.pop(me).shadow.copy
+        for me in dead.standbys:
+            primary = self.home[me].primaries.get(me)
+            if primary is not None and self.home[me].alive:
+                primary.say(primary.primary.drop_standby())
+        for me in dead.primaries:
+            heir = next(p for p in self.processes.values() if me in p.standbys and p.alive)
+            copy = heir.standbys.pop(me).standby.copy
             assert copy is not None
-            house = self.settle_lead(heir, Primary(copy))
-            house.say(house.lead.take_over())
+            house = self.add_primary(heir, Primary(copy))
+            house.say(house.primary.take_over())
         coordinator, *others = self.topology.servers(0)
         for me in others:
-            if me in dead.leads or coordinator in dead.leads:
+            if me in dead.primaries or coordinator in dead.primaries:
                 self.transport.connect(me, coordinator, "")
-                self.home[coordinator].leads[coordinator].lead.disconnected(me)
-                house = self.home[me].leads[me]
-                house.say(house.lead.reconnected(coordinator))
+                self.home[coordinator].primaries[coordinator].primary.disconnected(me)
+                house = self.home[me].primaries[me]
+                house.say(house.primary.reconnected(coordinator))
         self.processes[dead.number] = fresh = Process(dead.number)
-        for me in (*dead.leads, *dead.shadows):
-            self.shadow(me, fresh)
+        for me in (*dead.primaries, *dead.standbys):
+            self.add_standby(me, fresh)
 
     # --- what came out -------------------------------------------------------------------------------------------
 
@@ -282,12 +282,12 @@ class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
 
     def speaking(self, index: int) -> Server:
         me = Address(Role.SERVER, 0, index)
-        return self.home[me].leads[me].server
+        return self.home[me].primaries[me].server
 
     def copies(self, index: int) -> list[Server]:
         """The present server, and what its second copy is."""
         me = Address(Role.SERVER, 0, index)
-        found = [p.shadows[me].shadow.copy for p in self.processes.values() if me in p.shadows]
+        found = [p.standbys[me].standby.copy for p in self.processes.values() if me in p.standbys]
         return [self.speaking(index), *(copy.server for copy in found if copy is not None)]
 
     def values(self) -> list[torch.Tensor]:

@@ -145,12 +145,12 @@ class MortalTown(ReplicatedTown):
     def miss(self, group: int) -> None:
         """The launcher tells the coordinator that a group has gone."""
         if self.home[DESK].alive:  # else its successor is told
-            house = self.home[DESK].leads[DESK]
-            house.say(house.lead.handle(DESK, GroupLeft(group, self.gone[group])))
+            house = self.home[DESK].primaries[DESK]
+            house.say(house.primary.handle(DESK, GroupLeft(group, self.gone[group])))
 
     def replace(self, dead: Any) -> None:
         super().replace(dead)
-        if DESK in dead.leads:
+        if DESK in dead.primaries:
             for group in self.gone:
                 self.miss(group)
 
@@ -230,15 +230,15 @@ class MortalTown(ReplicatedTown):
                     found.append(f"the copies of server {index} have other values")
             if first.decisions.undecided:
                 found.append(f"server {index} waits for votes about {first.decisions.undecided} steps")
-            house = self.home[Address(Role.SERVER, 0, index)].leads[Address(Role.SERVER, 0, index)]
+            house = self.home[Address(Role.SERVER, 0, index)].primaries[Address(Role.SERVER, 0, index)]
             stays = [
                 str(who)
-                for who, line in house.lead.copy.channels.items()
+                for who, line in house.primary.copy.channels.items()
                 if who.role is Role.WORKER and line.unconfirmed
             ]
             if stays:
                 found.append(f"server {index} keeps words for {stays}")
-            if house.lead._held:
+            if house.primary._held:
                 found.append(f"server {index} waits for its second copy")
         return found
 

@@ -28,7 +28,7 @@ def train(seat: Seat, spoil: int = -1) -> None:
 
 
 def flats_of_shadow(town: ReplicatedTown) -> list[torch.Tensor]:
-    copy = next(p.shadows[SERVER].shadow.copy for p in town.processes.values() if SERVER in p.shadows)
+    copy = next(p.standbys[SERVER].standby.copy for p in town.processes.values() if SERVER in p.standbys)
     assert copy is not None
     model = copy.server.state.known
     return [model.flats.flat("values", space.index) for space in model.map.spaces]
@@ -38,8 +38,8 @@ def run(spoil: int = -1) -> ReplicatedTown:
     return ReplicatedTown(job(workers=2, shards=2), 3).play(lambda seat: train(seat, spoil))
 
 
-def lead(town: ReplicatedTown):
-    return town.home[SERVER].leads[SERVER].lead
+def primary(town: ReplicatedTown):
+    return town.home[SERVER].primaries[SERVER].primary
 
 
 @pytest.fixture(autouse=True)
@@ -50,15 +50,15 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_copies_that_did_the_same_never_differ() -> None:
     town = run()
-    assert lead(town).differs == 0 and not lead(town)._marks
+    assert primary(town).differs == 0 and not primary(town)._marks
     assert all(map(torch.equal, *map(flats_of, town.copies(1))))
 
 
 @pytest.mark.parametrize("spoil", [2, 3, 4])
 def test_one_wrong_bit_in_a_second_copy_is_found_and_it_is_made_anew(spoil: int) -> None:
     town, calm = run(spoil), run()
-    assert lead(town).differs == 1
-    assert lead(town).covered, "the new one has everything"
+    assert primary(town).differs == 1
+    assert primary(town).covered, "the new one has everything"
     assert all(map(torch.equal, *map(flats_of, town.copies(1))))
     for me, seen in calm.ends.items():
         assert all(map(torch.equal, town.ends[me], seen)), "the job goes on with the copy that has spoken"

@@ -54,13 +54,13 @@ def other_address() -> str:
 
 
 @contextmanager
-def unheard(speaker: PrimaryEndpoint) -> Iterator[list[Any]]:
+def dropped_event(speaker: PrimaryEndpoint) -> Iterator[list[Any]]:
     """An event of a process that is dead: nothing of it is sent."""
     with speaker._lock:
         yield []
 
 
-class Slot(ReplicaSlot):
+class RecordingSlot(ReplicaSlot):
     """What the launcher of a town hears of one slot, and says to it."""
 
     def __init__(self, town: "Town") -> None:
@@ -83,7 +83,7 @@ class Slot(ReplicaSlot):
         pass
 
 
-class Ears(FailureObserver):
+class UrlObserver(FailureObserver):
     """Hears of troubles, and at which URLs servers are."""
 
     def __init__(self, trouble: Any, urls: list[str]) -> None:
@@ -104,7 +104,7 @@ class Town:
         self.crew, self.complete = _Crew(), threading.Condition()
         self.roads: dict[int, Router] = {}
         self.processes: dict[int, ReplicatedServers] = {}
-        self.slots: dict[int, Slot] = {}
+        self.slots: dict[int, RecordingSlot] = {}
         self.threads: list[threading.Thread] = []
         (folder / "store").mkdir(mode=0o700)
         self.url, self.sockets = (folder / "store").as_uri(), Path(socket_directory())
@@ -125,9 +125,9 @@ class Town:
         me = Address(Role.SERVER, 0, seat)
         place = self.place(self.topology.unit_of(me), number)
         self.roads[seat] = roads = Router(place, ProcessMemory())
-        self.slots[seat], ears = Slot(self), Ears(self.trouble(roads), self.urls)
+        self.slots[seat], observer = RecordingSlot(self), UrlObserver(self.trouble(roads), self.urls)
         factory = HostedServerFactory(place, PrivateMemory(), HostOptions())
-        copied = self.processes[seat] = ReplicatedServers(place, roads, factory, me, self.slots[seat], ears)
+        copied = self.processes[seat] = ReplicatedServers(place, roads, factory, me, self.slots[seat], observer)
 
         def live() -> None:
             with suppress(Exception):
@@ -148,7 +148,7 @@ class Town:
             assert self.complete.wait_for(lambda: self.seats._covered == everybody, WAIT_S)
         dead, _ = self.processes.pop(seat), self.slots.pop(seat)
         for speaker in dead._primaries.values():
-            speaker._event = partial(unheard, speaker)  # type: ignore[method-assign]  # else it would tell of its end
+            speaker._event = partial(dropped_event, speaker)  # type: ignore[method-assign]  # else it would tell of its end
         dead._primaries.clear()  # nor does it look for others
         wire = self.roads.pop(seat)._tcp
         assert wire is not None and wire._listener is not None

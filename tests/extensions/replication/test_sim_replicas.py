@@ -87,15 +87,15 @@ def given_up(moment: int) -> MortalTown:
 
 def test_a_copy_that_knows_only_the_dead_takes_whoever_stands_in_as_new() -> None:
     """The other copy had heard of both, the death and the newcomer, and has died before it could tell."""
-    lead, worker = place("sandblaster", 0).run().home[SERVER].leads[SERVER].lead, Address(Role.WORKER, 0, 1)
-    line = lead.copy.channels[worker] = ReliableChannel(sent=80, received=57)
-    (answer,) = [x for to, x in lead.handle(worker, ResumeConnection(0, restarts=1)) if to == worker]
+    primary, worker = place("sandblaster", 0).run().home[SERVER].primaries[SERVER].primary, Address(Role.WORKER, 0, 1)
+    line = primary.copy.channels[worker] = ReliableChannel(sent=80, received=57)
+    (answer,) = [x for to, x in primary.handle(worker, ResumeConnection(0, restarts=1)) if to == worker]
     assert answer == ResumeConnection(0, answer=True)
-    lead.handle(worker, m.WorkerRejoined(1))
-    assert lead.copy.channels[worker].restarts == 1 and lead.copy.channels[worker] is not line
+    primary.handle(worker, m.WorkerRejoined(1))
+    assert primary.copy.channels[worker].restarts == 1 and primary.copy.channels[worker] is not line
     for late in (ResumeConnection(0), ResumeConnection(5, restarts=2)):
         with pytest.raises(m.ProtocolError, match="never had"):
-            lead.handle(worker, late)
+            primary.handle(worker, late)
 
 
 # --- rules left out ----------------------------------------------------------------------------------------------

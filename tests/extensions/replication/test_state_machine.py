@@ -162,7 +162,7 @@ def test_a_line_keeps_what_the_other_side_may_not_have() -> None:
 
 
 def copy_of(town: ReplicatedTown) -> ReplicatedServer:
-    return next(p.leads[Address(Role.SERVER, 0, 0)].lead.copy for p in town.processes.values() if p.number == 0)
+    return next(p.primaries[Address(Role.SERVER, 0, 0)].primary.copy for p in town.processes.values() if p.number == 0)
 
 
 def fresh(town: ReplicatedTown) -> ReplicatedServer:
@@ -188,14 +188,14 @@ def test_a_server_in_the_middle_of_a_step_is_told_with_what_is_under_way() -> No
 
     def look(sender: Address, to: Address, message: m.Message) -> None:
         me = Address(Role.SERVER, 0, 0)
-        lead = town.home[me].leads[me].lead
+        primary = town.home[me].primaries[me].primary
         if to != me or not isinstance(message, m.Push | m.BackwardEnd | m.Commit):
             return
-        data, twin = save(lead.copy), ReplicatedServer(town, me)
+        data, twin = save(primary.copy), ReplicatedServer(town, me)
         assert data is not None
         restore(twin, data)
         again = save(twin)
-        sources = lead.copy.server.state.known.staging.values()
+        sources = primary.copy.server.state.known.staging.values()
         under_way = sum(len(source.state_dict()["backwards"]["known"]) for source in sources)
         told.append((under_way, again is not None and torch.equal(data, again)))
 
@@ -285,7 +285,7 @@ def test_no_field_of_any_component_is_forgotten() -> None:
         nonlocal copied
         if to.role is not Role.SERVER or isinstance(message, UNCOUNTED):
             return
-        copy = town.home[to].leads[to].lead.copy
+        copy = town.home[to].primaries[to].primary.copy
         data, twin = save(copy), ReplicatedServer(town, to)
         if data is not None:
             restore(twin, data)
