@@ -466,6 +466,7 @@ class ReplicatedServers:
         if self._writer is not None:
             primary.write_snapshots(self._writer)
         urls = self._router.attach(me, primary)
+        # Under a kind of its own: workers look for "server", which is published when the server has its standby.
         self._router.publish("door", me, urls)
         if me.index:
             coordinator = self._servers[0]
@@ -515,6 +516,7 @@ class ReplicatedServers:
             where, before = new[server.index], old[server.index]
             if primary is not None and (before.standbys != where.standbys or where.standby < 0):
                 primary.drop_standby(where.standbys)
+        # Only now: a promoted standby waits for the last events of its primary, and the others must not wait for that.
         for server in promoted:
             self._promote(server, new[server.index])
         for server, primary in self._primaries.items():
@@ -532,6 +534,7 @@ class ReplicatedServers:
         if self._writer is not None:
             primary.write_snapshots(self._writer, from_another=True)
         urls = self._router.attach(server, primary)
+        # Before it is published: the snapshots of the former process have failed when the first worker returns.
         primary.take_over()
         self._router.publish("server", server, urls)
         self._router.publish(published_kind(where.moves), server, urls)
