@@ -77,21 +77,18 @@ class ReplicaSlot(ABC):
         """End this process, which the launcher then replaces."""
 
 
-class ReplicaObserver(ABC):
-    """Receives the reports of the servers of one process."""
+class ReplicaObserver:
+    """Receives the reports of the servers of one process. This class ignores them."""
 
-    @abstractmethod
     def on_serving(self, server: Address, urls: tuple[str, ...]) -> None:
         """A server can be reached at these URLs, or could be if it were a primary."""
 
-    @abstractmethod
     def on_open(self, servers: ServerProcess) -> None:
         """Workers can connect to all primaries.
 
         It is reported again for each further primary here.
         """
 
-    @abstractmethod
     def on_failure(self) -> None:
         """A server cannot continue.
 

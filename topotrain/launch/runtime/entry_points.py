@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -44,7 +45,7 @@ from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
 from topotrain.launch.runtime.prepare_composition import prepare_extensions
 from topotrain.launch.runtime.process_exit import ProcessExitHook
 from topotrain.launch.runtime.process_host import HostObserver, HostOptions, WorkerConnections, WorkerConnector, serve
-from topotrain.launch.runtime.unit_commands import FinalSnapshot, ReplicaCommands, SigtermHandler
+from topotrain.launch.runtime.unit_commands import FinalSnapshot, SigtermHandler
 from topotrain.training import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.training.context import Context, enter
 from topotrain.training.final_parameters import NotSaved
@@ -59,10 +60,11 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     """Run the servers of one unit; return the exit code."""
     addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
     control = ChildChannel(channel)
-    placements, sigterm = ReplicaCommands(), SigtermHandler()
-    requests, snapshot = ResizeRequests(control.emit), FinalSnapshot(str(addresses[0]), control)
+    slot = LaunchedSlot(spec["seats"], control) if spec.get("seats") else None
+    sigterm, snapshot = SigtermHandler(), FinalSnapshot(str(addresses[0]), control)
+    requests = ResizeRequests(control.emit)
     # Before the servers exist: the handlers queue commands that come meanwhile.
-    control.start(sigterm, requests, snapshot, placements)
+    control.start(sigterm, requests, snapshot, *([slot] if slot is not None else []))
     profile = _recorders(spec, addresses[0])
     place = _place(spec)
     sigterm.take_over(place.job)
@@ -70,7 +72,6 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     observer = ServerObserver(control, addresses[0], requests, place if spec["hosts"] else None)
     writer = _writer(place, addresses, control)
     snapshot.open(writer)
-    slot = _slot(spec, control, placements)
     sent, received = serve(place, addresses, HostOptions(observer, profile, writer), slot)
     profile.leave()
     if observer.servers is not None:  # this process may have been made for replicas that the job no longer needed
@@ -165,17 +166,23 @@ class LaunchedSlot(ReplicaSlot):
     """The slot of a process with replicated servers that a launcher started.
 
     Args:
-        placement: the placement when the process begins.
+        placement: the placement when the process begins, as from `ReplicaPlacement.to_data`.
         control: the channel to the unit.
-        commands: the placements that the unit sends.
     """
 
-    def __init__(self, placement: Mapping[int, ReplicaSet], control: ChildChannel, commands: ReplicaCommands) -> None:
-        super().__init__(placement)
-        self._control, self._commands = control, commands
+    def __init__(self, placement: list[list[int]], control: ChildChannel) -> None:
+        super().__init__(parse_placement(placement))
+        self._control = control
+        # The placement may change while the process still imports and binds.
+        self._queue: SimpleQueue[Mapping[int, ReplicaSet]] = SimpleQueue()
+
+    def on_command(self, command: Mapping[str, Any]) -> None:
+        """Queue a command about placement."""
+        if command.get("command") == "seats":
+            self._queue.put(parse_placement(command["seats"]))
 
     def next_placement(self) -> Mapping[int, ReplicaSet]:
-        return self._commands.next_placement()
+        return self._queue.get()
 
     def on_standby_complete(self, server: Address, standby: int) -> None:
         self._control.emit(Covered(str(server), standby))
@@ -189,11 +196,6 @@ class LaunchedSlot(ReplicaSlot):
     def end_process(self, reason: str) -> None:
         print(reason, file=sys.stderr, flush=True)
         os._exit(1)
-
-
-def _slot(spec: dict[str, Any], control: ChildChannel, commands: ReplicaCommands) -> ReplicaSlot | None:
-    """Return the slot of a server process; None without replication."""
-    return LaunchedSlot(parse_placement(spec["seats"]), control, commands) if spec.get("seats") else None
 
 
 def _report_counts(control: ChildChannel, place: RouterConfig, servers: ServerProcess) -> None:

@@ -90,20 +90,8 @@ class HostObserver(ReplicaObserver):
 
     connections: ConnectionObserver | None = None
 
-    def on_serving(self, server: Address, urls: tuple[str, ...]) -> None:
-        """A server can be reached at these URLs."""
-
-    def on_open(self, servers: ServerProcess) -> None:
-        """All workers can connect. It is reported again for each additional server here."""
-
     def on_done(self, server: Server) -> None:
         """A server without replicas has no work left."""
-
-    def on_failure(self) -> None:
-        """A server cannot go on.
-
-        It is called inside `except`, on the thread that handled a message.
-        """
 
     def on_long_wait(self, seconds: float) -> None:
         """The worker has waited so long, and still waits.

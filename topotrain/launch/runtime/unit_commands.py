@@ -17,13 +17,11 @@ import os
 import signal
 import threading
 from collections.abc import Mapping
-from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from topotrain.config.job import Job
 from topotrain.core.events import Unsaved
-from topotrain.extensions.replication.replica_placement import ReplicaSet, parse_placement
 from topotrain.launch.grace_period import waits
 from topotrain.launch.runtime.child_channel import ChildChannel
 
@@ -59,23 +57,6 @@ class FinalSnapshot:
             self._control.emit(Unsaved(self._name, "there are no values yet, or the job takes no snapshots"))
         else:
             self._writer.end()
-
-
-class ReplicaCommands:
-    """Queues the commands about replica placement."""
-
-    def __init__(self) -> None:
-        # The placement may change while the process still imports and binds.
-        self._queue: SimpleQueue[Mapping[int, ReplicaSet]] = SimpleQueue()
-
-    def on_command(self, command: Mapping[str, Any]) -> None:
-        """Queue a command about placement."""
-        if command.get("command") == "seats":
-            self._queue.put(parse_placement(command["seats"]))
-
-    def next_placement(self) -> Mapping[int, ReplicaSet]:
-        """Wait for the next placement, and return it."""
-        return self._queue.get()
 
 
 class SigtermHandler:
