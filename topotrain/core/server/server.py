@@ -379,4 +379,4 @@ class ServerFactory(ABC):
 
     @abstractmethod
     def make(self, me: Address, outbox: Outbox) -> Server:
-        """Return a new server at this address, which puts each of its messages into the outbox."""
+        """Return a new server that puts each of its messages into the outbox."""
