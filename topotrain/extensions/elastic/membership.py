@@ -46,6 +46,18 @@ class _Group:
     newest: int = 0  # the newest that this server knows
     here: set[Address] = field(default_factory=set)
 
+    def expect(self, incarnation: int) -> bool:
+        """As `Members.expect`."""
+        new = incarnation > self.newest
+        if new:
+            self.newest, self.here = incarnation, set()
+        return new
+
+    def restart(self, incarnation: int) -> list[Address]:
+        """As `Members.restart`, after `expect`."""
+        self.incarnation = max(self.incarnation, incarnation)
+        return sorted(self.here) if self.newest == self.incarnation else []
+
 
 class Members:
     """The incarnations of the worker groups that one server knows.
@@ -96,11 +108,8 @@ class Members:
 
         False: they are dropped already.
         """
-        known = self._groups[key]
-        new = incarnation > known.newest
-        if new:
-            known.newest, known.here = incarnation, set()
-            self.changed = True
+        new = self._groups[key].expect(incarnation)
+        self.changed |= new
         return new
 
     def restart(self, key: Key, incarnation: int) -> list[Address]:
@@ -109,9 +118,7 @@ class Members:
         Returns the workers that wait for that.
         """
         self.expect(key, incarnation)
-        known = self._groups[key]
-        known.incarnation = max(known.incarnation, incarnation)
-        return sorted(known.here) if known.newest == known.incarnation else []
+        return self._groups[key].restart(incarnation)
 
     def is_empty(self, group: int, incarnation: int) -> bool:
         """Whether no worker of this incarnation, or of a later one, has connected."""

@@ -151,15 +151,13 @@ class _Epoch:
     @classmethod
     def from_state(cls, state: State) -> "_Epoch":
         """Return the epoch of a `state_dict`."""
-        epoch = cls(**state)
-        epoch.freed, epoch.held, epoch.gone = list(epoch.freed), list(epoch.held), set(epoch.gone)
-        epoch.passed = dict(epoch.passed)
-        epoch.tables = {group: [_Run(*run) for run in table] for group, table in state["tables"].items()}
-        epoch.left = {
+        own = {"freed": list(state["freed"]), "held": list(state["held"]), "gone": set(state["gone"])}
+        tables = {group: [_Run(*run) for run in table] for group, table in state["tables"].items()}
+        left = {
             group: _Leaving(position, witness, tuple(_Run(*run) for run in table))
             for group, (position, witness, table) in state["left"].items()
         }
-        return epoch
+        return cls(**{**state, **own, "passed": dict(state["passed"]), "tables": tables, "left": left})
 
 
 class LeaseQueue(RegroupExtension):
@@ -477,6 +475,10 @@ class _Chunk:
     fetched: set[Address] = field(default_factory=set)
     held: list[Address] = field(default_factory=list)
 
+    def fill(self, put: DrawnBatches) -> None:
+        """The chunk is here."""
+        self.put = put
+
 
 class DrawnChunks:
     """Batches that worker (0,0) drew from the script's sampler.
@@ -511,7 +513,7 @@ class DrawnChunks:
             self._drawn += _numbers(put)
         if self._drawn > _MOST_DRAWN * (1 + 2 * self._keeps):  # then of up to three epochs
             raise ProtocolError(f"{self._drawn} numbers were drawn that some worker has not fetched")
-        chunk.put = put
+        chunk.fill(put)
         over: Replies = []
         if self._first is None:
             self._first = put.epoch
