@@ -60,7 +60,7 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
     control = ChildChannel(channel)
     placements, sigterm = ReplicaCommands(), SigtermHandler()
-    requests, snapshot = ResizeRequests(control.emit), FinalSnapshot(str(addresses[0]), control)
+    requests, snapshot = ResizeRequests(control), FinalSnapshot(str(addresses[0]), control)
     # Before the servers exist: the handlers queue commands that come meanwhile.
     control.start(sigterm, requests, snapshot, placements)
     profile = _recorders(spec, addresses[0])
@@ -210,7 +210,7 @@ def _writer(place: RouterConfig, servers: Sequence[Address], control: ChildChann
     """
     resumed = None if place.resumed is None else place.resumed.path
     again = place.identity.incarnation > 0
-    return writer_for(place.job, place.topology, servers, resumed, again, control.emit)
+    return writer_for(place.job, place.topology, servers, resumed, again, control)
 
 
 def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:

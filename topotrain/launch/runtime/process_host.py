@@ -163,8 +163,7 @@ class ServerEndpoint:
         self._snapshots: SnapshotPort | None = None
         if options.writer is not None:
             # Where a script's thread does the server's work, it reads what is new with the next message.
-            poke = (lambda: None) if inline else self.poke
-            self._snapshots = options.writer.attach(snapshots_of(self.server), poke)
+            self._snapshots = options.writer.attach(snapshots_of(self.server), None if inline else self)
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         with self._lock:
