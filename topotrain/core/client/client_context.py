@@ -10,7 +10,7 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.body_codec import BodyCodec
 from topotrain.core.model.schema import FlatBuffers
-from topotrain.core.profiling.spans import SILENT, Recorder
+from topotrain.core.profiling.spans import SILENT, Clock, Recorder
 from topotrain.core.transport_contract import TransportError
 
 
@@ -82,7 +82,6 @@ class StepEnd:
 
 
 Send = Callable[[Address, m.Message], None]
-Clock = Callable[[], float]
 
 
 class ServerChannel:
@@ -120,7 +119,7 @@ class ServerChannel:
         self.spans = spans
 
     def measure_waits(self, clock: Clock) -> None:
-        """Add up in `waited` the seconds by this clock."""
+        """Add up in `waited` the waits by this clock."""
         self._clock = clock
 
     # --- sending -------------------------------------------------------------------------------------------------
@@ -160,11 +159,11 @@ class ServerChannel:
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait for a reply. Raises JobError or PeerLost if the job cannot go on."""
-        before = 0.0 if self._clock is None else self._clock()
+        before = 0 if self._clock is None else self._clock.now()
         # Any failure ends every wait, because the reply may never come.
         self.waiter.wait(lambda: self._failure is not None or ready())
         if self._clock is not None:
-            self.waited += self._clock() - before
+            self.waited += (self._clock.now() - before) / 1e9
         if self._failure is not None:
             raise self._failure
 
