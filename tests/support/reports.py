@@ -1,8 +1,11 @@
-"""Takes the place of what shows events and texts to the user, and of the host of a server."""
+"""Takes the place of what shows events and texts to the user, of the host of a server, and of a transport."""
 
 import threading
+from collections.abc import Callable
 
+from topotrain.config.topology import Address
 from topotrain.core.events import Event, Notifier
+from topotrain.core.protocol import Message
 
 
 class EventList(list[Event]):
@@ -24,3 +27,10 @@ class Woken(threading.Event):
 
     def poke(self) -> None:
         self.set()
+
+
+class FunctionSender:
+    """Hands each message that an endpoint sends to a function of the test."""
+
+    def __init__(self, function: Callable[[Address, Message], None]) -> None:
+        self.send = function

@@ -32,6 +32,7 @@ from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.server import Server
+from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
@@ -518,7 +519,7 @@ class WorkerConnections(Connections):
             else InlineWaiter(poll_s, self._router, reader, observer)
         )
         # The script's thread may wait for room in a connection, unless it also reads.
-        self._send = partial(self._router.send, me, wait=reader is None)
+        self._sender: MessageSender = self._router.sender(me, wait=reader is None)
         replicated = place.job.cluster.replicas > 1
         self._replicas: ReplicaConnections | None = None
         self.exchange = self._client(place, replicated)
@@ -554,7 +555,8 @@ class WorkerConnections(Connections):
 
     # --- servers with two copies
 
-    def _send_replicated(self, to: Address, message: Message) -> None:
+    def send(self, to: Address, message: Message) -> None:
+        """Send a message to a server of which there are several replicas."""
         assert self._replicas is not None
         self._replicas.send(to, message, wait=True)
 
@@ -579,10 +581,10 @@ class WorkerConnections(Connections):
 
     def _client(self, place: RouterConfig, replicated: bool) -> Client:
         topology, incarnation = place.topology, place.identity.incarnation
-        send = self._send_replicated if replicated else self._send
+        sender = self if replicated else self._sender
         gradients = self._torch_reduction(place) if topology.foreign else None
         extensions = client_extensions(topology)
-        return Client(self.me, topology, send, self._waiter, place.shared, incarnation, extensions, gradients)
+        return Client(self.me, topology, sender, self._waiter, place.shared, incarnation, extensions, gradients)
 
     def _torch_reduction(self, place: RouterConfig) -> GradientExchange:
         from topotrain.extensions.collectives.torch_reduction import TorchCollectiveConfig, TorchReduction
@@ -616,8 +618,7 @@ class WorkerConnections(Connections):
                 "needs a store in which the workers find each other, such as a folder (file://) or tcp://: "
                 "a list of addresses names servers only",
             )
-        send = partial(self._router.send, self.me)
-        channel = NetworkChannel(self.exchange, send, self._waiter.look, SendBuffers(self._buffers))
+        channel = NetworkChannel(self.exchange, self._router.sender(self.me), SendBuffers(self._buffers))
         incarnation = self._place.identity.incarnation
         kind = f"worker-{incarnation}" if incarnation else "worker"  # addresses of former processes are of no use
         # Before it connects: workers after this one may be waiting for the URL.
