@@ -24,6 +24,7 @@ def soon() -> float:
     return time.monotonic() + 60
 
 
+@pytest.mark.journey
 def test_what_was_not_run_is_never_a_pass() -> None:
     assert run(Check("P", "cut links", ""), soon()).verdict == NOT_RUN
     assert run(Check("Q", "a test to come", "tests/not_there.py"), soon()).verdict == NOT_RUN
@@ -32,6 +33,7 @@ def test_what_was_not_run_is_never_a_pass() -> None:
     assert (cannot.verdict, cannot.found) == (NOT_RUN, "there are no namespaces")
 
 
+@pytest.mark.journey
 def test_a_check_is_as_its_command_ends() -> None:
     good, bad = (run(Check("K", "", "Makefile", ("-c", f"print('3 passed'); exit({n})")), soon()) for n in (0, 1))
     assert (good.verdict, bad.verdict) == ("ok", "FAILED")
@@ -83,6 +85,7 @@ def test_the_page_says_what_was_not_run_and_keeps_the_rest(tmp_path: Path, monke
     assert "* P" in missing and "* K" not in missing
 
 
+@pytest.mark.journey
 def test_each_check_is_kept_before_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chaos, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(chaos, "RESULTS", tmp_path)

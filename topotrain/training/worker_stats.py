@@ -1,4 +1,4 @@
-"""Counts of one worker: the batches of its next step, and its steps, samples, losses and staleness."""
+"""Counts of one worker: batches, steps, samples, losses and staleness."""
 
 from abc import ABC, abstractmethod
 from collections import deque

@@ -37,7 +37,8 @@ from topotrain.tools.cli import job_arguments
 
 RATE = 1000.0  # bytes per second, where a number is looked at
 FAST = Link(bandwidth=2000.0)
-APART = layout(Cluster(server_worker_separate=True, link=Link()))  # worker and server on a host each
+# Two workers and a server, on a host each.
+APART = layout(Cluster(nworkers_per_group=2, server_worker_separate=True, link=Link()))
 LINKS = [
     FAST,
     Link(delay=2.0),
@@ -296,7 +297,7 @@ def test_a_peer_that_is_gone_is_an_error_for_who_sends(tcp: Any, tmp_path: Path)
 
 
 def test_one_host_has_no_link_inside(tcp: Any, tmp_path: Path) -> None:
-    for link, topology in ((FAST, layout(Cluster())), (Link(), APART)):
+    for link, topology in ((FAST, layout(Cluster(nworkers_per_group=2))), (Link(), APART)):
         assert EmulatedNetwork(link, tmp_path, "k", topology).shape(tcp[0], WORKER, SERVER) is tcp[0]
     assert not list(tmp_path.iterdir())
 

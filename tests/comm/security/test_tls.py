@@ -34,7 +34,8 @@ from topotrain.core.protocol import Fetch, Push, Values
 
 ROOT = Path(__file__).parents[3]
 CERTIFICATE = Certificate.make()
-APART = layout(Cluster(server_worker_separate=True, link=Link()))  # worker and server on a host each
+# Two workers and a server, on a host each.
+APART = layout(Cluster(nworkers_per_group=2, server_worker_separate=True, link=Link()))
 RAW = torch.arange(5 * PIECE // 16, dtype=torch.int32).numpy().tobytes()  # a piece and a quarter
 
 

@@ -49,6 +49,8 @@ def entries(root: object) -> Counter[str]:
         elif isinstance(value, list | tuple | set | frozenset | deque):
             found[path] += len(value)
             todo.extend((f"{path}[]", item) for item in value)
+        elif type(value).__module__.startswith("topotrain.tools.simulator"):
+            continue  # the disk of a simulated host, and the record of the trial behind it, are no part of a server
         elif type(value).__module__.startswith("topotrain"):
             todo.extend((f"{path}.{name}", item) for name, item in fields(value))
     return found

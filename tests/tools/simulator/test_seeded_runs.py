@@ -319,13 +319,13 @@ def test_each_rule_is_needed(mutant, name, seed, monkeypatch):
 
 def ended_when_empty(patch):
     """Whoever finds the queue empty leaves the epoch, though others may still die."""
-    answer = LeaseQueue._answer
+    answer = LeaseQueue._reply_to
 
     def ends(self, epoch, sender, ask):
         found = answer(self, epoch, sender, ask)
         return _over(ask) if found is None else found
 
-    patch.setattr(LeaseQueue, "_answer", ends)
+    patch.setattr(LeaseQueue, "_reply_to", ends)
 
 
 def drained_at_once(patch):

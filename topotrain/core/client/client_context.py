@@ -1,4 +1,4 @@
-"""What the parts of a worker's client share: the channel to the servers, the model, and the types of a step."""
+"""Shared context of a client's parts: channel, model, and types of a step."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress

@@ -1,4 +1,4 @@
-"""The encoding of bodies on both sides: gradients, means and values travel as they are.
+"""Encoding of bodies on both sides: gradients, means and values as they are.
 
 An extension may bring other codecs (`ClientExtension.body_codec`, `GradientExtension.server_codec`).
 """

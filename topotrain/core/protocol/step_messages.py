@@ -1,4 +1,4 @@
-"""Messages of a training step: gradients, commits, values, and the decision of the servers.
+"""Messages of a step: gradients, commits, values, and the servers' decision.
 
 Some messages have bitmaps that say which buckets, pieces or parameters they are about.
 """

@@ -125,7 +125,7 @@ class PullReplies:
     # --- replies -------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Send the held replies whose groups may read."""
+        """Send held replies to groups that may read now."""
         model = self._state.model
         if model is None:
             return

@@ -201,7 +201,7 @@ class StepExecution:
 
 
 class Decisions:
-    """Makes the decisions of a server group, on the coordinator, and carries them out, on every shard.
+    """Makes decisions on the coordinator, and carries them out on every shard.
 
     Shards vote, the coordinator decides, and every shard carries out the same list of decisions in its order
     (`consistency`). A decision is a step of a worker group, or a change that all shards make between the same two
