@@ -1,17 +1,17 @@
 """docs/journey-snapshot.md against a traced run: one snapshot passes the functions that the page names, in order."""
 
-import threading
 from pathlib import Path
 from types import FrameType
 
 import pytest
 import torch
 from journey_pages import PACKAGE, Tracer, check_is_function, check_order, stops_in
+from reports import EventList, Woken
 from simulation import VIEWS, Seat, Town, job
 
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.core.events import Event, Saved
+from topotrain.core.events import Saved
 from topotrain.core.server.consistency import SNAPSHOT
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, SnapshotPort, SnapshotWriter
@@ -52,10 +52,10 @@ class SnapshotTracer(Tracer):
 class Host:
     """The process of one server, whose writer has threads of its own."""
 
-    def __init__(self, town: Town, me: Address, folder: Path, events: list[Event]) -> None:
-        self._house, self._ready = town.sim_servers[me], threading.Event()
-        writer = SnapshotWriter(town.job, town.topology, SnapshotFiles(folder), 1, str(me), events.append)
-        self._port: SnapshotPort = writer.attach(snapshots_of(town.server(me.group, me.index)), self._ready.set)
+    def __init__(self, town: Town, me: Address, folder: Path, events: EventList) -> None:
+        self._house, self._ready = town.sim_servers[me], Woken()
+        writer = SnapshotWriter(town.job, town.topology, SnapshotFiles(folder), 1, str(me), events)
+        self._port: SnapshotPort = writer.attach(snapshots_of(town.server(me.group, me.index)), self._ready)
 
     def handle_replies(self) -> None:
         assert self._ready.wait(PATIENCE_S)
@@ -67,7 +67,7 @@ class Host:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The functions that the snapshot behind the second step passes, each with its file."""
-    events: list[Event] = []
+    events = EventList()
     folder = tmp_path_factory.mktemp("snapshot") / "manifests"
     town = Town(job(groups=1, workers=1, shards=2, checkpoint_freq=2), 1, VIEWS)
     hosts = [Host(town, me, folder, events) for me in town.topology.servers(0)]

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import topotrain as tt
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.resume.worker_state_messages import WorkerStatePart
 from topotrain.training.context import current
 
@@ -117,6 +118,17 @@ def _means(name: str, entry: dict[str, object]) -> bool:
     return entry["unit"] == int(name.split()[-1]) if name.startswith("whole unit") else name in entry["roles"]
 
 
+class DoomedSender:
+    """Sends the worker's messages: the last place that still knows one message from another."""
+
+    def __init__(self, sender: MessageSender, doom: Doom) -> None:
+        self._sender, self._doom = sender, doom
+
+    def send(self, to: Address, message: m.Message) -> None:
+        self._sender.send(to, message)
+        self._doom.sent(message)
+
+
 class Net(nn.Module):
     """A batch norm has statistics that no server knows."""
 
@@ -160,13 +172,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7 if given.net else 1.0)
     assert here.worker is not None
     channel = here.worker.client.channel
-    say = channel._send  # the last place that still knows one message from another
-
-    def tell(to: Address, message: m.Message) -> None:
-        say(to, message)
-        doom.sent(message)
-
-    channel._send = tell
+    channel._sender = DoomedSender(channel._sender, doom)
     first = next(model.parameters())
     first.register_hook(lambda _: doom.at("backward"))
     for epoch in tt.epochs(given.epochs):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from reports import FunctionSender
 from torch import nn
 
 from topotrain.comm.router import RouterConfig
@@ -372,7 +373,7 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
             wire.connect(me, peer, "local:")
     handles = []
     for me in (worker for g in range(topology.worker_groups) for worker in topology.workers(g)):
-        send, waiter = partial(wire.send, me), ConditionWaiter(0.1)
+        send, waiter = FunctionSender(partial(wire.send, me)), ConditionWaiter(0.1)
         exchange = Client(me, topology, send, waiter, shared, extensions=client_extensions(topology))
         wire.attach(me, exchange)
         for server in dict.fromkeys((*exchange.channel.servers, exchange.channel.first_server)):

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from reports import FunctionSender
 from simulation import SMALL, Seat
 from torch import nn
 
@@ -201,7 +202,8 @@ class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
 
     def _make_client(self, me: Address) -> Client:
         extensions = client_extensions(self.topology)
-        door = Client(me, self.topology, lambda to, x: lines.send(to, x), self.sim.waiter(), extensions=extensions)
+        sender = FunctionSender(lambda to, x: lines.send(to, x))
+        door = Client(me, self.topology, sender, self.sim.waiter(), extensions=extensions)
 
         servers = dict.fromkeys((*door.channel.servers, door.channel.first_server))
         lines = ReplicaConnections(servers, door, SimClientHost(self, me))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from replicated_cluster import ReplicatedTown, SimClientHost
+from reports import FunctionSender
 from torch import nn
 
 from topotrain.config.job import Job
@@ -98,7 +99,9 @@ class MortalTown(ReplicatedTown):
             lines.send(to, message)
 
         waiter, extensions = CrashableWaiter(life, self.sim), client_extensions(self.topology)
-        door = Client(me, self.topology, say, waiter, incarnation=life.incarnation, extensions=extensions)
+        door = Client(
+            me, self.topology, FunctionSender(say), waiter, incarnation=life.incarnation, extensions=extensions
+        )
         servers = dict.fromkeys((*door.channel.servers, door.channel.first_server))
 
         lines = ReplicaConnections(servers, door, MortalClientHost(self, life), life.incarnation)

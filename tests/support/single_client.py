@@ -4,6 +4,7 @@ import threading
 
 import torch
 from in_process_job import adam, building, job_of
+from reports import FunctionSender
 from torch import nn
 
 from topotrain.config.topology import Address, Role, layout
@@ -49,7 +50,7 @@ class Door:
         self.flats = FlatBuffers(self.map, None, PrivateMemory())
         extensions = client_extensions(topology)
         send = lambda to, message: self.sent.append((to, message))  # noqa: E731
-        self.exchange = Client(ME, topology, send, self.turn, extensions=extensions)
+        self.exchange = Client(ME, topology, FunctionSender(send), self.turn, extensions=extensions)
         self.exchange.open(self.schema, self.map, self.flats)
         self.schema_parts = self.take()
 

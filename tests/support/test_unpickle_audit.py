@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import unpickle_audit
+from reports import FunctionSender
 
 from topotrain.config.job import Cluster
 from topotrain.config.topology import Address, Role, layout
@@ -76,7 +77,7 @@ def test_a_door_in_this_process_is_watched_too(monkeypatch: pytest.MonkeyPatch) 
     raw = pickle.dumps(Fraction(1, 3))
     pickle.loads(raw)  # the test's own business
     me, server = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
-    door = Client(me, layout(Cluster()), lambda *_: None, Waiter())
+    door = Client(me, layout(Cluster()), FunctionSender(lambda *_: None), Waiter())
     check, here = type(door._validator).check, threading.current_thread()
 
     def check_or_unpickle(*given: Any) -> None:

@@ -177,7 +177,7 @@ class Life:
             del self.runs[who]
             self.worlds.pop(who, None)
             self.office.mail[who] = type(self.office.mail[who])()
-        self.office.post(self.office.book.group_restarted(group, lambda s: self.office.applied.get(s, 0), False))
+        self.office.post(self.office.book.group_restarted(group, self.office.applied, False))
         self.incarnation[group] += 1
         self.start(group)
 

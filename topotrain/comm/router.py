@@ -1,7 +1,7 @@
 """Choose which of a process's transports leads to which peer."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -286,6 +286,10 @@ class Router:
                 return
         raise ConnectionLost(f"no connection from {me} to {to}")
 
+    def sender(self, me: Address, wait: bool = False) -> "RoutedSender":
+        """Return the sender of an endpoint; `wait` as in `Transport.send`."""
+        return RoutedSender(self, me, self._routes, wait)
+
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received over transports that leave the process."""
         counts = [transport.traffic() for name, transport in self._transports.items() if name != "local"]
@@ -359,3 +363,28 @@ class _Port:
         self._known.discard(peer)  # a peer that reconnects may come over another transport
         self._router.remove_route(self._me, peer, self._name)
         self._endpoint.lost(peer, reason)
+
+
+class RoutedSender:
+    """Sends the messages of one endpoint.
+
+    Args:
+        router: sends where no route is known.
+        me: the endpoint.
+        routes: those of the router.
+        wait: as in `Transport.send`.
+    """
+
+    def __init__(
+        self, router: Router, me: Address, routes: Mapping[tuple[Address, Address], Transport], wait: bool
+    ) -> None:
+        self._router, self._me, self._routes, self._wait = router, me, routes, wait
+
+    def send(self, to: Address, message: Message) -> None:
+        """As `MessageSender.send`."""
+        # Not over `Router.send`: this is called for each message of a worker's step.
+        transport = self._routes.get((self._me, to))
+        if transport is not None:
+            transport.send(self._me, to, message, self._wait)
+        else:
+            self._router.send(self._me, to, message, self._wait)

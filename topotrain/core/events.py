@@ -184,6 +184,33 @@ class Notice(Event):
     text: str
 
 
+class Notifier:
+    """Shows texts to the user. The base class drops them."""
+
+    def notify(self, text: str) -> None:
+        """Show a text. The job continues."""
+
+
+class EventNotifier(Notifier):
+    """Reports each text as a Notice of one process.
+
+    Args:
+        sink: gets the events.
+        who: the name of the process in them.
+    """
+
+    def __init__(self, sink: EventSink, who: str) -> None:
+        self._sink, self._who = sink, who
+
+    def notify(self, text: str) -> None:
+        """As `Notifier.notify`."""
+        self._sink.emit(Notice(self._who, text))
+
+
+NO_NOTICES = Notifier()
+"""For callers that show no texts."""
+
+
 @event
 class Output(Event):
     """A piece of a process's output. stream: "stdout" or "stderr"."""

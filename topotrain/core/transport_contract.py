@@ -79,6 +79,14 @@ class Endpoint(Protocol):
         ...
 
 
+class MessageSender(Protocol):
+    """Sends the messages of one endpoint."""
+
+    def send(self, to: Address, message: "Message") -> None:
+        """Send a message. Raises TransportError when there is no connection to the peer (any more)."""
+        ...
+
+
 class Transport(Protocol):
     """One kind of transport, as seen by one process."""
 

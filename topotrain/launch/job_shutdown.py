@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from topotrain.core.events import Event, Exited, Failed, Notice, Saved, Unsaved
+from topotrain.core.events import Event, Exited, Failed, Notice, Notifier, Saved, Unsaved
 from topotrain.launch import AlwaysTaken, EventListener, Outlet, choose_cause
 from topotrain.launch.agent.children import MAIN
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
@@ -100,7 +100,7 @@ class RunFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class LauncherContext:
+class LauncherContext(Notifier):
     """The settings and resources of a launcher that all attempts of its job share.
 
     on_event: receives every event, on the launcher's thread.
@@ -123,6 +123,10 @@ class LauncherContext:
     connection: ControlConnection | None = None
     outlet: Outlet = field(default_factory=AlwaysTaken)
     promises: list[PendingAnswer] = field(default_factory=list)
+
+    def notify(self, text: str) -> None:
+        """As `Notifier.notify`."""
+        self.on_event(Notice("launcher", text))
 
 
 class JobShutdown:

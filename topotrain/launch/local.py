@@ -77,7 +77,7 @@ class LocalLauncher(Launcher):
                             job, topology = resized, layout(resized.cluster)
                             goes_on.begin_resized(job, topology)
                             why = f"the job goes on with nworkers_per_group: {job.cluster.nworkers_per_group}"
-                        resume = origin.newest(lambda text: on_event(Notice("launcher", text)))
+                        resume = origin.newest(host)
                         attempt = AttemptInfo(attempt.number + 1, resume, goes_on.absent_groups, why)
                         if place is not None:
                             # The addresses of the last attempt must not be found in the store.

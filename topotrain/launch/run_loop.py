@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Topology
-from topotrain.core.events import Event, Exited, Failed, Left, Lost, Notice, Saved, Started, Unsaved, from_json
+from topotrain.core.events import Event, Exited, Failed, Left, Lost, Saved, Started, Unsaved, from_json
 from topotrain.launch import (
     RUN_VARIABLE,
     JobOutcome,
@@ -270,7 +270,7 @@ class RunLoop:
             if self.topology.cluster.replicas > 1:  # its servers are needed if more are lost
                 self.unread.append(news)
                 text = f"{news.unit.who} waits until the whole job starts again: other units run its processes"
-                self._host.on_event(Notice("launcher", text))
+                self._host.notify(text)
             else:
                 self._connection.send(news.rank, {"life": self._attempt, "outcast": True})
 

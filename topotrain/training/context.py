@@ -215,6 +215,10 @@ class Context:
         """`tt.prepare` gives the script this loader."""
         self.loader = loader
 
+    def open_tables(self, tables: Any) -> None:
+        """The script has its first table."""
+        self.tables = tables
+
     def resume_at(self, position: ScriptPosition | None) -> None:
         """The script has prepared, and goes on from this position."""
         self.continuing = position
@@ -242,11 +246,23 @@ class PlanRun(BaseException):
         self.loader = loader
 
 
+class _Aside(threading.local):
+    """Whether a thread's work is in no step."""
+
+    active = False
+
+    def begin(self) -> None:
+        self.active = True
+
+    def end(self) -> None:
+        self.active = False
+
+
 _current: Context | None = None
 _planning = False
 _prepared = False  # an ordinary process has called `tt.prepare`
 _loops = 0  # so many loops over `tt.epochs` have begun
-_aside = threading.local()
+_aside = _Aside()
 
 
 def current() -> Context | None:
@@ -323,13 +339,13 @@ def placed() -> bool:
 @contextmanager
 def aside() -> Iterator[None]:
     """Inside, this thread's work is in no step: an evaluation, say."""
-    _aside.active = True
+    _aside.begin()
     try:
         yield
     finally:
-        _aside.active = False
+        _aside.end()
 
 
 def is_aside() -> bool:
     """Whether this thread is inside `aside`."""
-    return getattr(_aside, "active", False)
+    return _aside.active

@@ -25,6 +25,7 @@ from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPa
 from topotrain.training.parameters.local_sgd import LocalSgd
 from topotrain.training.parameters.server_state import ServerState
 from topotrain.training.worker_extension import WorkerExtension, WorkerHooks
+from topotrain.training.worker_profile import ProcessClock
 from topotrain.training.worker_stats import BatchAccounting, SkippedStep, StepBatches, WorkerStats
 
 
@@ -87,7 +88,7 @@ class Worker(BatchAccounting):
         self.lazy = job.pull is Pull.kLazy and isinstance(self.mirror, HostParameters)
         sees_means = topology.workers_per_group > 1 and job.grads is Grads.kVisible
         # The own time of a worker is its time without waits for others.
-        client.channel.measure_waits(time.monotonic)
+        client.channel.measure_waits(ProcessClock())
         client.open(schema, self.map, self.buffers.flats, job.apply is Apply.kOnArrival, sees_means, self.lazy)
         speaks = me.group == topology.worker_groups_of(topology.server_group_of(me.group))[0]
         state = client.optimizer_state

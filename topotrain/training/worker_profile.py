@@ -9,7 +9,27 @@ from pathlib import Path
 
 from topotrain.config.private_files import write_text
 from topotrain.config.topology import Address
-from topotrain.core.profiling.spans import SILENT, ProcessSpans, Recorder, ServerRecorder, WorkerRecorder, to_json
+from topotrain.core.profiling.spans import (
+    SILENT,
+    Clock,
+    ProcessSpans,
+    Recorder,
+    ServerRecorder,
+    WorkerRecorder,
+    to_json,
+)
+
+
+class ProcessClock(Clock):
+    """The clock of this process."""
+
+    def now(self) -> int:
+        """As `Clock.now`."""
+        return time.monotonic_ns()
+
+    def thread(self) -> str:
+        """As `Clock.thread`."""
+        return threading.current_thread().name
 
 
 class ProfileRecorders:
@@ -31,7 +51,7 @@ class ProfileRecorders:
         """For the worker of this process; its clock counts for all processes of the host."""
         if not self._wanted:
             return SILENT
-        made = WorkerRecorder(self._wanted, time.monotonic_ns, _thread)
+        made = WorkerRecorder(self._wanted, ProcessClock())
         self._recorders.append(made)
         return made
 
@@ -39,7 +59,7 @@ class ProfileRecorders:
         """For one of the servers of this process, which serves these worker groups."""
         if not self._wanted:
             return SILENT
-        made = ServerRecorder(self._wanted, time.monotonic_ns, str(me), groups)
+        made = ServerRecorder(self._wanted, ProcessClock(), str(me), groups)
         self._recorders.append(made)
         return made
 
@@ -51,7 +71,3 @@ class ProfileRecorders:
             half = file.with_suffix(".tmp")
             write_text(half, to_json(ProcessSpans(str(self._resident), os.getpid(), spans)))
             half.replace(file)
-
-
-def _thread() -> str:
-    return threading.current_thread().name

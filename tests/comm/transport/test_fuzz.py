@@ -20,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from random_frames import COUNT, SEED, Dice, share
+from reports import FunctionSender
 from simulation import Seat, Town, job
 from snapshot_files import Vault
 from transport_pairs import SERVER, WORKER, Recorder, identity, place_new
@@ -291,7 +292,8 @@ def test_workers_take_nothing_but_true_words() -> None:
 
 def opened(talk: Conversation, me: Address, dice: Dice) -> Client:
     topology = talk.cluster.topology
-    door = Client(me, topology, lambda to, message: None, Idle(), extensions=client_extensions(topology))
+    sender = FunctionSender(lambda to, message: None)
+    door = Client(me, topology, sender, Idle(), extensions=client_extensions(topology))
     if dice.random.random() < 0.9:
         door.open(talk.cluster.schema, talk.cluster.map, FlatBuffers(talk.cluster.map, None, PrivateMemory()))
     return door

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from reports import FunctionSender
 from single_client import ME, SERVERS, Door, applied, end
 
 from topotrain.config.job import Cluster, Compression
@@ -101,7 +102,8 @@ def test_the_methods_that_an_extension_does_not_have_are_not_called():
 def test_a_client_without_extensions_trains():
     """It starts, commits a step and receives its values; what only an extension handles is dropped."""
     door = Door()
-    bare = Client(ME, layout(door.cluster), lambda to, message: door.sent.append((to, message)), door.turn)
+    sender = FunctionSender(lambda to, message: door.sent.append((to, message)))
+    bare = Client(ME, layout(door.cluster), sender, door.turn)
     bare.open(door.schema, door.map, door.flats)
     door.exchange = bare
     bare.handle(SERVERS[0], Lease(0, 0, 0, 0, 1))

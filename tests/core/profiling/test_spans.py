@@ -7,6 +7,7 @@ import pytest
 from topotrain.core.profiling.spans import (
     PHASES,
     SILENT,
+    Clock,
     ProcessSpans,
     ServerRecorder,
     Span,
@@ -16,9 +17,21 @@ from topotrain.core.profiling.spans import (
 )
 
 
+class Ticks(Clock):
+    """It ticks once per look: 0, 1, 2, …"""
+
+    def __init__(self) -> None:
+        self._ticks = itertools.count()
+
+    def now(self) -> int:
+        return next(self._ticks)
+
+    def thread(self) -> str:
+        return "MainThread"
+
+
 def worker(wanted: int = 2) -> WorkerRecorder:
-    """Its clock ticks once per look: 0, 1, 2, …"""
-    return WorkerRecorder(wanted, itertools.count().__next__, lambda: "MainThread")
+    return WorkerRecorder(wanted, Ticks())
 
 
 def test_a_span_is_kept_with_its_numbers_and_inside_its_step():
@@ -83,7 +96,7 @@ def test_an_exception_passes_and_ends_the_span():
 
 
 def test_a_server_stops_when_all_its_groups_are_past_the_step():
-    recorder = ServerRecorder(2, itertools.count().__next__, "server 0/0", (0, 1))
+    recorder = ServerRecorder(2, Ticks(), "server 0/0", (0, 1))
     for group, step in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (0, 4), (1, 4)):
         with recorder.span("reduce", group=group, step=step):
             pass
@@ -95,7 +108,7 @@ def test_a_server_stops_when_all_its_groups_are_past_the_step():
 
 def test_a_server_forgets_what_is_long_ago(monkeypatch):
     monkeypatch.setattr("topotrain.core.profiling.spans.ROLLING", 3)
-    recorder = ServerRecorder(9, itertools.count().__next__, "server 0/0", (0,))
+    recorder = ServerRecorder(9, Ticks(), "server 0/0", (0,))
     for bucket in range(7):
         with recorder.span("reduce", bucket=bucket):
             pass

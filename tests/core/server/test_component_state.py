@@ -215,7 +215,7 @@ def leases(rng: Random) -> Event:
             lambda q: q.group_leaves(who.group),
             lambda q: q.group_over(who.group),
             lambda q: q.group_returns(who.group),
-            lambda q: q.group_restarted(who.group, lambda stream: 1, False),
+            lambda q: q.group_restarted(who.group, dict.fromkeys(q.streams(who.group), 1), False),
             lambda q: (q.streams(0), q.refuses_leave(), q.open_epochs, q.kept_chunks),
         ]
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reports import TextList
 from safetensors import safe_open
 from safetensors.torch import load_file
 from snapshot_files import Net, Vault, equal, read
@@ -194,8 +195,8 @@ def test_a_damaged_newest_gives_way_to_the_one_before(files, tmp_path):
     data = bytearray((path / MODEL).read_bytes())
     data[-5] ^= 4
     (path / MODEL).write_bytes(data)
-    told = []
-    assert latest(tmp_path, told.append).number == 1
+    told = TextList()
+    assert latest(tmp_path, told).number == 1
     assert "000002" in told[0] and MODEL in told[0] and "000001" in told[0]
     (files.folder / "000001" / MANIFEST).write_text("{}")
     with pytest.raises(ConfigError, match=r"no snapshot in it can be read: 000002 .*; 000001 "):
@@ -326,9 +327,9 @@ def test_workers_file_is_an_ordinary_one(files):
 
 
 def test_plain_starts_remove_nothing_that_was_kept_by_its_step_and_say_what_they_move(files, tmp_path):
-    said = []
+    said = TextList()
     for run in range(4):  # the first and the third keep a snapshot by its step
-        assert files.begin(None, again=False, notify=said.append) == 1
+        assert files.begin(None, again=False, notifier=said) == 1
         vault = Vault().train(1)
         for number in (1, 2):
             vault.write(files, number, step=100 + run if number == 1 and run % 2 == 0 else None)
@@ -345,8 +346,8 @@ def test_what_is_gone_back_behind_keeps_its_step(files, tmp_path):
     vault = Vault()
     for number in range(1, 4):
         path = vault.train(1).write(files, number, step=number)
-    said = []
-    files.begin(path.with_name("000001"), again=False, notify=said.append)
+    said = TextList()
+    files.begin(path.with_name("000001"), again=False, notifier=said)
     assert Manifest.open(tmp_path / ASIDE / "step-3").number == 3
     assert "the snapshots after 1 (000002 to 000003)" in said[0]
     vault.write(files, 4)

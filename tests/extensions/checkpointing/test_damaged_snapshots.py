@@ -7,20 +7,19 @@ import os
 import random
 import resource
 import shutil
-import threading
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from reports import EventList, Woken
 from snapshot_files import Vault, equal, read
 from torch import nn
 
 from topotrain.config import private_files
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
-from topotrain.core.events import Event
 from topotrain.core.server.server_context import MessageQueue
 from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.extensions.checkpointing import checkpoint_writer
@@ -269,13 +268,13 @@ class Host:
 
     def __init__(self, workspace: Path) -> None:
         self.vault = Vault(partial(torch.optim.SGD, momentum=0.9), 1, net=Small).train(1)
-        self.told: list[Event] = []
-        self.heard = threading.Event()
+        self.told = EventList()
+        self.heard = Woken()
         self.files = SnapshotFiles(workspace / FOLDER)
-        writer = SnapshotWriter(self.vault.job, self.vault.topology, self.files, 1, str(ME), self.told.append)
+        writer = SnapshotWriter(self.vault.job, self.vault.topology, self.files, 1, str(ME), self.told)
         queue = MessageQueue(ME, ExtensionHooks(), None)
         self.snapshots = ServerSnapshots(ME, self.vault.job, self.vault.topology, None, queue)
-        self.aside = writer.attach(self.snapshots, self.heard.set)
+        self.aside = writer.attach(self.snapshots, self.heard)
         self.texts = TextParts()
 
     def write(self, number: int) -> dict:

@@ -177,9 +177,7 @@ def steps_go_on(patch):
 def leases_whole(patch):
     """A lease is given back whole, whatever of it is applied."""
     restart = LeaseQueue.group_restarted
-    patch.setattr(
-        LeaseQueue, "group_restarted", lambda self, group, applied, ended: restart(self, group, lambda _: 0, ended)
-    )
+    patch.setattr(LeaseQueue, "group_restarted", lambda self, group, applied, ended: restart(self, group, {}, ended))
 
 
 def leases_kept(patch):
@@ -188,7 +186,7 @@ def leases_kept(patch):
     patch.setattr(
         LeaseQueue,
         "group_restarted",
-        lambda self, group, applied, ended: restart(self, group, lambda _: 1 << 20, ended),
+        lambda self, group, _, ended: restart(self, group, dict.fromkeys(self.streams(group), 1 << 20), ended),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reports import EventList, TextList
 from safetensors.torch import load_file
 from simulation import STORM, Seat, Town, job
 from snapshot_archive import Archive
@@ -19,7 +20,6 @@ from test_tables import Bench, door_of, rule
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.core.events import Event
 from topotrain.core.optim.state_table import StateError, merge, to_rows
 from topotrain.core.server.server_extension import StepResult
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, Manifest, hashed, latest
@@ -88,10 +88,8 @@ class Shelf:
 
 def write(workspace: Path, number: int, frozen: Sequence[FrozenShard]) -> Manifest:
     """What the hosts of a job do with it, beside a model."""
-    vault, told = Vault(torch.optim.SGD, len(frozen)), list[Event]()
-    writer = SnapshotWriter(
-        vault.job, vault.topology, SnapshotFiles(workspace / FOLDER), number, "server 0/0", told.append
-    )
+    vault, told = Vault(torch.optim.SGD, len(frozen)), EventList()
+    writer = SnapshotWriter(vault.job, vault.topology, SnapshotFiles(workspace / FOLDER), number, "server 0/0", told)
     own = [ShardFreezer(model, shard).freeze() for shard, model in enumerate(vault.models)]
     table = merge([each.table for each in own], vault.map.parameters)
     written = []
@@ -206,8 +204,8 @@ def test_a_damaged_file_of_a_table_gives_way_to_the_snapshot_before(
     was = shelf.rows()
     second = write(tmp_path, 2, shelf.push(2).freeze())
     damage(second.path / file_of(shard))
-    told: list[str] = []
-    found = latest(tmp_path, told.append)
+    told = TextList()
+    found = latest(tmp_path, told)
     assert found is not None and found.number == 1
     assert f"tables-{shard}.safetensors" in told[0] and "000002" in told[0]
     assert Shelf([WORDS], 2).refill(found).rows() == was

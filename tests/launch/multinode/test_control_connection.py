@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from folder_wipe import block
+from reports import TextList
 
 from topotrain.comm.store import Store, StoreError, maintained_values, open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
@@ -344,9 +345,9 @@ def test_all_begin_the_next_life_from_the_same_snapshot(
 ) -> None:
     first, second = two
     hosts = HostMap((0, 1), ("h0", "h1"), ("10.0.0.1", "10.0.0.2"))
-    made, told = RestartBarrier(4, [1], (), 60.0), list[str]()
+    made, told = RestartBarrier(4, [1], (), 60.0), TextList()
     second.control.send(0, {"life": 4, "ready": True})
-    assert muster(made, (), first, quiet, told.append, "")
+    assert muster(made, (), first, quiet, told, "")
     path = snapshot(tmp_path / "w", 3)
     begin_anew(first, made, hosts, AttemptInfo(5, str(path), frozenset({2})))
     begun = await_begin((), second, quiet, 4, tmp_path / "w")
@@ -375,9 +376,9 @@ def test_a_unit_that_does_not_come_back_ends_the_job(
     two: tuple[LeaderMembership, FollowerMembership], tmp_path: Path, quiet: StopSignals
 ) -> None:
     first, second = two
-    told = list[str]()
+    told = TextList()
     lost = UnitVanished(1, Failed("unit 1", "died", "?", ""))
-    assert not muster(RestartBarrier(0, [1], (), 0.1), [lost], first, quiet, told.append, "; go on with it")
+    assert not muster(RestartBarrier(0, [1], (), 0.1), [lost], first, quiet, told, "; go on with it")
     assert told == ["unit 1 is gone: the job waits 0.1 s for another `topotrain unit --rank 1`"]
     end = second.wait(DEADLINE_S)
     assert end is not None

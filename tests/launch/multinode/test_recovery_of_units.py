@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from reports import EventList
 
 from topotrain.config.job import Cluster, Job, Road
 from topotrain.config.topology import Address, Role, layout
@@ -301,8 +302,8 @@ def test_all_groups_that_have_lost_somebody_start_again() -> None:
 
 
 def following() -> tuple[Follower, list[Event]]:
-    said: list[Event] = []
-    return Follower(["worker 0/1"], said.append), said
+    said = EventList()
+    return Follower(["worker 0/1"], said), said
 
 
 def test_what_unit_0_has_to_know_is_told_and_deaths_are_held() -> None:

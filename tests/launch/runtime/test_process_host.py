@@ -175,6 +175,21 @@ def test_who_was_heard_on_a_road_is_answered_there(place):
     home.close()
 
 
+def test_a_sender_follows_the_routes_of_its_router(place):
+    home, guest = Router(place(number=1), ProcessMemory()), Router(place(number=2), ProcessMemory())
+    server, sender = Listener(), guest.sender(WORKER, wait=True)
+    home.publish("server", SERVER, home.attach(SERVER, server))
+    guest.attach(WORKER, Listener(), dial_only=True)
+    with pytest.raises(TransportError, match=r"no connection from worker 0/0 to server 0/0"):
+        sender.send(SERVER, m.Fetch(1))
+    guest.connect(WORKER, SERVER, "server")
+    for number in (2, 3):
+        sender.send(SERVER, m.Fetch(number))
+    assert server.wait(2) == [(WORKER, m.Fetch(2)), (WORKER, m.Fetch(3))]
+    guest.close()
+    home.close()
+
+
 def test_a_stranger_is_refused_and_the_others_go_on(place):
     home, guest = (
         Router(place(number=1), ProcessMemory()),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from in_process_job import building, job_of, run_hosted, usual_loop, vectors
+from reports import FunctionSender
 
 from topotrain.comm.transport import TransportError
 from topotrain.config.job import ConfigError, Grads
@@ -27,7 +28,9 @@ class Pair:
 
     def __init__(self):
         topology = layout(job_of(nworkers_per_group=2).cluster)
-        self.exchanges = {me: Client(me, topology, self.none, ConditionWaiter(0.05)) for me in (FIRST, SECOND)}
+        self.exchanges = {
+            me: Client(me, topology, FunctionSender(self.none), ConditionWaiter(0.05)) for me in (FIRST, SECOND)
+        }
         self.first, self.second = (NetworkChannel(door, self.sender(me)) for me, door in self.exchanges.items())
         self.said, self.held = [], False
 
@@ -41,7 +44,7 @@ class Pair:
             if not self.held:
                 self.hand(me, to, message)
 
-        return send
+        return FunctionSender(send)
 
     def hand(self, sender, to, message):
         """As a road that shows no memory."""
@@ -187,9 +190,11 @@ def test_a_way_that_is_gone_and_a_server_that_refuses_end_the_passage():
     def send(to, message):
         raise TransportError("no way")
 
-    alone = Client(FIRST, layout(job_of(nworkers_per_group=2).cluster), Pair.none, ConditionWaiter(0.05))
+    alone = Client(
+        FIRST, layout(job_of(nworkers_per_group=2).cluster), FunctionSender(Pair.none), ConditionWaiter(0.05)
+    )
     with pytest.raises(PeerLost, match="worker 0/0 lost worker 0/1: no way"):
-        NetworkChannel(alone, send).send(1, KEY, torch.ones(1))
+        NetworkChannel(alone, FunctionSender(send)).send(1, KEY, torch.ones(1))
     door.handle(SERVER, m.Fail("the models differ", True))
     for ask in (pair.first.receive, pair.first.arrived):
         with pytest.raises(JobError, match="the models differ"):

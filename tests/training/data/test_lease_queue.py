@@ -275,7 +275,7 @@ def test_what_a_group_had_not_finished_is_free_again():
     first, second = only(ask(book, worker(0), 0)), only(ask(book, worker(0), 1))
     assert book.streams(0) == [first.lease, second.lease] and book.streams(1) == []
     applied = {first.lease: first.last - first.first, second.lease: 2}
-    assert book.group_restarted(0, applied.__getitem__, False) == []
+    assert book.group_restarted(0, applied, False) == []
     theirs = only(ask(book, worker(1), 0))
     assert (theirs.first, theirs.last) == (second.first + 2, second.last), "what was given back is read first"
     assert only(ask(book, worker(0), 0)).first == second.last, "its leases count from 0 again"
@@ -286,7 +286,7 @@ def test_who_waits_for_the_end_reads_what_the_dead_left_or_hears_that_it_is_over
         book = LeaseQueue(2)
         ask(book, worker(0), 0, total=1)
         assert ask(book, worker(1), 0, total=1, wait=True) == []
-        reply = only(book.group_restarted(0, lambda _, applied=applied: applied, False))
+        reply = only(book.group_restarted(0, dict.fromkeys(book.streams(0), applied), False))
         assert (reply.first, reply.last) == expected
         if applied:
             assert only(ask(book, worker(0), 0, total=1)).last == -1, "it is over for those who come back, too"
@@ -296,8 +296,8 @@ def test_a_question_of_the_dead_is_not_answered():
     book = LeaseQueue(3)
     ask(book, worker(0), 0, total=1)
     assert ask(book, worker(1), 0, total=1, wait=True) == []
-    assert book.group_restarted(1, lambda _: 0, False) == []
-    assert book.group_restarted(0, lambda _: 0, False) == [], "nobody is there to read it yet"
+    assert book.group_restarted(1, {}, False) == []
+    assert book.group_restarted(0, {}, False) == [], "nobody is there to read it yet"
     assert only(ask(book, worker(2), 0, total=1)).last == 1
 
 
@@ -305,14 +305,14 @@ def test_a_group_that_had_ended_takes_no_lease_when_it_comes_back():
     for ended in (True, False):
         book = LeaseQueue(2)
         book.group_over(0)
-        book.group_restarted(0, lambda _: 0, ended)
+        book.group_restarted(0, {}, ended)
         assert (only(ask(book, worker(0), 0)).last < 0) is ended
 
 
 def test_where_one_group_is_alone_its_draws_are_made_anew():
     book = LeaseQueue(1, 2)
     book.handle(worker(0), DrawnBatches(0, 0, False, (1,), (5,)))
-    book.group_restarted(0, lambda _: 0, False)
+    book.group_restarted(0, {}, False)
     assert book.handle(worker(0), DrawnBatches(0, 0, False, (1,), (6,))) == []
     ((_, chunk),) = book.handle(worker(0, 1), DrawRequest(0, 0))
     assert isinstance(chunk, DrawnBatches) and chunk.indices == (6,)
@@ -321,7 +321,7 @@ def test_where_one_group_is_alone_its_draws_are_made_anew():
 def test_who_died_before_it_had_begun_an_epoch_is_told_that_the_one_before_is_over():
     book = LeaseQueue(1, 3)
     book.handle(worker(0), DrawnBatches(0, 0, True, (1,), (5,)))
-    book.group_restarted(0, lambda _: 0, False)
+    book.group_restarted(0, {}, False)
     assert book.handle(worker(0, 2), DrawRequest(0, 0)) == []  # nobody knows yet where worker (0,0) is
     put = DrawnBatches(1, 0, True, (1,), (6,))
     over = DrawnBatches(0, 0, True, (), ())

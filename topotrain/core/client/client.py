@@ -18,7 +18,6 @@ from topotrain.core.client.client_context import (
     ClientModel,
     JobError,
     PeerLost,
-    Send,
     ServerChannel,
     StepEnd,
     StepOutcome,
@@ -34,6 +33,7 @@ from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.model.body_codec import BodyCodec
 from topotrain.core.model.schema import FlatBuffers, Schema
 from topotrain.core.protocol import MessageValidator
+from topotrain.core.transport_contract import MessageSender
 
 __all__ = ["Client", "JobError", "StepOutcome", "PeerLost", "StepEnd", "Waiter"]
 
@@ -48,7 +48,7 @@ class Client:
     Args:
         me: this worker.
         topology: the job's layout.
-        send: send(to, message). It never blocks on the receiver.
+        sender: sends the worker's messages. It never blocks on the receiver.
         waiter: how to wait.
         shared: the transports show memory, as for `server.Server`.
         incarnation: of the worker's group. Above 0, `rejoin.announce` must be called before anything else.
@@ -60,14 +60,14 @@ class Client:
         self,
         me: Address,
         topology: Topology,
-        send: Send,
+        sender: MessageSender,
         waiter: Waiter,
         shared: bool = False,
         incarnation: int = 0,
         extensions: Sequence[ClientExtension] = (),
         gradients: GradientExchange | None = None,
     ) -> None:
-        self.channel = ServerChannel(me, topology, send, waiter)
+        self.channel = ServerChannel(me, topology, sender, waiter)
         self.model = ClientModel(self.channel, topology, shared)
         self.values = ValuePull(self.channel, self.model)
         self.gradients = gradients or ServerReduction()

@@ -10,8 +10,8 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.body_codec import BodyCodec
 from topotrain.core.model.schema import FlatBuffers
-from topotrain.core.profiling.spans import SILENT, Recorder
-from topotrain.core.transport_contract import TransportError
+from topotrain.core.profiling.spans import SILENT, Clock, Recorder
+from topotrain.core.transport_contract import MessageSender, TransportError
 
 
 class JobError(Exception):
@@ -35,6 +35,10 @@ class Waiter(Protocol):
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Return when `ready()` is true, evaluated under exclusive access."""
+        ...
+
+    def look(self) -> None:
+        """Handle the messages that have arrived, if no reader does that by itself."""
         ...
 
 
@@ -81,21 +85,17 @@ class StepEnd:
     samples: int = 0
 
 
-Send = Callable[[Address, m.Message], None]
-Clock = Callable[[], float]
-
-
 class ServerChannel:
     """Sends for one worker, and waits for it.
 
     Args:
         me: the worker.
         topology: the job's layout.
-        send: send(to, message). It never blocks on the receiver.
+        sender: sends the worker's messages. It never blocks on the receiver.
         waiter: how to wait.
     """
 
-    def __init__(self, me: Address, topology: Topology, send: Send, waiter: Waiter) -> None:
+    def __init__(self, me: Address, topology: Topology, sender: MessageSender, waiter: Waiter) -> None:
         self.me = me
         self.servers = topology.servers(topology.server_group_of(me.group))
         self.first_server = Address(Role.SERVER, 0, 0)
@@ -107,7 +107,7 @@ class ServerChannel:
         """Seconds that the worker has waited for others, if `measure_waits` was called."""
         self.exits = 0
         """How often the script has left a loop over the loader before its end."""
-        self._send = send
+        self._sender = sender
         self._clock: Clock | None = None
         self._unsent_exits: list[m.LoopExited] = []
         self._failure: Exception | None = None
@@ -120,7 +120,7 @@ class ServerChannel:
         self.spans = spans
 
     def measure_waits(self, clock: Clock) -> None:
-        """Add up in `waited` the seconds by this clock."""
+        """Add up in `waited` the waits by this clock."""
         self._clock = clock
 
     # --- sending -------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class ServerChannel:
             left = self._unsent_exits.pop(0)
             for server in self.servers:
                 self.try_send(server, left)
-        self._send(to, message)
+        self._sender.send(to, message)
 
     def try_send(self, to: Address, message: m.Message) -> None:
         """Send a message that is dropped if the connection is closed.
@@ -140,7 +140,7 @@ class ServerChannel:
         It may be sent while an iterator is collected, which can happen after the job's end.
         """
         with suppress(TransportError):
-            self._send(to, message)
+            self._sender.send(to, message)
 
     def exit_loop(self, step: int, backwards: int) -> None:
         """The script left a loop over the loader early, after `backwards` of a step.
@@ -160,11 +160,11 @@ class ServerChannel:
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait for a reply. Raises JobError or PeerLost if the job cannot go on."""
-        before = 0.0 if self._clock is None else self._clock()
+        before = 0 if self._clock is None else self._clock.now()
         # Any failure ends every wait, because the reply may never come.
         self.waiter.wait(lambda: self._failure is not None or ready())
         if self._clock is not None:
-            self.waited += self._clock() - before
+            self.waited += (self._clock.now() - before) / 1e9
         if self._failure is not None:
             raise self._failure
 

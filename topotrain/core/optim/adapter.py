@@ -347,8 +347,7 @@ class SliceUpdate:
                 value.grad = None if grad is None else self._clipped(grad).view_as(value)
             self._stepped(self._optimizer)
         finally:
-            for value in self._values.values():
-                value.grad = None
+            _clear(self._values.values())
 
     def _stepped(self, optimizer: Optimizer) -> None:
         try:
@@ -366,11 +365,9 @@ class SliceUpdate:
         if late:
             first = {id(value) for value in late}
             waiting = [(value, value.grad) for value in self._values.values() if id(value) not in first]
-            for value, _ in waiting:
-                value.grad = None
+            _clear(value for value, _ in waiting)
             optimizer.step()
-            for value in late:
-                value.grad = None
+            _clear(late)
             for value, grad in waiting:
                 value.grad = grad
         optimizer.step()
@@ -535,6 +532,11 @@ def _alike(value: Any, other: Any) -> bool:
     if isinstance(other, str):
         return isinstance(value, str)
     return value is None or isinstance(value, bool | float | int)
+
+
+def _clear(values: Iterable[torch.Tensor]) -> None:
+    for value in values:
+        value.grad = None
 
 
 def _without_momentum(optimizer: Optimizer) -> Iterator[torch.Tensor]:

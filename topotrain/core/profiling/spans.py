@@ -1,13 +1,14 @@
 """Spans of time in a process, kept for one step and written when the process ends.
 
-A recorder gets its clock and its thread names as arguments, so this module uses neither itself. The first word of a
+A recorder gets its clock and its thread names from a `Clock`, so this module uses neither itself. The first word of a
 span's name is its phase ("wait for means" is a wait), and PHASES has them all. Without a profile the recorder is
 SILENT, which does nothing. Times are nanoseconds of a clock that all processes of a host share.
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableSequence
+from collections.abc import Iterable, Mapping, MutableSequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -40,6 +41,18 @@ class Span:
         """One of PHASES, or "other"."""
         first = self.name.partition(" ")[0]
         return first if first in PHASES else "other"
+
+
+class Clock(ABC):
+    """The time of a process, and the names of its threads."""
+
+    @abstractmethod
+    def now(self) -> int:
+        """Return nanoseconds, which all processes of a host count alike."""
+
+    @abstractmethod
+    def thread(self) -> str:
+        """Return the name of the calling thread."""
 
 
 class Recorder(Protocol):
@@ -96,33 +109,36 @@ class _Open:
         self._recorder, self._rows, self._name, self._numbers = recorder, rows, name, numbers
 
     def __enter__(self) -> None:
-        self._start = self._recorder.clock()
+        self._start = self._recorder.clock.now()
 
     def __exit__(self, *_: object) -> None:
-        end = self._recorder.clock()
+        end = self._recorder.clock.now()
         self._rows.append(Span(self._name, self._recorder.track(), self._start, end, self._numbers))
 
 
 class _Recording:
     """Keeps spans. Several threads may record at once."""
 
-    def __init__(self, clock: Callable[[], int], track: Callable[[], str]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.track = track
         # No lock: appending to a list or a deque is atomic.
         self.rows: MutableSequence[Span] = []
         self.listening = True
-        self._marked = clock()
+        self._marked = clock.now()
+
+    def track(self) -> str:
+        """The track of a span that ends now."""
+        return self.clock.thread()
 
     def span(self, name: str, **numbers: int) -> AbstractContextManager[object]:
         return _Open(self, self.rows, name, numbers) if self.listening else _NOTHING
 
     def mark(self) -> None:
-        self._marked = self.clock()
+        self._marked = self.clock.now()
 
     def since(self, name: str) -> None:
         if self.listening:
-            now = self.clock()
+            now = self.clock.now()
             self.rows.append(Span(name, self.track(), self._marked, now))
             self._marked = now
 
@@ -135,20 +151,19 @@ class WorkerRecorder(_Recording):
 
     Args:
         wanted: the step, counted from 1.
-        clock: returns nanoseconds.
-        track: returns the name of the calling thread.
+        clock: of the process.
     """
 
-    def __init__(self, wanted: int, clock: Callable[[], int], track: Callable[[], str]) -> None:
-        super().__init__(clock, track)
+    def __init__(self, wanted: int, clock: Clock) -> None:
+        super().__init__(clock)
         self._wanted = wanted
-        self._began = clock()
+        self._began = clock.now()
         self._kept: MutableSequence[Span] = []
 
     def step_done(self, step: int) -> None:
         if not self.listening:
             return
-        now = self.clock()
+        now = self.clock.now()
         if step:
             self.rows.append(Span(STEP, self.track(), self._began, now, {"step": step}))
             # Kept at each step: the script may end before the wanted one.
@@ -173,15 +188,20 @@ class ServerRecorder(_Recording):
 
     Args:
         wanted, clock: as for `WorkerRecorder`.
-        track: the server's name. A server handles one message at a time, so its spans are nested.
+        name: the server's name. A server handles one message at a time, so its spans are nested.
         groups: the worker groups of the server.
     """
 
-    def __init__(self, wanted: int, clock: Callable[[], int], track: str, groups: Iterable[int]) -> None:
-        super().__init__(clock, lambda: track)
+    def __init__(self, wanted: int, clock: Clock, name: str, groups: Iterable[int]) -> None:
+        super().__init__(clock)
+        self._name = name
         self.rows = deque(maxlen=ROLLING)
         self._wanted = wanted
         self._before = set(groups)  # groups that have not passed the step `wanted`
+
+    def track(self) -> str:
+        """The server, whichever thread it runs on."""
+        return self._name
 
     def span(self, name: str, **numbers: int) -> AbstractContextManager[object]:
         if numbers.get("step", 0) > self._wanted and "group" in numbers:

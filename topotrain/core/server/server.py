@@ -97,7 +97,7 @@ class Server:
         self.contributions = StepContributions(context, self.hyper, self.replies)
         self.steps = StepExecution(context, self.hyper, self.replies, self.exchange)
         self.decisions = Decisions(context, self.contributions, self.steps)
-        self.startup = Startup(me, job, topology, memory, shared, self.queue.send)
+        self.startup = Startup(me, job, topology, memory, shared, self.queue)
         self.start = ModelStart(context, self.startup, self.replies, self.decisions, self.exchange)
         self._core_handlers = self._handlers = self._handled_here()
 

@@ -264,10 +264,11 @@ class RegroupExtension(ServerExtension):
         """
         return ()
 
-    def group_restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> Outbox:
+    def group_restarted(self, group: int, applied: Mapping[int, int], ended: bool) -> Outbox:
         """The workers of a group are gone, and others will come in their place.
 
-        applied: how many batches of a data stream count. ended: all scripts of the group had come to their end.
+        applied: how many batches of each data stream count; a missing stream has none. ended: all scripts of the group
+            had come to their end.
         """
         return ()
 

@@ -3,7 +3,7 @@
 It has three steps: the model, its first values, and the same start for all server groups.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.sharding import SliceMap
@@ -15,7 +15,7 @@ from topotrain.core.server.component_state import State
 from topotrain.core.server.group_exchange import GroupExchange
 from topotrain.core.server.parameter_shard import ParameterShard, ShardMemory, open_model
 from topotrain.core.server.pull_replies import PullReplies
-from topotrain.core.server.server_context import ServerContext
+from topotrain.core.server.server_context import MessageQueue, ServerContext
 from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.core.server.step_execution import Decisions
 
@@ -28,7 +28,7 @@ class Startup:
 
     Args:
         me, job, topology, memory, shared: as for `server.Server`.
-        send: send(to, message).
+        queue: sends messages of the server.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Startup:
         topology: Topology,
         memory: BufferMemory,
         shared: bool,
-        send: Callable[[Address, m.Message], None],
+        queue: MessageQueue,
     ) -> None:
         self._me, self._job, self._topology, self._memory = me, job, topology, memory
-        self._shared, self._send = shared, send
+        self._shared, self._queue = shared, queue
         self.buffers = shared_windows.buffers_of(topology, me.group) if shared else {}
         self.schema: Schema | None = None
         self._map: SliceMap | None = None
@@ -104,7 +104,7 @@ class Startup:
         self._windows = shared_windows.part(self._whole, slice_map, 0)
         for server in self._topology.servers(self._me.group)[1:]:
             for (name, space), flat in shared_windows.part(self._whole, slice_map, server.index).items():
-                self._send(server, m.SharedBuffer(name, space, body=flat))
+                self._queue.send(server, m.SharedBuffer(name, space, body=flat))
 
     def show(self, worker: Address) -> None:
         """By the first server: send a worker its parameter buffers."""
@@ -113,7 +113,7 @@ class Startup:
             return
         for (name, space), flat in self._whole.items():
             if name == self.buffers[worker.group] and self._map.spaces[space].on(worker.index):
-                self._send(worker, m.SharedBuffer(name, space, body=flat))
+                self._queue.send(worker, m.SharedBuffer(name, space, body=flat))
 
     def window(self, message: m.SharedBuffer) -> None:
         """The first server has sent this shard's part of a buffer."""

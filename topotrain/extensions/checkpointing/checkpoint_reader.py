@@ -15,7 +15,7 @@ imported only then, since a launcher reads manifests, too.
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.private_files import open_for_reading, read_bytes
 from topotrain.config.sharding import Parameter, parse
 from topotrain.config.topology import Address, Role
+from topotrain.core.events import NO_NOTICES, Notifier
 from topotrain.core.model.safetensors_layout import FlatFile, TensorDescription, lay_out
 from topotrain.core.model.tensor_bytes import bytes_of
 from topotrain.core.optim.state_table import Table, from_rows, model_file, state_file
@@ -46,12 +47,12 @@ _CHUNK = 4 << 20
 _WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
-def latest(workspace: Path | str, notify: Callable[[str], None] = lambda _: None) -> "Manifest | None":
+def latest(workspace: Path | str, notifier: Notifier = NO_NOTICES) -> "Manifest | None":
     """The newest complete snapshot of a workspace. All checksums are compared.
 
     None: there is no snapshot.
 
-    notify: called with a text for the user about a newer snapshot that is damaged.
+    notifier: shows a text about each newer snapshot that is damaged.
 
     Raises:
         ConfigError: there are snapshots, and none can be read.
@@ -66,7 +67,7 @@ def latest(workspace: Path | str, notify: Callable[[str], None] = lambda _: None
             damaged.append(f"{name_of(number)} {error.accepted}")
             continue
         for text in damaged:
-            notify(f"snapshot {text}; the job goes on from {name_of(number)}")
+            notifier.notify(f"snapshot {text}; the job goes on from {name_of(number)}")
         return found
     if damaged:
         raise ConfigError("resume", str(folder), "no snapshot in it can be read: " + "; ".join(damaged))

@@ -12,18 +12,18 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from topotrain.config.intervals import wants_snapshots
 from topotrain.config.job import Job
 from topotrain.config.job_file import dumps
 from topotrain.config.private_files import close_folder, make_folder, open_file, sync_folder, write_at
 from topotrain.config.topology import Address, Role, Topology
-from topotrain.core.events import Counted, Event, Notice, Saved, Unsaved
+from topotrain.core.events import NO_NOTICES, Counted, EventNotifier, EventSink, Notifier, Saved, Unsaved
 from topotrain.core.model.safetensors_layout import FlatFile
 from topotrain.core.model.tensor_bytes import bytes_of
 from topotrain.core.optim.state_table import model_file, state_file
@@ -68,8 +68,6 @@ LEADER = Address(Role.SERVER, 0, 0)
 _NICE = 10
 _SUMMED = 16 << 20  # bytes that one checksum covers at most
 
-Emit = Callable[[Event], None]
-
 
 class SnapshotFiles:
     """The folder of a job's snapshots. Every method may raise OSError.
@@ -82,7 +80,7 @@ class SnapshotFiles:
         self.folder = folder
         self._origin: int | None = None  # processes that restart alone read it, however old it is
 
-    def begin(self, resumed: Path | None, again: bool, notify: Callable[[str], None] = lambda _: None) -> int:
+    def begin(self, resumed: Path | None, again: bool, notifier: Notifier = NO_NOTICES) -> int:
         """Prepare the folder for a start of the job.
 
         Returns the number of its first snapshot.
@@ -90,7 +88,7 @@ class SnapshotFiles:
         Snapshots of an earlier run are moved to another folder, unless this start resumes from one of them
         (`resumed`), or is the same run `again`. Snapshots that are newer than the resumed one are moved, too.
 
-        notify: called with a text for the user about files that are moved or removed.
+        notifier: shows texts about files that are moved or removed.
         """
         ours = resumed is not None and resumed.parent.resolve() == self.folder.resolve()
         self._origin = int(resumed.name) if ours and resumed is not None and resumed.name.isdecimal() else None
@@ -98,24 +96,24 @@ class SnapshotFiles:
         found = numbers(self.folder, whole=False)
         undone = [] if again or self._origin is None else [number for number in found if number > (self._origin or 0)]
         if not goes_on and self.folder.exists():
-            aside = self._aside(resumed, notify)
+            aside = self._aside(resumed, notifier)
             os.replace(self.folder, aside)
             if found:
-                notify(f"the snapshots of the earlier run ({_names(found)}) are in {aside} from now on")
+                notifier.notify(f"the snapshots of the earlier run ({_names(found)}) are in {aside} from now on")
             return 1
         if undone:
-            aside = self._aside(resumed, notify)
+            aside = self._aside(resumed, notifier)
             make_folder(aside)
             links = _links(self.folder)
             for number in undone:
                 os.replace(self.folder / name_of(number), aside / name_of(number))
                 for link in links.get(number, ()):
                     os.replace(self.folder / link, aside / link)
-            notify(f"the snapshots after {self._origin} ({_names(undone)}) are in {aside} from now on")
+            notifier.notify(f"the snapshots after {self._origin} ({_names(undone)}) are in {aside} from now on")
         self._links()
         return max(found, default=0) + 1
 
-    def _aside(self, resumed: Path | None, notify: Callable[[str], None]) -> Path:
+    def _aside(self, resumed: Path | None, notifier: Notifier) -> Path:
         """A name for a folder of older snapshots.
 
         Another folder with that name is removed.
@@ -130,7 +128,7 @@ class SnapshotFiles:
         if aside.exists():
             shutil.rmtree(aside)
         if there:
-            notify(f"the snapshots of the run before it ({_names(there)}), which were in {aside}, are removed")
+            notifier.notify(f"the snapshots of the run before it ({_names(there)}), which were in {aside}, are removed")
         return aside
 
     def write(
@@ -207,6 +205,14 @@ class SnapshotFiles:
         shutil.rmtree(path, ignore_errors=True)
 
 
+class PortReader(Protocol):
+    """The host of a server, which reads the messages of a port."""
+
+    def poke(self) -> None:
+        """The port has messages. Called on a thread of the writer, or of the caller of `SnapshotWriter.end`."""
+        ...
+
+
 class SnapshotWriter:
     """Writes the snapshots of the servers of one process.
 
@@ -215,31 +221,34 @@ class SnapshotWriter:
         files: the folder.
         first: number of the first snapshot.
         name: the name of the server in events.
-        emit: sends events about snapshots that are written or failed.
+        sink: gets the events about snapshots that are written or failed.
     """
 
-    def __init__(self, job: Job, topology: Topology, files: SnapshotFiles, first: int, name: str, emit: Emit) -> None:
+    def __init__(
+        self, job: Job, topology: Topology, files: SnapshotFiles, first: int, name: str, sink: EventSink
+    ) -> None:
         self._job, self._topology, self._files, self._first = job, topology, files, first
-        self._name, self._emit = name, emit
+        self._name, self._sink, self._notifier = name, sink, EventNotifier(sink, name)
         self._orders: SimpleQueue[tuple[SnapshotPort, SnapshotOrder]] = SimpleQueue()
         self._replies: SimpleQueue[tuple[SnapshotPort, list[SnapshotPart]]] = SimpleQueue()
         self._begun = False
         self._leader: SnapshotPort | None = None
         self._refusal = ""
 
-    def attach(self, snapshots: ServerSnapshots, poke: Callable[[], None], replaces: bool = False) -> "SnapshotPort":
+    def attach(self, snapshots: ServerSnapshots, reader: PortReader | None, replaces: bool = False) -> "SnapshotPort":
         """Write the snapshots of a server.
 
         Returns the port by which this host sends messages to its server.
 
-        poke: called on a thread of its own when the port has messages. replaces: another process was the host before.
+        reader: woken when the port has messages; None: it reads them without that. replaces: another process was the
+        host before.
         """
         leads = snapshots.coordinator is not None
-        port = SnapshotPort(self, self._job.snapshot_s if leads else 0.0, poke)
+        port = SnapshotPort(self, self._job.snapshot_s if leads else 0.0, reader)
         if leads:
             self._leader, self._refusal = port, snapshots.refusal
         if leads and snapshots.refusal and self._job.checkpoint_freq:
-            self._notify(f"checkpoint_freq: no snapshots are taken, since {snapshots.refusal}")
+            self._notifier.notify(f"checkpoint_freq: no snapshots are taken, since {snapshots.refusal}")
         if replaces:
             snapshots.replace_host(port)
         elif not snapshots.refusal:
@@ -252,12 +261,9 @@ class SnapshotWriter:
         Any thread may call it.
         """
         if self._leader is None or self._refusal:
-            self._emit(Unsaved(self._name, self._refusal or "its server has not begun"))
+            self._sink.emit(Unsaved(self._name, self._refusal or "its server has not begun"))
         else:
             self._leader.send([SnapshotRequest(last=True)])
-
-    def _notify(self, text: str) -> None:
-        self._emit(Notice(self._name, text))
 
     def submit(self, port: "SnapshotPort", order: SnapshotOrder) -> None:
         """Carry out an order on the writer's thread. The port gets the reply."""
@@ -285,10 +291,10 @@ class SnapshotWriter:
 
     def _execute(self, order: SnapshotOrder) -> list[SnapshotPart]:
         if isinstance(order, DropSnapshot) and not order.number:
-            self._emit(Unsaved(self._name, order.why))
+            self._sink.emit(Unsaved(self._name, order.why))
             return []
         if isinstance(order, DropSnapshot):
-            self._notify(f"snapshot {order.number} was not written: {order.why}; training goes on")
+            self._notifier.notify(f"snapshot {order.number} was not written: {order.why}; training goes on")
             with contextlib.suppress(OSError):
                 self._files.drop(order.number)
             return []
@@ -299,7 +305,7 @@ class SnapshotWriter:
         except (OSError, ValueError) as error:
             reply = {"error": str(error)}
             if isinstance(order, PublishSnapshot):
-                self._notify(f"snapshot {order.number} was not written: {error}; training goes on")
+                self._notifier.notify(f"snapshot {order.number} was not written: {error}; training goes on")
                 with contextlib.suppress(OSError):
                     self._files.drop(order.number)
         return snapshot_parts(order.number, stage, reply)
@@ -341,10 +347,10 @@ class SnapshotWriter:
             },
             step if order.why == STEP else None,
         )
-        self._emit(Saved(self._name, order.number, step, str(path), order.why))
+        self._sink.emit(Saved(self._name, order.number, step, str(path), order.why))
         if order.why == END:
             counts = {str(Address(Role.WORKER, group, index)): count for group, index, count in order.facts["samples"]}
-            self._emit(Counted(self._name, counts))
+            self._sink.emit(Counted(self._name, counts))
         return {}
 
 
@@ -354,11 +360,11 @@ class SnapshotPort:
     Args:
         writer: carries out the orders.
         every_s: seconds from one snapshot to the next. 0: no snapshots by time.
-        poke: see `SnapshotWriter.attach`.
+        reader: see `SnapshotWriter.attach`.
     """
 
-    def __init__(self, writer: SnapshotWriter, every_s: float, poke: Callable[[], None]) -> None:
-        self._writer, self._every_s, self._poke = writer, every_s, poke
+    def __init__(self, writer: SnapshotWriter, every_s: float, reader: PortReader | None) -> None:
+        self._writer, self._every_s, self._reader = writer, every_s, reader
         self._due = time.monotonic() + every_s
         self._messages: SimpleQueue[Message] = SimpleQueue()
 
@@ -370,7 +376,8 @@ class SnapshotPort:
         """Send messages to the server, in its own name. Any thread may call it."""
         for message in messages:
             self._messages.put(message)
-        self._poke()
+        if self._reader is not None:
+            self._reader.poke()
 
     def messages(self) -> Iterator[Message]:
         """The messages that the server is to handle now."""
@@ -468,24 +475,21 @@ def _tables(written: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def writer_for(
-    job: Job, topology: Topology, servers: Sequence[Address], resumed: Path | None, again: bool, emit: Emit
+    job: Job, topology: Topology, servers: Sequence[Address], resumed: Path | None, again: bool, sink: EventSink
 ) -> SnapshotWriter | None:
     """The writer of the snapshots of a process's servers. None: the job wants none.
 
-    resumed: the snapshot that the job resumes from. again: the same run was started before. emit: sends events.
+    resumed: the snapshot that the job resumes from. again: the same run was started before. sink: gets events.
     """
     if not wants_snapshots(job):
         return None
     files = SnapshotFiles(Path(job.workspace).absolute() / FOLDER)
-
-    def notify(text: str) -> None:
-        emit(Notice(str(servers[0]), text))
-
+    notifier = EventNotifier(sink, str(servers[0]))
     try:
         any_may = job.cluster.replicas > 1  # the coordinator may move to this process
         leads = LEADER in servers
-        first = files.begin(resumed, again or not leads, notify) if leads or any_may else 1
+        first = files.begin(resumed, again or not leads, notifier) if leads or any_may else 1
     except OSError as error:
-        notify(f"no snapshots are written: {error}")
+        notifier.notify(f"no snapshots are written: {error}")
         return None
-    return SnapshotWriter(job, topology, files, first, str(servers[0]), emit)
+    return SnapshotWriter(job, topology, files, first, str(servers[0]), sink)

@@ -131,6 +131,31 @@ class _UnderWay:
     publishing: bool = False
     why: str = ""
 
+    def set_facts(self, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
+        """Set what the coordinator knows at the moment its own shard freezes."""
+        self.facts, self.counts = dict(facts), counts
+
+    def add_facts(self, facts: Any) -> None:
+        """Add the facts of another server group's coordinator. Other shards have none."""
+        if not facts:
+            return
+        for name in ("steps", "clocks", "reading", "reads", "samples", "ended"):
+            self.facts[name] = sorted([*map(list, self.facts.get(name, ())), *facts[name]])
+        self.facts["version"] += facts["version"]
+        self.counts = {**self.counts, **dict(facts["counts"])}
+
+    def fail(self, why: str) -> None:
+        """Note the reason of a failure. The first reason stays."""
+        self.why = self.why or why
+
+    def lay_out(self) -> None:
+        """All shards have frozen. A repeated reply must not lead to a second layout."""
+        self.laid_out = True
+
+    def publish(self) -> None:
+        """The manifest is ordered."""
+        self.publishing = True
+
 
 class SnapshotCoordinator:
     """The exchange with the shards of a job, for one snapshot after the other.
@@ -187,7 +212,7 @@ class SnapshotCoordinator:
         The others freeze at the same decision.
         """
         if self._now is not None and self._now.number == number:
-            self._now.facts, self._now.counts = dict(facts), counts
+            self._now.set_facts(facts, counts)
 
     def receive(self, shard: Address, number: int, stage: int, data: Mapping[str, Any], own: FrozenShard | None) -> Out:
         """Handle a reply of a shard, or of a host. own: the coordinator's frozen shard."""
@@ -200,7 +225,7 @@ class SnapshotCoordinator:
         if now.publishing:
             return []  # repeated by the standby of a shard whose host has written it
         if data.get("error"):
-            now.why = now.why or str(data["error"])
+            now.fail(str(data["error"]))
         if stage == WRITTEN:
             now.written[shard] = data
             self._end_if_failed(now)
@@ -211,19 +236,18 @@ class SnapshotCoordinator:
         now.frozen[shard] = data
         if len(now.frozen) < len(self._servers) or now.laid_out:
             return []
-        # A repeated reply must not lead to a second layout.
-        now.laid_out = True  # the coordinator's own shard has replied, so it is frozen
+        now.lay_out()  # the coordinator's own shard has replied, so it is frozen
         merged: Table = {}
         if own is not None and not now.why:
             known = own.parameters
             try:
                 merged = merge((from_rows(reply.get("rows"), known) for reply in now.frozen.values()), known)
             except StateError as error:
-                now.why = str(error)
+                now.fail(str(error))
         rows = to_rows(merged)
         now.facts["optimizer"] = rows
         for reply in now.frozen.values() if self._others else ():
-            _add_facts(now, reply.get("facts"))
+            now.add_facts(reply.get("facts"))
         self.position.close(min((epoch for _, epoch in now.facts.get("reads", ())), default=0))
         now.facts["closed"] = self.position.closed
         layout = {"rows": rows, "error": now.why, "closed": self.position.closed}
@@ -290,7 +314,7 @@ class SnapshotCoordinator:
             return ""
         if now.publishing:
             return ""
-        now.why = now.why or f"{', '.join(map(str, missing))} had to start again"
+        now.fail(f"{', '.join(map(str, missing))} had to start again")
         self._end_if_failed(now)
         return now.reason
 
@@ -301,7 +325,7 @@ class SnapshotCoordinator:
 
         exact: no state is older than the snapshot.
         """
-        now.publishing = True
+        now.publish()
         since = [stream >> 32 for stream, count in counts.items() if count > now.counts.get(stream, 0)]
         reading = dict(now.facts.get("reading", ())).values()  # the epoch that each group read then, or an earlier one
         if self._others:  # what those groups have applied since is not known here
@@ -329,16 +353,6 @@ class SnapshotCoordinator:
         self.next, now = state["next"], state["now"]
         self._now = None if now is None else _UnderWay(*now)
         self.position.load_state_dict(state["position"])
-
-
-def _add_facts(now: _UnderWay, facts: Any) -> None:
-    """Add the facts of another server group's coordinator. Other shards have none."""
-    if not facts:
-        return
-    for name in ("steps", "clocks", "reading", "reads", "samples", "ended"):
-        now.facts[name] = sorted([*map(list, now.facts.get(name, ())), *facts[name]])
-    now.facts["version"] += facts["version"]
-    now.counts = {**now.counts, **dict(facts["counts"])}
 
 
 class SnapshotSchedule:

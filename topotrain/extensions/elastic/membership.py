@@ -13,15 +13,14 @@ Server (0,0) leases the batches, so it knows the groups of other servers, too. I
 progress (`AppliedBatchesOfStreams`) before it leases the rest to other groups.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import Commit, Fail, Message, ProtocolError, StepDecision, StepVote, WorkerRejoined
 from topotrain.core.server.component_state import State, field_values
-from topotrain.core.server.consistency import REPLACED, RESTARTS
+from topotrain.core.server.consistency import REPLACED, RESTARTS, AppliedBatches
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import Outbox, RegroupExtension
 from topotrain.extensions.elastic.eligibility import refusal, singly
@@ -45,6 +44,18 @@ class _Group:
     incarnation: int = 0  # its messages count on this server
     newest: int = 0  # the newest that this server knows
     here: set[Address] = field(default_factory=set)
+
+    def expect(self, incarnation: int) -> bool:
+        """As `Members.expect`."""
+        new = incarnation > self.newest
+        if new:
+            self.newest, self.here = incarnation, set()
+        return new
+
+    def restart(self, incarnation: int) -> list[Address]:
+        """As `Members.restart`, after `expect`."""
+        self.incarnation = max(self.incarnation, incarnation)
+        return sorted(self.here) if self.newest == self.incarnation else []
 
 
 class Members:
@@ -96,11 +107,8 @@ class Members:
 
         False: they are dropped already.
         """
-        known = self._groups[key]
-        new = incarnation > known.newest
-        if new:
-            known.newest, known.here = incarnation, set()
-            self.changed = True
+        new = self._groups[key].expect(incarnation)
+        self.changed |= new
         return new
 
     def restart(self, key: Key, incarnation: int) -> list[Address]:
@@ -109,9 +117,7 @@ class Members:
         Returns the workers that wait for that.
         """
         self.expect(key, incarnation)
-        known = self._groups[key]
-        known.incarnation = max(known.incarnation, incarnation)
-        return sorted(known.here) if known.newest == known.incarnation else []
+        return self._groups[key].restart(incarnation)
 
     def is_empty(self, group: int, incarnation: int) -> bool:
         """Whether no worker of this incarnation, or of a later one, has connected."""
@@ -143,9 +149,9 @@ def count_requests(group: int, incarnation: int, streams: Sequence[int]) -> list
     return [AppliedBatchesOfStreams(group, incarnation, part, len(runs), counts) for part, counts in enumerate(pairs)]
 
 
-def count_reply(request: AppliedBatchesOfStreams, count: Callable[[int], int], ended: bool) -> AppliedBatchesOfStreams:
-    """The coordinator's reply. count: count(stream) -> number of applied batches."""
-    counts = tuple(n for stream in request.counts[::2] for n in (stream, count(stream)))
+def count_reply(request: AppliedBatchesOfStreams, batches: AppliedBatches, ended: bool) -> AppliedBatchesOfStreams:
+    """The coordinator's reply. batches: those that its server has applied."""
+    counts = tuple(n for stream in request.counts[::2] for n in (stream, batches.count(stream, request.group)))
     return replace(request, counts=counts, ended=ended)
 
 
@@ -232,7 +238,7 @@ class GroupRestarts(RegroupExtension):
         """As `ServerExtension.on_decree`. All decisions before this one are carried out."""
         group, incarnation = decision.group, decision.step
         if decision.change == RESTARTS:
-            self._change(group, incarnation, partial(self._count, group), self._server.worker_groups.ended(group))
+            self._change(group, incarnation, None, self._server.worker_groups.ended(group))
             self._reply_counts()
         else:
             self._replace(decision)
@@ -268,7 +274,7 @@ class GroupRestarts(RegroupExtension):
                 # The whole job was restarted. These are its first workers here, so there is nothing to forget.
                 if self._server.decisions.log is not None:
                     self._server.decisions.log.adopt(group, incarnation)
-                self._change(group, incarnation, partial(self._count, group), False)
+                self._change(group, incarnation, None, False)
         self._expect(key, incarnation)
         self.members.join(worker, incarnation)
         if self.members.is_current(worker):
@@ -279,9 +285,8 @@ class GroupRestarts(RegroupExtension):
         server = self._server
         return group in server.replies.asked or any(each.has_begun() for each in server.hooks.has_begun)
 
-    def _count(self, group: int, stream: int) -> int:
-        """The number of applied batches of a group's data stream."""
-        return self._server.steps.batches.count(stream, group)
+    def _streams(self, group: int) -> list[int]:
+        return [stream for each in self._server.hooks.streams for stream in each.streams(group)]
 
     def _refusal(self, group: int) -> str:
         return refusal(self._job, self._topology, group) or regroup_refusal(self._server)
@@ -297,8 +302,7 @@ class GroupRestarts(RegroupExtension):
         if group in self._ours:
             self._server.queue.send(coordinator, RestartRequest(group, incarnation, index))
         elif self._leases:
-            streams = [stream for each in self._server.hooks.streams for stream in each.streams(group)]
-            for request in count_requests(group, incarnation, streams):
+            for request in count_requests(group, incarnation, self._streams(group)):
                 self._server.queue.send(coordinator, request)
 
     def request_restart(self, message: RestartRequest) -> None:
@@ -322,12 +326,18 @@ class GroupRestarts(RegroupExtension):
         if self._me.group:
             self._server.queue.send(Address(Role.SERVER, 0, 0), message)
 
-    def _change(self, group: int, incarnation: int, count: Callable[[int], int], ended: bool) -> None:
+    def _change(self, group: int, incarnation: int, applied: Mapping[int, int] | None, ended: bool) -> None:
+        """Carry out the restart of a group.
+
+        applied: as for `RegroupExtension.group_restarted`; None: this server knows it.
+        """
         server = self._server
         server.reset_group(group, ended)
         waiting = self.members.restart(group, incarnation)
+        if applied is None:
+            applied = {stream: server.steps.batches.count(stream, group) for stream in self._streams(group)}
         for extension in server.hooks.group_restarted:
-            server.queue.send_all(extension.group_restarted(group, count, ended))
+            server.queue.send_all(extension.group_restarted(group, applied, ended))
         for worker in waiting:
             self._accept(worker)
 
@@ -364,7 +374,7 @@ class GroupRestarts(RegroupExtension):
         elif incarnation == self.members.newest(group) > self.members.incarnation(group):
             counts = self._answers.add(message)
             if counts is not None:
-                self._change(group, incarnation, lambda stream: counts.get(stream, 0), message.ended)
+                self._change(group, incarnation, counts, message.ended)
 
     def _reply_counts(self) -> None:
         waiting, self._requests = self._requests, []
@@ -374,7 +384,7 @@ class GroupRestarts(RegroupExtension):
                 self._requests.append((sender, request))
             else:
                 ended = self._server.worker_groups.ended(group)
-                self._server.queue.send(sender, count_reply(request, partial(self._count, group), ended))
+                self._server.queue.send(sender, count_reply(request, self._server.steps.batches, ended))
 
     # --- a second copy -------------------------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@ coordinator may be about to move to this process. Its requests then wait for it.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from topotrain.core.events import Agreed, Event
+from topotrain.core.events import Agreed, EventSink
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, GroupLeft
@@ -48,11 +48,11 @@ class ResizeRequests:
     """The requests to the servers of one process.
 
     Args:
-        emit: sends an event to the unit.
+        sink: gets the answers as events.
     """
 
-    def __init__(self, emit: Callable[[Event], None]) -> None:
-        self._emit = emit
+    def __init__(self, sink: EventSink) -> None:
+        self._sink = sink
         self._lock = threading.Lock()
         self._pending: list[Mapping[str, Any]] = []
         self._servers: ServerProcess | None = None
@@ -86,5 +86,5 @@ class ResizeRequests:
         why = coordinator.may_change(group, request)
         if request == "leave" and not why:
             coordinator.handle_own(GroupLeaveRequest(group, command["incarnation"]))
-        self._emit(Agreed(str(coordinator.server.me), group, request, why))
+        self._sink.emit(Agreed(str(coordinator.server.me), group, request, why))
         return True

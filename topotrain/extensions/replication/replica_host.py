@@ -147,7 +147,7 @@ class PrimaryEndpoint:
 
         `from_another`: another process has done so before.
         """
-        self._snapshots = writer.attach(snapshots_of(self.server), self.poke, from_another)
+        self._snapshots = writer.attach(snapshots_of(self.server), self, from_another)
 
     # --- calls by the transport ----------------------------------------------------------------------------------
 

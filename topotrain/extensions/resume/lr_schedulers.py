@@ -6,7 +6,7 @@ state that is not plain data, are left out with a notice. For these the script c
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from topotrain.config.job import ConfigError
+from topotrain.core.events import Notifier
 from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
 from topotrain.extensions.resume.worker_state import WorkerState
 
@@ -26,11 +27,11 @@ class OptimizerRates:
     Args:
         optimizer: the script's.
         kept: the objects of `tt.keep` by name. A scheduler among them is identified by its name.
-        notify: called once with the text of each notice.
+        notifier: shows each notice once.
     """
 
-    def __init__(self, optimizer: Optimizer, kept: Mapping[str, object], notify: Callable[[str], None]) -> None:
-        self._optimizer, self._kept, self._notify = optimizer, kept, notify
+    def __init__(self, optimizer: Optimizer, kept: Mapping[str, object], notifier: Notifier) -> None:
+        self._optimizer, self._kept, self._notifier = optimizer, kept, notifier
         self._notified: set[str] = set()
         self._all: list[Any] = []
         self._named: dict[str, Any] = {}
@@ -75,7 +76,7 @@ class OptimizerRates:
     def _notify_once(self, text: str) -> None:
         if text not in self._notified:
             self._notified.add(text)
-            self._notify(text)
+            self._notifier.notify(text)
 
     def mark(self) -> tuple[object, ...]:
         """Return a value that changes with every step of a scheduler."""

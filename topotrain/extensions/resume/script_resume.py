@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError, OnFailure
-from topotrain.core.events import Notice
+from topotrain.core.events import EventNotifier
 from topotrain.extensions.checkpointing.server_snapshots import takes_snapshots
 from topotrain.extensions.elastic.eligibility import singly
 from topotrain.extensions.elastic.leave import GroupLeaving
@@ -61,7 +61,7 @@ class ScriptResume(ScriptPosition):
 
     def __init__(self, here: Context, worker: Worker, optimizer: Optimizer) -> None:
         self._here, self._worker = here, worker
-        self._rates = OptimizerRates(optimizer, here.kept, self._notice)
+        self._rates = OptimizerRates(optimizer, here.kept, EventNotifier(here, str(here.me)))
         self._saves = _saves(here)
         self._earlier = find(here, worker)
         self._generators: tuple[torch.Generator, ...] = ()
@@ -92,9 +92,6 @@ class ScriptResume(ScriptPosition):
     def first(self) -> int:
         """Passes before this one are over."""
         return self._earlier.first
-
-    def _notice(self, text: str) -> None:
-        self._here.emit(Notice(str(self._here.me), text))
 
     # --- restore ------------------------------------------------------------------------------------------
 

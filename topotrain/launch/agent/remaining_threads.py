@@ -7,31 +7,23 @@ results. The job waits, too, and the user gets a notice.
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Protocol
+
+from topotrain.core.events import Notifier
 
 QUIET_S, REPEAT_S = 3.0, 60.0
 """Seconds of waiting before the first notice, and between later ones."""
-
-
-class NoticeListener(Protocol):
-    """Shows a line to the user.
-
-    It is called on a thread of its own.
-    """
-
-    def __call__(self, text: str) -> None: ...
 
 
 class RemainingThreads:
     """Reports what delays the end of this process.
 
     Args:
-        notify: shows the notice.
+        notifier: shows the notice. It is called on a thread of its own.
         quiet_s: seconds of waiting before the first notice.
     """
 
-    def __init__(self, notify: NoticeListener, quiet_s: float = QUIET_S) -> None:
-        self._notify, self._quiet_s = notify, quiet_s
+    def __init__(self, notifier: Notifier, quiet_s: float = QUIET_S) -> None:
+        self._notifier, self._quiet_s = notifier, quiet_s
 
     def watch(self) -> None:
         """Start now, until the process ends."""
@@ -53,7 +45,7 @@ class RemainingThreads:
             seconds = REPEAT_S
             what = " and ".join(_remains())
             if what:
-                self._notify(
+                self._notifier.notify(
                     f"its program has ended, but for {what}: the process waits for that (unless it is a daemon)"
                 )
 

@@ -28,7 +28,7 @@ from topotrain.config.job_file import dumps
 from topotrain.config.private_files import make_folder
 from topotrain.config.topology import Address
 from topotrain.core.client.client import JobError, PeerLost
-from topotrain.core.events import Event, Failed, Final, Metrics, Notice
+from topotrain.core.events import Event, Failed, Final, Metrics, Notice, Notifier
 from topotrain.launch.agent.remaining_threads import RemainingThreads
 from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, check_there, place_of, tell, understandable
 from topotrain.launch.runtime.child_channel import end_process
@@ -164,7 +164,7 @@ class _Console:
             tell(f"the result is in {event.path}")
 
 
-class _Joined(ProcessOwner):
+class _Joined(ProcessOwner, Notifier):
     """The worker in this process, until it leaves the job."""
 
     by_hand = True
@@ -184,9 +184,10 @@ class _Joined(ProcessOwner):
         _install(self._uncaught, self._leaving)  # functions at exit do not get the exit code
         atexit.register(self._at_exit)
         self._own_end.watch()
-        RemainingThreads(self._remains).watch_after_main()
+        RemainingThreads(self).watch_after_main()
 
-    def _remains(self, text: str) -> None:
+    def notify(self, text: str) -> None:
+        """As `Notifier.notify`."""
         if not self._over:  # after the job the process is an ordinary one
             tell(f"{self._here.me}: {text}")
 

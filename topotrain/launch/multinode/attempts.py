@@ -9,12 +9,13 @@ from pathlib import Path
 
 from topotrain.config.job import Job, OnFailure
 from topotrain.config.topology import Topology, layout
-from topotrain.core.events import Event, Notice, Saved, to_json
+from topotrain.core.events import Event, Notice, Notifier, Saved, to_json
 from topotrain.extensions.replication.replica_placement import check
 from topotrain.launch import EventListener
 from topotrain.launch.agent.children import AttemptInfo
 from topotrain.launch.agent.stop_signals import StopSignals
 from topotrain.launch.grace_period import hint
+from topotrain.launch.multinode.control_connection import ControlConnection
 from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.multinode.node_info import HostMap
 from topotrain.launch.multinode.node_membership import LeaderMembership, UnitMembership
@@ -48,8 +49,20 @@ class AttemptAgreement:
     resume: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class LeaderConnection:
+    """Sends the events of one attempt to unit 0."""
+
+    control: ControlConnection
+    attempt: int
+
+    def emit(self, event: Event) -> None:
+        """As `EventSink.emit`."""
+        self.control.send(0, {"life": self.attempt, "event": shortened(json.loads(to_json(event)))})
+
+
 @dataclass(slots=True)
-class Attempts:
+class Attempts(Notifier):
     """The sequence of attempts, which unit 0 decides about and other units follow."""
 
     hall: NodeRendezvous
@@ -83,12 +96,8 @@ class Attempts:
         """
         if self.met.job.on_failure is not OnFailure.kContinue:
             return None
-        control, life = self.company.control, begun.life.number
-
-        def say(event: Event) -> None:
-            control.send(0, {"life": life, "event": shortened(json.loads(to_json(event)))})
-
-        return Follower([str(who) for unit in here.units for who in (*unit.workers, *unit.servers)], say)
+        residents = [str(who) for unit in here.units for who in (*unit.workers, *unit.servers)]
+        return Follower(residents, LeaderConnection(self.company.control, begun.life.number))
 
     def next(self, goes_on: RecoveryPolicy | None, run: RunLoop, begun: RestartInfo) -> RestartInfo | None:
         """Return the next attempt after a restart of the whole job.
@@ -105,17 +114,18 @@ class Attempts:
         vacant = [u.rank for u in topology.units if missing.issuperset(map(str, (*u.workers, *u.servers)))]
         made = RestartBarrier(number, range(1, len(topology.units)), vacant, self.hall.patience)
         more = hint(self.saved)
-        if not muster(made, run.unread, self.company, self.heard, self._tell, f"; {more}" if more else ""):
+        if not muster(made, run.unread, self.company, self.heard, self, f"; {more}" if more else ""):
             return None
         hosts = self.hall.regather(made.back, begun.hosts)
         topology = layout(self.met.job.cluster, hosts.numbers)
         check(self.met.job, topology)
         goes_on.begin_attempt(topology)
-        resume = self.met.origin.newest(self._tell)
+        resume = self.met.origin.newest(self)
         check_found(resume, self.saved, self.met.job)
         life = AttemptInfo(number + 1, resume, goes_on.absent_groups)
         begin_anew(self.company, made, hosts, life)
         return RestartInfo(life, hosts)
 
-    def _tell(self, text: str) -> None:
+    def notify(self, text: str) -> None:
+        """As `Notifier.notify`."""
         self.on_event(Notice("launcher", text))

@@ -5,13 +5,14 @@ unit 0 the events that matter for recovery. It holds back a death, and an error 
 has decided. An exception of the user's program ends the job at once, as in unit 0.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from topotrain.core.events import (
     Agreed,
     Covered,
     Differs,
     Event,
+    EventSink,
     Exited,
     Failed,
     Finished,
@@ -33,11 +34,11 @@ class Follower:
 
     Args:
         residents: the workers and servers of this unit.
-        say: sends an event to unit 0.
+        leader: sends events to unit 0.
     """
 
-    def __init__(self, residents: Collection[str], say: Callable[[Event], None]) -> None:
-        self._residents, self._say = set(residents), say
+    def __init__(self, residents: Collection[str], leader: EventSink) -> None:
+        self._residents, self._leader = set(residents), leader
         self._first: set[str] = set()  # processes that have not finished a step yet
         self._held: list[Failed] = []
         self._exited: set[str] = set()
@@ -99,17 +100,17 @@ class Follower:
             case Lost(who=who, text=text, log=log) if self._ended:
                 return [Failed(who, "died", text, log)]
             case Failed(kind=kind):
-                self._say(event)
+                self._leader.emit(event)
                 if kind in ("program", "config"):
                     return [event]
                 self._held.append(event)
                 return []
             case Lost(who=who, text=text, log=log):
-                self._say(event)
+                self._leader.emit(event)
                 self._held.append(Failed(who, "died", text, log))
                 return []
             case Unrepeatable():
-                self._say(event)
+                self._leader.emit(event)
                 return []
             case Started(who=who):
                 self._first.add(who)
@@ -117,18 +118,18 @@ class Follower:
                     self._residents.add(who)
                 self._exited.discard(who)
                 self._held = [held for held in self._held if held.who != who]
-                self._say(event)
+                self._leader.emit(event)
             case Exited(who=who):
                 self._exited.add(who)
-                self._say(event)
+                self._leader.emit(event)
             case StepDone(who=who):
                 if self._listens or who in self._first:
-                    self._say(event)
+                    self._leader.emit(event)
                 self._first.discard(who)
             case Finished() | Agreed() | Frozen() | Thawed():
-                self._say(event)
+                self._leader.emit(event)
             case Covered() | Missed() | Differs() | Saved() | Unsaved():
-                self._say(event)
+                self._leader.emit(event)
             case _:
                 pass
         return [event]

@@ -7,14 +7,14 @@
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 from topotrain.config.job import ConfigError, Job
-from topotrain.core.events import Saved
+from topotrain.core.events import Notifier, Saved
 from topotrain.launch.agent.children import AttemptInfo
 from topotrain.launch.agent.stop_signals import StopSignals
 from topotrain.launch.multinode.control_connection import News, UnitMessage, UnitReturned, UnitVanished
@@ -91,7 +91,7 @@ def muster(
     unread: Iterable[News],
     company: LeaderMembership,
     heard: StopSignals,
-    tell: Callable[[str], None],
+    notifier: Notifier,
     hint: str,
 ) -> bool:
     """Wait in unit 0 until all units are ready.
@@ -113,7 +113,8 @@ def muster(
             return False
         for rank in set(made.gone) - told:
             told.add(rank)
-            tell(f"unit {rank} is gone: the job waits {made.patience_s:g} s for another `topotrain unit --rank {rank}`")
+            text = f"the job waits {made.patience_s:g} s for another `topotrain unit --rank {rank}`"
+            notifier.notify(f"unit {rank} is gone: {text}")
         _sleep(company, heard, made.due)
         news = company.control.news()
 

@@ -6,12 +6,12 @@ and each unit checks that it sees the same snapshot.
 
 import hashlib
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import read_bytes
+from topotrain.core.events import Notifier
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, latest
 
 SHARED = "units on several hosts need one workspace that all of them see"
@@ -29,7 +29,7 @@ class ResumeSource:
         self._workspace, self._resume = workspace, resume
         self._former = _identity(workspace / FOLDER)  # of an earlier job, unless this job resumes it
 
-    def newest(self, notify: Callable[[str], None]) -> str:
+    def newest(self, notifier: Notifier) -> str:
         """Return the snapshot to resume from; "": the job starts at step 0.
 
         Raises ConfigError if all snapshots are damaged.
@@ -37,15 +37,18 @@ class ResumeSource:
         folder, resume = self._workspace / FOLDER, self._resume
         # Snapshots that an earlier job has left in the workspace must not be resumed by this one.
         if _identity(folder) != self._former or Path(resume).parent == folder:
-            found = latest(self._workspace, notify)
+            found = latest(self._workspace, notifier)
             resume = resume if found is None else str(found.path)
-        notify(f"the whole job starts again from {resume or 'its beginning'}")
+        notifier.notify(f"the whole job starts again from {resume or 'its beginning'}")
         return resume
 
 
-def warn(text: str) -> None:
-    """Print a warning before the job has displays."""
-    print(f"topotrain: warning: {text}", file=sys.stderr)
+class WarningPrinter(Notifier):
+    """Prints texts as warnings, before the job has displays."""
+
+    def notify(self, text: str) -> None:
+        """As `Notifier.notify`."""
+        print(f"topotrain: warning: {text}", file=sys.stderr)
 
 
 def asked_for(job: Job, workspace: Path) -> str:
@@ -56,9 +59,10 @@ def asked_for(job: Job, workspace: Path) -> str:
     """
     if not job.resume:
         return ""
-    found = latest(workspace, warn)
+    warnings = WarningPrinter()
+    found = latest(workspace, warnings)
     if found is None:
-        warn(f"resume: true: {job.workspace} has no snapshot yet, so the job starts at the beginning")
+        warnings.notify(f"resume: true: {job.workspace} has no snapshot yet, so the job starts at the beginning")
     return "" if found is None else str(found.path)
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from topotrain.config.job import ConfigError
-from topotrain.core.events import Ending, Event, Failed, Notice, to_json
+from topotrain.core.events import Ending, Event, EventNotifier, Failed, to_json
 from topotrain.launch.agent.remaining_threads import RemainingThreads
 
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -234,7 +234,7 @@ def _announce(who: str, channel: socket.socket) -> None:
 
     control = ChildChannel(channel)
     control.emit(Ending(who))
-    RemainingThreads(lambda text: control.emit(Notice(who, text))).watch()
+    RemainingThreads(EventNotifier(control, who)).watch()
 
 
 def die_with_parent(yes: bool) -> None:

@@ -62,7 +62,7 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     control = ChildChannel(channel)
     slot = LaunchedSlot(spec["seats"], control) if spec.get("seats") else None
     sigterm, snapshot = SigtermHandler(), FinalSnapshot(str(addresses[0]), control)
-    requests = ResizeRequests(control.emit)
+    requests = ResizeRequests(control)
     # Before the servers exist: the handlers queue commands that come meanwhile.
     control.start(sigterm, requests, snapshot, *([slot] if slot is not None else []))
     profile = _recorders(spec, addresses[0])
@@ -226,7 +226,7 @@ def _writer(place: RouterConfig, servers: Sequence[Address], control: ChildChann
     """
     resumed = None if place.resumed is None else place.resumed.path
     again = place.identity.incarnation > 0
-    return writer_for(place.job, place.topology, servers, resumed, again, control.emit)
+    return writer_for(place.job, place.topology, servers, resumed, again, control)
 
 
 def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:

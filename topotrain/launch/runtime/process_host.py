@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha256
 from typing import Protocol
 
@@ -33,6 +32,7 @@ from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.server import Server, ServerFactory
 from topotrain.core.server.server_context import Outbox
+from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
@@ -152,8 +152,7 @@ class ServerEndpoint(Outbox):
         self._snapshots: SnapshotPort | None = None
         if options.writer is not None:
             # Where a script's thread does the server's work, it reads what is new with the next message.
-            poke = (lambda: None) if inline else self.poke
-            self._snapshots = options.writer.attach(snapshots_of(self.server), poke)
+            self._snapshots = options.writer.attach(snapshots_of(self.server), None if inline else self)
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         with self._lock:
@@ -551,7 +550,7 @@ class WorkerConnections(Connections):
             else InlineWaiter(poll_s, self._router, reader, observer)
         )
         # The script's thread may wait for room in a connection, unless it also reads.
-        self._send = partial(self._router.send, me, wait=reader is None)
+        self._sender: MessageSender = self._router.sender(me, wait=reader is None)
         replicated = place.job.cluster.replicas > 1
         self._replicas: ReplicaConnections | None = None
         self.exchange = self._client(place, replicated)
@@ -586,16 +585,17 @@ class WorkerConnections(Connections):
 
     # --- servers with two copies
 
-    def _send_replicated(self, to: Address, message: Message) -> None:
+    def send(self, to: Address, message: Message) -> None:
+        """Send a message to a server of which there are several replicas."""
         assert self._replicas is not None
         self._replicas.send(to, message, wait=True)
 
     def _client(self, place: RouterConfig, replicated: bool) -> Client:
         topology, incarnation = place.topology, place.identity.incarnation
-        send = self._send_replicated if replicated else self._send
+        sender = self if replicated else self._sender
         gradients = self._torch_reduction(place) if topology.foreign else None
         extensions = client_extensions(topology)
-        return Client(self.me, topology, send, self._waiter, place.shared, incarnation, extensions, gradients)
+        return Client(self.me, topology, sender, self._waiter, place.shared, incarnation, extensions, gradients)
 
     def _torch_reduction(self, place: RouterConfig) -> GradientExchange:
         from topotrain.extensions.collectives.torch_reduction import TorchCollectiveConfig, TorchReduction
@@ -629,8 +629,7 @@ class WorkerConnections(Connections):
                 "needs a store in which the workers find each other, such as a folder (file://) or tcp://: "
                 "a list of addresses names servers only",
             )
-        send = partial(self._router.send, self.me)
-        channel = NetworkChannel(self.exchange, send, self._waiter.look, SendBuffers(self._buffers))
+        channel = NetworkChannel(self.exchange, self._router.sender(self.me), SendBuffers(self._buffers))
         incarnation = self._place.identity.incarnation
         kind = f"worker-{incarnation}" if incarnation else "worker"  # addresses of former processes are of no use
         # Before it connects: workers after this one may be waiting for the URL.

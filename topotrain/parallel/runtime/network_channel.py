@@ -13,7 +13,7 @@
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -25,6 +25,7 @@ from topotrain.core.client.client import Client, PeerLost
 from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.model.schema import PrivateMemory, torch_dtype
 from topotrain.core.protocol import Message, ProtocolError
+from topotrain.core.transport_contract import MessageSender
 from topotrain.parallel.runtime.activation_messages import Activation, ActivationHello
 from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
 from topotrain.parallel.runtime.send_buffers import SendBuffers
@@ -39,8 +40,7 @@ class NetworkChannel(ClientExtension):
 
     Args:
         client: the worker's client.
-        send: send(to, message). It never waits.
-        look: reads messages that have arrived, for transports that read only on demand.
+        sender: sends the worker's messages. It never waits.
         buffers: memory for sending, which the transport may share with the receiver.
     """
 
@@ -49,12 +49,11 @@ class NetworkChannel(ClientExtension):
     def __init__(
         self,
         client: Client,
-        send: Callable[[Address, Message], None],
-        look: Callable[[], None] = lambda: None,
+        sender: MessageSender,
         buffers: SendBuffers | None = None,
     ) -> None:
         self.me, self.size = client.channel.me.index, client.channel.group_size
-        self._channel, self._send, self._look = client.channel, send, look
+        self._channel, self._sender = client.channel, sender
         self._group = client.channel.me.group
         self._store, self._slots = ArrivedTensors(), buffers or SendBuffers(PrivateMemory())
         # Buffers are lent and messages sent in the same order, whichever thread of autograd sends.
@@ -131,7 +130,7 @@ class NetworkChannel(ClientExtension):
         """
         if self._store.has(source, key):
             return True
-        self._look()
+        self._channel.waiter.look()
         if self._channel.failure is not None:
             raise self._channel.failure
         with self._channel.waiter.update():  # a tensor that arrived before the peer left still counts
@@ -179,7 +178,7 @@ class NetworkChannel(ClientExtension):
 
     def _post(self, to: int, message: Message) -> None:
         try:
-            self._send(self._worker(to), message)
+            self._sender.send(self._worker(to), message)
         except TransportError as error:
             raise PeerLost(f"{self._channel.me} lost {self._worker(to)}: {error}") from error
 

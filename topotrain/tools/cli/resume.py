@@ -37,7 +37,7 @@ def earlier(workspace: Path, sets: Sequence[str] = ()) -> ResumeSnapshot:
         found.verify()
         workspace = found.path.parent.parent
     else:
-        found = latest(workspace, resume_point.warn)
+        found = latest(workspace, resume_point.WarningPrinter())
     if found is None:
         accepted = f"has no snapshot in {FOLDER}/: one is written every snapshot_s seconds, from the first step on"
         raise ConfigError("--resume", str(workspace), accepted)

@@ -28,7 +28,7 @@ from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
-from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
+from topotrain.tools.simulator.sim_network import NetworkFaults, SimSender, SimulatedTransport, Simulation
 
 
 def parameters(*counts: int, dtype: str = "float32") -> tuple[Parameter, ...]:
@@ -123,7 +123,7 @@ class SimCluster:
 
     def _make_client(self, me: Address) -> Client:
         waiter, extensions = self.sim.waiter(), client_extensions(self.topology)
-        client = Client(me, self.topology, lambda to, x: self.transport.send(me, to, x), waiter, extensions=extensions)
+        client = Client(me, self.topology, SimSender(self.transport, me), waiter, extensions=extensions)
         self.transport.attach(me, client)
         for server in {*client.channel.servers, client.channel.first_server}:
             self.transport.connect(me, server, "")

@@ -114,6 +114,9 @@ class Simulation:
         """Return an empty context: no other thread is running."""
         return nullcontext()
 
+    def look(self) -> None:
+        """Do nothing: the loop delivers the messages."""
+
     def wait(self, ready: Callable[[], bool]) -> None:
         """Let others run until `ready()`.
 
@@ -365,3 +368,14 @@ class SimulatedTransport:
 
     def close(self) -> None:
         """Do nothing: the transport exists as long as its simulation."""
+
+
+class SimSender:
+    """Sends the messages of one simulated process."""
+
+    def __init__(self, transport: SimulatedTransport, me: Address) -> None:
+        self._transport, self._me = transport, me
+
+    def send(self, to: Address, message: Message) -> None:
+        """As `MessageSender.send`."""
+        self._transport.send(self._me, to, message)

@@ -62,6 +62,9 @@ class CrashableWaiter:
         if self._process.over:
             raise Killed
 
+    def look(self) -> None:
+        """As `Simulation.look`."""
+
 
 class CrashableTransport(SimulatedTransport):
     """A transport on which a worker's connections end with its process.

@@ -165,6 +165,22 @@ class TrialScript:
         return found
 
 
+class CrashableSender:
+    """Sends the messages of one worker process of a trial, which can die at each of them."""
+
+    def __init__(self, trial: "Trial", process: WorkerProcess) -> None:
+        self._trial, self._process = trial, process
+
+    def send(self, to: Address, message: m.Message) -> None:
+        """As `MessageSender.send`. Raises Killed when the process is over."""
+        process = self._process
+        self._trial.inject_due(process, message)
+        if process.over:
+            raise Killed
+        process.on_send()
+        self._trial.transport.send(process.me, to, message)
+
+
 class Trial(SimCluster):
     """A simulated cluster with faults.
 
@@ -245,15 +261,15 @@ class Trial(SimCluster):
         known = self.worker_processes.get(me)
         process = self.worker_processes[me] = WorkerProcess(me, 0 if known is None else known.incarnation + 1)
 
-        def say(to: Address, message: m.Message) -> None:
-            self._inject_due(process, message)
-            if process.over:
-                raise Killed
-            process.on_send()
-            self.transport.send(me, to, message)
-
         waiter, extensions = CrashableWaiter(process, self.sim), client_extensions(self.topology)
-        client = Client(me, self.topology, say, waiter, incarnation=process.incarnation, extensions=extensions)
+        client = Client(
+            me,
+            self.topology,
+            CrashableSender(self, process),
+            waiter,
+            incarnation=process.incarnation,
+            extensions=extensions,
+        )
         self.transport.replace(me, client)
         for server in {*client.channel.servers, client.channel.first_server}:
             self.transport.connect(me, server, "")
@@ -291,7 +307,7 @@ class Trial(SimCluster):
 
     # --- faults --------------------------------------------------------------------------------------------------
 
-    def _inject_due(self, process: WorkerProcess, message: m.Message) -> None:
+    def inject_due(self, process: WorkerProcess, message: m.Message) -> None:
         """Execute the faults that are due at this message, before it is sent."""
         if process.over:
             return

@@ -12,7 +12,7 @@ batches at the end. So a slow group takes fewer batches, and no group waits long
 """
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from topotrain.config.topology import Address, Role
@@ -41,6 +41,11 @@ class _Run:
     first: int
     last: int
     rested: bool = False  # the group had to wait for it
+
+
+def _stream(epoch: int, run: _Run) -> int:
+    """The data stream of a lease."""
+    return (epoch << 32) | run.lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +125,12 @@ class _Epoch:
                 merged.append((first, last))
         self.freed = merged
 
-    def restart(self, group: int, applied: Callable[[int], int]) -> None:
+    def restart(self, group: int, number: int, applied: Mapping[int, int]) -> None:
         """Free the unfinished part of the leases of a group that is gone.
 
-        applied: the number of batches that count, by lease.
+        number: of the epoch. applied: as for `group_restarted`.
         """
-        rest = [(run.first + applied(run.lease), run.last) for run in self.tables.pop(group, [])]
+        rest = [(run.first + applied.get(_stream(number, run), 0), run.last) for run in self.tables.pop(group, [])]
         self.give_back(rest)
         self.left.pop(group, None)
         self.passed = {worker: passed for worker, passed in self.passed.items() if worker.group != group}
@@ -151,15 +156,13 @@ class _Epoch:
     @classmethod
     def from_state(cls, state: State) -> "_Epoch":
         """Return the epoch of a `state_dict`."""
-        epoch = cls(**state)
-        epoch.freed, epoch.held, epoch.gone = list(epoch.freed), list(epoch.held), set(epoch.gone)
-        epoch.passed = dict(epoch.passed)
-        epoch.tables = {group: [_Run(*run) for run in table] for group, table in state["tables"].items()}
-        epoch.left = {
+        own = {"freed": list(state["freed"]), "held": list(state["held"]), "gone": set(state["gone"])}
+        tables = {group: [_Run(*run) for run in table] for group, table in state["tables"].items()}
+        left = {
             group: _Leaving(position, witness, tuple(_Run(*run) for run in table))
             for group, (position, witness, table) in state["left"].items()
         }
-        return epoch
+        return cls(**{**state, **own, "passed": dict(state["passed"]), "tables": tables, "left": left})
 
 
 class LeaseQueue(RegroupExtension):
@@ -235,14 +238,12 @@ class LeaseQueue(RegroupExtension):
 
     def streams(self, group: int) -> list[int]:
         """Return the data streams of a group in open epochs, one for each of its leases."""
-        return [
-            (number << 32) | run.lease for number, epoch in self._epochs.items() for run in epoch.tables.get(group, ())
-        ]
+        return [_stream(number, run) for number, epoch in self._epochs.items() for run in epoch.tables.get(group, ())]
 
-    def group_restarted(self, group: int, applied: Callable[[int], int], ended: bool) -> Replies:
+    def group_restarted(self, group: int, applied: Mapping[int, int], ended: bool) -> Replies:
         """Free the leases of a group with new workers, except for its applied batches.
 
-        applied: the number of batches of a stream that count. ended: all scripts of the group had ended.
+        applied: the number of batches of each stream that count. ended: all scripts of the group had ended.
         """
         self._parting.discard(group)
         if not ended:
@@ -251,7 +252,7 @@ class LeaseQueue(RegroupExtension):
         if group == 0:
             self._draws = DrawnChunks(self._groups * self._workers - 1)
         for number, epoch in self._epochs.items():
-            epoch.restart(group, lambda lease, number=number: applied((number << 32) | lease))  # type: ignore[misc]
+            epoch.restart(group, number, applied)
         return self._reply_to_all()
 
     def warmed(self) -> Replies:
@@ -477,6 +478,10 @@ class _Chunk:
     fetched: set[Address] = field(default_factory=set)
     held: list[Address] = field(default_factory=list)
 
+    def fill(self, put: DrawnBatches) -> None:
+        """The chunk is here."""
+        self.put = put
+
 
 class DrawnChunks:
     """Batches that worker (0,0) drew from the script's sampler.
@@ -511,7 +516,7 @@ class DrawnChunks:
             self._drawn += _numbers(put)
         if self._drawn > _MOST_DRAWN * (1 + 2 * self._keeps):  # then of up to three epochs
             raise ProtocolError(f"{self._drawn} numbers were drawn that some worker has not fetched")
-        chunk.put = put
+        chunk.fill(put)
         over: Replies = []
         if self._first is None:
             self._first = put.epoch

@@ -247,6 +247,6 @@ def tables_of(here: Context | None) -> TableBackend:
     if here is None:
         return LocalTables()
     if here.tables is None:
-        here.tables = JobTables(here)
+        here.open_tables(JobTables(here))
         here.emit(Unrepeatable(str(here.me), TABLES, job=False))
     return cast(JobTables, here.tables)
