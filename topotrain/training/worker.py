@@ -25,8 +25,7 @@ from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPa
 from topotrain.training.parameters.local_sgd import LocalSgd
 from topotrain.training.parameters.server_state import ServerState
 from topotrain.training.worker_extension import WorkerExtension, WorkerHooks
-from topotrain.training.worker_profile import ProcessClock
-from topotrain.training.worker_stats import BatchAccounting, SkippedStep, StepBatches, WorkerStats
+from topotrain.training.worker_stats import BatchAccounting, ProcessClock, SkippedStep, StepBatches, WorkerStats
 
 
 def plan_of(topology: Topology, parts: ModelParts, spec: OptimizerSpec) -> tuple[Schema, SliceMap]:

@@ -2,8 +2,6 @@
 
 import os
 import re
-import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,25 +9,13 @@ from topotrain.config.private_files import write_text
 from topotrain.config.topology import Address
 from topotrain.core.profiling.spans import (
     SILENT,
-    Clock,
     ProcessSpans,
     Recorder,
     ServerRecorder,
     WorkerRecorder,
     to_json,
 )
-
-
-class ProcessClock(Clock):
-    """The clock of this process."""
-
-    def now(self) -> int:
-        """As `Clock.now`."""
-        return time.monotonic_ns()
-
-    def thread(self) -> str:
-        """As `Clock.thread`."""
-        return threading.current_thread().name
+from topotrain.training.worker_stats import ProcessClock
 
 
 class ProfileRecorders:

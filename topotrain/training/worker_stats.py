@@ -1,5 +1,7 @@
 """Counts of one worker: batches, steps, samples, losses and staleness."""
 
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
@@ -8,6 +10,19 @@ from statistics import median
 import torch
 
 from topotrain.core.client.client_context import StepOutcome
+from topotrain.core.profiling.spans import Clock
+
+
+class ProcessClock(Clock):
+    """The clock of this process."""
+
+    def now(self) -> int:
+        """As `Clock.now`."""
+        return time.monotonic_ns()
+
+    def thread(self) -> str:
+        """As `Clock.thread`."""
+        return threading.current_thread().name
 
 
 class BatchAccounting(ABC):
