@@ -196,15 +196,15 @@ class EventNotifier(Notifier):
 
     Args:
         sink: gets the events.
-        who: the name of the process in them.
+        process: its name in them.
     """
 
-    def __init__(self, sink: EventSink, who: str) -> None:
-        self._sink, self._who = sink, who
+    def __init__(self, sink: EventSink, process: str) -> None:
+        self._sink, self._process = sink, process
 
     def notify(self, text: str) -> None:
         """As `Notifier.notify`."""
-        self._sink.emit(Notice(self._who, text))
+        self._sink.emit(Notice(self._process, text))
 
 
 NO_NOTICES = Notifier()

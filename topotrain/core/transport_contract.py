@@ -83,7 +83,10 @@ class MessageSender(Protocol):
     """Sends the messages of one endpoint."""
 
     def send(self, to: Address, message: "Message") -> None:
-        """Send a message. Raises TransportError when there is no connection to the peer (any more)."""
+        """Send a message.
+
+        Raises TransportError when there is no connection to the peer (any more).
+        """
         ...
 
 

@@ -209,7 +209,10 @@ class PortReader(Protocol):
     """The host of a server, which reads the messages of a port."""
 
     def poke(self) -> None:
-        """The port has messages. Called on a thread of the writer, or of the caller of `SnapshotWriter.end`."""
+        """The port has messages.
+
+        Called on a thread of the writer, or of the caller of `SnapshotWriter.end`.
+        """
         ...
 
 

@@ -166,7 +166,7 @@ class TrialScript:
 
 
 class CrashableSender:
-    """Sends the messages of one worker process of a trial, which can die at each of them."""
+    """Sends the messages of a worker process, which can die at each of them."""
 
     def __init__(self, trial: "Trial", process: WorkerProcess) -> None:
         self._trial, self._process = trial, process
