@@ -6,6 +6,7 @@ from collections.abc import Callable
 from topotrain.config.topology import Address
 from topotrain.core.events import Event, Notifier
 from topotrain.core.protocol import Message
+from topotrain.core.server.server_context import Outbox
 
 
 class EventList(list[Event]):
@@ -34,3 +35,13 @@ class FunctionSender:
 
     def __init__(self, function: Callable[[Address, Message], None]) -> None:
         self.send = function
+
+
+class SentMessages(Outbox):
+    """Keeps the address and the message of each that a server sends, in order."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Address, Message]] = []
+
+    def put(self, to: Address, message: Message) -> None:
+        self.sent.append((to, message))

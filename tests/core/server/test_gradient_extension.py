@@ -1,6 +1,7 @@
 """The seam of gradients: an extension brings a codec and a gradient source, and decides how values travel."""
 
 import torch
+from reports import SentMessages
 
 from benchmarks.core import Core
 from topotrain.core import protocol as m
@@ -71,9 +72,10 @@ def test_an_extension_hears_of_backwards_and_commits_of_the_current_step_only():
 
 
 def test_an_extension_routes_the_values_of_steps():
-    core, sent = Core((Sums(),)), []
-    core.server.queue._deliver = lambda to, message: sent.append((to.index, type(message)))
+    core, outbox = Core((Sums(),)), SentMessages()
+    core.server.queue._outbox = outbox
     core.steps(1)
+    sent = [(to.index, type(message)) for to, message in outbox.sent]
     assert (0, m.Values) in sent and (1, m.Values) not in sent
     assert {(0, m.Applied), (1, m.Applied)} <= set(sent), "replies without values are sent as ever"
 

@@ -74,9 +74,10 @@ def test_an_extension_hears_of_each_update_and_of_each_end_of_a_step():
 
 
 def test_what_an_extension_returns_is_sent_before_the_replies_of_the_step():
-    job, said = core(UpdateCounter()), []
-    job.server.queue._deliver = lambda to, message: said.append((to, type(message)))
+    job, outbox = core(UpdateCounter()), SentMessages()
+    job.server.queue._outbox = outbox
     job.steps(1)
+    said = [(to, type(message)) for to, message in outbox.sent]
     mine = said.index((A, TableBarrier))
     assert (A, m.Applied) in said[mine:] and said.count((A, TableBarrier)) == 1
 

@@ -158,9 +158,9 @@ def test_the_whole_job_starts_again_with_its_server_and_leaves_nothing_open(tmp_
     snapshots = tmp_path / "manifests"
     snapshots.mkdir()  # of an earlier job
 
-    def latest(workspace, told):
+    def latest(workspace, notifier):
         asked.append(workspace)
-        told(f"found {len(asked)}")
+        notifier.notify(f"found {len(asked)}")
         return SimpleNamespace(path=snapshots / str(len(asked)))
 
     def hear(event):
