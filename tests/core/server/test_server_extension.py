@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 import pytest
+from reports import SentMessages
 
 from benchmarks.core import HOME, Core
 from topotrain.config.job import Cluster, Job
