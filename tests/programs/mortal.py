@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from ledger import Ledger, Tabled, train, wait_for
@@ -23,11 +24,16 @@ kills = tt.rank() == int(killer)
 killed, back = Path(workspace, "killed"), Path(workspace, "back")
 
 
+def saved(seconds: float) -> bool:
+    """Whether the wish for a snapshot is fulfilled, in this time at most."""
+    until = time.monotonic() + seconds
+    wait_for(lambda: list(Path(workspace).glob("manifests/*/manifest.json")) or time.monotonic() > until)
+    return time.monotonic() <= until
+
+
 def kill() -> None:
     processes = Path(workspace, "processes.json")
     wait_for(processes.exists)
-    if "snapshot" in wishes:
-        wait_for(lambda: list(Path(workspace).glob("manifests/*/manifest.json")))
     killed.touch()
     entries = json.loads(processes.read_text())
     number = signal.SIGSTOP if "freeze" in wishes else signal.SIGKILL
@@ -36,6 +42,7 @@ def kill() -> None:
 
 def measured() -> float:
     if kills and not killed.exists():
+        wait_for(lambda: "snapshot" not in wishes or saved(1.0))
         kill()
     return 1.0
 
@@ -43,7 +50,8 @@ def measured() -> float:
 def after(steps: int) -> None:
     if kills and killed.exists():
         back.touch()
-    elif kills and steps == int(at) and "late" not in wishes:
+    # A snapshot needs the state of this worker, too, which goes out with its steps. So it goes on meanwhile.
+    elif kills and steps >= int(at) and "late" not in wishes and ("snapshot" not in wishes or saved(1.0)):
         kill()
     if "back" in wishes and tt.is_main() and steps == 2:
         wait_for(back.exists)
