@@ -18,11 +18,13 @@ PROGRAM = str(PROGRAMS / "session.py")
 def said(shell: Shell, words: str) -> None:
     """Wait until a process has said this."""
     until = time.monotonic() + PATIENCE_S
+    before = []
     for line in shell.stdout:
         if words in line:
             return
         assert time.monotonic() < until, line
-    raise AssertionError(f"ended without saying {words!r}")
+        before.append(line)
+    raise AssertionError(f"ended without saying {words!r}, but {''.join(before)!r}")
 
 
 def test_clients_come_and_go(shells: Shells) -> None:

@@ -37,7 +37,7 @@ from topotrain.core.model.schema import BufferMemory, PrivateMemory
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
 from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.core.server.server import Server, ServerFactory
-from topotrain.core.server.server_context import Outbox
+from topotrain.core.transport_contract import MessageSender
 from topotrain.launch.runtime.process_host import (
     ConditionWaiter,
     HostObserver,
@@ -290,8 +290,8 @@ class PlainServerFactory(ServerFactory):
     topology: Topology
     shared: bool = False
 
-    def make(self, me: Address, outbox: Outbox) -> Server:
-        return make_server(me, self.job, self.topology, PrivateMemory(), self.shared, outbox)
+    def make(self, me: Address, sender: MessageSender) -> Server:
+        return make_server(me, self.job, self.topology, PrivateMemory(), self.shared, sender)
 
 
 class FailureObserver(HostObserver):

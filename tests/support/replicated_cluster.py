@@ -24,7 +24,7 @@ from topotrain.core.client.client import Client
 from topotrain.core.model.schema import PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.server.server import Server, ServerFactory
-from topotrain.core.server.server_context import Outbox
+from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.snapshot_coordinator import NoFiles
 from topotrain.extensions.replication.replica_connections import ReplicaClientHost, ReplicaConnections
@@ -179,8 +179,8 @@ class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
     def _plan(self) -> tuple[Schema, SliceMap]:
         return plan(self.topology.shards)
 
-    def make(self, me: Address, outbox: Outbox) -> Server:
-        server = make_server(me, self.job, self.topology, PrivateMemory(), outbox=outbox)
+    def make(self, me: Address, sender: MessageSender) -> Server:
+        server = make_server(me, self.job, self.topology, PrivateMemory(), sender=sender)
         snapshots_of(server).attach_host(NoFiles())
         return server
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from topotrain.config.topology import Address
 from topotrain.core.events import Event, Notifier
 from topotrain.core.protocol import Message
-from topotrain.core.server.server_context import Outbox
+from topotrain.core.transport_contract import MessageSender
 
 
 class EventList(list[Event]):
@@ -37,11 +37,11 @@ class FunctionSender:
         self.send = function
 
 
-class SentMessages(Outbox):
+class SentMessages(MessageSender):
     """Keeps the address and the message of each that a server sends, in order."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Address, Message]] = []
 
-    def put(self, to: Address, message: Message) -> None:
+    def send(self, to: Address, message: Message) -> None:
         self.sent.append((to, message))

@@ -72,10 +72,10 @@ def test_an_extension_hears_of_backwards_and_commits_of_the_current_step_only():
 
 
 def test_an_extension_routes_the_values_of_steps():
-    core, outbox = Core((Sums(),)), SentMessages()
-    core.server.queue._outbox = outbox
+    core, sender = Core((Sums(),)), SentMessages()
+    core.server.queue._sender = sender
     core.steps(1)
-    sent = [(to.index, type(message)) for to, message in outbox.sent]
+    sent = [(to.index, type(message)) for to, message in sender.sent]
     assert (0, m.Values) in sent and (1, m.Values) not in sent
     assert {(0, m.Applied), (1, m.Applied)} <= set(sent), "replies without values are sent as ever"
 

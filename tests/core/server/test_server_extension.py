@@ -75,10 +75,10 @@ def test_an_extension_hears_of_each_update_and_of_each_end_of_a_step():
 
 
 def test_what_an_extension_returns_is_sent_before_the_replies_of_the_step():
-    job, outbox = core(UpdateCounter()), SentMessages()
-    job.server.queue._outbox = outbox
+    job, sender = core(UpdateCounter()), SentMessages()
+    job.server.queue._sender = sender
     job.steps(1)
-    said = [(to, type(message)) for to, message in outbox.sent]
+    said = [(to, type(message)) for to, message in sender.sent]
     mine = said.index((A, TableBarrier))
     assert (A, m.Applied) in said[mine:] and said.count((A, TableBarrier)) == 1
 

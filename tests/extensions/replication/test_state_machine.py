@@ -246,7 +246,7 @@ OWN = {
     "spans",
     "_work",
     "_out",
-    "_outbox",
+    "_sender",
     "_before",
 }
 """Fields that a copy makes itself. What of the buffers counts is compared by what is sent."""

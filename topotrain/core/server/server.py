@@ -34,7 +34,6 @@ from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server_context import (
     MessageQueue,
     Out,
-    Outbox,
     ServerContext,
     ShardState,
     StartPoint,
@@ -44,6 +43,7 @@ from topotrain.core.server.server_extension import ExtensionHooks, ServerExtensi
 from topotrain.core.server.startup import ModelStart, Startup
 from topotrain.core.server.step_contributions import HyperParameters, StepContributions
 from topotrain.core.server.step_execution import Decisions, StepExecution
+from topotrain.core.transport_contract import MessageSender
 
 _BEFORE_MODEL = frozenset({m.SchemaPart, m.SharedBuffer, m.StepDecision, m.StepDecisionRequest})
 """Messages that are handled before the model is known; others are held until then.
@@ -66,7 +66,7 @@ class Server:
         topology: its layout.
         memory: for values and means; transports can share it.
         shared: transports share memory: what both workers and servers of a host need exists there only once.
-        outbox: gets each answer as soon as there is one, so that it is on its way while the next is computed. None:
+        sender: sends each answer as soon as there is one, so that it is on its way while the next is computed. None:
             `handle` returns the answers.
         start: where the job starts.
     """
@@ -78,7 +78,7 @@ class Server:
         topology: Topology,
         memory: BufferMemory,
         shared: bool = False,
-        outbox: Outbox | None = None,
+        sender: MessageSender | None = None,
         start: StartPoint | None = None,
     ) -> None:
         self.me = me
@@ -86,7 +86,7 @@ class Server:
         self.spans: Recorder = SILENT
         self.validator = MessageValidator(me, topology, shared)
         self.state = ShardState(me, job, topology, start or StartPoint())
-        self.queue = MessageQueue(me, self.hooks, outbox)
+        self.queue = MessageQueue(me, self.hooks, sender)
         self.worker_groups = WorkerGroups(job, topology, me.group)
         self.groups = self.worker_groups.groups
         self.shutdown = Shutdown(me, topology)
@@ -124,7 +124,7 @@ class Server:
     def handle(self, sender: Address, message: m.Message) -> Out:
         """Handle one message, and return the answers in order.
 
-        The list is empty where an outbox gets the answers.
+        The list is empty where a sender sends the answers.
 
         Raises:
             ProtocolError: no correct peer sends this message. It has changed nothing. Messages that waited are handled.
@@ -378,5 +378,5 @@ class ServerFactory(ABC):
     """Makes the servers of one process, with all extensions that the job asks for."""
 
     @abstractmethod
-    def make(self, me: Address, outbox: Outbox) -> Server:
-        """Return a new server that puts each of its messages into the outbox."""
+    def make(self, me: Address, sender: MessageSender) -> Server:
+        """Return a new server whose messages this sender sends."""

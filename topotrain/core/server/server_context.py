@@ -3,7 +3,6 @@
 It has the model, the worker groups, the messages to send, and the extensions.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import ApplyOrder, Clocks
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server_extension import ExtensionHooks
+from topotrain.core.transport_contract import MessageSender
 
 
 class StartPoint:
@@ -225,25 +225,17 @@ class WorkerGroups:
 Out = list[tuple[Address, Message]]
 
 
-class Outbox(ABC):
-    """Receives the messages of one server, each as soon as the server sends it."""
-
-    @abstractmethod
-    def put(self, to: Address, message: Message) -> None:
-        """Receive a message of the server to this address."""
-
-
 class MessageQueue:
     """Sends the messages of one server, in order.
 
     Args:
         me: the server.
         hooks: its extensions.
-        outbox: gets each message at once; None: `out` collects them.
+        sender: sends each message at once; None: `out` collects them.
     """
 
-    def __init__(self, me: Address, hooks: ExtensionHooks, outbox: Outbox | None) -> None:
-        self._me, self._hooks, self._outbox = me, hooks, outbox
+    def __init__(self, me: Address, hooks: ExtensionHooks, sender: MessageSender | None) -> None:
+        self._me, self._hooks, self._sender = me, hooks, sender
         self.out: Out = []
         self.pending: Out = []
         """The (sender, message) that the server is to handle itself. Only the queue changes it."""
@@ -261,8 +253,8 @@ class MessageQueue:
             extension.on_sent(to, message)
         if to == self._me:
             self.pending.append((to, message))
-        elif self._outbox is not None:
-            self._outbox.put(to, message)
+        elif self._sender is not None:
+            self._sender.send(to, message)
         else:
             self.out.append((to, message))
 

@@ -26,7 +26,8 @@ from topotrain.comm.transport import Refused, TransportError
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message, ProtocolError
 from topotrain.core.server.server import Server, ServerFactory
-from topotrain.core.server.server_context import Out, Outbox
+from topotrain.core.server.server_context import Out
+from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
 from topotrain.extensions.checkpointing.snapshot_coordinator import NoFiles
@@ -395,9 +396,9 @@ class StandbyFactory(ServerFactory):
     def __init__(self, factory: ServerFactory) -> None:
         self._factory = factory
 
-    def make(self, me: Address, outbox: Outbox) -> Server:
+    def make(self, me: Address, sender: MessageSender) -> Server:
         """Return a new server; see `ServerFactory`."""
-        server = self._factory.make(me, outbox)
+        server = self._factory.make(me, sender)
         snapshots_of(server).attach_host(NoFiles())
         return server
 

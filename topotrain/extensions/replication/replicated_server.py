@@ -11,7 +11,8 @@ from topotrain.core import protocol as m
 from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.consistency import AWAY
 from topotrain.core.server.server import ServerFactory
-from topotrain.core.server.server_context import Out, Outbox
+from topotrain.core.server.server_context import Out
+from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.elastic.membership_messages import GroupLeft
 from topotrain.extensions.replication.replica_checksum import mark
@@ -65,7 +66,7 @@ class ReliableChannel:
             self.unconfirmed.popleft()
 
 
-class ReplicatedServer(Outbox):
+class ReplicatedServer(MessageSender):
     """One copy of a server with its whole state: server, channels and event count.
 
     Args:
@@ -80,7 +81,7 @@ class ReplicatedServer(Outbox):
         self.events = 0
         self._before = 0  # the version of the values, one event ago
 
-    def put(self, to: Address, message: m.Message) -> None:
+    def send(self, to: Address, message: m.Message) -> None:
         """Collect a message of the server, which `outgoing` returns."""
         self._out.append((to, message))
 

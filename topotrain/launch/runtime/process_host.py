@@ -31,7 +31,6 @@ from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.server import Server, ServerFactory
-from topotrain.core.server.server_context import Outbox
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
@@ -117,7 +116,7 @@ class HostOptions:
         return SILENT if self.profile is None else self.profile.server(server, groups)
 
 
-class ServerEndpoint(Outbox):
+class ServerEndpoint(MessageSender):
     """A server at its address.
 
     It handles one message at a time, and sends replies in the order of decisions.
@@ -219,7 +218,7 @@ class ServerEndpoint(Outbox):
         if self._goes_on and self.server.me.index:
             with self._lock:
                 for to, message in self.server.reconnected():
-                    self.put(to, message)
+                    self.send(to, message)
 
     def _read_snapshots(self) -> None:
         if self._snapshots is not None:
@@ -241,8 +240,8 @@ class ServerEndpoint(Outbox):
         finally:
             torch.set_flush_denormal(False)
 
-    def put(self, to: Address, message: Message) -> None:
-        """Send a message of the server; see `Outbox`."""
+    def send(self, to: Address, message: Message) -> None:
+        """Send a message of the server; see `MessageSender`."""
         # A worker that has sent nothing yet has taken the place of one that is gone, to which the answer belongs.
         if to.role is Role.WORKER and to not in self.workers and not isinstance(message, Fail):
             return
@@ -381,11 +380,11 @@ class HostedServerFactory(ServerFactory):
     memory: BufferMemory
     options: HostOptions
 
-    def make(self, me: Address, outbox: Outbox) -> Server:
+    def make(self, me: Address, sender: MessageSender) -> Server:
         """Return a new server; see `ServerFactory`."""
         place = self.place
         resumed = as_manifest(place.resumed)
-        server = make_server(me, place.job, place.topology, self.memory, place.shared, outbox, resumed)
+        server = make_server(me, place.job, place.topology, self.memory, place.shared, sender, resumed)
         server.record_spans(self.options.recorder(me, server.groups))
         return server
 

@@ -11,8 +11,8 @@ from topotrain.config.job import Compression, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.model.schema import BufferMemory
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_context import Outbox
 from topotrain.core.server.server_extension import ServerExtension, makes_partial_steps
+from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.extensions.elastic.eligibility import singly
 
@@ -23,7 +23,7 @@ def make_server(
     topology: Topology,
     memory: BufferMemory,
     shared: bool = False,
-    outbox: Outbox | None = None,
+    sender: MessageSender | None = None,
     resumed: SnapshotSource | None = None,
 ) -> Server:
     """The server at an address with all extensions that the job asks for.
@@ -35,7 +35,7 @@ def make_server(
         from topotrain.extensions.checkpointing.checkpoint_extension import SnapshotStart
 
         start = SnapshotStart(resumed)
-    server = Server(me, job, topology, memory, shared, outbox, start)
+    server = Server(me, job, topology, memory, shared, sender, start)
     server.attach(server_extensions(server, job, topology, memory, resumed))
     return server
 
