@@ -39,6 +39,7 @@ class RemainingThreads:
         self._watch()
 
     def _watch(self) -> None:
+        # A daemon thread: it ends with the process, so the event is never set.
         never = threading.Event()
         seconds = self._quiet_s
         while not never.wait(seconds):
