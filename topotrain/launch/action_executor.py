@@ -86,6 +86,7 @@ class ActionExecutor:
         for action in actions:
             match action:
                 case RestartGroup(group=group, incarnation=incarnation, why=why, worker=who):
+                    # The workers of a group may be in several units, and other units do not know them.
                     ranks = {self._topology.unit_of(worker) for worker in self._topology.workers(group)}
                     self.send("restart", ranks, group=group, incarnation=incarnation, why=why, who=who)
                 case EndProcess(who=who):
@@ -129,6 +130,7 @@ class ActionExecutor:
             self.release()
         if self._leads is not None and self._leads.wants_steps is not self._steps_wanted:
             self._steps_wanted = self._leads.wants_steps
+            # Steps of other hosts are sent only while a recovery waits for them.
             self.send_remote("listen", on=self._steps_wanted)
 
     def release(self) -> None:
@@ -161,13 +163,12 @@ class ActionExecutor:
         self.send("tell", {rank}, who=process, words=words)
 
     def request_snapshot(self) -> None:
-        """Ask the process of the first server for a last snapshot.
-
-        A follower of a replicated job does not ask: the server may have moved, and the deciding unit asks it.
-        """
+        """Ask the process of the first server for a last snapshot."""
+        # The first server may have moved. Only the deciding unit knows where, and asks it.
         if self._replicated and isinstance(self._recovery, Follower):
             return
         process, rank = self._location_of(LEADER)
+        # Without replicas the unit of the first server asks it (`OtherUnits.saves`), so nothing goes to other hosts.
         send = self.send if self._replicated else self._units.command
         send("tell", {rank}, who=process, words=WORDS)
 
@@ -184,13 +185,11 @@ class ActionExecutor:
         self._shutdown.restart()
 
     def _restart_resized(self, action: RestartResized) -> None:
-        """Restart the job with another layout.
-
-        The client that asked for it gets its answer after the first step.
-        """
+        """Restart the job with another layout."""
         self.resized = action.job
         if self._control is not None:
             data = {"workers": action.job.cluster.nworkers_per_group, "step": action.step, "text": action.text}
+            # The client gets its answer after the first step, when this control socket is closed.
             self._promises.append(self._control.promise(action.wish, action.number, data))
         self.restart_job()
 

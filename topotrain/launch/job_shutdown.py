@@ -49,10 +49,7 @@ class OtherUnits(Protocol):
         ...
 
     def tell(self, cause: Failed) -> None:
-        """Report why the job cannot go on here.
-
-        The call does not block.
-        """
+        """Report why the job cannot go on here. The call does not block."""
         ...
 
     @property
@@ -68,17 +65,11 @@ class OtherUnits(Protocol):
         ...
 
     def save(self, number: int) -> None:
-        """Report that a signal asks the job to end after a last snapshot.
-
-        The call does not block.
-        """
+        """Report that a signal asks for an end after a last snapshot. It does not block."""
         ...
 
     def signalled(self, number: int, more: str = "") -> None:
-        """Report that a signal asks the job to end.
-
-        The call does not block. more: text to add to the report.
-        """
+        """Report that a signal asks the job to end; `more` is added. It does not block."""
         ...
 
     def cast_out(self) -> None:
@@ -187,9 +178,11 @@ class JobShutdown:
             case Failed():
                 self._on_failed(event)
             case Saved(why=why):
+                # Also of periodic snapshots: it tells the user where the job can resume.
                 self.saved = event
                 if why == "end":
                     self.end_now()
+            # The job ends all the same, without the last snapshot.
             case Unsaved():
                 self.end_now()
             case Exited() if self._table.has_all_workers and not self.stopping:
@@ -215,6 +208,7 @@ class JobShutdown:
         """End the job for one of these reasons, without waiting for others."""
         for failed in failures:
             self._on_event(failed)
+            # Not `_on_failed`, which would wait for a cause: the policy has waited already.
             self.failures.append(failed)
         self._decide()
 
@@ -226,6 +220,7 @@ class JobShutdown:
         elif not self.stopping:
             # Without an agreement in time this host ends alone: its processes must not wait for an absent store.
             self._after(DECIDE_S, self.stop)
+            # Another unit may know the cause of this one, so the units agree on one.
             self._others.tell(cause)
 
     def _on_servers_stayed(self) -> None:
@@ -245,6 +240,7 @@ class JobShutdown:
 
         seconds: the time limit, after which the job ends without it.
         """
+        # `stopping` stays False: all processes are needed for one more step.
         self.saving = True
         self._after(seconds, self.end_now)
         text = f"asked to end: one more snapshot is taken, for which there are {seconds:g} s"
@@ -255,6 +251,7 @@ class JobShutdown:
         if not self.saving or self.stopping:
             return
         if self._others is not None:
+            # The units end with the code of the signal; the text says how to resume.
             self._others.signalled(signal.SIGTERM, hint(self.saved))
         self.stop()
 

@@ -1,7 +1,6 @@
 """srun: runs the units as the tasks of one Slurm step, in the foreground.
 
-One failed unit ends the step, and none is restarted. A unit is one task with a CPU for each of its processes. Binding
-is off, because Slurm would bind them all to one CPU.
+One failed unit ends the step, and none is restarted. A unit is one task with a CPU for each of its processes.
 """
 
 import os
@@ -28,6 +27,7 @@ class Srun(CommandTool):
             step += [f"--nodes={submission.options.nodes}"] if submission.options.nodes else []
             step += ["--nodelist=" + ",".join(submission.options.hosts)] if submission.options.hosts else []
             step += submission.options.extra
+        # Without binding: Slurm would bind all processes of a unit to one CPU. The units use no MPI.
         return [*step, "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=1", "--export=ALL", *submission.command]
 
 

@@ -403,7 +403,7 @@ def _is_final(error: StoreError) -> bool:
 
 
 def outlast(run: Store) -> None:
-    """Wait in unit 0 until the other units have left this start, or their keys expired."""
+    """Wait in unit 0 until the other units have left, or their heartbeats expired."""
     until = time.monotonic() + ALIVE_S + 2 * BEAT_S
     with suppress(StoreError):
         while time.monotonic() < until and set(run.keys("alive/")) - {"alive/0"}:
