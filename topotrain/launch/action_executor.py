@@ -125,7 +125,7 @@ class ActionExecutor:
         self._update()
 
     def _update(self) -> None:
-        """Tell the units what has changed: they may end, or every step matters."""
+        """Send the units what follows: they may end, or every step matters."""
         if self._recovery is not None and self._recovery.complete:
             self.release()
         if self._leads is not None and self._leads.wants_steps is not self._steps_wanted:
@@ -138,8 +138,6 @@ class ActionExecutor:
         if not self.released:
             self.released = True
             self.send("end")
-
-    # --- commands
 
     def send(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
         """Send a command to the units of these ranks, on all hosts; None: to all."""
@@ -164,7 +162,7 @@ class ActionExecutor:
 
     def request_snapshot(self) -> None:
         """Ask the process of the first server for a last snapshot."""
-        # The first server may have moved. Only the deciding unit knows where, and asks it.
+        # The first server may have moved. Only the deciding unit has its place, and asks it.
         if self._replicated and isinstance(self._recovery, Follower):
             return
         process, rank = self._location_of(LEADER)
@@ -192,8 +190,6 @@ class ActionExecutor:
             # The client gets its answer after the first step, when this control socket is closed.
             self._promises.append(self._control.promise(action.wish, action.number, data))
         self.restart_job()
-
-    # --- requests
 
     def receive(self) -> Iterator[Sequence[Action]]:
         """Yield the actions after each request from the control socket."""

@@ -152,8 +152,6 @@ class JobShutdown:
         """Workers that are absent and that the job does not wait for."""
         return set() if self._recovery is None else self._recovery.missing
 
-    # --- time limits
-
     @property
     def due(self) -> float | None:
         """The time at which `poll` has to be called next; None: no timer runs."""
@@ -170,15 +168,13 @@ class JobShutdown:
         # One timer is enough: each stage of the end replaces that of the stage before it.
         self._alarm = time.monotonic() + seconds, act
 
-    # --- causes
-
     def on_event(self, event: Event) -> None:
         """Record an event of the job."""
         match event:
             case Failed():
                 self._on_failed(event)
             case Saved(why=why):
-                # Also of periodic snapshots: it tells the user where the job can resume.
+                # Also of periodic snapshots: the user is shown from where the job can resume.
                 self.saved = event
                 if why == "end":
                     self.end_now()
@@ -233,8 +229,6 @@ class JobShutdown:
         self._on_failed(failed)
         self.stop()
 
-    # --- stages of the end
-
     def save(self, seconds: float) -> None:
         """Wait for a last snapshot, and then end the job.
 
@@ -251,7 +245,7 @@ class JobShutdown:
         if not self.saving or self.stopping:
             return
         if self._others is not None:
-            # The units end with the code of the signal; the text says how to resume.
+            # The units end with the code of the signal; the text explains how to resume.
             self._others.signalled(signal.SIGTERM, hint(self.saved))
         self.stop()
 

@@ -165,8 +165,6 @@ class RunLoop:
         cause = choose_cause(self.shutdown.failures)
         return JobOutcome(exit_code(cause) if cause else 0, seconds, cause, exits, pids)
 
-    # --- events
-
     def _on_lines(self, unit: UnitProcess) -> None:
         for line in unit.lines.read() or []:
             self._on_event(from_json(line.decode()))
@@ -219,8 +217,6 @@ class RunLoop:
         if not self.shutdown.stopping:
             text = f"forkserver (pid {process.pid}) {ending(process.returncode)}"
             self._on_event(Failed("forkserver", "died", text, log_tail(self._host.forkserver.log)))
-
-    # --- other units
 
     def _is_needed(self) -> bool:
         """Whether this unit must stay for other units."""
@@ -306,8 +302,6 @@ class RunLoop:
                 self.executor.send(command, **values)
         # No action, but a command such as "end" may complete this unit.
         self._execute(())
-
-    # --- the end
 
     def _on_decided(self) -> None:
         others = self._host.others

@@ -137,8 +137,7 @@ class Child:
     def command(self, words: Mapping[str, Any]) -> None:
         """Send a command to the process. A process that is not ready yet reads it later."""
         with contextlib.suppress(OSError):
-            # The socket does not block. A process that reads nothing for so long that its buffer is full is lost
-            # anyway.
+            # The socket does not block. A process that does not read until its buffer is full is lost anyway.
             self.control.send(json.dumps(words).encode() + b"\n")
 
     def write_log(self, output: bytes) -> OSError | None:
@@ -333,8 +332,6 @@ class Children:
         self._all.append(child)
         return child
 
-    # --- all of them
-
     @property
     def living(self) -> list[Child]:
         """The children that have not ended."""
@@ -381,15 +378,12 @@ class Children:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)
 
-    # --- restarts
-
     def restart(self, group: int, incarnation: int, why: str, who: str = "") -> list[Child]:
         """End the workers of a group, or one of them, and start new ones.
 
         They start when the last of the former processes has ended. Returns the children that were started at once.
         """
-        # A later request overwrites an earlier one that still waits: the group restarts once, with the newest
-        # incarnation.
+        # A later request replaces one that still waits: the group restarts once, with the newest incarnation.
         self._restarts[group, who] = incarnation, why
         self.end(child for child in self._former(group, who) if child.code is None and not child.doomed)
         return self._restart_due(group)
@@ -409,8 +403,7 @@ class Children:
             # A group that joins for the first time has no former processes to take the addresses from.
             first = [spec for spec in self._absent if spec.addresses[0].group == group]
             self._absent = [spec for spec in self._absent if spec not in first]
-            # Before the new ones start: `named` and `with_pid` must find the new process of an address, and not the old
-            # one.
+            # Before the new ones start: `named` and `with_pid` must find the new process of an address.
             self._all = [child for child in self._all if child not in former]
             places = [(child.addresses, child.fds) for child in former] + [(spec.addresses, spec.fds) for spec in first]
             for addresses, fds in places:

@@ -28,8 +28,7 @@ def locked(path: Path, how: int) -> Iterator[int]:
     fd = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
-            # A lock of `flock` belongs to the open file, so it also ends when a killed process leaves no chance to
-            # unlock.
+            # A lock of `flock` belongs to the open file, so the lock of a killed process ends, too.
             fcntl.flock(fd, how | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LockTaken(_taken(path, fd)) from None
@@ -63,8 +62,7 @@ def _holders(fd: int) -> list[int]:
     with contextlib.suppress(OSError):
         for line in _LOCKS.read_text(encoding="ascii").splitlines():
             words = line.split()  # such as 7: FLOCK ADVISORY WRITE 4711 08:02:3145 0 EOF
-            # Only inodes are compared: file systems such as btrfs and overlayfs show another device here than `fstat`
-            # does.
+            # Only inodes are compared: btrfs and overlayfs show another device here than `fstat` does.
             if len(words) > 5 and words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == info.st_ino:
                 found.append(int(words[4]))
     # The kernel shows 0 or -1 for a process outside of this pid namespace.

@@ -40,8 +40,7 @@ class ForkserverHandle:
 
         again: this is not the first attempt, so a forkserver of another owner may have died. Raises OSError.
         """
-        # Only a second attempt looks: at the first one an error is the user's, who has named a socket without a
-        # forkserver.
+        # Not at the first attempt: then the user gets the error about a socket without a forkserver.
         if self._given and again and not _answers(self._given):
             self._given = ""
         if self._given:

@@ -153,8 +153,6 @@ class Supervisor:
             return 0
         return int(not self._children.ended_well)
 
-    # --- the loop
-
     def _poll(self) -> None:
         for key, _ in self._selector.select(self._shutdown.limit(self._poll_s)):
             if key.fd in self._selector.get_map():  # an earlier callback may have unregistered it
@@ -168,7 +166,7 @@ class Supervisor:
             self._selector.unregister(fd)
 
     def _on_signal(self, woken: socket.socket) -> None:
-        # Schedulers send SIGTERM and allow a last snapshot; SIGINT is a user's, who wants the end at once.
+        # A scheduler sends SIGTERM and allows a last snapshot. A user sends SIGINT and wants the end at once.
         wait_s = waits(self._unit.job) if signal.SIGINT not in woken.recv(64) else 0.0
         # A second signal ends the wait for a last snapshot.
         if not self._shutdown.running or not wait_s:
@@ -237,8 +235,6 @@ class Supervisor:
         if not self._shutdown.running:  # asked to stop before it was forked
             asked = self._shutdown.stage is ShutdownStage.ASKED
             self._children.signal(child, signal.SIGTERM if asked else signal.SIGKILL)
-
-    # --- events and output of the children
 
     def _listen(self, children: Iterable[Child]) -> None:
         for child in children:
@@ -313,8 +309,7 @@ class Supervisor:
             # First the outputs, then the events: the output explains the failure that an event reports.
             for line in source.drain():
                 self._on_line(child, stream, line)
-        # A program may leave with code 0 in the middle of its work (`os._exit(0)`), which only the missing announcement
-        # shows.
+        # A program may leave with code 0 in the middle of its work (`os._exit(0)`): then the announcement is missing.
         known = child.failed or child.doomed or (code == 0 and child.announced)
         if not known and self._shutdown.running:
             self._fail(child, f"{child.who} (pid {child.pid}) {ending(code)}{'' if code else _UNANNOUNCED}")
@@ -333,8 +328,6 @@ class Supervisor:
             self._send(Exited(str(address), child.pid, code))
         # Only now may processes start that wait for this end, such as the successor that maps the same memory.
         self._listen(self._children.on_exit(child, self._shutdown.running))
-
-    # --- the end
 
     def _stop(self) -> None:
         """Ask the children to end; a second call does nothing."""
@@ -379,8 +372,6 @@ class Supervisor:
         for child in self._children.living:
             # No forkserver is left to report these exits; the kernel has killed the children (PDEATHSIG).
             self._on_exit(child, -signal.SIGKILL)
-
-    # --- events to the launcher
 
     def _send(self, event: Event) -> None:
         """Queue an event for the launcher."""

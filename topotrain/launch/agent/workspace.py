@@ -75,7 +75,7 @@ def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
             raise _unusable(job, error) from None
         except LockTaken as taken:
             raise ConfigError("cluster.workspace", job.workspace, str(taken)) from None
-        # It lists an earlier start, whose pids may belong to other processes by now.
+        # It is of an earlier start: its pids may belong to other processes by now.
         (path / f"processes-{rank}.json").unlink(missing_ok=True)
         yield path
 

@@ -120,9 +120,6 @@ def understandable(error: TransportError, terms: SharedSettings) -> TransportErr
     return error if advice is None else Refused(error.code, f"{error.text}; {advice}")
 
 
-# --- the servers -------------------------------------------------------------------------------------------------
-
-
 # Without a launcher only the servers see which workers are present.
 class WorkerPresence(HostObserver):
     """The workers that have joined the servers of this process, and the first failure.

@@ -246,7 +246,7 @@ class _Joined(ProcessOwner, Notifier):
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._failed = error
         if isinstance(error, JobError | PeerLost | TransportError):
-            # These are consequences, so the user gets the reason that the servers know.
+            # These are consequences, so the user gets the reason from the servers.
             tell(f"error: {self._reason(error)}")
         elif isinstance(error, ConfigError | StoreError):
             tell(f"error: {error}")  # the traceback would only show code of topotrain
@@ -300,9 +300,6 @@ def _words(error: BaseException) -> str:
     if isinstance(error, JobError | PeerLost):
         return str(error)
     return traceback.format_exception_only(error)[-1].strip()
-
-
-# --- servers beside a worker -------------------------------------------------------------------------------------
 
 
 def _start_servers(

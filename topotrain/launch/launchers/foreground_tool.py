@@ -85,7 +85,7 @@ def agreed(submission: Submission, code: int) -> int:
 
 
 def ending(submission: Submission, said: "JobEnd | None" = None) -> "JobEnd | None":
-    """Return how the job has ended, if the store knows; set `said` if there is no end."""
+    """Return how the job has ended, if it is in the store; set `said` if it is not."""
     from topotrain.comm.security.secret import load_secret
     from topotrain.comm.store import StoreError, open_store, within
     from topotrain.launch.multinode.node_info import JobEnd, with_job

@@ -290,7 +290,7 @@ class _Attempt:
                 self._receive(ref, places, runs)
             bad = self.stop.came or self.lost or any(self.codes.values())
             if bad and until == float("inf"):
-                # The other units end by themselves, once they know; actors that stay are killed.
+                # The other units end by themselves when they read the reason. Actors that stay are killed.
                 until = time.monotonic() + foreground_tool.PATIENCE_S
                 self._report()
 

@@ -73,7 +73,7 @@ class Attempts(Notifier):
         """Return the first attempt for this unit; None if the job has ended."""
         if not self.hall.returns:
             return RestartInfo(AttemptInfo(resume=self.met.resume), self.met.hosts)
-        # It joins a running job, whose next attempt is the first one that includes it.
+        # It joins a running job: the next attempt is the first one that includes it.
         return await_begin((), self.company, self.heard, 0, self.met.workspace)
 
     def recovery(self, topology: Topology, began: float) -> RecoveryPolicy | None:
@@ -96,7 +96,7 @@ class Attempts(Notifier):
         """Return the next attempt; None if the job ends instead. Raises ConfigError."""
         number, self.saved = begun.life.number, run.shutdown.saved or self.saved
         if goes_on is None:
-            # All processes of this unit have ended: unit 0 begins nothing before it knows that of all units.
+            # All processes of this unit have ended: unit 0 waits for that of all units before it begins anything.
             self.company.control.send(0, {"life": number, "ready": True})
             return await_begin(run.unread, self.company, self.heard, number, self.met.workspace)
         assert isinstance(self.company, LeaderMembership)

@@ -47,7 +47,7 @@ class UnitMessage:
 
 @dataclass(frozen=True, slots=True)
 class UnitVanished:
-    """Unit `rank` gives no sign of life any more."""
+    """Unit `rank` sends no heartbeat any more."""
 
     rank: int
     failed: Failed
@@ -180,8 +180,6 @@ class ControlConnection:
         for transport in self._transports:
             transport.close()
 
-    # --- for the transport
-
     def place(self, sender: Address, message: Message, viewable: bool) -> None:
         """Refuse every payload: control messages have none."""
 
@@ -194,7 +192,7 @@ class ControlConnection:
             if end is None:
                 raise ProtocolError(f"this process is not unit {sender.index} of the job; another one is")
             words, rank = end.receive(message), self._ranks[sender]
-            current = self._peers[rank] == sender  # else it was replaced, and nothing that it says counts
+            current = self._peers[rank] == sender  # else it was replaced, and its messages no longer count
             if current:
                 self._received_at[rank] = time.monotonic()
             # The first frame of a new connection: all that may have been lost with the old one is sent again.
@@ -212,8 +210,6 @@ class ControlConnection:
         """Note the end of a connection. The other unit dials again, or this one does."""
         with self._lock:
             self._unconnected.add(peer)
-
-    # --- for the subclasses
 
     def _expect(self, rank: int, peer: Address) -> None:
         """Accept messages of this process, and send to it what is for its rank."""
@@ -348,7 +344,7 @@ class ControlClient(ControlConnection):
 
     def _connect(self) -> bool:
         with suppress(TransportError, ValueError):  # ValueError: what the store has is no URL
-            # anew: the transport may not have removed the connection yet whose end it has just reported
+            # anew: the transport may still have the connection that it has just reported as ended
             self._transports[0].connect(self._me, _UNIT_0, self._url, anew=True)
             return True
         return False
@@ -356,5 +352,5 @@ class ControlClient(ControlConnection):
 
 def _address(rank: int, word: str) -> Address:
     """Return the address of a unit's process. Raises ValueError for a malformed word."""
-    # The address of a worker, whose group holds the word: it tells two processes of one rank apart.
+    # An address has two numbers: the word distinguishes two processes of one rank.
     return Address(Role.WORKER, int(word, 16), rank)

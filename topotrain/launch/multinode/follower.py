@@ -100,7 +100,7 @@ class Follower:
                 # As in unit 0: nothing else can explain these, so the job ends at once.
                 if kind in ("program", "config"):
                     return [event]
-                # Not shown yet: unit 0 may restart the process, or know a better cause.
+                # Not shown yet: unit 0 may restart the process, or find a better cause.
                 self._held.append(event)
                 return []
             case Lost(who=who, text=text, log=log):

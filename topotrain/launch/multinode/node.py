@@ -128,8 +128,6 @@ class Node:
         """Open the whole store."""
         return open_store(with_job(self.start.rendezvous, ""), secret, STORE_S, self.environ)
 
-    # --- before
-
     def _meet(
         self, hall: NodeRendezvous, root: Store, served: StoreService | None, stack: ExitStack
     ) -> AttemptAgreement:
@@ -177,7 +175,7 @@ class Node:
         registry.add(record)
 
     def _give_up(self, hall: NodeRendezvous, end: JobEnd) -> NodeResult:
-        """Tell the other units that the job ends before its start."""
+        """Report to the other units that the job ends before its start."""
         if hall.pulse is not None:  # only a member of the job may end it
             with suppress(StoreError):
                 # Another unit may have ended the job before, and its reason counts.
@@ -185,8 +183,6 @@ class Node:
             if self.start.rank == 0:
                 outlast(hall.run)  # the store may end with this process
         return NodeResult(JobOutcome(end.code, 0.0), end, rank=self.start.rank)
-
-    # --- the run
 
     def _run(self, hall: NodeRendezvous, root: Store, met: AttemptAgreement, secret: bytes) -> NodeResult:
         rank, job, hosts = self.start.rank, met.job, met.hosts
@@ -252,7 +248,7 @@ class Node:
         Raises ConfigError where unit 0 cannot listen at its address.
         """
         rank, job, hosts = self.start.rank, met.job, met.hosts
-        twice = job.cluster.replicas > 1  # the first server may move, and unit 0 knows its unit
+        twice = job.cluster.replicas > 1  # the first server may move, and unit 0 has its place
         leads = rank == 0 if twice else LEADER in topology.units[rank].servers
         access = ControlAccess(hall.run, hall.run_id, secret, job.cluster.start_port, job.cluster.lease_s)
         if rank:

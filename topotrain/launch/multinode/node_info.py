@@ -57,7 +57,7 @@ class JobEnd:
             failed = data.pop("failed")
             return JobEnd(**data, failed=None if failed is None else Failed(**failed))
         except (ValueError, TypeError, KeyError, AttributeError):
-            # Not raised: a job whose end cannot be read has ended all the same.
+            # Not raised: the job has ended, although the reason cannot be read.
             return JobEnd(1, text=f"its end cannot be read: {raw[:80]!r}")
 
 

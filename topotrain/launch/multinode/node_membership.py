@@ -1,9 +1,9 @@
-"""Membership of a job's units, as one unit sees it: liveness and the job's end.
+"""Membership of a job's units, as one unit sees them: liveness and the job's end.
 
 * Unit 0 decides once how the job ends, with the first cause. The other units report their causes to it.
-* After a connection error it first waits for a better cause. Without one it looks for a unit that gives no sign.
-* A unit is lost when it gives no sign of life, neither over its connection nor in the store. A broken connection alone
-  is not a loss, and neither is a store that is away.
+* After a connection error it first waits for a better cause. Without one it looks for a unit without heartbeats.
+* A unit is lost when nothing arrives from it and the store has no heartbeat of it. A broken connection alone is not a
+  loss, and neither is a store that is away.
 """
 
 import socket
@@ -145,8 +145,6 @@ class NodeMembership:
             self._wake_out.close()
             self._wake_in.close()
 
-    # --- for the subclasses
-
     @property
     def _name(self) -> str:
         return self._hosts.names[self._rank]
@@ -217,7 +215,7 @@ class FollowerMembership(NodeMembership):
 
     def tell(self, cause: Failed) -> None:
         """Report why the job cannot go on here."""
-        self._lost_peer |= cause.kind == "peer"  # it may have been in unit 0, which then cannot say so
+        self._lost_peer |= cause.kind == "peer"  # it may have been in unit 0, which then cannot report it
         self.control.send(0, {"cause": to_json(cause)})
         self._end_if_alone(self._end_of(cause, self._rank))
 
@@ -341,8 +339,6 @@ class LeaderMembership(NodeMembership):
             return False
         return True
 
-    # --- the end
-
     def tell(self, cause: Failed) -> None:
         """Report why the job cannot go on here."""
         self._judge(cause, 0)
@@ -372,7 +368,7 @@ class LeaderMembership(NodeMembership):
         self.request_end(self._end_of(lost, rank))
 
     def _announce_save(self, end: JobEnd) -> None:
-        """Tell the unit that requests the last snapshot."""
+        """Let the unit of the first server request the last snapshot."""
         if self._request_save(end):
             self._broadcast({"save": end.to_text()})
 
@@ -413,10 +409,8 @@ class LeaderMembership(NodeMembership):
         self._stores.registry.keep(self._stores.record)
         self._stores.registry.end(self._stores.record.id, state)
 
-    # --- watching
-
     def _watch(self) -> None:
-        """Look after the units, and after requests in the store, until the job ends."""
+        """Watch the units, and requests in the store, until the job ends."""
         while not self._decided.wait(BEAT_S):
             with suppress(StoreError):
                 self._look_into_store()

@@ -146,8 +146,6 @@ class NodeRendezvous:
         if self.pulse is not None:
             self.pulse.close()
 
-    # --- coming in
-
     def enter(self, me: NodeInfo) -> None:
         """Open a start of the job as unit 0, or join it as another unit.
 
@@ -250,8 +248,6 @@ class NodeRendezvous:
         """Write a key of this start, and maintain it. Raises StoreError."""
         self._kept.set(self._whole(key), value)
 
-    # --- agreeing
-
     def bring(self, job: Job | None) -> Job:
         """Return the job that was given to unit 0 or submitted, and publish it.
 
@@ -346,8 +342,6 @@ class NodeRendezvous:
             bool(given),
             secrets.token_hex(4),
         )
-
-    # --- waiting
 
     def _await(self, store: Store, key: str, what: str, old: str = "") -> bytes:
         """Return a value when it exists.

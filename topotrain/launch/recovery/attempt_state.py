@@ -96,8 +96,6 @@ class AttemptState:
         """End the attempt: nothing restarts in it any more."""
         self.over, self.held_until = True, None
 
-    # --- processes
-
     def unit_of(self, who: str) -> int:
         """Return the rank of the unit of a process."""
         return self._unit_of[who]
@@ -156,13 +154,10 @@ class AttemptState:
         self.finished.update(who)
         self.leaving.difference_update(who)
 
-    # --- errors without a known cause
-
     def hold(self, failed: Failed, until: float) -> None:
         """Hold an error back until a time; an earlier time limit stays."""
         self.held.append(failed)
-        # A later error may be another consequence of the same death, which has been reported by the first limit or
-        # never is.
+        # A later error may be another consequence of the same death, which is reported by the first limit or never.
         self.held_until = self.held_until or until
 
     def release(self, now: float) -> list[Failed]:

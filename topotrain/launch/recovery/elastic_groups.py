@@ -187,7 +187,7 @@ class GroupChanges:
         why = self._states.refusal(request)
         if why:
             return [refused(request, why)]
-        # The servers decide: only they know how far the job has come.
+        # The servers decide: only they have the job's progress.
         state = GroupState.COMING if request.verb == JOIN else GroupState.ASKED
         self._states[request.group] = replace(self._states[request.group], state=state, within_s=request.within_s)
         return [AskServers(request.verb, request.group, self._incarnation(request.group))]
@@ -238,7 +238,7 @@ class GroupChanges:
 
     def restart(self, group: int, lost: Failed, now: float, singly: bool) -> list[Action]:
         """Restart a group that can restart alone, or only the lost worker."""
-        # A group that dies again and again must not end a job whose other groups train.
+        # A group that dies again and again must not end a job while other groups train.
         if not self._restarts.budget.allows(group, now):
             return self.give_up(group, self._restarts.exhausted(lost, group), "is given up", now)
         answers = self.refuse_pending(group)
@@ -273,8 +273,8 @@ class GroupChanges:
         self._forget(group)
         how, gone = part.how or "has left", self._incarnation(group) + 1
         self._states[group] = GroupEntry(GroupState.AWAY)
-        # The servers are told only now: a worker that still runs may push until its process has ended. One more than
-        # the last incarnation: no process of the last one is left either.
+        # Reported only now: a worker that still runs may push until its process has ended. One more than the last
+        # incarnation: no process of the last one is left either.
         left = Left(group, how, self._restarts.at(now))
         return [left, ReportGone(group, gone), AnswerRequest(LEAVE, group, f"group {group} {how}")]
 
@@ -286,7 +286,7 @@ class GroupChanges:
     def on_loss(self, group: int) -> list[Action]:
         """Return the actions after the loss of a process of a leaving group."""
         part = self._states[group]
-        # Not a loss of the job, but the report says that the group did not leave in order.
+        # Not a loss of the job, but the report shows that the group did not leave in order.
         self._states[group] = replace(part, how=part.how or "was lost while it left")
         return self.dismiss(group)
 

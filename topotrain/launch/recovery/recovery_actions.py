@@ -97,7 +97,7 @@ class AskServers:
 
 @dataclass(frozen=True, slots=True)
 class ReportGone:
-    """An action: tell the group's servers that earlier processes are gone.
+    """An action: report to the group's servers that earlier processes are gone.
 
     incarnation: no process before this incarnation is left.
     """

@@ -115,8 +115,6 @@ class RecoveryPolicy:
         self._groups = GroupChanges(self._states, attempt, restarts, terms.returnable)
         self._replicas = ServerReplacement(topology, attempt, restarts) if replicated else None
 
-    # --- the state of the job
-
     @property
     def due(self) -> float | None:
         """The time at which `poll` has to be called next; None: no timer runs."""
@@ -169,8 +167,6 @@ class RecoveryPolicy:
         arriving = {who for who, group in self._attempt.group_of.items() if self._states.is_arriving(group)}
         return self._attempt.group_of.keys() - self.missing - arriving <= self._attempt.finished
 
-    # --- attempts
-
     def begin_attempt(self, topology: Topology | None = None) -> None:
         """Reset the state for a restart of the whole job.
 
@@ -195,8 +191,6 @@ class RecoveryPolicy:
         self._attempt.reset(topology, terms.absent)
         self._restarts.times.reset(self._attempt.group_of)
         self._use(topology, terms, job.cluster.replicas > 1, ResizeState(job))
-
-    # --- events
 
     def on_event(self, event: Event, now: float) -> list[Action]:
         """Return the actions that follow from an event, with the event if it is shown."""
@@ -261,8 +255,6 @@ class RecoveryPolicy:
         self._states.stepped(group)
         return [*self._restarts.times.step(who, self._attempt.finished, now)]
 
-    # --- causes
-
     def _on_failed(self, failed: Failed, now: float) -> list[Action]:
         if self._attempt.over:
             return [failed]
@@ -316,8 +308,6 @@ class RecoveryPolicy:
         # A restarted worker may be refused because the servers are past the point where they could accept it.
         again = self._restarts.times.awaits(group)
         return self._on_lost(cause, now, alone=not again) if cause.kind == "peer" or again else None
-
-    # --- losses
 
     def _on_lost(self, lost: Failed, now: float, alone: bool = True) -> list[Action]:
         """Return the actions after the loss of a process.
@@ -393,8 +383,6 @@ class RecoveryPolicy:
             else:
                 found += self._groups.give_up(group, lost, "is given up", now)
         return found
-
-    # --- requests
 
     def on_group_request(self, request: GroupRequest) -> list[Action]:
         """Return the actions after a request that a group joins or leaves."""

@@ -189,7 +189,7 @@ class Restarts:
         reason = self._attempt.bounds.get(True)
         if reason is None:
             return self.restart_job(lost, now)
-        if lost.kind == "died" and self._limit:  # the user wants restarts, so the error says why there is none
+        if lost.kind == "died" and self._limit:  # the user wants restarts, so the error explains why there is none
             lost = replace(lost, text=f"{lost.text}; it does not start again: {reason}")
         return self.give_up(lost)
 

@@ -60,7 +60,7 @@ class ChildChannel:
     def start(self, *handlers: CommandHandler) -> None:
         """Start the thread that receives commands, and passes each to all handlers."""
         self._handlers = handlers
-        # A daemon: it waits for as long as the unit lives, and must not keep the process.
+        # A daemon: it waits for as long as the unit runs, and must not keep the process.
         threading.Thread(target=self._receive, name="control", daemon=True).start()
 
     def emit(self, event: Event) -> None:
@@ -95,7 +95,7 @@ def _lines(channel: socket.socket) -> Iterator[bytes]:
     readable = select.poll()
     readable.register(channel, select.POLLIN)
     while True:
-        # Not recv alone: it would block forever on a socket whose descriptor the program has closed meanwhile.
+        # Not recv alone: it would block forever if the program has closed the descriptor meanwhile.
         ready = readable.poll(CHECK_S * 1000)
         if _file(channel.fileno()) != file:
             raise _Closed

@@ -68,7 +68,7 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     profile = _recorders(spec, addresses[0])
     place = _place(spec)
     sigterm.take_over(place.job)
-    # A launcher that started all processes sees who ends; of units elsewhere nothing is seen but lost connections.
+    # A launcher sees the ends of its own processes. Of units elsewhere only lost connections are seen.
     observer = ServerObserver(control, addresses[0], requests, place if spec["hosts"] else None)
     writer = _writer(place, addresses, control)
     snapshot.open(writer)

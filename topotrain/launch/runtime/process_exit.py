@@ -82,7 +82,7 @@ class ProcessExitHook(ProcessOwner):
 
     def _complete(self) -> int:
         """Complete the process's work, if there is any; return the exit code."""
-        # A process that the script has forked ends for itself, and says nothing about the worker.
+        # A process that the script has forked ends for itself, and not for the worker.
         # On another thread, or at `_exit` of a C library, the end is not seen, and the process counts as lost.
         here = os.getpid() == self._pid and threading.current_thread() is threading.main_thread()
         if not (self._watches and here and self._part.is_complete()):

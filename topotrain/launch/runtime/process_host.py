@@ -46,8 +46,6 @@ from topotrain.parallel.runtime.send_buffers import SendBuffers
 from topotrain.training.context import Connections, Connector
 from topotrain.training.worker_profile import ProfileRecorders
 
-# --- servers -----------------------------------------------------------------------------------------------------
-
 
 @contextmanager
 def flushing() -> Iterator[None]:
@@ -159,7 +157,7 @@ class ServerEndpoint(Outbox):
             if observer is not None:
                 observer.on_joined(self.server, sender)
         if isinstance(message, Fail) and sender.role is Role.WORKER and observer is not None:
-            # Not for the server: the observer knows what a failed worker means for the job.
+            # Not for the server: the observer decides what a failed worker means for the job.
             observer.on_failed(self.server, sender, message)
             return
         try:
@@ -169,7 +167,7 @@ class ServerEndpoint(Outbox):
         except ProtocolError:  # the peer's fault: it ends this connection, and nothing else
             raise
         except Exception:
-            # A server whose state may be half changed must not go on.
+            # The state may be half changed, so this server must not go on.
             self._observer.on_failure()
             raise
         self._notify_if_done()
@@ -399,8 +397,6 @@ _LEAVE_S = 60.0
 LONG_S = 10.0
 """Seconds of a wait before it is reported. """
 
-# --- workers -----------------------------------------------------------------------------------------------------
-
 
 class _LongWaits:
     """Reports a wait after LONG_S, and again each time that it has doubled."""
@@ -573,8 +569,6 @@ class WorkerConnections(Connections):
                 self._router.connect(self.me, server, "server")
         # Last: it sends to all servers, and waits for their replies.
         self.exchange.rejoin.announce()
-
-    # --- servers with two copies
 
     def send(self, to: Address, message: Message) -> None:
         """Send a message to a server of which there are several replicas."""

@@ -91,7 +91,7 @@ class SigtermHandler:
         elif not self._came:
             # A second signal while the first one waits changes nothing.
             self._came = True
-            # Not by `threading`, whose locks the code that is interrupted here may hold.
+            # Not by `threading`: the code that is interrupted here may hold its locks.
             _thread.start_new_thread(self._wait, ())
 
     def _fork(self) -> None:
@@ -108,6 +108,6 @@ class SigtermHandler:
 
     def _wait(self) -> None:
         self._stop.wait(self._seconds)
-        # Set before the signal, whose handler then lets it end the process.
+        # Set before the signal: the handler then lets it end the process.
         self._asked = True
         os.kill(self._pid, signal.SIGTERM)
