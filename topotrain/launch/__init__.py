@@ -77,10 +77,7 @@ def arguments(place: UnitPlace) -> list[str]:
 
 
 def add_arguments(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
-    """Add the options of a `UnitPlace` to `parser`.
-
-    Each value comes from its option or, without one, from its environment variable.
-    """
+    """Add the options of a `UnitPlace` to `parser`; an option wins over its variable."""
     for f in fields(UnitPlace):
         option, variable = TABLE[f.name]
         default = environ.get(variable, None if f.default is MISSING else f.default)

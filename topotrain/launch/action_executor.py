@@ -67,10 +67,7 @@ class ActionExecutor:
         """The job to restart as, with another layout."""
 
     def start(self, attempt: int, folder: Path | None, selector: BaseSelector) -> None:
-        """Begin attempt number `attempt`.
-
-        folder: the folder of the control socket; None: the job takes no requests.
-        """
+        """Begin an attempt; without a folder for the control socket it takes no requests."""
         # Commands to other hosts carry this number from here on.
         self._attempt = attempt
         self._control = None if folder is None else ControlSocket(folder, selector)

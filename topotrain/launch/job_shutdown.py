@@ -230,10 +230,7 @@ class JobShutdown:
         self.stop()
 
     def save(self, seconds: float) -> None:
-        """Wait for a last snapshot, and then end the job.
-
-        seconds: the time limit, after which the job ends without it.
-        """
+        """Wait at most so many seconds for a last snapshot, and then end the job."""
         # `stopping` stays False: all processes are needed for one more step.
         self.saving = True
         self._after(seconds, self.end_now)

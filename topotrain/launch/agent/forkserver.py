@@ -59,10 +59,7 @@ class ForkserverClient:
     """A connection to the forkserver; its children live no longer than it."""
 
     def __init__(self, path: str) -> None:
-        """Connect to the forkserver.
-
-        Raises OSError where no forkserver listens, and PermissionError where it belongs to another user.
-        """
+        """Connect to the forkserver. Raises OSError, also where it is another user's."""
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         # The request carries the environment and descriptors, so it must not reach another user's process.

@@ -40,10 +40,7 @@ class LineReader:
         return lines
 
     def drain(self) -> list[bytes]:
-        """Return all complete lines that are available.
-
-        At the end of file an incomplete last line is included.
-        """
+        """Return all available lines, at the end of file with an incomplete last one."""
         found: list[bytes] = []
         while (lines := self.read()) is not None:
             found += lines

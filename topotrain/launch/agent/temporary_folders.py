@@ -78,10 +78,7 @@ def sweep() -> None:
 
 
 def _remove_unused(path: Path) -> None:
-    """Remove a folder of this user that no process uses.
-
-    Raises OSError for a folder in use, and for one without the lock file.
-    """
+    """Remove a folder of this user; OSError if it is in use or has no lock file."""
     # `lstat`, because another user may have placed a symbolic link under this name.
     if path.lstat().st_uid != os.geteuid():
         return

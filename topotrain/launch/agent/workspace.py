@@ -203,10 +203,7 @@ class ProcessList:
         return entry
 
     def save(self, missing: Collection[str] = ()) -> None:
-        """Write the file atomically after a change, when all processes are up.
-
-        missing: names of processes that the file does not wait for.
-        """
+        """Write the file after a change, when all processes but the missing ones are up."""
         if not self._changed or any(e.pid is None and not set(e.roles) <= set(missing) for e in self._entries):
             return
         self._changed = False

@@ -17,10 +17,7 @@ class Srun(CommandTool):
     install = INSTALL
 
     def words(self, submission: Submission, inside: bool = False) -> list[str]:
-        """Return the command.
-
-        inside: it is for a batch script, which sets the other options.
-        """
+        """Return the command; inside a batch script the script has the other options."""
         step = ["srun", f"--ntasks={submission.units}", f"--cpus-per-task={submission.processes}"]
         if not inside:
             step += [f"--job-name={submission.job.name or submission.id}", f"--chdir={os.getcwd()}"]

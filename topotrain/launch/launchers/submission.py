@@ -88,10 +88,7 @@ class Submission:
         return [sys.executable, "-m", "topotrain", "unit", str(self.folder / JOB_FILE)]
 
     def per_node(self, nodes: int) -> int:
-        """Return the number of units on each of `nodes` nodes, which must be equal.
-
-        Raises ConfigError.
-        """
+        """Return the equal number of units on each of `nodes` nodes. Raises ConfigError."""
         if self.units % nodes:
             fits = ", ".join(str(n) for n in range(1, self.units + 1) if self.units % n == 0)
             raise ConfigError("--nodes", nodes, f"must divide the {self.units} units evenly: {fits}")
@@ -135,16 +132,13 @@ class LauncherTool(Protocol):
     """A module of this folder that submits a job to one launcher."""
 
     def command(self, submission: Submission) -> str:
-        """Return what would be submitted.
-
-        Raises ConfigError for options that the tool does not have.
-        """
+        """Return what would be submitted. Raises ConfigError for an unknown option."""
         ...
 
     def start(self, submission: Submission) -> LaunchResult:
-        """Submit the job.
+        """Submit the job. Raises ConfigError.
 
-        Returns when it is queued or, for foreground tools, when it has ended. Raises ConfigError.
+        Returns when it is queued or, for foreground tools, when it has ended.
         """
         ...
 

@@ -143,10 +143,7 @@ class ControlConnection:
         return time.monotonic() - self._received_at[rank]
 
     def send(self, rank: int, words: Words) -> None:
-        """Send a message to a unit, now or after the next reconnection.
-
-        Does nothing for an unknown rank.
-        """
+        """Send a message to a known unit, now or over its next connection."""
         with self._lock:
             peer = self._peers.get(rank)
             if peer is not None:
@@ -253,10 +250,7 @@ class ControlServer(ControlConnection):
         threading.Thread(target=self._run, name="control", daemon=True).start()
 
     def listen(self, host: str) -> None:
-        """Listen at this address, too, and publish it instead of the former one.
-
-        Raises TransportError.
-        """
+        """Listen at this address, too, and publish it. Raises TransportError."""
         transport = self._access.transport(host)
         url = transport.attach(self._me, self).encode()
         with self._lock:

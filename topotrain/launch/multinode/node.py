@@ -243,10 +243,7 @@ class Node:
     def _join(
         self, hall: NodeRendezvous, stores: StoreKeys, met: AttemptAgreement, topology: Topology, secret: bytes
     ) -> UnitMembership:
-        """Return the membership of this unit, with its control connections.
-
-        Raises ConfigError where unit 0 cannot listen at its address.
-        """
+        """Return the membership of this unit, with its control connections."""
         rank, job, hosts = self.start.rank, met.job, met.hosts
         twice = job.cluster.replicas > 1  # the first server may move, and unit 0 has its place
         leads = rank == 0 if twice else LEADER in topology.units[rank].servers
@@ -257,6 +254,7 @@ class Node:
         recovers = job.on_failure is OnFailure.kContinue
         try:
             return LeaderMembership(stores, hosts, leads, access, hall.known, hall.verifier, recovers, _where(topology))
+        # Unit 0 cannot listen at its address, so no other unit could reach it.
         except TransportError as error:
             self._give_up(hall, JobEnd(2, 0, hosts.names[0], text=f"unit 0 cannot be reached: {error}"))
             raise ConfigError("--host", hosts.addresses[0], f"must be an address of this machine ({error})") from error
@@ -329,11 +327,8 @@ def _agree(
     again: bool,
     on_event: EventListener,
 ) -> JobEnd:
-    """Wait until all units agree how the job has ended. A signal ends the wait.
-
-    again: the job was about to restart.
-    """
-    # The restart was given up, which is no failure: only a signal, or a known end, explains it.
+    """Wait until all units agree how the job has ended. A signal ends the wait."""
+    # The job was about to restart and does not, which is no failure: only a signal, or a known end, explains it.
     if again:
         if heard.came and not company.over:
             company.signalled(heard.came[0])

@@ -51,6 +51,7 @@ STORE_LOST_S = 5.0
 """Seconds of silence after which unit 0 is gone, where the store that it serves is gone, too."""
 AWAY_S = 15.0
 """Seconds for which a unit waits for unit 0, and for the store, before it goes on alone."""
+# A heartbeat expires after ALIVE_S. Only then is it certain that the unit of a lost peer is gone.
 _PATIENCE_S: Mapping[str, float] = MappingProxyType({"internal": 1.5, "peer": ALIVE_S + 1.0})
 """Seconds for which a failure waits for its cause, by kinds of failure that may have one elsewhere."""
 _REGISTER_EVERY_S = 5.0  # between two updates of the registry
@@ -114,10 +115,7 @@ class NodeMembership:
         self._wake_out.recv(64)
 
     def signalled(self, number: int, more: str = "") -> None:
-        """Report that a signal asks the job to end.
-
-        more: text to add to the report.
-        """
+        """Report that a signal asks the job to end; `more` is added to the report."""
         # The first signal counts, which may have come to another unit.
         end = self._asked or self._by_signal(number)
         self.request_end(replace(end, text=f"{end.text}; {more}") if more else end)

@@ -84,6 +84,7 @@ class Heartbeat:
     def _beat(self) -> None:
         count = 0
         while True:
+            # A new value each time: `_outlive` and `_check_twin` distinguish it from one that was left.
             count += 1
             with suppress(StoreError):  # training continues without the store
                 # The key expires without this thread, also when the process is killed or frozen.
@@ -294,18 +295,15 @@ class NodeRendezvous:
         return hosts
 
     def regather(self, back: Mapping[int, NodeInfo], hosts: HostMap) -> HostMap:
-        """Return the hosts after some units were replaced. For unit 0.
-
-        Raises ConfigError.
-        """
+        """Return the hosts after units were replaced. For unit 0. Raises ConfigError."""
         # Kept for the next restart, which may replace other units.
         self.known = [back.get(unit.rank, unit) for unit in self.known]
         return hosts_of(self.known, hosts.url, hosts.served)
 
     def learn(self) -> HostMap:
-        """Return the hosts that unit 0 has published.
+        """Return the hosts that unit 0 has published. Not for unit 0.
 
-        For all units but unit 0. Raises EndedBeforeStart or StoreError.
+        Raises EndedBeforeStart or StoreError.
         """
         return HostMap.loaded(self._await(self.run, "hosts", "the other units"))
 
@@ -318,9 +316,9 @@ class NodeRendezvous:
             self._set(_FROM, f"{seal} {name}".encode())
 
     def chosen(self) -> tuple[str, str]:
-        """Return the name and the seal of the snapshot to resume from.
+        """Return the name and the seal of the snapshot to resume from. Not for unit 0.
 
-        For all units but unit 0. Call it after `learn`. Raises StoreError.
+        Call it after `learn`. Raises StoreError.
         """
         sealed, _, name = (self.run.get(_FROM) or b"").decode().partition(" ")
         return name, sealed
@@ -344,10 +342,7 @@ class NodeRendezvous:
         )
 
     def _await(self, store: Store, key: str, what: str, old: str = "") -> bytes:
-        """Return a value when it exists.
-
-        Raises EndedBeforeStart, JobRestarted, and StoreError at the deadline.
-        """
+        """Return a value. Raises EndedBeforeStart, JobRestarted, or StoreError when late."""
         while True:
             try:
                 # Short waits, so that the end or the replacement of this start is noticed meanwhile.

@@ -43,10 +43,7 @@ class StoppedProcesses:
         self._since.pop(who, None)
 
     def expired(self, now: float) -> list[tuple[Failed, float]]:
-        """Return and forget the processes that were stopped for too long.
-
-        Each comes with its failure, and the time since which it is stopped.
-        """
+        """Return, and forget, failures of processes stopped for too long, and since when."""
         found = [(who, pid, since) for who, (pid, since) in self._since.items() if now >= since + LEASE_S]
         for who, _, _ in found:
             # Reported once: `poll` comes again before the process has ended.

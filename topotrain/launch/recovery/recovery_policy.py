@@ -295,10 +295,7 @@ class RecoveryPolicy:
         return found
 
     def _on_cause(self, cause: Failed, now: float) -> list[Action] | None:
-        """Return the actions after an error without another cause.
-
-        None means that the job fails.
-        """
+        """Return the actions after an error without another cause; None: the job fails."""
         group = self._attempt.group_of.get(cause.who, WHOLE_JOB)
         if cause.who in self._attempt.leaving:
             return []

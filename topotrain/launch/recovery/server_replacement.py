@@ -31,10 +31,7 @@ class ServerReplacement:
         self.reset(topology)
 
     def reset(self, topology: Topology) -> None:
-        """Begin another attempt.
-
-        Raises ValueError where the hosts do not allow two replicas, see `replica_placement.check`.
-        """
+        """Begin another attempt. Raises ValueError where its hosts allow no two replicas."""
         self._topology, self._placement = topology, ReplicaPlacement(domains(topology))
 
     @property
@@ -145,10 +142,7 @@ class ServerReplacement:
 
 
 def _consequence(units: Sequence[int], lost: Failed) -> str:
-    """Describe what follows from replacing server processes in these units.
-
-    -1 means that a server is not replaced.
-    """
+    """Describe what follows in these units; -1: a server is not replaced."""
     if not lost.who.startswith("unit"):
         return "its second copy goes on; a fresh process becomes the second one"
     if min(units) < 0:

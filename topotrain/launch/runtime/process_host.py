@@ -257,6 +257,7 @@ class ServerEndpoint(Outbox):
 
     @property
     def done(self) -> bool:
+        # Workers may still read the result after their last step.
         return self.server.done and not self.workers
 
 
@@ -538,6 +539,7 @@ class WorkerConnections(Connections):
         self._sender: MessageSender = self._router.sender(me, wait=reader is None)
         replicated = place.job.cluster.replicas > 1
         self._replicas: ReplicaConnections | None = None
+        # With replicas messages go through `send` below, which keeps them for a move of the server.
         self.exchange = self._client(place, replicated)
         if replicated:
             servers = dict.fromkeys((*self.exchange.channel.servers, self.exchange.channel.first_server))
@@ -546,6 +548,7 @@ class WorkerConnections(Connections):
         self._beside: HostedServers | None = None
         if reader is not None:
             beside = Address(Role.SERVER, 0, me.index)
+            # `self` is the memory of this server, too (`allocate`): it shares the worker's.
             self._beside = HostedServers(place, self._router, self, [beside], options)
         try:
             self._connect()
