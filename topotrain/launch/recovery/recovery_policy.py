@@ -271,6 +271,7 @@ class RecoveryPolicy:
         if group is not None and self._states.is_going(group):
             # A group that leaves is no longer needed, so its error ends only the rest of it.
             return self._groups.dismiss(group)
+        # Its gradients were not finite several times in a row, which a restart does not change.
         if failed.kind == "quarantine" and group is not None:
             return self._groups.give_up(group, failed, "is in quarantine", now)
         # It may be the consequence of a death that is reported a moment later.
