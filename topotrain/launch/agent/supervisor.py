@@ -2,7 +2,8 @@
 
 One thread runs one loop. The unit sends its children's events as JSON lines on stdout, and receives commands as JSON
 lines on stdin. A child never outlives its unit: the forkserver kills the children of a closed connection, and each
-child watches its own channel.
+child watches its own channel. The command "stop" asks all processes to end, and "hold" pauses the reading of the main
+worker's output.
 
 Where the job survives process deaths (`on_failure: kContinue`), the unit reports a death as Lost, and the launcher
 sends commands:
