@@ -77,10 +77,7 @@ def arguments(place: UnitPlace) -> list[str]:
 
 
 def add_arguments(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
-    """Add the options of a `UnitPlace` to `parser`.
-
-    Each value comes from its option or, without one, from its environment variable.
-    """
+    """Add the options of a `UnitPlace` to `parser`; an option wins over its variable."""
     for f in fields(UnitPlace):
         option, variable = TABLE[f.name]
         default = environ.get(variable, None if f.default is MISSING else f.default)
@@ -110,10 +107,7 @@ class Outlet(Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether the reader is behind.
-
-        While it is, the units of this host pause the program.
-        """
+        """Whether the reader is behind, so that the units of this host pause the program."""
         ...
 
     def hurry(self) -> None:
@@ -147,15 +141,12 @@ def exit_code(cause: Failed) -> int:
 
 
 def choose_cause(failures: Sequence[Failed]) -> Failed | None:
-    """Return the failure that explains the others.
-
-    It is the first failure of the most primary kind. A process fails with kind "peer" because of the peer that it lost,
-    so "peer" explains nothing. An internal error may follow from a death that was not understood. An exception in the
-    user's program, or a wrong setting, is always the root cause.
-    """
+    """Return the failure that explains the others: the first of the most primary kind."""
     # `min` keeps the first of equals: the failure that was reported first.
     return min(failures, key=lambda failed: PRIMARY[failed.kind], default=None)
 
 
+# A process fails as "peer" because of the peer that it lost, so "peer" explains nothing. An "internal" error may follow
+# from a death that was not understood. The user's program or a wrong setting is always a root cause.
 PRIMARY = {"config": 0, "program": 0, "died": 1, "internal": 2, "quarantine": 2, "peer": 3}
 """The rank of each kind of failure, from cause to consequence."""

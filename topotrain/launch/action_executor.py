@@ -67,10 +67,7 @@ class ActionExecutor:
         """The job to restart as, with another layout."""
 
     def start(self, attempt: int, folder: Path | None, selector: BaseSelector) -> None:
-        """Begin attempt number `attempt`.
-
-        folder: the folder of the control socket; None: the job takes no requests.
-        """
+        """Begin an attempt; without a folder for the control socket it takes no requests."""
         # Commands to other hosts carry this number from here on.
         self._attempt = attempt
         self._control = None if folder is None else ControlSocket(folder, selector)
@@ -86,6 +83,7 @@ class ActionExecutor:
         for action in actions:
             match action:
                 case RestartGroup(group=group, incarnation=incarnation, why=why, worker=who):
+                    # The workers of a group may be in several units, and other units do not know them.
                     ranks = {self._topology.unit_of(worker) for worker in self._topology.workers(group)}
                     self.send("restart", ranks, group=group, incarnation=incarnation, why=why, who=who)
                 case EndProcess(who=who):
@@ -124,11 +122,12 @@ class ActionExecutor:
         self._update()
 
     def _update(self) -> None:
-        """Tell the units what has changed: they may end, or every step matters."""
+        """Send the units what follows: they may end, or every step matters."""
         if self._recovery is not None and self._recovery.complete:
             self.release()
         if self._leads is not None and self._leads.wants_steps is not self._steps_wanted:
             self._steps_wanted = self._leads.wants_steps
+            # Steps of other hosts are sent only while a recovery waits for them.
             self.send_remote("listen", on=self._steps_wanted)
 
     def release(self) -> None:
@@ -136,8 +135,6 @@ class ActionExecutor:
         if not self.released:
             self.released = True
             self.send("end")
-
-    # --- commands
 
     def send(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
         """Send a command to the units of these ranks, on all hosts; None: to all."""
@@ -161,13 +158,12 @@ class ActionExecutor:
         self.send("tell", {rank}, who=process, words=words)
 
     def request_snapshot(self) -> None:
-        """Ask the process of the first server for a last snapshot.
-
-        A follower of a replicated job does not ask: the server may have moved, and the deciding unit asks it.
-        """
+        """Ask the process of the first server for a last snapshot."""
+        # The first server may have moved. Only the deciding unit has its place, and asks it.
         if self._replicated and isinstance(self._recovery, Follower):
             return
         process, rank = self._location_of(LEADER)
+        # Without replicas the unit of the first server asks it (`OtherUnits.saves`), so nothing goes to other hosts.
         send = self.send if self._replicated else self._units.command
         send("tell", {rank}, who=process, words=WORDS)
 
@@ -184,17 +180,13 @@ class ActionExecutor:
         self._shutdown.restart()
 
     def _restart_resized(self, action: RestartResized) -> None:
-        """Restart the job with another layout.
-
-        The client that asked for it gets its answer after the first step.
-        """
+        """Restart the job with another layout."""
         self.resized = action.job
         if self._control is not None:
             data = {"workers": action.job.cluster.nworkers_per_group, "step": action.step, "text": action.text}
+            # The client gets its answer after the first step, when this control socket is closed.
             self._promises.append(self._control.promise(action.wish, action.number, data))
         self.restart_job()
-
-    # --- requests
 
     def receive(self) -> Iterator[Sequence[Action]]:
         """Yield the actions after each request from the control socket."""

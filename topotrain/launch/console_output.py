@@ -2,8 +2,7 @@
 
 A reader that stops reading (a pager, a terminal after Ctrl-S) blocks the program's `print`, as under plain `python`. It
 must not block the launcher, which has to notice deaths and signals. So a thread per descriptor does the writing, and
-the launcher asks units to read no more output while too much is buffered (`full`). If output is dropped at the end, the
-launcher reports how many bytes.
+the launcher asks units to read no more output while too much is buffered (`full`).
 """
 
 import os
@@ -26,14 +25,12 @@ _LARGE = 1 << 18
 
 
 class OutputQueue:
-    """A file descriptor that is written to by its own thread.
-
-    A descriptor that is ready for writing takes at least `select.PIPE_BUF` bytes, so no write blocks.
-    """
+    """A file descriptor that is written to by its own thread."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        # A regular file is always ready, so its writes may be larger.
+        # A regular file is always ready.
+        # A descriptor that is ready takes at least PIPE_BUF bytes, so a write of as many does not block.
         self._most = _LARGE if stat.S_ISREG(os.fstat(fd).st_mode) else select.PIPE_BUF
         self._changed = threading.Condition()
         self._buffer = bytearray()
@@ -58,10 +55,7 @@ class OutputQueue:
             self._changed.notify_all()
 
     def empty(self, seconds: float | None) -> int:
-        """Wait until all output is written, and return the number of bytes left.
-
-        seconds: the longest wait; None: without a limit.
-        """
+        """Wait, at most so many seconds, until all is written; return the bytes left."""
         with self._changed:
             self._changed.wait_for(lambda: not self._buffer, seconds)
             return len(self._buffer)
@@ -92,17 +86,16 @@ class OutputQueue:
                 continue
             except OSError as error:
                 with self._changed:
+                    # The reader is gone, so all output is dropped, and waiting threads go on.
                     self._error, done = error, len(self._buffer)
             with self._changed:
+                # Only now: until it is written, output counts as waiting.
                 del self._buffer[:done]
                 self._changed.notify_all()
 
 
 class StreamWriter:
-    """A text file that writes through an `OutputQueue`.
-
-    All other attributes are those of `file`.
-    """
+    """A text file that writes through an `OutputQueue`, else like `file`."""
 
     def __init__(self, file: IO[str], channel: OutputQueue) -> None:
         self._file, self._channel = file, channel
@@ -125,10 +118,7 @@ class StreamWriter:
 
 
 class ConsoleOutput:
-    """The output queues of a launcher, one per file that it prints to.
-
-    It implements the protocol `launch.Outlet`.
-    """
+    """The output queues of a launcher, one per file; it implements `launch.Outlet`."""
 
     def __init__(self) -> None:
         self._channels: dict[tuple[int, int], OutputQueue] = {}
@@ -142,7 +132,7 @@ class ConsoleOutput:
     def writer(self, file: IO[str]) -> IO[str]:
         """Return a file that writes to `file` through its queue.
 
-        A file without a descriptor is returned as it is. Two writers of one file share a queue, so their order is kept.
+        A file without a descriptor is returned as it is.
         """
         try:
             file.flush()
@@ -157,10 +147,7 @@ class ConsoleOutput:
         return StreamWriter(file, self._channels[place])  # type: ignore[return-value]
 
     def hurry(self) -> None:
-        """Limit the wait for readers, because a signal has ended the job.
-
-        Output that is not taken within `LAST_S` seconds is dropped, and `finish` reports it.
-        """
+        """Limit the wait for readers to LAST_S, because a signal has ended the job."""
         self._patient = False
 
     def finish(self, log: str) -> None:
@@ -174,6 +161,7 @@ class ConsoleOutput:
             self._patient = False
             raise
         finally:
+            # Ctrl-C here, or an earlier signal, ends the wait. The user learns how many bytes are lost.
             left = 0 if self._patient else self._wait(0.0)
             for channel in self._channels.values():
                 channel.close()
@@ -205,8 +193,5 @@ def outlet(terminal: Console, log: str) -> Iterator[ConsoleOutput]:
 
 
 def out_of(outlet: ConsoleOutput, chatty: bool) -> IO[str] | None:
-    """Return the file for the main worker's stdout.
-
-    None means the file that the console writes to.
-    """
+    """Return the file for the main worker's stdout; None: that of the console."""
     return outlet.writer(sys.stdout) if chatty else None

@@ -2,10 +2,6 @@
 
 The socket is in the job's run folder. A request and its answer are one line of JSON each, then the connection ends. An
 answer may take as long as the requested action.
-
-* Only this user can enter the folder, and the kernel names the user of each connection. Other users are refused.
-* A client can make the launcher hold at most a few hundred bytes.
-* At most `CALLERS` clients are connected at once.
 """
 
 import json
@@ -25,6 +21,7 @@ from topotrain.config.private_files import FILE_MODE
 from topotrain.launch.recovery.recovery_actions import JOIN, LEAVE, AnswerRequest, GroupRequest, ResizeRequest
 
 NAME = "door"
+# Both limits keep clients from filling the launcher's memory, or taking all its descriptors.
 CALLERS = 16
 LINE = 512
 """Maximum number of bytes of a request."""
@@ -122,10 +119,7 @@ class ControlSocket:
             self._requests.append(caller.wish)
 
     def receive(self) -> list[GroupRequest | ResizeRequest]:
-        """Return the requests that have arrived since the last call.
-
-        The answer to a request may come at any time.
-        """
+        """Return the requests since the last call; their answers may come at any time."""
         found, self._requests = self._requests, []
         return found
 
@@ -144,10 +138,7 @@ class ControlSocket:
                 self._reply(caller, {"error": error})
 
     def promise(self, wish: ResizeRequest, number: int, data: dict[str, Any]) -> PendingAnswer:
-        """Keep the client's connection open when this control socket closes.
-
-        Returns the answer to send later.
-        """
+        """Keep the client's connection open when this socket closes; return its answer."""
         # If the client is gone by now, the promise has no channel and its answer goes nowhere.
         promise = PendingAnswer(number, data)
         for caller in list(self._callers.values()):
@@ -165,6 +156,7 @@ class ControlSocket:
         caller.channel.close()
 
     def _forget(self, caller: _Caller) -> None:
+        # Before the socket is closed: then its number could not be found any more.
         self._selector.unregister(caller.channel)
         del self._callers[caller.channel.fileno()]
 
@@ -198,10 +190,8 @@ def _wish(line: bytes) -> GroupRequest | ResizeRequest:
 
 @contextmanager
 def _short(folder: Path) -> Iterator[str]:
-    """Yield a path of the socket that fits into a socket address.
-
-    The path of a Unix socket is limited to about 100 bytes, so it goes through `/proc/self/fd`.
-    """
+    """Yield a path of the socket that fits into a socket address."""
+    # The path of a Unix socket is limited to about 100 bytes, and a workspace may have a longer one.
     number = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{number}/{NAME}"

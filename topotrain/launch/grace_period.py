@@ -1,6 +1,6 @@
 """Time that a job gets for a last snapshot after SIGTERM.
 
-Schedulers such as Slurm and Kubernetes send SIGTERM some time before SIGKILL. Ctrl-C ends a job at once.
+Schedulers such as Slurm and Kubernetes send SIGTERM some time before SIGKILL.
 """
 
 import signal
@@ -17,24 +17,20 @@ WORDS = {"command": "snapshot"}
 
 
 def grace(job: Job, number: int) -> float:
-    """Return the seconds for a last snapshot after signal `number`.
-
-    0: the job ends at once.
-    """
+    """Return the seconds for a last snapshot after this signal; 0: an end at once."""
+    # Ctrl-C ends a job at once: its user waits.
     return job.grace_s if wants_snapshots(job) and number == signal.SIGTERM else 0.0
 
 
 def waits(job: Job) -> float:
-    """Return the seconds that a process waits for its launcher after SIGTERM.
-
-    0: the process ends at once.
-    """
+    """Return the seconds that a process waits for its launcher after SIGTERM; 0: none."""
     seconds = grace(job, signal.SIGTERM)
+    # Longer than the launcher, which ends the process in order when the time is over.
     return seconds + _LATER_S if seconds else 0.0
 
 
 def hint(saved: Saved | None, workspace: str = "") -> str:
-    """Return a text about how to resume the job. It is "" without a snapshot.
+    """Return a text about how to resume the job, or "" without a snapshot.
 
     workspace: the workspace of a job of `topotrain run`; "" for other jobs.
     """

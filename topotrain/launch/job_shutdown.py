@@ -49,10 +49,7 @@ class OtherUnits(Protocol):
         ...
 
     def tell(self, cause: Failed) -> None:
-        """Report why the job cannot go on here.
-
-        The call does not block.
-        """
+        """Report why the job cannot go on here. The call does not block."""
         ...
 
     @property
@@ -68,17 +65,11 @@ class OtherUnits(Protocol):
         ...
 
     def save(self, number: int) -> None:
-        """Report that a signal asks the job to end after a last snapshot.
-
-        The call does not block.
-        """
+        """Report that a signal asks for an end after a last snapshot. It does not block."""
         ...
 
     def signalled(self, number: int, more: str = "") -> None:
-        """Report that a signal asks the job to end.
-
-        The call does not block. more: text to add to the report.
-        """
+        """Report that a signal asks the job to end; `more` is added. It does not block."""
         ...
 
     def cast_out(self) -> None:
@@ -161,8 +152,6 @@ class JobShutdown:
         """Workers that are absent and that the job does not wait for."""
         return set() if self._recovery is None else self._recovery.missing
 
-    # --- time limits
-
     @property
     def due(self) -> float | None:
         """The time at which `poll` has to be called next; None: no timer runs."""
@@ -179,17 +168,17 @@ class JobShutdown:
         # One timer is enough: each stage of the end replaces that of the stage before it.
         self._alarm = time.monotonic() + seconds, act
 
-    # --- causes
-
     def on_event(self, event: Event) -> None:
         """Record an event of the job."""
         match event:
             case Failed():
                 self._on_failed(event)
             case Saved(why=why):
+                # Also of periodic snapshots: the user is shown from where the job can resume.
                 self.saved = event
                 if why == "end":
                     self.end_now()
+            # The job ends all the same, without the last snapshot.
             case Unsaved():
                 self.end_now()
             case Exited() if self._table.has_all_workers and not self.stopping:
@@ -215,6 +204,7 @@ class JobShutdown:
         """End the job for one of these reasons, without waiting for others."""
         for failed in failures:
             self._on_event(failed)
+            # Not `_on_failed`, which would wait for a cause: the policy has waited already.
             self.failures.append(failed)
         self._decide()
 
@@ -226,6 +216,7 @@ class JobShutdown:
         elif not self.stopping:
             # Without an agreement in time this host ends alone: its processes must not wait for an absent store.
             self._after(DECIDE_S, self.stop)
+            # Another unit may know the cause of this one, so the units agree on one.
             self._others.tell(cause)
 
     def _on_servers_stayed(self) -> None:
@@ -238,13 +229,9 @@ class JobShutdown:
         self._on_failed(failed)
         self.stop()
 
-    # --- stages of the end
-
     def save(self, seconds: float) -> None:
-        """Wait for a last snapshot, and then end the job.
-
-        seconds: the time limit, after which the job ends without it.
-        """
+        """Wait at most so many seconds for a last snapshot, and then end the job."""
+        # `stopping` stays False: all processes are needed for one more step.
         self.saving = True
         self._after(seconds, self.end_now)
         text = f"asked to end: one more snapshot is taken, for which there are {seconds:g} s"
@@ -255,6 +242,7 @@ class JobShutdown:
         if not self.saving or self.stopping:
             return
         if self._others is not None:
+            # The units end with the code of the signal; the text explains how to resume.
             self._others.signalled(signal.SIGTERM, hint(self.saved))
         self.stop()
 

@@ -1,8 +1,7 @@
 """The launcher that runs all units of a job on this host.
 
-`start` leaves no process behind. `run_loop.py` decides when a job is over. When a whole job restarts, each attempt has
-its own `RunLoop`. All attempts share one claim on the workspace and, while it runs, one forkserver. Where workers leave
-or join, the next attempt has another layout.
+When a whole job restarts, each attempt has its own `RunLoop`. All attempts share one claim on the workspace and, while
+it runs, one forkserver.
 """
 
 import secrets
@@ -52,6 +51,7 @@ class LocalLauncher(Launcher):
         SIGHUP end the job in order; SIGTERM allows a last snapshot (`grace`). A second signal ends the job at once.
         Raises ConfigError, before anything is started, for a workspace that is in use or not writable.
         """
+        # The mark is new for each start: `sweep` must not find processes of another job.
         began, mark = time.monotonic(), secrets.token_hex(16)
         with claimed(job) as workspace, listed(job) as place, signals() as stop:
             goes_on = recovery(job, topology, began)
@@ -60,6 +60,7 @@ class LocalLauncher(Launcher):
                 files = RunFiles(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
                 host = LauncherContext(on_event, files, stop, forkserver, mark, place, outlet=self.outlet)
                 attempt = AttemptInfo(0, self.resume, absent_groups(job, topology))
+                # Before the first attempt: it notes which snapshots an earlier job has left.
                 origin = ResumeSource(workspace, self.resume)
                 try:
                     while True:
@@ -108,4 +109,5 @@ class LocalLauncher(Launcher):
             run.start(self.calls, [UnitPlace(u.rank, len(units), url, str(workspace / "run")) for u in units], attempt)
             return run.run()
         finally:
+            # Also after an exception in `on_event`: no process is left behind.
             run.destroy()

@@ -31,8 +31,6 @@ _LEAVE_S = 1.0  # for the thread to end; it may be waiting for an unavailable st
 class RegisteredJob:
     """The store entry of a local job; it implements `job_shutdown.OtherUnits`.
 
-    There are no other units, so the store only adds the request to stop.
-
     Args:
         root: the whole store.
         record: the job's entry in the store's list.
@@ -59,7 +57,8 @@ class RegisteredJob:
         return self.stopped
 
     def tell(self, cause: Failed) -> None:
-        """Decide the end of the job: there are no other units to ask."""
+        """Decide the end of the job."""
+        # There are no other units to ask, so the end is decided at once.
         self._teller.send(b"!")
 
     @property
@@ -89,8 +88,10 @@ class RegisteredJob:
                     self._registry.keep(self._record)
                 stop = self._root.get(stop_key(self._id)) is not None
             except StoreError:
+                # Training goes on without the store.
                 self._closed.wait(BEAT_S)
                 continue
+            # `close` must not close the socket between the check and the byte.
             with self._lock:
                 if stop and not self._closed.is_set():
                     self.stopped = True
@@ -99,10 +100,8 @@ class RegisteredJob:
                 return
 
     def again(self) -> None:
-        """Choose a new rendezvous for the next attempt of the whole job.
-
-        The new one has no addresses of processes of the former attempt.
-        """
+        """Choose a new rendezvous for the next attempt of the whole job."""
+        # It has no addresses of processes of the former attempt.
         self.url = with_job(self.url, f"{self._id}.{secrets.token_hex(4)}")
         self._urls.append(self.url)
 
@@ -110,6 +109,7 @@ class RegisteredJob:
         """Record in the store how the job ended."""
         state = "stopped" if self.stopped or outcome.code >= 128 else "failed" if outcome.code else "done"
         with suppress(StoreError):
+            # The store may have lost the entry since.
             self._registry.keep(self._record)
             self._registry.end(self._id, state)
 

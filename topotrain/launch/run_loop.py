@@ -1,9 +1,9 @@
 """The event loop of a launcher: it starts, watches and ends the units of one host.
 
-There is one process per unit.
+There is one process per unit. No process is left behind: if the launcher itself is killed, the units and the forkserver
+read the end of their stdin, and end.
 
-* The end of the job is decided in `job_shutdown.py`. No process is left behind: if the launcher itself is killed, the
-  units and the forkserver read the end of their stdin, and end.
+* The end of the job is decided in `job_shutdown.py`.
 * Unit 0 decides about restarts. It receives the events of the other units and sends them commands
   (`control_connection.py`).
 * Where a job survives process deaths, `RecoveryPolicy` receives every event first, and its actions are executed
@@ -89,6 +89,7 @@ class RunLoop:
 
         calls: the functions that child processes run. attempt: its number, and where it resumes.
         """
+        # The mark is inherited by all processes of the job, and `sweep` finds them by it.
         environ = {**os.environ, RUN_VARIABLE: self._host.mark}
         self._selector.register(self._host.signals.woken, selectors.EVENT_READ, self._on_signal)
         if self._host.others is not None:
@@ -152,17 +153,17 @@ class RunLoop:
             self._units.command("hold", on=self._paused)
 
     def _outcome(self) -> JobOutcome:
+        # Before `destroy`, which sets `stopping`.
         by_itself = self.shutdown.saving and not self.shutdown.stopping
         # The forkserver's exit is recorded by `destroy`, and belongs into the list of processes.
         self.destroy()
         self._processes.save(self.shutdown.missing)
         seconds, exits, pids = time.monotonic() - self._began, self._table.exits, self._table.pids
+        # A job that was complete before its last snapshot has not ended by the signal.
         if self._host.signals.came and not by_itself:
             return JobOutcome(128 + self._host.signals.came[0], seconds, None, exits, pids)
         cause = choose_cause(self.shutdown.failures)
         return JobOutcome(exit_code(cause) if cause else 0, seconds, cause, exits, pids)
-
-    # --- events
 
     def _on_lines(self, unit: UnitProcess) -> None:
         for line in unit.lines.read() or []:
@@ -173,6 +174,7 @@ class RunLoop:
 
     def _on_event(self, event: Event) -> None:
         if self._recovery is None or self.shutdown.stopping:
+            # A job that stops recovers nothing, so every event is shown and recorded as it is.
             self._pass_on(event)
         else:
             self._execute(self._recovery.on_event(event, time.monotonic()))
@@ -192,6 +194,7 @@ class RunLoop:
         self.shutdown.on_event(event)
 
     def _on_unit_exit(self, unit: UnitProcess) -> None:
+        # The pidfd may be readable before the pipe is empty, and the last events explain the end.
         for line in unit.lines.drain():
             with contextlib.suppress(ValueError):  # a killed unit may leave an incomplete line
                 self._on_event(from_json(line.decode()))
@@ -203,6 +206,7 @@ class RunLoop:
         code, left = unit.process.returncode, self._table.unended(unit.rank, self.shutdown.missing, started=idle)
         # Before a failure is reported: the policy then knows that the unit's processes have ended with it.
         self._on_event(Exited(unit.who, unit.process.pid, code))
+        # Other units end with an error because of the first failure; only a signal is news then.
         if (code or left) and not self.shutdown.stopping and (code < 0 or not self.shutdown.failures):
             early = "" if code else f" before {', '.join(left)} had ended"
             text = f"{unit.who} (pid {unit.process.pid}) {ending(code)}{early}"
@@ -214,13 +218,9 @@ class RunLoop:
             text = f"forkserver (pid {process.pid}) {ending(process.returncode)}"
             self._on_event(Failed("forkserver", "died", text, log_tail(self._host.forkserver.log)))
 
-    # --- other units
-
     def _is_needed(self) -> bool:
-        """Whether this unit must stay for other units.
-
-        It may have messages to send or to receive although its own processes have ended.
-        """
+        """Whether this unit must stay for other units."""
+        # Its messages may still be on their way although its own processes have ended.
         away = self._connection is None or self._recovery is None
         return not (away or self.shutdown.stopping or self.executor.released)
 
@@ -243,6 +243,7 @@ class RunLoop:
                     if not self.shutdown.stopping and not lost:
                         self._on_message(words)
                 case UnitMessage():
+                    # It is for the barrier between attempts, or about the next attempt.
                     self.unread.append(news)
                 case UnitReturned():
                     self._on_unit_returned(news)
@@ -257,15 +258,14 @@ class RunLoop:
                 self._connection.send(rank, {"life": self._attempt, "outcast": True})
 
     def _on_unit_returned(self, news: UnitReturned) -> None:
-        """Handle a new unit at the rank of a lost one.
-
-        Only a restart of the whole job can include it.
-        """
+        """Handle a new unit at the rank of a lost one."""
         what = f"unit {news.rank} is gone, and {news.unit.who} has replaced it"
+        # First: the new process may be here before its predecessor's silence was noticed.
         self._on_unit_lost(news.rank, Failed(f"unit {news.rank}", "died", what, ""))
         if self.shutdown.again:
             self.unread.append(news)
         elif not self.shutdown.stopping and isinstance(self._connection, ControlServer):
+            # Only a restart of the whole job can include it, and this job goes on.
             self._connection.open(news.rank, news.unit.word)
             if self.topology.cluster.replicas > 1:  # its servers are needed if more are lost
                 self.unread.append(news)
@@ -300,14 +300,14 @@ class RunLoop:
                 self._recovery.listen(values["on"])
             case command:
                 self.executor.send(command, **values)
+        # No action, but a command such as "end" may complete this unit.
         self._execute(())
-
-    # --- the end
 
     def _on_decided(self) -> None:
         others = self._host.others
         assert others is not None
         if others.saves and not others.over:
+            # Read here, so that the descriptor is readable again when the end is decided.
             others.heard()
             self._save(grace(self.job, signal.SIGTERM))
             return
@@ -344,10 +344,7 @@ class RunLoop:
         self.executor.request_snapshot()
 
     def destroy(self) -> None:
-        """Kill the remaining processes and close all resources.
-
-        A forkserver that the next attempt needs stays. A second call does nothing.
-        """
+        """Kill what is left, and close all resources. A second call does nothing."""
         self.shutdown.close()
         self.executor.close()
         self._selector.close()

@@ -1,7 +1,6 @@
 """The child processes of a unit: how they start, restart and are signaled.
 
-A worker group restarts when the last process of its former attempt has ended, because old and new processes would share
-memory. `supervisor.py` reads the events of the children.
+`supervisor.py` reads the events of the children.
 """
 
 import contextlib
@@ -138,20 +137,20 @@ class Child:
     def command(self, words: Mapping[str, Any]) -> None:
         """Send a command to the process. A process that is not ready yet reads it later."""
         with contextlib.suppress(OSError):
-            # The socket does not block. A process that reads nothing for so long that its buffer is full is lost
-            # anyway.
+            # The socket does not block. A process that does not read until its buffer is full is lost anyway.
             self.control.send(json.dumps(words).encode() + b"\n")
 
     def write_log(self, output: bytes) -> OSError | None:
-        """Append to the log.
+        """Append to the log; return the first error, and None after that.
 
-        A full disk does not end the job. Returns the first error, and None after that.
+        A full disk does not end the job.
         """
         try:
             while output:
                 # A nearly full disk may take a part of the output only.
                 output = output[os.write(self.log_fd, output) :]
         except OSError as error:
+            # One notice is enough: the disk stays full for the following lines, too.
             first, self.log_failed = not self.log_failed, True
             return error if first else None
         return None
@@ -169,8 +168,7 @@ def members(topology: Topology, rank: int) -> Iterator[tuple[tuple[Address, ...]
     """Yield the addresses and the memfds of each process of a unit.
 
     Server processes come first, except where servers run inside the processes of their workers. Workers that share
-    parameter values get the same memfd, which is empty and which the workers seal. It stays open in the unit, so that a
-    restarted worker can map it again.
+    parameter values get the same memfd, which is empty and which the workers seal.
     """
     unit = topology.units[rank]
     if topology.inline:
@@ -179,6 +177,7 @@ def members(topology: Topology, rank: int) -> Iterator[tuple[tuple[Address, ...]
     shared: dict[Address, tuple[int]] = {}
     for number, sharing in enumerate(topology.sharing(rank)):
         # The size follows from the model, which no process knows yet.
+        # The unit keeps it open, so that a restarted worker can map it again.
         memory = os.memfd_create(f"values-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         shared.update(dict.fromkeys(sharing, (memory,)))
     if unit.servers:
@@ -247,13 +246,12 @@ def start(client: forkserver.ForkserverClient, unit: UnitConfig, calls: EntryPoi
 
 
 def _open_log(log: Path, unit: UnitConfig, spec: ChildSpec) -> int:
-    """Open the log of a child.
-
-    All attempts of an address write to one file. A line separates two attempts.
-    """
+    """Open the log of a child."""
     again = spec.again or unit.attempt.why or ("the whole job starts again" if unit.attempt.number else "")
+    # All attempts of an address write to one file, so only the first one truncates it.
     fd = open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if again else os.O_TRUNC))
     if again:
+        # A full disk must not keep a process from restarting.
         with contextlib.suppress(OSError):
             os.write(fd, f"--- {spec.addresses[0]} starts again: {again} ---\n".encode())
     return fd
@@ -261,6 +259,7 @@ def _open_log(log: Path, unit: UnitConfig, spec: ChildSpec) -> int:
 
 def _log_name(unit: int, first: Address, spec: ChildSpec) -> str:
     if spec.guest:
+        # The workspace may be shared: the lost unit has a log for the same server.
         return f"server-{first.group}-{first.index}-in-unit-{unit}.log"
     return f"servers-unit-{unit}.log" if first.role is Role.SERVER else f"worker-{first.group}-{first.index}.log"
 
@@ -333,8 +332,6 @@ class Children:
         self._all.append(child)
         return child
 
-    # --- all of them
-
     @property
     def living(self) -> list[Child]:
         """The children that have not ended."""
@@ -356,6 +353,7 @@ class Children:
     def command(self, who: str, words: Mapping[str, Any]) -> None:
         """Send a command to the process of an address."""
         for child in self.living:
+            # A server process has several addresses, and a command may name any of them.
             if who in map(str, child.addresses):
                 child.command(words)
 
@@ -366,33 +364,26 @@ class Children:
                 self._client.signal(child.pid, number, group)
 
     def end(self, children: Iterable[Child]) -> None:
-        """Kill these children.
-
-        The launcher knows the reason, so their ends are not reported as losses.
-        """
+        """Kill these children."""
         for child in children:
+            # The launcher knows the reason, so their ends are not reported as losses.
             child.doom()
             self.signal(child, signal.SIGKILL, group=True)
 
     def kill_groups(self) -> None:
-        """Kill the children's process groups without the forkserver.
-
-        Call it only right after the death of the forkserver or the launcher, before the kernel can reuse a pid.
-        """
+        """Kill the children's process groups without the forkserver."""
         for child in self.living:
+            # Only right after the death of the forkserver or the launcher: then the kernel has not reused a pid yet.
             if child.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)
 
-    # --- restarts
-
     def restart(self, group: int, incarnation: int, why: str, who: str = "") -> list[Child]:
         """End the workers of a group, or one of them, and start new ones.
 
-        They start when the last of the former processes has ended. A group that is asked to restart again while it
-        waits restarts once, with the newest incarnation. Returns the children that were started at once.
+        They start when the last of the former processes has ended. Returns the children that were started at once.
         """
-        # A later request overwrites an earlier one that still waits, so the group restarts once.
+        # A later request replaces one that still waits: the group restarts once, with the newest incarnation.
         self._restarts[group, who] = incarnation, why
         self.end(child for child in self._former(group, who) if child.code is None and not child.doomed)
         return self._restart_due(group)
@@ -409,10 +400,10 @@ class Children:
             if any(child.code is None for child in former):
                 continue
             incarnation, why = self._restarts.pop(key)
+            # A group that joins for the first time has no former processes to take the addresses from.
             first = [spec for spec in self._absent if spec.addresses[0].group == group]
             self._absent = [spec for spec in self._absent if spec not in first]
-            # Before the new ones start: `named` and `with_pid` must find the new process of an address, and not the old
-            # one.
+            # Before the new ones start: `named` and `with_pid` must find the new process of an address.
             self._all = [child for child in self._all if child not in former]
             places = [(child.addresses, child.fds) for child in former] + [(spec.addresses, spec.fds) for spec in first]
             for addresses, fds in places:
@@ -424,12 +415,14 @@ class Children:
 
         Returns the replacement if this unit is to host it and it was started at once.
         """
+        # Kept for processes that start later, which get no command about it.
         self._seats = seats
         for child in self.living:
             if child.is_server and child.who != who:
                 # The lost process itself gets no command: its successor starts with the new placement.
                 child.command({"command": "seats", "seats": seats})
         former = [child for child in self._all if child.who == who]
+        # It may still run, for example frozen, and must not answer beside its replacement.
         self.end(child for child in former if child.code is None)
         if unit != self._unit.unit:
             return []
@@ -446,6 +439,7 @@ class Children:
         started = []
         for child in [c for c in self._all if c.who in self._vacant and c.code is not None]:
             number, why = self._vacant.pop(child.who)
+            # The replacement has the same name, by which `named` must find it.
             self._all.remove(child)
             if running:
                 started.append(self._replace(child.addresses, number, why))

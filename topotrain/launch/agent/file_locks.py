@@ -1,7 +1,6 @@
 """Locks on files of a workspace, and the process that holds a taken lock.
 
-Only the user of a workspace can open its lock file. The error says separately when another user's process holds the
-lock, and when the kernel shows no holder. In the latter case the pid in the file may be that of an ended launcher.
+Only the user of a workspace can open its lock file.
 """
 
 import contextlib
@@ -17,10 +16,7 @@ _LOCKS = Path("/proc/locks")
 
 
 class LockTaken(Exception):
-    """A lock is held by another process.
-
-    The text names the process, and completes a sentence about the workspace.
-    """
+    """A lock is held by another process; the text names it, about the workspace."""
 
 
 @contextlib.contextmanager
@@ -32,8 +28,7 @@ def locked(path: Path, how: int) -> Iterator[int]:
     fd = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
-            # A lock of `flock` belongs to the open file, so it also ends when a killed process leaves no chance to
-            # unlock.
+            # A lock of `flock` belongs to the open file, so the lock of a killed process ends, too.
             fcntl.flock(fd, how | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LockTaken(_taken(path, fd)) from None
@@ -43,7 +38,8 @@ def locked(path: Path, how: int) -> Iterator[int]:
 
 
 def _taken(path: Path, fd: int) -> str:
-    # A holder in another container is listed with a pid that does not exist here.
+    # A holder in another container is listed with a pid that does not exist here. On a file system of several
+    # hosts this kernel shows no holder at all.
     owners = {pid: owner for pid in _holders(fd) if (owner := _owner(pid)) is not None}
     ours = [pid for pid, owner in owners.items() if owner == os.geteuid()]
     if ours:
@@ -54,6 +50,7 @@ def _taken(path: Path, fd: int) -> str:
         return (
             f"is in use by no job of this user, but {stranger} holds {path}: remove that file, or choose another folder"
         )
+    # The kernel shows no holder: this pid may be that of an ended launcher.
     said = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
     elsewhere = f"its lock is held on another host or in another container (last launcher here: pid {said})"
     return f"is in use by another job: {elsewhere}: choose another folder or wait for its end"
@@ -65,8 +62,7 @@ def _holders(fd: int) -> list[int]:
     with contextlib.suppress(OSError):
         for line in _LOCKS.read_text(encoding="ascii").splitlines():
             words = line.split()  # such as 7: FLOCK ADVISORY WRITE 4711 08:02:3145 0 EOF
-            # Only inodes are compared: file systems such as btrfs and overlayfs show another device here than `fstat`
-            # does.
+            # Only inodes are compared: btrfs and overlayfs show another device here than `fstat` does.
             if len(words) > 5 and words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == info.st_ino:
                 found.append(int(words[4]))
     # The kernel shows 0 or -1 for a process outside of this pid namespace.

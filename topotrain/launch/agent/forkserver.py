@@ -7,7 +7,7 @@ descriptors for the child.
 * A child dies with the forkserver (PDEATHSIG).
 * The forkserver kills a child when the connection of its requester closes.
 * A child ends when the control channel that it watches closes.
-* The forkserver and all its children end at the end of its stdin. It ignores SIGTERM and SIGINT.
+* The forkserver and all its children end at the end of its stdin.
 """
 
 import contextlib
@@ -56,16 +56,10 @@ class ForkRequest:
 
 
 class ForkserverClient:
-    """A connection to the forkserver.
-
-    Its children live no longer than the connection.
-    """
+    """A connection to the forkserver; its children live no longer than it."""
 
     def __init__(self, path: str) -> None:
-        """Connect to the forkserver.
-
-        Raises OSError where no forkserver listens, and PermissionError where it belongs to another user.
-        """
+        """Connect to the forkserver. Raises OSError, also where it is another user's."""
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         # The request carries the environment and descriptors, so it must not reach another user's process.
@@ -87,17 +81,12 @@ class ForkserverClient:
         self._ask(body, (request.control, request.stdout, request.stderr, *request.fds))
 
     def signal(self, pid: int, number: int, group: bool = False) -> None:
-        """Signal a child of this connection, or its process group.
-
-        The forkserver sends the signal, because a pid is never stale to its parent.
-        """
+        """Signal a child of this connection, or its process group."""
+        # The forkserver sends it, because a pid is never stale to its parent.
         self._ask({"signal": number, "pid": pid, "group": group}, ())
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the next answers. Blocks until there is one.
-
-        None means that the forkserver is gone.
-        """
+        """Return the next answers, or None if the forkserver is gone. Blocks until then."""
         try:
             data = self._socket.recv(65536)
         except OSError:
@@ -143,7 +132,9 @@ class OwnedForkserver:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        # A killed forkserver has not removed its folder.
         shutil.rmtree(self.directory, ignore_errors=True)
+        # Last: with the lock free, another process may remove the folder as well.
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
@@ -151,10 +142,10 @@ class OwnedForkserver:
 
 
 def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str] | None = None) -> OwnedForkserver:
-    """Start a forkserver.
+    """Start a forkserver; its socket accepts connections at once.
 
-    Clients can connect at once, and get answers when `preload` is imported. Call it from a thread that runs as long as
-    the job: until torch is loaded, the forkserver dies with that thread.
+    Clients get answers when `preload` is imported. Call it from a thread that runs as long as the job: until torch is
+    loaded, the forkserver dies with that thread.
     """
     made, lock = temporary_folders.make()
     directory = str(made)
@@ -173,6 +164,7 @@ def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str
             stderr=errors,
             env=environment,
             pass_fds=[listener.fileno()],
+            # Ctrl-C in the terminal must not reach it: the launcher decides, and then closes its stdin.
             start_new_session=True,
         )
     return OwnedForkserver(process, directory, lock)
@@ -284,18 +276,17 @@ class ForkserverLoop:
                 os.kill(pid, body["signal"])
 
     def _forget(self, connection: socket.socket) -> None:
-        """Close the connection of a requester that is gone, and kill its children.
-
-        The children are reaped like any others.
-        """
+        """Close the connection of a requester that is gone, and kill its children."""
         self._selector.unregister(connection)
         connection.close()
         for pid, owner in self._owners.items():
             if owner is connection:
+                # It stays in `_owners`: `_reap` removes it with its exit.
                 _kill_group(pid)
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
+            # Emptied before the children are checked: a signal that comes meanwhile wakes the loop once more.
             self._woken.recv(4096)
         while (changed := _waited(os.WSTOPPED | os.WCONTINUED)) is not None:
             frozen = changed.si_code == os.CLD_STOPPED
@@ -304,6 +295,7 @@ class ForkserverLoop:
         while (dead := _waited(os.WEXITED | os.WNOWAIT)) is not None:
             # Processes that the child has started, such as those of a DataLoader, end with it.
             _kill_group(dead.si_pid)
+            # Only now is the pid free, and so after the last signal to its group.
             _, status = os.waitpid(dead.si_pid, 0)
             owner = self._owners.pop(dead.si_pid)
             _reply(owner, {"pid": dead.si_pid, "exit": os.waitstatus_to_exitcode(status)})
@@ -335,13 +327,10 @@ def _reply(connection: socket.socket, answer: Mapping[str, Any]) -> None:
 
 
 def _kill_group(pid: int, number: int = signal.SIGKILL) -> None:
-    """Signal a child and all processes of its group.
-
-    A child that has not made its group yet is signaled alone.
-    """
+    """Signal a child and all processes of its group."""
     for send in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            # The group is the pid of its leader. Before `setsid` of the child there is no such group.
+            # Before its `setsid` a child leads no group, and is signaled alone.
             send(pid, number)
             return
 
@@ -357,6 +346,8 @@ def main(arguments: Sequence[str]) -> None:
     child_channel.die_with_parent(True)
     for module in preload:
         importlib.import_module(module)
+    # From here on the end of stdin is noticed. The kernel's signal would come at the end of the parent's thread, even
+    # if the parent goes on.
     child_channel.die_with_parent(False)
     gc.collect()
     gc.freeze()  # what is loaded now stays shared between the children

@@ -1,7 +1,6 @@
 """The forkserver of a job over all its attempts.
 
-It is the job's own, restarted after a death, or one that another process owns. It stays between attempts, because
-loading torch takes longer than the rest of a start. The owner of the handle closes it.
+It is the job's own, restarted after a death, or one that another process owns. The owner of the handle closes it.
 """
 
 import subprocess
@@ -41,8 +40,7 @@ class ForkserverHandle:
 
         again: this is not the first attempt, so a forkserver of another owner may have died. Raises OSError.
         """
-        # Only a second attempt looks: at the first one an error is the user's, who has named a socket without a
-        # forkserver.
+        # Not at the first attempt: then the user gets the error about a socket without a forkserver.
         if self._given and again and not _answers(self._given):
             self._given = ""
         if self._given:
@@ -51,6 +49,7 @@ class ForkserverHandle:
         if self._own is not None and self._own.process.poll() is not None:
             self._own.close()
             self._own = None
+        # It stays between attempts: loading torch takes longer than the rest of a start.
         if self._own is None:
             self._own = forkserver.start(self.log, preload, environ)
         return self._own.path
@@ -60,10 +59,7 @@ class ForkserverHandle:
         sweep(self._mark, spared=set() if self._own is None else {self._own.process.pid})
 
     def close(self) -> int | None:
-        """End the job's own forkserver with all its children; return its exit code.
-
-        None means that the job has no forkserver of its own.
-        """
+        """End the job's own forkserver; return its exit code, or None if it has none."""
         code = None if self._own is None else self._own.close()
         self._own = None
         # After the forkserver: until then it would reap the processes, and their pids could be reused.
@@ -73,6 +69,7 @@ class ForkserverHandle:
 
 def _answers(path: str) -> bool:
     try:
+        # A connection alone is no request, so nothing is forked.
         forkserver.ForkserverClient(path).close()
     except OSError:
         return False

@@ -13,10 +13,8 @@ SWEEP_S = 1.0
 
 
 def marked(mark: str) -> list[int]:
-    """Return the processes with TOPOTRAIN_RUN=`mark` in their environment.
-
-    Forks inherit the environment, and so the mark.
-    """
+    """Return the processes with TOPOTRAIN_RUN=`mark` in their environment."""
+    # Forks inherit the environment, and so the mark.
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and _is_marked(int(name), mark)]
 
 
@@ -30,10 +28,8 @@ def _is_marked(pid: int, mark: str) -> bool:
 
 
 def sweep(mark: str, spared: Set[int] = frozenset()) -> None:
-    """Kill all processes with the mark.
-
-    A program may have left some in process groups of their own. spared: processes that stay.
-    """
+    """Kill all processes with the mark, except those that are `spared`."""
+    # A program may have put processes into groups of their own, which no kill of a group reaches.
     deadline = time.monotonic() + SWEEP_S
     # A process may fork while the list is read, so it is read again until it is empty.
     while (left := set(marked(mark)) - spared) and time.monotonic() < deadline:
@@ -42,11 +38,9 @@ def sweep(mark: str, spared: Set[int] = frozenset()) -> None:
 
 
 def _kill_marked(pid: int, mark: str) -> None:
-    """Kill a process if it still carries the mark.
-
-    A pidfd keeps the pid from being reused between the check and the signal.
-    """
+    """Kill a process if it still carries the mark."""
     try:
+        # A pidfd keeps the pid from being reused between the check and the signal.
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
@@ -54,6 +48,7 @@ def _kill_marked(pid: int, mark: str) -> None:
         if _is_marked(pid, mark):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             with selectors.DefaultSelector() as selector:
+                # Its end is awaited: the next reading of the list would find it again.
                 selector.register(pidfd, selectors.EVENT_READ)
                 selector.select(SWEEP_S)
     except ProcessLookupError:

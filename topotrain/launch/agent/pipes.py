@@ -31,10 +31,7 @@ class LineReader:
     open: bool = True
 
     def read(self) -> list[bytes] | None:
-        """Return the complete lines that are available, without their newlines.
-
-        None means that no data is available, now or because of the end of file.
-        """
+        """Return the complete lines that are available; None without any data."""
         data = _read(self.fd)
         self.open = data != b""
         if not data:
@@ -43,10 +40,7 @@ class LineReader:
         return lines
 
     def drain(self) -> list[bytes]:
-        """Return all complete lines that are available.
-
-        At the end of file an incomplete last line is included.
-        """
+        """Return all available lines, at the end of file with an incomplete last one."""
         found: list[bytes] = []
         while (lines := self.read()) is not None:
             found += lines
@@ -58,8 +52,7 @@ class LineReader:
 class OutputReader:
     """Reads a program's output as it comes.
 
-    A progress bar has no newlines, so the output is not split into lines. `text` decodes the pieces, even where a piece
-    ends inside a character.
+    `text` decodes the pieces, even where a piece ends inside a character.
     """
 
     def __init__(self, fd: int) -> None:
@@ -68,21 +61,17 @@ class OutputReader:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self) -> list[bytes] | None:
-        """Return the available output as one piece.
-
-        None means that no output is available, now or because of the end of file.
-        """
+        """Return the available output as one piece; None without any."""
         data = _read(self.fd)
         self.open = data != b""
+        # Not split into lines: a progress bar has no newlines.
         return [data] if data else None
 
     def drain(self) -> list[bytes]:
-        """Return the output that is in the pipe at this moment.
-
-        An orphan of the program may keep writing, so reading until the pipe is empty could take forever.
-        """
+        """Return the output that is in the pipe at this moment."""
         found: list[bytes] = []
-        # FIONREAD: the number of bytes in the pipe now.
+        # FIONREAD: the number of bytes in the pipe now. An orphan of the program may keep writing, so reading until the
+        # pipe is empty could take forever.
         there = int.from_bytes(fcntl.ioctl(self.fd, termios.FIONREAD, bytes(4)), sys.byteorder)
         while there > 0 and (pieces := self.read()) is not None:
             found += pieces
@@ -95,15 +84,13 @@ class OutputReader:
 
 
 def _read(fd: int) -> bytes | None:
-    """Return the available data: None for nothing yet, b"" for the end.
-
-    A descriptor that can no longer be read counts as ended.
-    """
+    """Return the available data: None for nothing yet, b"" for the end."""
     try:
         return os.read(fd, 65536)
     except BlockingIOError:
         return None
     except OSError:
+        # A descriptor that can no longer be read counts as ended.
         return b""
 
 
@@ -120,16 +107,14 @@ class LineWriter:
         self.write()
 
     def write(self) -> None:
-        """Write as much as possible.
-
-        The data is dropped if the reader is gone.
-        """
+        """Write as much as possible."""
         try:
             # A pipe may take a part of the data.
             del self.waiting[: os.write(self.fd, self.waiting)]
         except BlockingIOError:
             pass
         except OSError:
+            # The reader is gone, and its end is noticed elsewhere.
             self.waiting.clear()
 
     def flush(self, seconds: float) -> None:
@@ -153,10 +138,7 @@ def log_tail(path: Path) -> str:
 
 
 def ending(code: int) -> str:
-    """Describe an exit code.
-
-    It is "was killed by SIGKILL" for -9, and "ended with exit code 3" for 3.
-    """
+    """Describe an exit code: "was killed by SIGKILL" for -9."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

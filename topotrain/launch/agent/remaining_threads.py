@@ -34,11 +34,12 @@ class RemainingThreads:
         threading.Thread(target=self._watch_after_main, name="remains", daemon=True).start()
 
     def _watch_after_main(self) -> None:
-        # Only then does Python wait for the other threads, and it says nothing.
+        # Only then does Python wait for the other threads, without a notice.
         threading.main_thread().join()
         self._watch()
 
     def _watch(self) -> None:
+        # A daemon thread: it ends with the process, so the event is never set.
         never = threading.Event()
         seconds = self._quiet_s
         while not never.wait(seconds):

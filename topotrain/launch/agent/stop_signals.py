@@ -27,16 +27,19 @@ def signals() -> Iterator[StopSignals]:
     woken, waker = socket.socketpair()
     came: list[int] = []
     with woken, waker:
+        # Python requires it of a wakeup descriptor: a signal handler must not block.
         waker.setblocking(False)
         # Python allows signal handlers on the main thread only.
         if threading.current_thread() is not threading.main_thread():
             yield StopSignals(came, woken)
             return
         former = {number: signal.getsignal(number) for number in _SIGNALS}
+        # `nohup` ignores SIGHUP, and the job must go on after it.
         taken = {number: handler for number, handler in former.items() if handler is not signal.SIG_IGN}
         former_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         try:
             for number in taken:
+                # The handler counts the signals; the descriptor wakes the loop.
                 signal.signal(number, lambda number, _: came.append(number))
             yield StopSignals(came, woken)
         finally:

@@ -1,8 +1,9 @@
 """Supervisor of a unit: it starts and ends the unit's processes, without torch.
 
 One thread runs one loop. The unit sends its children's events as JSON lines on stdout, and receives commands as JSON
-lines on stdin. The end of stdin means that the launcher died, so the unit kills all its processes. A child never
-outlives its unit: the forkserver kills the children of a closed connection, and each child watches its own channel.
+lines on stdin. A child never outlives its unit: the forkserver kills the children of a closed connection, and each
+child watches its own channel. The command "stop" asks all processes to end, and "hold" pauses the reading of the main
+worker's output.
 
 Where the job survives process deaths (`on_failure: kContinue`), the unit reports a death as Lost, and the launcher
 sends commands:
@@ -14,12 +15,7 @@ sends commands:
 * "kill" ends all processes at once.
 * "end" lets the unit end. Until then it stays, because its processes may be needed again.
 
-A process that ends without an announcement is lost, with any exit code. A process without its channel is lost, too,
-because it can no longer receive commands.
-
-The unit reads the main worker's output only as fast as the launcher takes it, so a print blocks as under plain
-`python`. "hold" pauses the reading while the launcher's own reader is behind. Events are always read, and nothing is
-dropped.
+A process that ends without an announcement is lost, with any exit code.
 """
 
 import json
@@ -107,9 +103,7 @@ class ShutdownTimer:
 
 
 class Supervisor:
-    """The supervisor of a unit.
-
-    `run` returns 0 when every child ended with code 0, else 1.
+    """Supervises a unit; `run` returns 0 when every child ended with code 0, else 1.
 
     Args:
         unit: the settings of the unit.
@@ -145,6 +139,7 @@ class Supervisor:
         self._selector.register(_STDIN, _READ, self._on_commands)
         self._selector.register(self._client.fileno(), _READ, self._on_answers)
         with stop_signals() as woken:
+            # A signal only wakes this loop: its handler may not touch the selector or the children.
             self._selector.register(woken.fileno(), _READ, lambda: self._on_signal(woken))
             self._listen(self._children.start())
             while (
@@ -159,8 +154,6 @@ class Supervisor:
             return 0
         return int(not self._children.ended_well)
 
-    # --- the loop
-
     def _poll(self) -> None:
         for key, _ in self._selector.select(self._shutdown.limit(self._poll_s)):
             if key.fd in self._selector.get_map():  # an earlier callback may have unregistered it
@@ -174,6 +167,7 @@ class Supervisor:
             self._selector.unregister(fd)
 
     def _on_signal(self, woken: socket.socket) -> None:
+        # A scheduler sends SIGTERM and allows a last snapshot. A user sends SIGINT and wants the end at once.
         wait_s = waits(self._unit.job) if signal.SIGINT not in woken.recv(64) else 0.0
         # A second signal ends the wait for a last snapshot.
         if not self._shutdown.running or not wait_s:
@@ -185,6 +179,7 @@ class Supervisor:
         for line in self._commands.read() or []:
             self._on_command(json.loads(line))
         if not self._commands.open:  # the launcher died
+            # The forkserver may have died with the launcher, so the unit kills the groups itself and waits for no exit.
             self._shutdown.enter(ShutdownStage.LEFT, 0)
             self._children.kill_groups()
 
@@ -197,6 +192,7 @@ class Supervisor:
             case "end":
                 self._needed = False
             case "hold":
+                # The launcher's own reader is behind, although the launcher still takes what this unit writes.
                 self._held = command["on"]
                 self._regulate()
             case "restart" if self._shutdown.running:
@@ -225,6 +221,7 @@ class Supervisor:
             child = self._children.with_pid(answer["pid"])
             self._send((Frozen if answer["frozen"] else Thawed)(child.who, child.pid))
             return
+        # An answer to a request comes before the pid is known, so it names the address.
         child = self._children.named(answer["who"])
         if "error" in answer:
             self._fail(child, f"{child.who} could not be started: {answer['error']}")
@@ -240,10 +237,9 @@ class Supervisor:
             asked = self._shutdown.stage is ShutdownStage.ASKED
             self._children.signal(child, signal.SIGTERM if asked else signal.SIGKILL)
 
-    # --- events and output of the children
-
     def _listen(self, children: Iterable[Child]) -> None:
         for child in children:
+            # Events are read even while outputs are paused: they report failures.
             self._selector.register(child.events.fd, _READ, partial(self._on_readable, child, "", child.events))
             if not self._paused:
                 self._listen_to_output(child)
@@ -257,6 +253,7 @@ class Supervisor:
         """Read the main worker's output, or pause until the launcher has caught up."""
         # With one threshold only, reading would stop and go on at every event.
         most = _BACKLOG_BYTES // 2 if self._paused else _BACKLOG_BYTES
+        # Nothing is dropped: a full pipe blocks the program's `print`, as under plain `python`.
         pauses = self._held or len(self._events.waiting) > most
         if pauses is self._paused:
             return
@@ -282,6 +279,7 @@ class Supervisor:
         for child in self._children.living if self._shutdown.running else []:
             since = child.unreachable_since
             explained = child.announced or child.failed or child.doomed
+            # Without its channel a process can receive no command, so it counts as lost although it runs.
             if since is not None and now >= since + UNREACHABLE_S and not explained:
                 self._fail(child, f"{child.who} (pid {child.pid}) {_UNREACHABLE}")
                 self._children.end([child])
@@ -306,13 +304,13 @@ class Supervisor:
 
     def _on_exit(self, child: Child, code: int) -> None:
         """Read the remaining data of an ended process, then report its end."""
+        # Its last events may still be in the pipe: they decide whether the exit was announced.
         sources: list[tuple[str, LineReader | OutputReader]] = [*child.outputs.items(), ("", child.events)]
         for stream, source in sources:
             # First the outputs, then the events: the output explains the failure that an event reports.
             for line in source.drain():
                 self._on_line(child, stream, line)
-        # A program may leave with code 0 in the middle of its work (`os._exit(0)`), which only the missing announcement
-        # shows.
+        # A program may leave with code 0 in the middle of its work (`os._exit(0)`): then the announcement is missing.
         known = child.failed or child.doomed or (code == 0 and child.announced)
         if not known and self._shutdown.running:
             self._fail(child, f"{child.who} (pid {child.pid}) {ending(code)}{'' if code else _UNANNOUNCED}")
@@ -320,6 +318,7 @@ class Supervisor:
 
     def _fail(self, child: Child, text: str) -> None:
         tail = log_tail(child.log)
+        # Lost lets the launcher restart; Failed makes it end the job.
         self._send(Lost(child.who, child.pid, text, tail) if self._continues else Failed(child.who, "died", text, tail))
 
     def _close(self, child: Child, code: int) -> None:
@@ -328,15 +327,11 @@ class Supervisor:
         child.close(code)
         for address in child.addresses:
             self._send(Exited(str(address), child.pid, code))
+        # Only now may processes start that wait for this end, such as the successor that maps the same memory.
         self._listen(self._children.on_exit(child, self._shutdown.running))
 
-    # --- the end
-
     def _stop(self) -> None:
-        """Ask the children to end.
-
-        A second call does nothing.
-        """
+        """Ask the children to end; a second call does nothing."""
         if not self._shutdown.running:
             return
         self._shutdown.enter(ShutdownStage.ASKED, GRACE_S)
@@ -364,11 +359,8 @@ class Supervisor:
             self._children.signal(child, signal.SIGKILL, group=True)
 
     def _on_forkserver_lost(self) -> None:
-        """Report the death of the forkserver, with which its children died.
-
-        Processes that the children had started may still run, so their groups are killed.
-        """
-        # The children died with the forkserver, and their pids may be reused soon: kill their groups at once.
+        """Report the death of the forkserver, with which its children died."""
+        # Processes that the children had started may still run. The pids may be reused soon: kill the groups at once.
         self._unregister(self._client.fileno())
         self._children.kill_groups()
         if self._shutdown.running:
@@ -376,11 +368,11 @@ class Supervisor:
             # The launcher reports the death of a forkserver of the whole host itself: it knows the exit code.
             kind = "died" if self._owns_forkserver else "peer"
             self._send(Failed(who, kind, f"{who} lost its forkserver, and with it its processes", ""))
+        # Before the exits below, which would otherwise be reported as losses of their own.
         self._shutdown.enter(ShutdownStage.KILLED, GIVE_UP_S)
         for child in self._children.living:
+            # No forkserver is left to report these exits; the kernel has killed the children (PDEATHSIG).
             self._on_exit(child, -signal.SIGKILL)
-
-    # --- events to the launcher
 
     def _send(self, event: Event) -> None:
         """Queue an event for the launcher."""

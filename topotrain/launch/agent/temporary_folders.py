@@ -21,21 +21,17 @@ _LOCK = ".topotrain-lock"
 
 
 def base() -> Path:
-    """Return the parent of these folders.
-
-    Its path is short, because the folders hold Unix sockets, and their paths are limited to 107 bytes.
-    """
+    """Return the parent of these folders."""
+    # The path of a Unix socket has at most 107 bytes, and the names of folder and socket need the rest.
     return Path("/tmp" if len(tempfile.gettempdir()) > 60 else tempfile.gettempdir())
 
 
 def make() -> tuple[Path, int]:
-    """Make a folder for this user alone.
-
-    Returns its path, and a descriptor to keep open while the folder is used.
-    """
+    """Make a folder for this user alone; return it with a descriptor to keep open."""
     sweep()
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base()))
+        # Between `mkdtemp` and this lock another process may have swept the folder away.
         lock = use(path)
         if lock is not None:
             return path, lock
@@ -52,6 +48,7 @@ def share(name: str) -> tuple[Path, int]:
             path.mkdir(mode=FOLDER_MODE)
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
             info = path.lstat()
+            # The name is predictable and /tmp is open to all: another user may have made it first.
             if info.st_uid != os.geteuid() or info.st_mode & 0o077 or not stat.S_ISDIR(info.st_mode):
                 raise ConfigError("folder", str(path), "must belong to this user, with mode 0700")
         lock = use(path)
@@ -60,15 +57,13 @@ def share(name: str) -> tuple[Path, int]:
 
 
 def use(path: Path) -> int | None:
-    """Lock a folder that is in use.
-
-    Returns None where another process has just removed the folder. Raises OSError.
-    """
+    """Lock a folder in use; None where it was just removed. Raises OSError."""
     try:
         lock = open_file(path / _LOCK, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError:
         return None
     fcntl.flock(lock, fcntl.LOCK_SH)  # waits for one that is removing the folder
+    # A remover may have unlinked the file after it was opened: then the lock protects nothing.
     if _names(path / _LOCK, lock):
         return lock
     os.close(lock)
@@ -83,16 +78,15 @@ def sweep() -> None:
 
 
 def _remove_unused(path: Path) -> None:
-    """Remove a folder of this user that no process uses.
-
-    Raises OSError for a folder in use, and for one without the lock file.
-    """
+    """Remove a folder of this user; OSError if it is in use or has no lock file."""
     # `lstat`, because another user may have placed a symbolic link under this name.
     if path.lstat().st_uid != os.geteuid():
         return
+    # Without O_CREAT: a folder without this file belongs to another program.
     lock = open_file(path / _LOCK, os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Its path may name a newer folder by now, with a lock file of its own.
         if _names(path / _LOCK, lock):
             shutil.rmtree(path, ignore_errors=True)
     finally:

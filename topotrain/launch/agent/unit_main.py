@@ -80,6 +80,7 @@ def supervise(place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo) -> int
         unit = UnitConfig(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, attempt)
         client = forkserver.ForkserverClient(path)
         stack.callback(client.close)
+        # Closed in reverse order: without its connection the forkserver kills what is left before it ends.
         return Supervisor(unit, topology, calls, client, owns_forkserver=not place.forkserver).run()
 
 

@@ -33,10 +33,7 @@ class UnitProcess:
         return f"unit {self.rank}"
 
     def command(self, command: str, **values: Any) -> None:
-        """Send a command to the unit.
-
-        The commands are listed in `supervisor.py`.
-        """
+        """Send a command to the unit; `supervisor.py` lists the commands."""
         assert self.process.stdin is not None
         # A unit that has just died has closed its pipe; its end is reported by its pidfd.
         with contextlib.suppress(OSError):
@@ -104,6 +101,7 @@ class UnitProcesses:
         def once() -> None:
             # A pidfd stays readable after the end, so it would be reported again and again.
             self._selector.unregister(pidfd)
+            # Reaps it at once; it has ended, so this does not block.
             process.wait()
             ended()
 
@@ -127,6 +125,7 @@ class UnitProcesses:
             unit.close()
         for pidfd in self._pidfds:
             os.close(pidfd)
+        # A descriptor number may be reused, so a second call must not close it again.
         self._pidfds.clear()
 
 

@@ -40,10 +40,7 @@ _WANTED = "wanted"
 
 @contextlib.contextmanager
 def claimed(job: Job) -> Iterator[Path]:
-    """Lock the job's workspace for this launcher alone.
-
-    Raises ConfigError if it is in use or not writable.
-    """
+    """Lock the workspace for this launcher; ConfigError if in use or not writable."""
     path = Path(job.workspace).absolute()
     with contextlib.ExitStack() as stack:
         try:
@@ -66,10 +63,7 @@ def claimed(job: Job) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
-    """Lock the job's workspace for the units of this job.
-
-    Raises ConfigError as `claimed` does.
-    """
+    """Lock the workspace for this job's units. Raises ConfigError as `claimed` does."""
     path = Path(job.workspace).absolute()
     with contextlib.ExitStack() as stack:
         try:
@@ -81,12 +75,13 @@ def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
             raise _unusable(job, error) from None
         except LockTaken as taken:
             raise ConfigError("cluster.workspace", job.workspace, str(taken)) from None
+        # It is of an earlier start: its pids may belong to other processes by now.
         (path / f"processes-{rank}.json").unlink(missing_ok=True)
         yield path
 
 
 def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
-    """Make a new run directory. Returns the URL of the job's rendezvous.
+    """Make a new run directory, and return the URL of the job's rendezvous.
 
     profile: the step to profile, counted from 1; 0 for none. The processes write its spans to run/spans.
     Raises ConfigError.
@@ -106,10 +101,7 @@ def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
 
 
 def furnish(run_dir: Path, job: Job, token: bytes, profile: int = 0) -> None:
-    """Write the files that the processes of a run need into its folder.
-
-    Raises OSError.
-    """
+    """Write the files that a run's processes need into its folder. Raises OSError."""
     write_text(run_dir / JOB_FILE, job_file.dumps(job))
     if profile:
         make_folder(run_dir / SPANS)
@@ -160,6 +152,7 @@ class ProcessEntry:
                 self.start(pid)
             case Serving(pid=pid, urls=urls):
                 self.start(pid)
+                # A server process reports each of its servers.
                 self.address += [url for url in urls if url not in self.address]
             case Exited(code=code):
                 self.exit = code
@@ -203,20 +196,18 @@ class ProcessList:
         if not isinstance(event, Started) or not event.who.startswith("server "):
             return None
         group, _, index = event.who.removeprefix("server ").partition("/")
+        # Only a unit that another tool started gets here, and its list has one unit.
         rank = self._topology.units[0].rank
         entry = self._by_role[event.who] = ProcessEntry([event.who], rank, servers=[[int(group), int(index)]])
         self._entries.append(entry)
         return entry
 
     def save(self, missing: Collection[str] = ()) -> None:
-        """Write the file atomically after a change, when all processes are up.
-
-        A write error does not end the job. missing: names of processes that the file does not wait for.
-        """
+        """Write the file after a change, when all processes but the missing ones are up."""
         if not self._changed or any(e.pid is None and not set(e.roles) <= set(missing) for e in self._entries):
             return
         self._changed = False
-        # A reader of the file never sees half of it.
+        # A reader of the file never sees half of it. A full disk does not end the job.
         temporary = self._path.with_suffix(".tmp")
         with contextlib.suppress(OSError):
             write_text(temporary, json.dumps([asdict(entry) for entry in self._entries], indent=1) + "\n")

@@ -1,7 +1,6 @@
 """The servers next to a worker that was started by hand, in their own process.
 
-This process ends with the worker's process, which holds the other end of its stdin. It ignores Ctrl-C on the terminal,
-which is for the worker alone.
+This process ends with the worker's process, which holds the other end of its stdin.
 """
 
 import importlib
@@ -26,6 +25,7 @@ _LOOK_S = 1.0
 
 def main() -> int:
     """Read the servers' settings from stdin, and run them. Returns the exit code."""
+    # Ctrl-C on the terminal is for the worker, which ends this process when it has sent its reason.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Before stdin is read: the worker may have died in between, and then the parent is another process.
     worker = os.getppid()
@@ -52,10 +52,7 @@ def _serve(spec: dict[str, Any]) -> None:
 
 
 def _outlive_nobody(worker: int) -> None:
-    """End with the worker's process: at the end of stdin, or with a new parent.
-
-    Processes that the script has forked may hold the pipe open after the worker has ended.
-    """
+    """End with the worker's process: at the end of stdin, or with a new parent."""
     gone = threading.Event()
 
     def read() -> None:
@@ -63,6 +60,7 @@ def _outlive_nobody(worker: int) -> None:
         gone.set()
 
     threading.Thread(target=read, name="stdin", daemon=True).start()
+    # Both: processes that the script has forked may hold the pipe open after the worker has ended.
     while not gone.wait(_LOOK_S):
         if os.getppid() != worker:
             break

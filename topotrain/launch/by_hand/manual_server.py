@@ -1,8 +1,7 @@
 """Servers that the user starts by hand: they admit workers, and end with the job.
 
-Without a launcher only the servers see which workers are present. So they print which workers they wait for, and refuse
-a second process for the same worker. When a worker is lost before the end of its script, they send the others the
-reason why the job cannot go on.
+They print which workers they wait for, and refuse a second process for the same worker. When a worker is lost before
+the end of its script, they send the others the reason why the job cannot go on.
 """
 
 import os
@@ -63,11 +62,8 @@ class SharedSettings:
 
 
 def by_hand(job: Job) -> Job:
-    """Return the job as manually started processes run it.
-
-    It uses TCP, because the processes share no folder for shared memory. A loss ends it, because no launcher can
-    restart a process.
-    """
+    """Return the job as manually started processes run it."""
+    # TCP: the processes share no folder for shared memory. kStop: without a launcher nothing restarts.
     return replace(job, on_failure=OnFailure.kStop, cluster=replace(job.cluster, road=Road.kTcp))
 
 
@@ -79,12 +75,9 @@ def place_of(
     host: str,
     port: int = 0,
 ) -> RouterConfig:
-    """Return the router's settings for a process of a job, see `by_hand`.
-
-    Raises:
-        ConfigError: the job's counts do not fit together.
-    """
+    """Return the router's settings for a process of a job. Raises ConfigError."""
     words = terms.words.encode("ascii", "replace").decode()[:_MOST_WORDS]
+    # A part of the digest is enough to notice another job, and leaves room for the words.
     digest = f"{words} {job.digest()[:_DIGEST_DIGITS]}".strip()
     identity = Identity(job.name, job_key(secret, "by hand", job.name), 0, 0, digest)
     meeting = ConnectTimeouts(terms.patience_s, True, WaitNotice(terms.name))
@@ -127,9 +120,7 @@ def understandable(error: TransportError, terms: SharedSettings) -> TransportErr
     return error if advice is None else Refused(error.code, f"{error.text}; {advice}")
 
 
-# --- the servers -------------------------------------------------------------------------------------------------
-
-
+# Without a launcher only the servers see which workers are present.
 class WorkerPresence(HostObserver):
     """The workers that have joined the servers of this process, and the first failure.
 
@@ -166,11 +157,9 @@ class WorkerPresence(HostObserver):
             self.fail(f"{self._name(peer)} is gone, the job cannot go on: {reason}", cause=False)
 
     def fail(self, text: str, cause: bool = True) -> None:
-        """Record that the job cannot go on.
-
-        The first cause counts; without one, the first failure does.
-        """
+        """Record that the job cannot go on."""
         with self.change:
+            # The first cause counts; a lost connection without one may only follow from it.
             if self.failure is None or (cause and not self.failure.cause):
                 self.failure = Fail(text, cause=cause)
             self.change.notify_all()
@@ -203,10 +192,7 @@ class ManualServers:
         self._open = True
 
     def admit(self, peer: Peer, connected: bool) -> None:
-        """Refuse a second process of one worker.
-
-        Before the servers are connected every worker is refused.
-        """
+        """Refuse a second process of one worker, and all before the servers are connected."""
         if peer.address.role is not Role.WORKER:
             return
         if connected:
@@ -221,11 +207,9 @@ class ManualServers:
         return all(endpoint.done for endpoint in self.servers.endpoints.values())
 
     def fail(self, why: Fail) -> None:
-        """Send all workers the reason why the job cannot go on.
-
-        It includes workers that have sent nothing yet.
-        """
+        """Send all workers the reason why the job cannot go on."""
         for me in self.servers.endpoints:
+            # Also those that have sent nothing yet: they would wait for the first step.
             for worker in workers_of(self._place.topology, me):
                 with suppress(TransportError):
                     self.router.send(me, worker, why)
@@ -314,10 +298,12 @@ def _wait(hosts: Sequence[ManualServers], presence: WorkerPresence, terms: Share
     until, end = time.monotonic() + terms.patience_s, 0.0
     while not all(each.done for each in hosts):
         with presence.change:
+            # With a limit: not every change of `done` notifies this condition, and the time limits must be noticed.
             presence.change.wait(0.1)
             failure, missing = presence.failure, ", ".join(map(terms.name, presence.missing))
         if failure is not None:
             now = time.monotonic()
+            # An error may be the consequence of a cause that is reported a moment later.
             end = end or now + CAUSE_S
             if failure.cause or now >= end:
                 raise JobError(failure.text, failure.config)

@@ -1,8 +1,7 @@
 """A process that the user starts by hand and that becomes a worker of a job.
 
 The process belongs to the user, and its script runs as before. At its end, or at `leave`, the worker signs off, and
-worker (0,0) delivers the result. A script that ends with an exception, or by Ctrl-C, waits for no other process: it
-sends the reason to the servers, which send it to the other workers.
+worker (0,0) delivers the result.
 """
 
 import atexit
@@ -136,10 +135,7 @@ class _WaitObserver(HostObserver):
 
 @dataclass(frozen=True, slots=True)
 class _Connector(Connector):
-    """Opens a worker's connections.
-
-    Its errors use the terms of the interface that started the processes.
-    """
+    """Opens a worker's connections; errors use the terms of the user's interface."""
 
     terms: SharedSettings
 
@@ -176,6 +172,7 @@ class _Joined(ProcessOwner, Notifier):
         self._failed: BaseException | None = None
         self._said = False
         self._exit, self._hook = sys.exit, sys.excepthook
+        # Ctrl-C inside a frame would leave a connection that cannot send the reason any more.
         self._usual_interrupts = between_frames()
         self._own_end = ProcessExitHook(self)
 
@@ -206,6 +203,7 @@ class _Joined(ProcessOwner, Notifier):
 
     def leave(self) -> None:
         """Leave the job. Errors are raised after everything is closed."""
+        # A process that the script has forked is no worker.
         if self._over or os.getpid() != self._pid:
             return
         try:
@@ -238,6 +236,7 @@ class _Joined(ProcessOwner, Notifier):
 
     def _abort(self, error: BaseException) -> None:
         """Leave at once, and send the servers the reason."""
+        # A script that fails waits for no other process, and the other workers get the reason.
         self._give_up(error)
         self._close(finished=False)
         if self._servers is not None:
@@ -247,6 +246,7 @@ class _Joined(ProcessOwner, Notifier):
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._failed = error
         if isinstance(error, JobError | PeerLost | TransportError):
+            # These are consequences, so the user gets the reason from the servers.
             tell(f"error: {self._reason(error)}")
         elif isinstance(error, ConfigError | StoreError):
             tell(f"error: {error}")  # the traceback would only show code of topotrain
@@ -256,6 +256,7 @@ class _Joined(ProcessOwner, Notifier):
 
     def _give_up(self, error: BaseException) -> None:
         if isinstance(self._here.roads, WorkerConnections) and not self._said:
+            # Once: an error may pass both the hook and the end of the script.
             self._said = True
             self._here.roads.exchange.give_up(
                 _words(error), cause=not isinstance(error, JobError | PeerLost | TransportError)
@@ -270,6 +271,7 @@ class _Joined(ProcessOwner, Notifier):
 
     def _leaving(self, code: Any = None) -> None:
         if code not in (None, 0) and os.getpid() == self._pid:
+            # Kept for `_at_exit`: functions at exit do not get the code.
             self._failed = SystemExit(code)
         raise SystemExit(code)
 
@@ -280,6 +282,7 @@ class _Joined(ProcessOwner, Notifier):
             self._abort(self._failed)
             return
         code = self.end()
+        # Python would end with 0: an exception at exit is printed and ignored.
         if code:
             end_process(code)
 
@@ -299,16 +302,10 @@ def _words(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip()
 
 
-# --- servers beside a worker -------------------------------------------------------------------------------------
-
-
 def _start_servers(
     job: Job, beside: ColocatedServers, store: Store, secret: bytes, host: str, terms: SharedSettings
 ) -> "subprocess.Popen[bytes]":
-    """Start the servers in a process of their own.
-
-    The script's process must not share its interpreter with threads that other processes wait for.
-    """
+    """Start the servers in a process of their own."""
     if not isinstance(store, StaticStore) and not beside.url:
         raise ConfigError("url", beside.url, "servers beside a worker need the store's URL")
     spec = {
@@ -321,6 +318,7 @@ def _start_servers(
         "name": f"{terms.name.__module__}:{terms.name.__qualname__}",
     }
     command = [sys.executable, "-m", "topotrain.launch.by_hand.colocated_server"]
+    # Not threads of this process: other processes wait for the servers, and a script may hold the interpreter.
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, bufsize=0)
     assert child.stdin is not None
     child.stdin.write(json.dumps(spec).encode() + b"\n")  # stays open: the child ends at the end of the pipe

@@ -1,7 +1,6 @@
 """The registry of launchers, by name.
 
-A launcher is a module of this folder with the two functions of `submission.LauncherTool`. `env_tables.py` lists the
-environment variables that give its units their ranks.
+A launcher is a module of this folder with the two functions of `submission.LauncherTool`.
 """
 
 import importlib
@@ -56,10 +55,7 @@ SPECIAL = tuple(dict.fromkeys(option for entry in LAUNCHERS.values() for option 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The result of a launch.
-
-    text: the text for stdout, which is the dry run or the number of the queued job.
-    """
+    """The result of a launch. text: for stdout, a dry run or the queued job's number."""
 
     launcher: str
     id: str
@@ -105,10 +101,7 @@ def launch(
 
 
 def find_tool(name: str) -> LauncherTool:
-    """Return the module of a launcher other than the local one.
-
-    Raises ConfigError for an unknown name.
-    """
+    """Return the module of a launcher but the local one. Raises ConfigError."""
     check_name(name)
     # Imported by name: most launchers need a library that only their users have.
     return cast(LauncherTool, importlib.import_module(f"topotrain.launch.launchers.{LAUNCHERS[name].module}"))
@@ -141,10 +134,7 @@ def check_local(options: LaunchOptions) -> None:
 
 
 def local_command(job: Job, topology: Topology) -> str:
-    """Return the commands of the processes that the local launcher starts.
-
-    The forkserver that they share is not included.
-    """
+    """Return the commands of the local launcher's units, without their forkserver."""
     run_dir = Path(job.workspace).absolute() / "run"
     lines = []
     for unit in topology.units:

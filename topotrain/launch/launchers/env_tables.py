@@ -1,7 +1,6 @@
 """Environment variables by which other tools identify units, in one table.
 
-A unit needs its rank, the number of units, and the URL of the rendezvous. Each launcher sets the first two in variables
-of its own.
+A unit needs its rank, the number of units, and the URL of the rendezvous.
 """
 
 import re
@@ -98,6 +97,7 @@ def start_of(
         raise ConfigError("--rank", rank, f"must be 0 to {nprocs - 1}, one less than the number of units")
     url = rendezvous or environ.get(RENDEZVOUS, "")
     if not url and {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
+        # The variables of torch.distributed, which some tools set.
         url = "env://"
     if not url:
         raise ConfigError("--rendezvous", None, f"must be given, or {RENDEZVOUS}, or MASTER_ADDR and MASTER_PORT")
@@ -109,14 +109,12 @@ def start_of(
 
 
 def _check_host(host: str) -> None:
-    """Raise ConfigError for an address that cannot belong to one host.
-
-    An early check makes every unit report the mistake at once.
-    """
+    """Raise ConfigError for an address that cannot belong to one host."""
     try:
         address = ip_address(host)
     except ValueError:  # a host name, which is resolved later
         return
+    # An early check makes every unit report the mistake at once.
     if address.is_unspecified or address.is_multicast:
         accepted = "must be the address of one interface of this host, at which others reach it"
         raise ConfigError("--host", host, accepted)
@@ -132,6 +130,7 @@ def _number(environ: Mapping[str, str], name: str, least: int) -> int:
 def _id(environ: Mapping[str, str], launcher: str) -> str:
     """Return a name of this start that can be part of a key."""
     words = [environ[name] for name in TABLES[launcher].id if environ.get(name)] if launcher else []
+    # Some launchers name no start, so their jobs share a default name.
     if not words:
         return DEFAULT_ID
     return re.sub(r"[^a-z0-9_.-]+", "-", "-".join([launcher, *words]).lower())[:80]

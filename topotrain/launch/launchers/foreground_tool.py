@@ -1,7 +1,6 @@
 """External tools that run in the foreground: find, start, signal, and wait.
 
-The tool runs in its own session, so Ctrl-C does not reach it directly. The launcher sends it SIGTERM, at which each of
-these tools ends all units (srun would ask for a second Ctrl-C). A tool that does not end is killed.
+The tool runs in its own session, so Ctrl-C does not reach it directly.
 """
 
 import contextlib
@@ -37,10 +36,7 @@ class StopRequested(Exception):
 
 
 def find(program: str, install: str) -> str:
-    """Return the path of `program`.
-
-    Raises ConfigError with the advice what to install.
-    """
+    """Return the path of `program`. Raises ConfigError with the advice to install it."""
     path = shutil.which(program)
     if path is None:
         raise ConfigError("launcher", program, f"is not on PATH: {install}")
@@ -82,20 +78,14 @@ def in_front(words: Sequence[str], submission: Submission) -> LaunchResult:
 
 
 def agreed(submission: Submission, code: int) -> int:
-    """Return the exit code that the units of a failed job have agreed on.
-
-    Without an agreement it is `code`, the exit code of the tool. srun returns 143 when it had to end the other units,
-    and torchrun returns 1 for every failure.
-    """
+    """Return the exit code that the units of a failed job have agreed on."""
+    # srun returns 143 when it had to end the other units, and torchrun returns 1 for every failure.
     end = ending(submission) if code else None
     return code if end is None else end.code or code
 
 
 def ending(submission: Submission, said: "JobEnd | None" = None) -> "JobEnd | None":
-    """Return how the job has ended, if the store knows.
-
-    said: the end to set for a job that has none yet.
-    """
+    """Return how the job has ended, if it is in the store; set `said` if it is not."""
     from topotrain.comm.security.secret import load_secret
     from topotrain.comm.store import StoreError, open_store, within
     from topotrain.launch.multinode.node_info import JobEnd, with_job
@@ -144,9 +134,11 @@ def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = Tr
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
+    # SIGTERM ends all units with each of these tools; at Ctrl-C srun would ask for a second one.
     process.terminate()
     try:
         process.wait(PATIENCE_S)
+    # A second signal means that the user does not want to wait.
     except (StopRequested, subprocess.TimeoutExpired):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -155,10 +147,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 @dataclass(slots=True)
 class SignalGate:
-    """Holds signals back while it is closed.
-
-    came: the last signal held back; 0 for none.
-    """
+    """Holds signals back while it is closed. came: the last one; 0 for none."""
 
     closed: bool = False
     came: int = 0
@@ -182,10 +171,7 @@ class SignalGate:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[SignalGate]:
-    """Raise StopRequested at each signal that ends a job, within the block.
-
-    Ignored signals stay ignored.
-    """
+    """Raise StopRequested at each signal that ends a job; ignored ones stay ignored."""
     gate = SignalGate()
 
     former = {number: signal.getsignal(number) for number in _SIGNALS}

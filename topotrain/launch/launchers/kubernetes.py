@@ -1,8 +1,7 @@
 """Kubernetes: manifests for a job, written to a file or to stdout.
 
-Nothing is submitted: `kubectl apply -f` does that. The manifests contain no secret unless --with-secret is given. Other
-launchers write a folder for the job; here a ConfigMap replaces it. Unit 0 serves the store. The program must be in the
-image.
+Nothing is submitted: `kubectl apply -f` does that. The manifests contain no secret unless --with-secret is given. The
+program must be in the image.
 """
 
 import os
@@ -43,11 +42,9 @@ _PASSED: Mapping[str, tuple[str, re.Pattern[str]]] = MappingProxyType(
 
 
 def completed(job: Job, options: LaunchOptions) -> LaunchOptions:
-    """Return the options with defaults for the job's name and its store.
-
-    By default unit 0 serves the store.
-    """
+    """Return the options with defaults for the job's name and its store."""
     base = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:30]
+    # The name of a Kubernetes object begins with a letter.
     base = base if _LABEL.fullmatch(base) else "job"
     wanted = options.rendezvous or job.rendezvous
     if wanted:
@@ -55,15 +52,13 @@ def completed(job: Job, options: LaunchOptions) -> LaunchOptions:
         return options if options.id or given else replace(options, id=f"{base}-{secrets.token_hex(4)}")
     name = options.id or f"{base}-{secrets.token_hex(4)}"
     words = passed(options.extra)
+    # By default unit 0 serves the store, in the pod with this name.
     host = kubernetes_manifests.address(name, options.namespace or NAMESPACE, words.get("domain", DOMAIN))
     return replace(options, id=name, rendezvous=f"tcp://{host}:{words.get('port', PORT)}")
 
 
 def passed(extra: Sequence[str]) -> dict[str, str]:
-    """Return the values of --pass by name, with all volumes as lines of one text.
-
-    Raises ConfigError.
-    """
+    """Return the values of --pass, all volumes as lines of one. Raises ConfigError."""
     found: dict[str, str] = {}
     for word in extra:
         name, _, value = word.partition("=")
@@ -75,10 +70,7 @@ def passed(extra: Sequence[str]) -> dict[str, str]:
 
 
 def order(at: Submission) -> ManifestConfig:
-    """Return the settings of the manifests.
-
-    Raises ConfigError or StoreError for a URL or a secret that cannot be read.
-    """
+    """Return the settings of the manifests. Raises ConfigError or StoreError."""
     options = at.options
     for option, value in (("--nodes", options.nodes), ("--hosts", options.hosts), ("--wait", options.wait)):
         if value:
@@ -101,6 +93,7 @@ def order(at: Submission) -> ManifestConfig:
         namespace,
         options.image,
         words.get("python", PYTHON),
+        # The ConfigMap takes the place of the folder that other launchers write.
         job_file.dumps(replace(at.job, rendezvous="")),  # each pod has it in a variable, possibly with a password
         at.rendezvous if open_url else "",
         at.topology,

@@ -1,9 +1,7 @@
 """Kubernetes manifests of a job as data: a TrainJob of Kubeflow, or a JobSet.
 
 A TrainJob (Kubeflow Trainer v2) comes with its own TrainingRuntime. This module is pure. There is one indexed Job per
-role, in which a pod is a unit. The rank of a unit is the completion index plus the first rank of its role. A failed pod
-fails its Job, and so the whole JobSet. Single pods are not replaced, although a running job could accept a new unit.
-The manifests refer to the Secret, and contain it only if it is given.
+role, in which a pod is a unit. A failed pod fails its Job, and so the whole JobSet.
 """
 
 from collections.abc import Mapping
@@ -87,22 +85,18 @@ def jobset(order: ManifestConfig) -> list[Data]:
 
 
 def roles(topology: Topology) -> list[tuple[str, tuple[Unit, ...]]]:
-    """Return the units of each Job, with consecutive ranks.
-
-    One Job has the workers. Servers in units of their own have a second Job.
-    """
+    """Return the units of each Job: workers, then servers in units of their own."""
     if not topology.cluster.server_worker_separate:
         return [(MAIN, topology.units)]
     working = tuple(unit for unit in topology.units if unit.workers)
+    # Ranks must be consecutive in each Job: the layout has the units of servers last.
     serving = topology.units[len(working) :]
     return [(MAIN, working), *([(SERVERS, serving)] if serving else [])]
 
 
 def address(name: str, namespace: str, domain: str) -> str:
-    """Return the DNS name of the pod of unit 0.
-
-    Its own hosts file has the name before the cluster's DNS does.
-    """
+    """Return the DNS name of the pod of unit 0."""
+    # Its own hosts file has the name before the cluster's DNS does.
     return f"{name}-{MAIN}-0-0.{name}.{namespace}.svc.{domain}"
 
 
@@ -130,14 +124,13 @@ def _metadata(order: ManifestConfig, name: str) -> Data:
 
 
 def _jobset_spec(order: ManifestConfig) -> Data:
-    """Return the JobSet's spec: all pods restart together, or none does.
-
-    A job with a wrong configuration never restarts.
-    """
+    """Return the JobSet's spec: all pods restart together, or none does."""
     policy: Data = {"maxRestarts": order.max_restarts}
     if order.max_restarts:
+        # A wrong configuration would only repeat itself.
         policy["rules"] = [{"name": "badinput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
     return {
+        # Units look for unit 0 before its pod is ready.
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": policy,
         "replicatedJobs": [_replicated(order, name, units) for name, units in roles(order.topology)],
@@ -149,6 +142,7 @@ def _replicated(order: ManifestConfig, name: str, units: tuple[Unit, ...]) -> Da
         "completionMode": "Indexed",
         "completions": len(units),
         "parallelism": len(units),
+        # A single pod is not replaced, although a running job could accept a new unit.
         "backoffLimit": 0,
         "template": {"spec": _pod(order, name, units)},
     }
@@ -188,13 +182,11 @@ def _pod(order: ManifestConfig, name: str, units: tuple[Unit, ...]) -> Data:
 
 
 def _variables(order: ManifestConfig, first: int) -> list[Data]:
-    """Return the variables of a unit.
-
-    The indexed Job adds JOB_COMPLETION_INDEX.
-    """
+    """Return the variables of a unit."""
     where = {"value": order.rendezvous} if order.rendezvous else _from_secret(order, "rendezvous")
     return [
         {"name": "TOPOTRAIN_NPROCS", "value": str(len(order.topology.units))},
+        # The indexed Job adds JOB_COMPLETION_INDEX, which counts each role from 0.
         {"name": "TOPOTRAIN_FIRST_RANK", "value": str(first)},
         {"name": "TOPOTRAIN_RENDEZVOUS", **where},
         {"name": "TOPOTRAIN_MEETING_S", "value": str(MEETING_S)},
@@ -209,6 +201,7 @@ def _from_secret(order: ManifestConfig, key: str) -> Data:
 
 def _resources(order: ManifestConfig, units: tuple[Unit, ...]) -> Data:
     processes = max(len(unit.workers) + bool(unit.servers) for unit in units)
+    # A CPU for each process of the largest unit: all pods of a Job are alike.
     requests = {"cpu": order.cpu or str(processes)}
     limits: dict[str, str] = {}
     if order.memory:

@@ -1,7 +1,6 @@
 """mpirun of Open MPI: runs the units as its processes, in the foreground.
 
-The units use no MPI; only their ranks come from it. One failed unit ends all, and none is restarted. Binding to cores
-is off, because Open MPI would bind each unit to one core, and a unit is several processes.
+The units use no MPI; only their ranks come from it. One failed unit ends all, and none is restarted.
 """
 
 import os
@@ -21,12 +20,10 @@ class Mpirun(CommandTool):
     install = INSTALL
 
     def words(self, submission: Submission) -> list[str]:
-        """Return the command.
-
-        Raises ConfigError for --nodes, which mpirun does not have.
-        """
+        """Return the command. Raises ConfigError for --nodes, which mpirun does not have."""
         if submission.options.nodes:
             raise ConfigError("--nodes", submission.options.nodes, "is not for mpirun: name the machines with --hosts")
+        # Without binding: Open MPI would bind each unit to one core, and a unit is several processes.
         line = ["mpirun", "-np", str(submission.units), "--bind-to", "none", "--wdir", os.getcwd()]
         line += ["--host", _slots(submission.options.hosts)] if submission.options.hosts else []
         for variable in submission.environ:  # only the name: mpirun reads the value from its own environment

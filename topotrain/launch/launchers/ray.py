@@ -1,10 +1,8 @@
 """Ray: runs one actor per unit in a placement group, in the foreground.
 
 Only Ray's core is used. Ray places and monitors the actors. An actor runs one unit as a child process, and the unit
-ends with its actor. The loss of an actor or a node ends the job, with that as its cause. Ray itself restarts nothing,
-although a running job could accept a new unit. With --max-restarts a failed job restarts as a whole, from its beginning
-and under a new name, as under torchrun. The unit's settings are arguments of a remote call, because Ray shows the
-environment of an actor on command lines.
+ends with its actor. The loss of an actor or a node ends the job, with that as its cause. With --max-restarts a failed
+job restarts as a whole, from its beginning and under a new name, as under torchrun.
 """
 
 import ctypes
@@ -59,11 +57,8 @@ class RayOptions:
 
 
 def ask(topology: Topology, extra: Sequence[str]) -> RayOptions:
-    """Parse the words of --pass. Raises ConfigError.
-
-    Several server groups hold several replicas of each shard, which must not be lost with one node. So one unit per
-    node is required for them, and preferred otherwise.
-    """
+    """Parse the words of --pass. Raises ConfigError."""
+    # Several server groups hold replicas of each shard, which must not be lost with one node.
     given = RayOptions("STRICT_SPREAD" if topology.synced else "SPREAD")
     for word in extra:
         name, _, value = word.partition("=")
@@ -86,10 +81,7 @@ def _is_number(text: str) -> bool:
 
 
 def bundles(submission: Submission, asked: RayOptions) -> list[dict[str, float]]:
-    """Return the resources of each unit, by rank.
-
-    Raises ConfigError for options that Ray does not use.
-    """
+    """Return the resources of each unit, by rank. Raises ConfigError."""
     options = submission.options
     for option, value in (("--nodes", options.nodes), ("--hosts", options.hosts)):
         if value:
@@ -118,6 +110,7 @@ def start(submission: Submission) -> LaunchResult:
     from topotrain.launch.agent.stop_signals import signals
 
     with _connected(asked.address) as ray:
+        # Before the folder is written: a job that can never run leaves nothing behind.
         _check_room(ray, wanted, asked)
         submission.write()
         with signals() as stop:
@@ -133,12 +126,10 @@ def start(submission: Submission) -> LaunchResult:
 
 
 def lived(submission: Submission, count: int) -> Submission:
-    """Return the submission of attempt number `count`.
-
-    Each attempt has its own name, because a unit must not read how an earlier attempt has ended.
-    """
+    """Return the submission of attempt number `count`, with a name of its own."""
     if count == 0:
         return submission
+    # A unit must not read how an earlier attempt has ended.
     name = f"{submission.id}.life-{count}"
     url = with_job(submission.rendezvous, name)
     return replace(submission, id=name, rendezvous=url, environ={**submission.environ, RENDEZVOUS_VARIABLE: url})
@@ -170,6 +161,7 @@ def _connected(address: str) -> Iterator[Any]:
 def _check_room(ray: Any, wanted: Sequence[Mapping[str, float]], asked: RayOptions) -> None:
     """Raise ConfigError where these nodes never have enough capacity."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    # With `room` nodes may still join, so nothing is impossible yet.
     if asked.grows or fits(nodes, wanted, asked.strategy):
         return
     have = "; ".join(_amounts(node) for node in nodes)
@@ -201,12 +193,12 @@ class UnitActor:
     def run(self, words: Sequence[str], environ: Mapping[str, str], folder: str, keep_stdout: bool) -> int:
         """Run the unit, and return its exit code.
 
-        The process ends with this actor at the latest. keep_stdout: whether its stdout stays stdout; otherwise it is
-        redirected to stderr.
+        keep_stdout: whether its stdout stays stdout; otherwise it is redirected to stderr.
         """
         bound = [sys.executable, "-m", "topotrain.launch.launchers.ray", str(os.getpid()), *words]
         out = None if keep_stdout else sys.stderr.fileno()
         try:
+            # As arguments of the call, because Ray shows the environment of an actor on command lines.
             everything = {**os.environ, **environ}
             code = subprocess.run(bound, env=everything, cwd=folder, stdin=subprocess.DEVNULL, stdout=out).returncode
         except OSError as error:
@@ -216,10 +208,7 @@ class UnitActor:
 
 
 def main(parent: str, *words: str) -> None:
-    """Replace this process by the unit.
-
-    The kernel sends the unit SIGTERM when the actor `parent` ends for any reason.
-    """
+    """Replace this process by the unit, which gets SIGTERM when the actor ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     # The actor may have ended before the signal was requested, which then never comes.
     if os.getppid() == int(parent):
@@ -240,10 +229,7 @@ class _Attempt:
     lost_rank: int = -1
 
     def run(self) -> int:
-        """Run the attempt to its end; return its exit code.
-
-        It leaves nothing in the cluster.
-        """
+        """Run the attempt to its end; return its exit code."""
         util = self.ray.util
         group = util.placement_group(bundles(self.at, self.asked), strategy=self.asked.strategy)
         actors: list[Any] = []
@@ -253,6 +239,7 @@ class _Attempt:
             actors += [self._actor(group, rank) for rank in range(self.at.units)]
             self._watch(actors)
         finally:
+            # It leaves nothing in the cluster: an actor would keep its resources.
             for actor in actors:
                 with suppress(self.ray.exceptions.RayError):
                     self.ray.kill(actor)
@@ -261,6 +248,7 @@ class _Attempt:
             return 128 + self.stop.came[0]
         if self.lost:
             return 1
+        # The first nonzero code may be that of a unit that the others have ended.
         return foreground_tool.agreed(self.at, next((code for code in self.codes.values() if code), 0))
 
     def _has_room(self, group: Any) -> bool:
@@ -283,14 +271,12 @@ class _Attempt:
         scheduling: Any = importlib.import_module("ray.util.scheduling_strategies")
         bundle = group.bundle_specs[rank]
         place = scheduling.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+        # Ray restarts no actor: the loss of one ends the job, which may restart as a whole.
         options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
         return self.ray.remote(UnitActor).options(**options, scheduling_strategy=place).remote(rank)
 
     def _watch(self, actors: Sequence[Any]) -> None:
-        """Wait until all units have ended.
-
-        After a loss or a signal it waits at most PATIENCE_S seconds.
-        """
+        """Wait until all units have ended."""
         options = self.at.options
         places = {actor.where.remote(): rank for rank, actor in enumerate(actors)}
         runs: dict[Any, int] = {}
@@ -304,6 +290,7 @@ class _Attempt:
                 self._receive(ref, places, runs)
             bad = self.stop.came or self.lost or any(self.codes.values())
             if bad and until == float("inf"):
+                # The other units end by themselves when they read the reason. Actors that stay are killed.
                 until = time.monotonic() + foreground_tool.PATIENCE_S
                 self._report()
 
@@ -312,6 +299,7 @@ class _Attempt:
         try:
             answer = self.ray.get(ref)
         except self.ray.exceptions.RayError as error:
+            # Later losses follow from the first one.
             if self.lost is None:
                 where = self.hosts.get(rank, "a node")
                 self.lost = Failed(f"unit {rank}", "died", f"its Ray actor on {where} is lost: {_reason(error)}", "")

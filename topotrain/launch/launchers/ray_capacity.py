@@ -11,17 +11,16 @@ Amounts = Mapping[str, float]
 
 
 def fits(nodes: Sequence[Amounts], bundles: Sequence[Amounts], strategy: str) -> bool:
-    """Return False only if these units cannot fit on these nodes without other users.
-
-    All bundles have the same number of GPUs, as `ray.bundles` makes them.
-    """
+    """Return False only if these units cannot fit on these nodes without other users."""
     if strategy == "STRICT_PACK":
         whole = {kind: sum(bundle.get(kind, 0.0) for bundle in bundles) for kind in ("CPU", "GPU")}
         return any(_holds(node, whole) for node in nodes)
+    # All bundles have the same number of GPUs, so CPUs decide the order.
     by_size = sorted(bundles, key=_cpus, reverse=True)
     if strategy == "STRICT_SPREAD":  # the largest units on the largest of the nodes that have enough GPUs
         large = sorted((n for n in nodes if n.get("GPU", 0.0) >= bundles[0].get("GPU", 0.0)), key=_cpus, reverse=True)
         return len(large) >= len(by_size) and all(map(_holds, large, by_size))
+    # PACK and SPREAD are preferences. The smallest unit gives an upper bound, so no job that fits is refused.
     smallest = by_size[-1]
     alone = all(any(_holds(node, bundle) for node in nodes) for bundle in by_size)
     return alone and sum(_times(node, smallest) for node in nodes) >= len(by_size)
@@ -40,6 +39,7 @@ def _choices(nodes: Sequence[Amounts], bundles: Sequence[Amounts]) -> Iterator[t
     """Yield strategies and CPUs per unit (0: unchanged), closest to the request first."""
     yield "SPREAD", 0.0
     yield "SPREAD", 1.0
+    # As many CPUs as a node has for 1, 2, … units on it, rounded down to hundredths.
     for parts in range(1, len(bundles) + 1):
         yield "SPREAD", int(100 * max(map(_cpus, nodes), default=0.0) / parts) / 100
 

@@ -1,8 +1,6 @@
 """sbatch: runs the units as one batch job of Slurm.
 
-The script contains all settings, so `--dry-run` prints what runs. Nothing is restarted (`--no-requeue`) unless the user
-asks for it. `--wait` asks the controller instead of an accounting database, which may not exist. The controller knows a
-job until some minutes after its end.
+The script contains all settings, so `--dry-run` prints what runs.
 """
 
 import os
@@ -41,6 +39,7 @@ def script(submission: Submission) -> str:
         f"--chdir={os.getcwd()}",
         f"--output={submission.folder / OUTPUT}",
         "--export=ALL",
+        # Nothing is restarted unless the user asks for it: a later option wins.
         "--no-requeue",
         *submission.options.extra,
     ]
@@ -49,10 +48,8 @@ def script(submission: Submission) -> str:
 
 
 def _directive(option: str) -> str:
-    """Quote an option for sbatch.
-
-    sbatch splits a line at spaces, and interprets double quotes like a shell.
-    """
+    """Quote an option for sbatch."""
+    # sbatch splits a line at spaces, and interprets double quotes like a shell.
     return '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"' if " " in option else option
 
 
@@ -62,10 +59,7 @@ def command(submission: Submission) -> str:
 
 
 def start(submission: Submission) -> LaunchResult:
-    """Queue the script, and with `wait` follow it to its end.
-
-    Raises ConfigError where sbatch is missing or refuses the script.
-    """
+    """Queue the script, and with `wait` follow it to its end. Raises ConfigError."""
     text = script(submission)
     sbatch = foreground_tool.find("sbatch", srun.INSTALL)
     submission.write()
@@ -90,8 +84,7 @@ def start(submission: Submission) -> LaunchResult:
 def wait_for_end(job: str, output: Path, submission: Submission) -> int:
     """Wait for the end of a batch job, and print its states to stderr.
 
-    Returns the units' exit code. A signal cancels the job, and the result is 128 + its number. The last lines of a
-    failed job's output are shown.
+    Returns the units' exit code. A signal cancels the job, and the result is 128 + its number.
     """
     shown = ""
     try:
@@ -114,6 +107,7 @@ def wait_for_end(job: str, output: Path, submission: Submission) -> int:
 
 def query(job: str) -> tuple[str, int]:
     """Return the state of a job, and its exit code (1 for an end without one)."""
+    # Not the accounting database, which may not exist. The controller knows a job until minutes after its end.
     done = subprocess.run(
         ["scontrol", "show", "job", "--oneliner", job], stdin=subprocess.DEVNULL, capture_output=True, text=True
     )

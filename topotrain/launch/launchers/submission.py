@@ -4,8 +4,7 @@
     workspace/launch/ID/token      its secret, which the environment refers to and no command line shows
     workspace/launch/ID/store/     the units' store, unless another URL is given
 
-The folder is for this user alone, and a dry run writes nothing. A queue may hold a job for days. The job runs as
-submitted, even if the user changes the job file later.
+The folder is for this user alone, and a dry run writes nothing.
 """
 
 import os
@@ -84,32 +83,26 @@ class Submission:
 
     @property
     def command(self) -> list[str]:
-        """The command that starts a unit.
-
-        The tool's own variables give the unit its rank (see env_tables.py).
-        """
+        """The command that starts a unit."""
+        # Without a rank: the tool's own variables give it (see env_tables.py).
         return [sys.executable, "-m", "topotrain", "unit", str(self.folder / JOB_FILE)]
 
     def per_node(self, nodes: int) -> int:
-        """Return the number of units on each of `nodes` nodes.
-
-        It is for tools that need the same number on each. Raises ConfigError.
-        """
+        """Return the equal number of units on each of `nodes` nodes. Raises ConfigError."""
         if self.units % nodes:
             fits = ", ".join(str(n) for n in range(1, self.units + 1) if self.units % n == 0)
             raise ConfigError("--nodes", nodes, f"must divide the {self.units} units evenly: {fits}")
         return self.units // nodes
 
     def write(self) -> None:
-        """Write the folder.
-
-        A second call, as on each node of one torchrun, changes nothing. Raises ConfigError.
-        """
+        """Write the folder; a second call changes nothing. Raises ConfigError."""
         from topotrain.comm.security.secret import load_secret
 
         try:
             make_folder(self.folder)
+            # A queue may hold a job for days: it runs as submitted, whatever the job file says by then.
             _write_once(self.folder / JOB_FILE, job_file.dumps(self.job))
+            # A user's own token file stays where it is.
             if self.environ[TOKEN_VARIABLE] == str(self.folder / TOKEN_FILE):
                 _write_once(self.folder / TOKEN_FILE, load_secret(os.environ).hex())
         except OSError as error:
@@ -139,16 +132,13 @@ class LauncherTool(Protocol):
     """A module of this folder that submits a job to one launcher."""
 
     def command(self, submission: Submission) -> str:
-        """Return what would be submitted.
-
-        Raises ConfigError for options that the tool does not have.
-        """
+        """Return what would be submitted. Raises ConfigError for an unknown option."""
         ...
 
     def start(self, submission: Submission) -> LaunchResult:
-        """Submit the job.
+        """Submit the job. Raises ConfigError.
 
-        Returns when it is queued or, for foreground tools, when it has ended. Raises ConfigError.
+        Returns when it is queued or, for foreground tools, when it has ended.
         """
         ...
 
@@ -192,10 +182,8 @@ def _word(name: str) -> str:
 
 
 def _write_once(path: Path, text: str) -> None:
-    """Write a file for this user alone.
-
-    An existing file must have the same content. Raises ConfigError or OSError.
-    """
+    """Write a file for this user alone, or raise ConfigError where it differs."""
+    # Each node of one torchrun writes it, and a unit must not read half of it.
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
         file.write(text)

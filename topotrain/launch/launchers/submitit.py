@@ -1,7 +1,6 @@
 """submitit: runs the units as the tasks of one submitit job on Slurm.
 
-`submit` can be called directly with an executor of the user. submitit limits a job to five minutes by default; here the
-limit is that of the partition. No unit is restarted.
+`submit` can be called directly with an executor of the user. No unit is restarted.
 """
 
 import os
@@ -19,10 +18,7 @@ FOLDER = "submitit"
 
 
 class UnitFailed(Exception):
-    """The failure of a unit's task, raised so that submitit sees it.
-
-    code: the unit's exit code.
-    """
+    """The failure of a unit's task with exit code `code`, for submitit to see."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -55,6 +51,7 @@ def parameters(submission: Submission) -> dict[str, Any]:
         "nodes": nodes,
         "tasks_per_node": submission.per_node(nodes),
         "cpus_per_task": submission.processes,
+        # submitit limits a job to five minutes by default; here the limit is that of the partition.
         "timeout_min": None,
         "stderr_to_stdout": True,
         "slurm_srun_args": ["--kill-on-bad-exit=1", "--cpu-bind=none", "--mpi=none"],
@@ -71,10 +68,8 @@ def parameters(submission: Submission) -> dict[str, Any]:
 
 
 def command(submission: Submission) -> str:
-    """Return a description of the submission.
-
-    submitit itself writes the batch script when it submits.
-    """
+    """Return a description of the submission."""
+    # Not the batch script, which submitit writes when it submits.
     lines = [f"submitit.AutoExecutor({str(submission.folder / FOLDER)!r}, cluster='slurm')"]
     lines += [f"  {name} = {value!r}" for name, value in parameters(submission).items()]
     return submission.show("\n".join([*lines, f"  each task runs {' '.join(submission.command)}"]))

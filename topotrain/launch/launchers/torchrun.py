@@ -1,9 +1,7 @@
 """torchrun: runs the units as workers of torch.distributed.run, in the foreground.
 
 torchrun ends all units when one fails. It restarts all units only if asked to (--pass=--max-restarts=1), because it
-cannot restart one role alone. A restart is a new job, from its beginning and under a new name, because its units must
-not read how the first attempt ended. On several nodes the same command is run on each; the nodes meet at the first of
---hosts.
+cannot restart one role alone. On several nodes the same command is run on each; the nodes meet at the first of --hosts.
 """
 
 import os
@@ -33,6 +31,7 @@ class Torchrun(CommandTool):
             line += ["--standalone"]
         else:
             line += ["--rdzv-backend=c10d", f"--rdzv-endpoint={_endpoint(submission)}", f"--rdzv-id={submission.id}"]
+        # A program between torchrun and the unit: only there is the number of the restart known.
         unit = [sys.executable, "-m", "topotrain.launch.launchers.torchrun", str(submission.folder / JOB_FILE)]
         return [*line, *options.extra, "--no-python", *unit]
 
@@ -52,12 +51,10 @@ command, start = _TOOL.command, _TOOL.start
 
 
 def rendezvous(environ: Mapping[str, str]) -> str:
-    """Return the rendezvous of this attempt.
-
-    Raises KeyError for a variable that `start` or torchrun has not set.
-    """
+    """Return the rendezvous of this attempt. Raises KeyError for a missing variable."""
     url, life = environ[RENDEZVOUS_VARIABLE], environ["TORCHELASTIC_RESTART_COUNT"]
     job = parse_qs(urlsplit(url).query)["job"][0]
+    # A restart is a new job under a new name: its units must not read how the first attempt ended.
     return url if life == "0" else with_job(url, f"{job}.life-{life}")
 
 

@@ -1,7 +1,4 @@
-"""The attempts of a job over several units, from the view of one unit.
-
-Unit 0 receives the events of all units and decides. The other units follow.
-"""
+"""The attempts of a job over several units, from the view of one unit."""
 
 import json
 from dataclasses import dataclass
@@ -73,12 +70,10 @@ class Attempts(Notifier):
     saved: Saved | None = None
 
     def first(self) -> RestartInfo | None:
-        """Return the first attempt for this unit; None if the job has ended.
-
-        A unit that joins a running job waits for its next attempt.
-        """
+        """Return the first attempt for this unit; None if the job has ended."""
         if not self.hall.returns:
             return RestartInfo(AttemptInfo(resume=self.met.resume), self.met.hosts)
+        # It joins a running job: the next attempt is the first one that includes it.
         return await_begin((), self.company, self.heard, 0, self.met.workspace)
 
     def recovery(self, topology: Topology, began: float) -> RecoveryPolicy | None:
@@ -86,31 +81,29 @@ class Attempts(Notifier):
 
         Raises ConfigError.
         """
+        # Only these workers report every step here; the others do so while a recovery is open.
         near = frozenset(map(str, topology.units[0].workers))
         return None if self.hall.rank else recovery(self.met.job, topology, began, near)
 
     def follows(self, here: Topology, begun: RestartInfo) -> Follower | None:
-        """Return the policy by which another unit follows unit 0.
-
-        None means that nothing restarts in this job.
-        """
+        """Return the policy that follows unit 0; None if nothing restarts in this job."""
         if self.met.job.on_failure is not OnFailure.kContinue:
             return None
         residents = [str(who) for unit in here.units for who in (*unit.workers, *unit.servers)]
         return Follower(residents, LeaderConnection(self.company.control, begun.life.number))
 
     def next(self, goes_on: RecoveryPolicy | None, run: RunLoop, begun: RestartInfo) -> RestartInfo | None:
-        """Return the next attempt after a restart of the whole job.
-
-        None means that the job ends instead. Raises ConfigError.
-        """
+        """Return the next attempt; None if the job ends instead. Raises ConfigError."""
         number, self.saved = begun.life.number, run.shutdown.saved or self.saved
         if goes_on is None:
+            # All processes of this unit have ended: unit 0 waits for that of all units before it begins anything.
             self.company.control.send(0, {"life": number, "ready": True})
             return await_begin(run.unread, self.company, self.heard, number, self.met.workspace)
         assert isinstance(self.company, LeaderMembership)
+        # Twice: the barrier needs to know which workers are absent, and the attempt the hosts of new units.
         goes_on.begin_attempt()
         topology, missing = layout(self.met.job.cluster, begun.hosts.numbers), goes_on.missing
+        # The barrier does not wait for a vanished unit that would have no processes.
         vacant = [u.rank for u in topology.units if missing.issuperset(map(str, (*u.workers, *u.servers)))]
         made = RestartBarrier(number, range(1, len(topology.units)), vacant, self.hall.patience)
         more = hint(self.saved)
@@ -118,11 +111,13 @@ class Attempts(Notifier):
             return None
         hosts = self.hall.regather(made.back, begun.hosts)
         topology = layout(self.met.job.cluster, hosts.numbers)
+        # Replacements may run on hosts where a server and its backup would share a failure domain.
         check(self.met.job, topology)
         goes_on.begin_attempt(topology)
         resume = self.met.origin.newest(self)
         check_found(resume, self.saved, self.met.job)
         life = AttemptInfo(number + 1, resume, goes_on.absent_groups)
+        # Last: a unit that gets this message starts its processes.
         begin_anew(self.company, made, hosts, life)
         return RestartInfo(life, hosts)
 

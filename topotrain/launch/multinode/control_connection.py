@@ -1,12 +1,11 @@
 """The connections over which unit 0 controls the other units of a job.
 
 Each other unit dials unit 0 over the transport of the workers and servers, with the job's secret, and with TLS wherever
-another machine can reach the port. The store tells the address of unit 0, at first and after a broken connection.
+another machine can reach the port. The store has the address of unit 0.
 
 * Messages arrive in order and exactly once, also when a connection broke meanwhile (see `reliable_messages.py`).
-* A new process of a unit has an address of its own, so it never receives messages to its predecessor.
-* Both ends send a heartbeat every BEAT_S. A broken connection is not yet the loss of a unit: `silence_s` says how long
-  nothing has arrived, and the membership decides.
+* Both ends send a heartbeat every BEAT_S. A broken connection is not yet the loss of a unit: `silence_s` returns how
+  long nothing has arrived, and the membership decides.
 * No caller waits for the network or the store.
 """
 
@@ -48,7 +47,7 @@ class UnitMessage:
 
 @dataclass(frozen=True, slots=True)
 class UnitVanished:
-    """Unit `rank` gives no sign of life any more."""
+    """Unit `rank` sends no heartbeat any more."""
 
     rank: int
     failed: Failed
@@ -107,6 +106,7 @@ class ControlConnection:
         self._me, self._receiver = me, receiver
         self._lock = threading.Lock()
         self._transports: list[TcpTransport] = []
+        # By process, not by rank: a new process of a unit never receives messages to its predecessor.
         self._ends: dict[Address, ReliableEnd] = {}
         self._ranks: dict[Address, int] = {}
         self._peers: dict[int, Address] = {}  # the process that has a rank now
@@ -143,10 +143,7 @@ class ControlConnection:
         return time.monotonic() - self._received_at[rank]
 
     def send(self, rank: int, words: Words) -> None:
-        """Send a message to a unit, now or after the next reconnection.
-
-        Does nothing for an unknown rank.
-        """
+        """Send a message to a known unit, now or over its next connection."""
         with self._lock:
             peer = self._peers.get(rank)
             if peer is not None:
@@ -156,6 +153,7 @@ class ControlConnection:
         """Return the news since the last call."""
         with self._lock:
             if self._news:
+                # One byte stands for all news, which are taken together.
                 self._wake_out.recv(4096)
             found = list(self._news)
             self._news.clear()
@@ -164,6 +162,7 @@ class ControlConnection:
     def put(self, news: News) -> None:
         """Add news for the run loop."""
         with self._lock:
+            # A single byte for any number of news: the socket's buffer never fills, so this never waits.
             if not self._news and not self._closed.is_set():
                 self._wake_in.send(b"!")
             self._news.append(news)
@@ -174,10 +173,9 @@ class ControlConnection:
             self._closed.set()
             self._wake_out.close()
             self._wake_in.close()
+        # Without the lock: the transports' readers may be waiting for it.
         for transport in self._transports:
             transport.close()
-
-    # --- for the transport
 
     def place(self, sender: Address, message: Message, viewable: bool) -> None:
         """Refuse every payload: control messages have none."""
@@ -191,14 +189,17 @@ class ControlConnection:
             if end is None:
                 raise ProtocolError(f"this process is not unit {sender.index} of the job; another one is")
             words, rank = end.receive(message), self._ranks[sender]
-            current = self._peers[rank] == sender  # else it was replaced, and nothing that it says counts
+            current = self._peers[rank] == sender  # else it was replaced, and its messages no longer count
             if current:
                 self._received_at[rank] = time.monotonic()
+            # The first frame of a new connection: all that may have been lost with the old one is sent again.
             if sender in self._unconnected:
                 self._unconnected.discard(sender)
                 self._transmit(sender, [end.acknowledgement(), *end.unacknowledged()])
+            # A heartbeat needs no answer, or the two ends would answer each other forever.
             elif message.number:
                 self._transmit(sender, [end.acknowledgement()])
+        # Without the lock: the receiver may send, which takes it.
         if words is not None and current and not self._receiver.receive(rank, words):
             self.put(UnitMessage(rank, words))
 
@@ -207,16 +208,16 @@ class ControlConnection:
         with self._lock:
             self._unconnected.add(peer)
 
-    # --- for the subclasses
-
     def _expect(self, rank: int, peer: Address) -> None:
         """Accept messages of this process, and send to it what is for its rank."""
         self._ends[peer], self._ranks[peer], self._peers[rank] = ReliableEnd(), rank, peer
         self._unconnected.add(peer)
+        # Its silence counts from here, and not from its predecessor's last message.
         self._received_at[rank] = time.monotonic()
 
     def _transmit(self, peer: Address, parts: list[UnitPart]) -> None:
         """Send parts if there is a connection; the lock is held, so they stay in order."""
+        # Unit 0 may have two, and one of them has the connection. Without it the parts are kept.
         for transport in self._transports:
             with suppress(ConnectionLost):
                 for part in parts:
@@ -249,10 +250,7 @@ class ControlServer(ControlConnection):
         threading.Thread(target=self._run, name="control", daemon=True).start()
 
     def listen(self, host: str) -> None:
-        """Listen at this address, too, and publish it instead of the former one.
-
-        Raises TransportError.
-        """
+        """Listen at this address, too, and publish it. Raises TransportError."""
         transport = self._access.transport(host)
         url = transport.attach(self._me, self).encode()
         with self._lock:
@@ -265,9 +263,11 @@ class ControlServer(ControlConnection):
     def open(self, rank: int, word: str) -> None:
         """Accept a new process of that rank, which gets no messages to the former one."""
         with self._lock:
+            # A second call must not make a new end, which would lose the numbers of its messages.
             if self._peers.get(rank) == _address(rank, word):
                 return
             self._expect(rank, _address(rank, word))
+        # Only now: the process dials as soon as it reads this.
         self._kept.keep(welcome_key(rank, word), b"1")
 
     def close(self) -> None:
@@ -314,6 +314,7 @@ class ControlClient(ControlConnection):
 
     def _run(self) -> None:
         while not self._closed.is_set():
+            # Before dialing: a break that comes meanwhile must not be cleared.
             self._broken.clear()
             if self._dial():
                 self._beat()  # at once: unit 0 answers the first frame with what it has kept
@@ -323,14 +324,13 @@ class ControlClient(ControlConnection):
                 self._closed.wait(_RETRY_S)
 
     def _dial(self) -> bool:
-        """Connect to unit 0; return whether that was possible.
-
-        The last known address comes first, because the store may be away, too.
-        """
+        """Connect to unit 0; return whether that was possible."""
+        # The last known address comes first, because the store may be away, too.
         if self._url and self._connect():
             return True
         with suppress(StoreError):
             found = (self._keys.get(_KEY) or b"").decode("utf-8", "replace")
+            # It has just failed above.
             if found not in ("", self._url):
                 self._url = found
                 return self._connect()
@@ -338,15 +338,13 @@ class ControlClient(ControlConnection):
 
     def _connect(self) -> bool:
         with suppress(TransportError, ValueError):  # ValueError: what the store has is no URL
-            # anew: the transport may not have removed the connection yet whose end it has just reported
+            # anew: the transport may still have the connection that it has just reported as ended
             self._transports[0].connect(self._me, _UNIT_0, self._url, anew=True)
             return True
         return False
 
 
 def _address(rank: int, word: str) -> Address:
-    """Return the address of one process of a unit.
-
-    Raises ValueError for a malformed word.
-    """
+    """Return the address of a unit's process. Raises ValueError for a malformed word."""
+    # An address has two numbers: the word distinguishes two processes of one rank.
     return Address(Role.WORKER, int(word, 16), rank)

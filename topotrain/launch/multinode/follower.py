@@ -1,8 +1,7 @@
 """Recovery in a unit that another unit decides for.
 
 `Follower` replaces `RecoveryPolicy` in all units but unit 0. It is pure: it does no I/O and reads no clock. It sends
-unit 0 the events that matter for recovery. It holds back a death, and an error that may follow from one, until unit 0
-has decided. An exception of the user's program ends the job at once, as in unit 0.
+unit 0 the events that matter for recovery.
 """
 
 from collections.abc import Collection, Sequence
@@ -56,11 +55,8 @@ class Follower:
 
     @property
     def complete(self) -> bool:
-        """Whether this unit may end.
-
-        Either unit 0 has announced that nothing restarts any more, or it is unreachable and all processes here ended
-        well.
-        """
+        """Whether this unit may end."""
+        # Unit 0 restarts nothing any more, or it is out of reach and all processes here ended well.
         return self._ended or (self._alone and not self._held and self._residents <= self._exited)
 
     @property
@@ -101,8 +97,10 @@ class Follower:
                 return [Failed(who, "died", text, log)]
             case Failed(kind=kind):
                 self._leader.emit(event)
+                # As in unit 0: nothing else can explain these, so the job ends at once.
                 if kind in ("program", "config"):
                     return [event]
+                # Not shown yet: unit 0 may restart the process, or find a better cause.
                 self._held.append(event)
                 return []
             case Lost(who=who, text=text, log=log):
@@ -117,12 +115,14 @@ class Follower:
                 if who.startswith("server"):  # it may replace a server of a lost unit
                     self._residents.add(who)
                 self._exited.discard(who)
+                # Unit 0 has decided to restart it, so its former error is settled.
                 self._held = [held for held in self._held if held.who != who]
                 self._leader.emit(event)
             case Exited(who=who):
                 self._exited.add(who)
                 self._leader.emit(event)
             case StepDone(who=who):
+                # A first step may end a recovery. Further steps matter only while one is open (`wants_steps`).
                 if self._listens or who in self._first:
                     self._leader.emit(event)
                 self._first.discard(who)
@@ -135,11 +135,9 @@ class Follower:
         return [event]
 
     def poll(self, now: float) -> Sequence[Action]:
-        """Return the actions that are due by time.
-
-        A unit that was cut off for so long fails by its own events.
-        """
+        """Return the actions that are due by time."""
         if self._held and self._alone:
+            # No decision of unit 0 will come, so this unit ends by its own errors.
             held, self._held = self._held, []
             return [FailJob(tuple(held))]
         return []

@@ -1,7 +1,7 @@
 """One unit of a job over several hosts, started by another tool.
 
 The unit meets the others, runs its processes, and ends with them. Every unit ends with the same exit code and the same
-cause. The folder of its run is private, and is removed at the end.
+cause.
 """
 
 import hashlib
@@ -60,10 +60,7 @@ Watching = Callable[[Job, Topology, Topology], AbstractContextManager[EventListe
 
 @dataclass(frozen=True, slots=True)
 class NodeResult:
-    """How the job ended for one unit.
-
-    outcome: the same code and first cause as in every unit.
-    """
+    """How the job ended for one unit, with the same code and cause as in every unit."""
 
     outcome: JobOutcome
     end: JobEnd
@@ -107,12 +104,14 @@ class Node:
             if rank == 0:
                 served = host_store(self.start.rendezvous, secret, self.environ)
                 if served is not None:
+                    # The first callback, so it runs last: the others still use the store.
                     stack.callback(served.close)
             root = self._open(secret)
             stack.callback(root.close)
             hall = NodeRendezvous(root, name, rank, self.start.nprocs, secret, self.start.patience)
             stack.callback(hall.close)
             try:
+                # Only before the start; afterwards the run loop receives the signals.
                 with interruptible():
                     met = self._meet(hall, root, served, stack)
             except EndedBeforeStart as over:
@@ -129,8 +128,6 @@ class Node:
         """Open the whole store."""
         return open_store(with_job(self.start.rendezvous, ""), secret, STORE_S, self.environ)
 
-    # --- before
-
     def _meet(
         self, hall: NodeRendezvous, root: Store, served: StoreService | None, stack: ExitStack
     ) -> AttemptAgreement:
@@ -144,23 +141,24 @@ class Node:
                 workspace = stack.enter_context(claimed_by_unit(job, rank))
                 if rank:
                     hosts = hall.learn()
+                    # A unit that rejoins gets its snapshot with the next attempt; this one is of the job's start.
                     resume = "" if hall.returns else seen(workspace, *hall.chosen())
                     return AttemptAgreement(job, hosts, workspace, ResumeSource(workspace, resume), resume)
                 resume = asked_for(job, workspace)
                 origin = ResumeSource(workspace, resume)
+                # Before `gather`: the units read it when the hosts are published.
                 hall.choose(Path(resume).name, seal(resume))
                 hosts = hall.gather(self._shown(served), served is not None)
                 self._register(root, self._record(hall, job, hosts))
                 return AttemptAgreement(job, hosts, workspace, origin, resume)
             except JobRestarted:
+                # All of it once more: another start of the job has replaced this one.
                 hall.close()
 
     def _shown(self, served: StoreService | None) -> str:
-        """Return the store's URL for units that were started with env:// only.
-
-        It is "" for another rendezvous.
-        """
+        """Return the store's URL for units that were started with env:// only."""
         if parse(self.start.rendezvous).scheme != "env":
+            # All units were started with this URL.
             return ""
         named = self.environ.get("TOPOTRAIN_RENDEZVOUS", "")
         return served.url if served is not None else named or "tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**self.environ)
@@ -177,15 +175,14 @@ class Node:
         registry.add(record)
 
     def _give_up(self, hall: NodeRendezvous, end: JobEnd) -> NodeResult:
-        """Tell the other units that the job ends before its start."""
+        """Report to the other units that the job ends before its start."""
         if hall.pulse is not None:  # only a member of the job may end it
             with suppress(StoreError):
+                # Another unit may have ended the job before, and its reason counts.
                 hall.run.compare_and_set("end", None, end.dumped())
             if self.start.rank == 0:
                 outlast(hall.run)  # the store may end with this process
         return NodeResult(JobOutcome(end.code, 0.0), end, rank=self.start.rank)
-
-    # --- the run
 
     def _run(self, hall: NodeRendezvous, root: Store, met: AttemptAgreement, secret: bytes) -> NodeResult:
         rank, job, hosts = self.start.rank, met.job, met.hosts
@@ -214,6 +211,7 @@ class Node:
             try:
                 begun, goes_on = course.first(), course.recovery(topology, began)
                 while begun is not None:
+                    # A new unit may run on another host, which changes the layout.
                     here = _of(job, begun.hosts, rank)
                     decides = course.follows(here, begun) if rank else goes_on
                     grounds = RunFiles(met.workspace / f"processes-{rank}.json", met.workspace / LOGS)
@@ -221,17 +219,21 @@ class Node:
                     host = LauncherContext(hear, grounds, heard, kept, mark, company, control, self.outlet)
                     run = RunLoop(job, here, host, decides)
                     outcome, again = self._live(run, hall, begun, secret), run.shutdown.again
+                    # A signal, or the end of the job, may have come while the attempt ended.
                     if not again or company.over or heard.came:
                         break
                     begun = course.next(goes_on, run, begun)
+            # The other units must not wait for this one until its silence counts as its loss.
             except BaseException as error:
                 refused, where = isinstance(error, ConfigError), f"unit {rank} on {hosts.names[rank]}"
                 text = f"{where} cannot go on: {error}" if refused else f"{where} failed: {error!r}"
                 self._give_up(hall, JobEnd(2 if refused else 1, rank, hosts.names[rank], text=text))
                 raise
             end = _agree(company, outcome, notes, heard, again, hear)
+            # A user who has sent a signal does not wait for a reader of the output.
             if heard.came:
                 self.outlet.hurry()
+            # Only now have all units delivered their reports.
             for event in _reported(company, rank, notes):
                 on_event(event)
             self._leave(hall, root, company, end)
@@ -241,12 +243,9 @@ class Node:
     def _join(
         self, hall: NodeRendezvous, stores: StoreKeys, met: AttemptAgreement, topology: Topology, secret: bytes
     ) -> UnitMembership:
-        """Return the membership of this unit, with its control connections.
-
-        Raises ConfigError where unit 0 cannot listen at its address.
-        """
+        """Return the membership of this unit, with its control connections."""
         rank, job, hosts = self.start.rank, met.job, met.hosts
-        twice = job.cluster.replicas > 1  # the first server may move, and unit 0 knows its unit
+        twice = job.cluster.replicas > 1  # the first server may move, and unit 0 has its place
         leads = rank == 0 if twice else LEADER in topology.units[rank].servers
         access = ControlAccess(hall.run, hall.run_id, secret, job.cluster.start_port, job.cluster.lease_s)
         if rank:
@@ -255,22 +254,23 @@ class Node:
         recovers = job.on_failure is OnFailure.kContinue
         try:
             return LeaderMembership(stores, hosts, leads, access, hall.known, hall.verifier, recovers, _where(topology))
+        # Unit 0 cannot listen at its address, so no other unit could reach it.
         except TransportError as error:
             self._give_up(hall, JobEnd(2, 0, hosts.names[0], text=f"unit 0 cannot be reached: {error}"))
             raise ConfigError("--host", hosts.addresses[0], f"must be an address of this machine ({error})") from error
 
     def _live(self, run: RunLoop, hall: NodeRendezvous, begun: RestartInfo, secret: bytes) -> JobOutcome:
-        """Run one attempt of this unit, from its first process to its last.
-
-        Each attempt has a key of its own, so processes of different attempts cannot connect.
-        """
+        """Run one attempt of this unit, from its first process to its last."""
         rank, hosts, number = self.start.rank, begun.hosts, begun.life.number
+        # A key for each attempt: processes of different attempts cannot connect.
         key = job_key(secret, "unit", hall.run_id, *([str(number)] if number else []))
         with ExitStack() as stack:
             run_dir = stack.enter_context(_private_folder())
             furnish(run_dir, run.job, key)
+            # Named after the key: all units of this attempt on this host find the same folder.
             sockets = stack.enter_context(_shared_folder(key))
             id = f"{hall.run_id}.{number}" if number else hall.run_id
+            # Addresses of the former attempt's processes must not be found.
             url, numbers = with_job(hosts.url or self.start.rendezvous, id), ",".join(map(str, hosts.numbers))
             place = UnitPlace(
                 rank, self.start.nprocs, url, str(run_dir), "", numbers, hosts.addresses[rank], str(sockets)
@@ -289,6 +289,7 @@ class Node:
         outlast(hall.run)
         with suppress(StoreError):
             company.leave("done" if end.code == 0 else "stopped" if end.failed is None else "failed")
+            # Before keys are deleted: it maintains them, and would write them again.
             hall.close()
             forget_lives(root, hall.run_id)
             if end.code:  # the user may ask why the job failed
@@ -311,12 +312,10 @@ def _where(topology: Topology) -> dict[str, int]:
 
 
 def _reported(company: UnitMembership, rank: int, own: UnitReport) -> Iterator[Event]:
-    """Yield the events of the other units, then the servers' counts of samples.
-
-    A report drops the counts of a group when its workers start, so this unit's counts are repeated behind all starts.
-    """
+    """Yield the events of the other units, then the servers' counts of samples."""
     events = [event for other, told in sorted(company.reports.items()) if other != rank for event in told]
     yield from (event for event in events if not isinstance(event, Counted))
+    # A report drops the counts of a group when its workers start. So they come behind all starts, this unit's, too.
     yield from (event for event in (*events, *own.events) if isinstance(event, Counted))
 
 
@@ -328,10 +327,8 @@ def _agree(
     again: bool,
     on_event: EventListener,
 ) -> JobEnd:
-    """Wait until all units agree how the job has ended. A signal ends the wait.
-
-    again: the job was about to restart.
-    """
+    """Wait until all units agree how the job has ended. A signal ends the wait."""
+    # The job was about to restart and does not, which is no failure: only a signal, or a known end, explains it.
     if again:
         if heard.came and not company.over:
             company.signalled(heard.came[0])
@@ -343,6 +340,7 @@ def _agree(
             seconds: float | None = QUIET_S
             while not company.over and not heard.came:
                 if not selector.select(seconds):
+                    # One notice is enough; from here on the wait has no limit.
                     seconds = None
                     on_event(Notice("launcher", "this unit has ended; the job ends when its other units have"))
         if heard.came and not company.over:
@@ -370,10 +368,7 @@ def _private_folder() -> Iterator[Path]:
 
 @contextmanager
 def _shared_folder(key: bytes) -> Iterator[Path]:
-    """Yield the folder that the units of this start on this host share.
-
-    Raises ConfigError.
-    """
+    """Yield the folder shared by this start's units on this host. Raises ConfigError."""
     path, lock = temporary_folders.share(hashlib.sha256(b"folder" + key).hexdigest()[:16])
     try:
         yield path

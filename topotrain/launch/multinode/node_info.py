@@ -38,12 +38,10 @@ class JobEnd:
         return JobEnd(exit_code(cause), unit, host, cause)
 
     def dumped(self) -> bytes:
-        """Serialize for the store.
-
-        Long texts are cut, because the store limits the size of values.
-        """
+        """Serialize for the store."""
         data = asdict(self)
         if self.failed is not None:
+            # The store limits the size of values. The end of a traceback is its useful part.
             data["failed"].update(text=self.failed.text[-20_000:], traceback=self.failed.traceback[-40_000:])
         return json.dumps(data).encode()
 
@@ -53,15 +51,13 @@ class JobEnd:
 
     @staticmethod
     def loaded(raw: bytes | str) -> "JobEnd":
-        """Deserialize the result of `dumped`.
-
-        An unreadable value ends the job as well, with code 1.
-        """
+        """Deserialize the result of `dumped`."""
         try:
             data = json.loads(raw)
             failed = data.pop("failed")
             return JobEnd(**data, failed=None if failed is None else Failed(**failed))
         except (ValueError, TypeError, KeyError, AttributeError):
+            # Not raised: the job has ended, although the reason cannot be read.
             return JobEnd(1, text=f"its end cannot be read: {raw[:80]!r}")
 
 
@@ -114,8 +110,6 @@ class NodeInfo:
 class NodeVerifier:
     """Proves and checks that units belong to one job.
 
-    Not every store checks secrets. Without this proof a wrong secret is found by a worker, much later.
-
     secret: the job's secret. id: the name of the job. nprocs: the number of units.
     """
 
@@ -128,11 +122,9 @@ class NodeVerifier:
         return job_key(self.secret, "unit", self.id, str(rank)).hex()
 
     def verify(self, raw: bytes) -> NodeInfo:
-        """Read and check the description of a unit.
-
-        Raises StoreError, and ConfigError for a unit with other settings.
-        """
+        """Check the description of a unit. Raises StoreError or ConfigError."""
         unit = NodeInfo.loaded(raw)
+        # Not every store checks secrets. Without this a wrong one would be found by a worker, much later.
         if unit.proof != self.proof(unit.rank):
             accepted = "must be the same in all units: TOPOTRAIN_TOKEN, or the file that TOPOTRAIN_TOKEN_FILE names"
             raise ConfigError("secret", None, f"{unit.who} has another secret than unit 0; it {accepted}")
@@ -180,23 +172,22 @@ def machine() -> str:
 
     It is equal for processes that can reach each other's Unix sockets and loopback addresses, and for no others.
     """
+    # Host names may repeat, boot_id does not. The network namespace decides about loopback addresses.
     parts = [socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
     folder = os.stat(tempfile.gettempdir())  # containers may share a network but no folder
     return " ".join([*parts, str(os.stat("/proc/self/ns/net").st_ino), f"{folder.st_dev}:{folder.st_ino}"])
 
 
 def address_towards(url: str) -> str:
-    """Return this host's address on the route to the store.
-
-    It is "" where the URL names no reachable host.
-    """
+    """Return this host's address on the route to the store; "" without a route."""
     parts = urlsplit(url)
     if not parts.hostname:
         return _own_address()
+    # `connect` of a datagram socket only chooses a route, and so the local address.
     with suppress(OSError, UnicodeError):
         family, kind, _, _, where = socket.getaddrinfo(parts.hostname, parts.port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:
-            sock.connect(where)  # sends nothing
+            sock.connect(where)
             return str(sock.getsockname()[0])
     return ""
 
@@ -205,6 +196,7 @@ def _own_address() -> str:
     """Return the address of this host's name; "" for a loopback address."""
     with suppress(OSError, UnicodeError):
         found = str(socket.getaddrinfo(socket.gethostname(), 1, type=socket.SOCK_DGRAM)[0][4][0])
+        # Some distributions map the name of the host to a loopback address in /etc/hosts.
         return "" if is_local(found) else found
     return ""
 
@@ -238,6 +230,7 @@ def hosts_of(units: list[NodeInfo], url: str, served: bool) -> HostMap:
     return HostMap(
         tuple(numbers[unit.machine] for unit in units),
         tuple(unit.name for unit in units),
+        # On one machine nothing needs to listen where other machines can connect.
         tuple("127.0.0.1" if alone and not unit.given else unit.address for unit in units),
         url,
         served,

@@ -1,9 +1,9 @@
-"""Membership of a job's units, as one unit sees it: liveness and the job's end.
+"""Membership of a job's units, as one unit sees them: liveness and the job's end.
 
 * Unit 0 decides once how the job ends, with the first cause. The other units report their causes to it.
-* After a connection error it first waits for a better cause. Without one it looks for a unit that gives no sign.
-* A unit is lost when it gives no sign of life, neither over its connection nor in the store. A broken connection alone
-  is not a loss, and neither is a store that is away.
+* After a connection error it first waits for a better cause. Without one it looks for a unit without heartbeats.
+* A unit is lost when nothing arrives from it and the store has no heartbeat of it. A broken connection alone is not a
+  loss, and neither is a store that is away.
 """
 
 import socket
@@ -51,6 +51,7 @@ STORE_LOST_S = 5.0
 """Seconds of silence after which unit 0 is gone, where the store that it serves is gone, too."""
 AWAY_S = 15.0
 """Seconds for which a unit waits for unit 0, and for the store, before it goes on alone."""
+# A heartbeat expires after ALIVE_S. Only then is it certain that the unit of a lost peer is gone.
 _PATIENCE_S: Mapping[str, float] = MappingProxyType({"internal": 1.5, "peer": ALIVE_S + 1.0})
 """Seconds for which a failure waits for its cause, by kinds of failure that may have one elsewhere."""
 _REGISTER_EVERY_S = 5.0  # between two updates of the registry
@@ -86,6 +87,7 @@ class NodeMembership:
 
     def __init__(self, stores: StoreKeys, rank: int, hosts: HostMap, leads: bool) -> None:
         self._stores, self._rank, self._hosts, self._leads = stores, rank, hosts, leads
+        # Other threads decide; the run loop's selector sees it through this socket.
         self._wake_out, self._wake_in = socket.socketpair()
         self._lock = threading.Lock()
         self._closed, self._decided = threading.Event(), threading.Event()
@@ -113,10 +115,8 @@ class NodeMembership:
         self._wake_out.recv(64)
 
     def signalled(self, number: int, more: str = "") -> None:
-        """Report that a signal asks the job to end.
-
-        more: text to add to the report.
-        """
+        """Report that a signal asks the job to end; `more` is added to the report."""
+        # The first signal counts, which may have come to another unit.
         end = self._asked or self._by_signal(number)
         self.request_end(replace(end, text=f"{end.text}; {more}") if more else end)
 
@@ -138,11 +138,10 @@ class NodeMembership:
         """Stop watching."""
         self._closed.set()
         self._decided.set()
+        # Under the lock: `_deliver` on another thread must not write to a closed socket.
         with self._lock:
             self._wake_out.close()
             self._wake_in.close()
-
-    # --- for the subclasses
 
     @property
     def _name(self) -> str:
@@ -165,9 +164,11 @@ class NodeMembership:
 
     def _deliver(self, end: JobEnd) -> None:
         with self._lock:
+            # The first end counts. It is set before the wakeup, which makes the run loop read it.
             if self.end is None and not self._closed.is_set():
                 self.end = end
                 self._wake_in.send(b"!")
+        # After `end` is set: a waiting thread reads it at once.
         self._decided.set()
 
     def _has_heartbeat(self, rank: int) -> bool | None:
@@ -212,7 +213,7 @@ class FollowerMembership(NodeMembership):
 
     def tell(self, cause: Failed) -> None:
         """Report why the job cannot go on here."""
-        self._lost_peer |= cause.kind == "peer"  # it may have been in unit 0, which then cannot say so
+        self._lost_peer |= cause.kind == "peer"  # it may have been in unit 0, which then cannot report it
         self.control.send(0, {"cause": to_json(cause)})
         self._end_if_alone(self._end_of(cause, self._rank))
 
@@ -251,8 +252,10 @@ class FollowerMembership(NodeMembership):
         """Find out whether unit 0 is gone, until the job ends."""
         while not self._decided.wait(BEAT_S):
             silent_s = self.control.silence_s(0)
+            # A store that unit 0 serves goes away with it: that is a second sign, so a shorter silence is enough.
             limit_s = STORE_LOST_S if self._hosts.served else LOST_S
             suspects = self._lost_peer or self.control.suspects
+            # A lost peer is a sign, too.
             if silent_s > (min(limit_s, ALIVE_S) if suspects else limit_s):
                 self._look_for_unit_0()
             if self._finished and self.control.alone:
@@ -263,8 +266,10 @@ class FollowerMembership(NodeMembership):
         beats, raw = self._has_heartbeat(0), None
         with suppress(StoreError):
             raw = self._stores.run.get("end")
+        # Unit 0 writes the end here, too, for units that are not connected.
         if raw is not None:
             self._deliver(JobEnd.loaded(raw))
+        # A store that is away is no loss, unless unit 0 serves it.
         elif beats is False or (beats is None and self._hosts.served):
             self._deliver(self._end_of(self._vanished(0), 0))
 
@@ -302,6 +307,7 @@ class LeaderMembership(NodeMembership):
         self._gone: set[int] = set()  # units that are not looked after
         self._words: set[str] = set()  # of units that rejoined and were reported
         self._registered = 0.0
+        # Not `_lock`, which `_deliver` takes inside.
         self._deciding = threading.Lock()
         self.control = ControlServer(access, {unit.rank: unit.word for unit in units[1:]}, self)
         if self.control.ranks:
@@ -331,8 +337,6 @@ class LeaderMembership(NodeMembership):
             return False
         return True
 
-    # --- the end
-
     def tell(self, cause: Failed) -> None:
         """Report why the job cannot go on here."""
         self._judge(cause, 0)
@@ -345,6 +349,7 @@ class LeaderMembership(NodeMembership):
         """End the job in this way, unless its end is decided already."""
         with self._deciding:
             if not self.over:
+                # This unit's own end comes last: it leads to the end of the connections.
                 self._kept.keep("end", end.dumped())  # for units that are not connected yet
                 self._broadcast({"end": end.to_text()})
                 self._deliver(end)
@@ -361,21 +366,21 @@ class LeaderMembership(NodeMembership):
         self.request_end(self._end_of(lost, rank))
 
     def _announce_save(self, end: JobEnd) -> None:
-        """Tell the unit that requests the last snapshot."""
+        """Let the unit of the first server request the last snapshot."""
         if self._request_save(end):
             self._broadcast({"save": end.to_text()})
 
     def _judge(self, cause: Failed, rank: int) -> None:
+        # A thread for the wait: the caller is the run loop, or the reader of a connection.
         threading.Thread(target=self._explain, args=(cause, rank), name="explain", daemon=True).start()
 
     def _explain(self, cause: Failed, rank: int) -> None:
-        """Wait for a better cause of a failure in this unit, then end the job.
-
-        The time limit depends on the kind of failure.
-        """
+        """Wait for a better cause of a failure in this unit, then end the job."""
         until = time.monotonic() + _PATIENCE_S.get(cause.kind, 0.0)
         while not self._decided.is_set():
+            # A lost peer may be the death of its unit, which explains more than the lost connection.
             silent = self._silent(2 * BEAT_S) if cause.kind == "peer" else []
+            # None, for a store that is away, is no proof of a loss.
             gone = [each for each in silent if self._has_heartbeat(each) is False]
             if gone:
                 self.request_end(self._end_of(self._vanished(gone[0]), gone[0]))
@@ -402,17 +407,17 @@ class LeaderMembership(NodeMembership):
         self._stores.registry.keep(self._stores.record)
         self._stores.registry.end(self._stores.record.id, state)
 
-    # --- watching
-
     def _watch(self) -> None:
-        """Look after the units, and after requests in the store, until the job ends."""
+        """Watch the units, and requests in the store, until the job ends."""
         while not self._decided.wait(BEAT_S):
             with suppress(StoreError):
                 self._look_into_store()
             for rank in self._silent(ALIVE_S if self.control.suspects else LOST_S):
+                # Only both together are a loss: a broken connection is made again, and a store may be away.
                 if self._has_heartbeat(rank) is False:
                     self._lose(rank)
             missing = self._unreported() if self._finished else set()
+            # With the store away no loss can be proved, and the remaining units may be unreachable forever.
             if missing and missing.issubset(self._silent(AWAY_S)) and self._has_heartbeat(0) is None:
                 self._deliver(JobEnd(0, text=_ALONE.format("the store", AWAY_S)))
 
@@ -438,6 +443,7 @@ class LeaderMembership(NodeMembership):
         if not self._recovers:
             self.request_end(self._end_of(self._vanished(rank), rank))
             return
+        # First: its silence is reported once.
         self._gone.add(rank)
         self.control.put(UnitVanished(rank, self._vanished(rank)))
         self._end_if_complete()
@@ -448,18 +454,18 @@ class LeaderMembership(NodeMembership):
             # Another secret, or an address that cannot be listened at: the unit gets no reply.
             with suppress(StoreError, ConfigError, TransportError):
                 unit = self._verifier.verify(raw or b"")
+                # The key stays in the store, and must be reported once.
                 if unit.word not in self._words and 0 < unit.rank < len(self._hosts.names):
                     self._listen_for(unit)
                     self._words.add(unit.word)
+                    # Its predecessor may not be known as lost yet. From here on its silence does not count.
                     self._gone.add(unit.rank)
                     self.control.put(UnitReturned(unit.rank, unit))
 
     def _listen_for(self, unit: NodeInfo) -> None:
-        """Listen where other machines connect, if this unit is the first on one.
-
-        Raises TransportError.
-        """
+        """Listen where other machines connect, once. Raises TransportError."""
         if self._local and unit.machine != self._me.machine and not is_local(self._me.address):
+            # On one machine unit 0 listens at a loopback address only.
             self.control.listen(self._me.address)
             self._local = False
 
@@ -475,10 +481,7 @@ _OF_A_REPORT = (Started, Serving, StepDone, Skipped, Finished, Metrics, Final, C
 
 
 class UnitReport:
-    """The events of a unit that a report needs.
-
-    Of repeated events it keeps the last one.
-    """
+    """The events of a unit that a report needs; of repeated events the last one."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, str], Event] = {}

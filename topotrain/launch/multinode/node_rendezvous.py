@@ -8,8 +8,7 @@
                      the addresses of its processes
     jobs/ID.RUN.N/   the addresses of the processes after the Nth restart of the whole job
 
-Each start has its own keys, so data of an earlier start is never read. Unit 0 keeps the keys that later units need
-(`MaintainedValues`), even in a store that lost its data.
+Each start has its own keys, so data of an earlier start is never read.
 """
 
 import os
@@ -85,8 +84,10 @@ class Heartbeat:
     def _beat(self) -> None:
         count = 0
         while True:
+            # A new value each time: `_outlive` and `_check_twin` distinguish it from one that was left.
             count += 1
             with suppress(StoreError):  # training continues without the store
+                # The key expires without this thread, also when the process is killed or frozen.
                 self._run.set(self._key, str(count).encode(), ALIVE_S)
             if self._closed.wait(BEAT_S):
                 return
@@ -94,6 +95,7 @@ class Heartbeat:
     def close(self) -> None:
         """Stop, and delete the heartbeat."""
         self._closed.set()
+        # The thread may be waiting for the store. Before the deletion: it could write the key again.
         self._thread.join(2 * ALIVE_S)
         with suppress(StoreError):
             self._run.delete(self._key)
@@ -120,6 +122,7 @@ class NodeRendezvous:
         self._waiting = RendezvousNotice(rank)
         self.word = ""
         self.pulse: Heartbeat | None = None
+        # Units may come after the store has lost its data, so these keys are written again and again.
         self._kept = MaintainedValues(root)
         self._missing = 0  # consecutive reads that found no start of the job in the store
         self.me: NodeInfo | None = None
@@ -144,8 +147,6 @@ class NodeRendezvous:
         if self.pulse is not None:
             self.pulse.close()
 
-    # --- coming in
-
     def enter(self, me: NodeInfo) -> None:
         """Open a start of the job as unit 0, or join it as another unit.
 
@@ -162,12 +163,15 @@ class NodeRendezvous:
             return
         old = ""
         while True:
+            # Waits for another word than the last one, which was that of a start that is gone.
             self.word = self._await(self.shared, "run", "unit 0", old).decode()
             old = self.word  # of an earlier start, if this one has to be read again
+            # The first process of a rank wins: two units with one rank would both train.
             if not self.run.compare_and_set(f"host/{self.rank}", None, me.dumped()):
                 self._check_twin()
                 if self.run.get("hosts") is not None and self.run.get("end") is None and self._return(me):
                     return
+            # Read once more after the rank is taken: unit 0 deletes the keys of a start that it replaces.
             elif self.shared.get("run") == self.word.encode():
                 self._kept.keep(self._whole(f"host/{self.rank}"), me.dumped())
                 self.pulse = Heartbeat(self.run, self.rank).start()
@@ -178,9 +182,8 @@ class NodeRendezvous:
     def _return(self, me: NodeInfo) -> bool:
         """Rejoin a running job that has lost the unit of this rank.
 
-        The unit announces itself to unit 0, and waits for a reply. It writes no heartbeat before the reply: a start
-        without running units must show no heartbeats. Returns False if another start has begun. Raises EndedBeforeStart
-        or StoreError.
+        The unit announces itself to unit 0, and waits for a reply. Returns False if another start has begun. Raises
+        EndedBeforeStart or StoreError.
         """
         self._set(f"back/{self.rank}", me.dumped())
         what = f"unit 0 of job {self.id!r}, which is running, and can include unit {self.rank} when it restarts"
@@ -192,6 +195,7 @@ class NodeRendezvous:
             self._kept = MaintainedValues(self._root)
             return False
         self.returns = True
+        # Not before the reply: a start without running units must show no heartbeats.
         self.pulse = Heartbeat(self.run, self.rank).start()
         return True
 
@@ -201,6 +205,7 @@ class NodeRendezvous:
         if old is not None:
             self._outlive(old)
         self.word = secrets.token_hex(4)
+        # Another process may have begun a start meanwhile as unit 0.
         if not self.shared.compare_and_set("run", known, self.word.encode()):
             raise self._running("another unit 0")
         if old is not None:
@@ -208,14 +213,13 @@ class NodeRendezvous:
             forget_lives(self._root, f"{self.id}.{(known or b'').decode()}")
 
     def _outlive(self, old: Store) -> None:
-        """Wait until all units of an earlier start are gone.
-
-        Raises ConfigError if it is still running.
-        """
+        """Wait until all units of an earlier start are gone; ConfigError if it is running."""
         first = {key: old.get(key) for key in old.keys("alive/")}
         while living := old.keys("alive/"):
             self._waiting(f"the end of an earlier start of job {self.id!r}")
+            # A heartbeat that stays the same is of a killed unit, and expires. One that moves is of a running unit.
             moving = [key for key in living if (now := old.get(key)) is not None and now != first.get(key)]
+            # Moving heartbeats of an ended start are those of units that still clean up.
             if time.monotonic() > self._deadline or (moving and old.get("end") is None):
                 raise self._running(", ".join(f"unit {key.partition('/')[2]}" for key in moving or living))
             time.sleep(BEAT_S / 4)
@@ -228,9 +232,11 @@ class NodeRendezvous:
         """Raise ConfigError when another process has the rank of this unit."""
         raw = self.run.get(f"host/{self.rank}")
         beat = self.run.get(f"alive/{self.rank}")
+        # Without a heartbeat the unit of a running job is lost, and this process may replace it.
         if raw is None or (beat is None and self.run.get("hosts") is not None):
             return
         with suppress(TimeoutError):
+            # A heartbeat that moves is of a running process. A timeout means that its process is gone.
             self.run.watch(f"alive/{self.rank}", ALIVE_S, beat)
             there = NodeInfo.loaded(raw).who
             raise ConfigError("--rank", self.rank, f"is taken: {there} is in job {self.id!r} already")
@@ -242,8 +248,6 @@ class NodeRendezvous:
     def _set(self, key: str, value: bytes) -> None:
         """Write a key of this start, and maintain it. Raises StoreError."""
         self._kept.set(self._whole(key), value)
-
-    # --- agreeing
 
     def bring(self, job: Job | None) -> Job:
         """Return the job that was given to unit 0 or submitted, and publish it.
@@ -291,17 +295,15 @@ class NodeRendezvous:
         return hosts
 
     def regather(self, back: Mapping[int, NodeInfo], hosts: HostMap) -> HostMap:
-        """Return the hosts after some units were replaced. For unit 0.
-
-        Raises ConfigError.
-        """
+        """Return the hosts after units were replaced. For unit 0. Raises ConfigError."""
+        # Kept for the next restart, which may replace other units.
         self.known = [back.get(unit.rank, unit) for unit in self.known]
         return hosts_of(self.known, hosts.url, hosts.served)
 
     def learn(self) -> HostMap:
-        """Return the hosts that unit 0 has published.
+        """Return the hosts that unit 0 has published. Not for unit 0.
 
-        For all units but unit 0. Raises EndedBeforeStart or StoreError.
+        Raises EndedBeforeStart or StoreError.
         """
         return HostMap.loaded(self._await(self.run, "hosts", "the other units"))
 
@@ -314,9 +316,9 @@ class NodeRendezvous:
             self._set(_FROM, f"{seal} {name}".encode())
 
     def chosen(self) -> tuple[str, str]:
-        """Return the name and the seal of the snapshot to resume from.
+        """Return the name and the seal of the snapshot to resume from. Not for unit 0.
 
-        For all units but unit 0. Call it after `learn`. Raises StoreError.
+        Call it after `learn`. Raises StoreError.
         """
         sealed, _, name = (self.run.get(_FROM) or b"").decode().partition(" ")
         return name, sealed
@@ -339,34 +341,29 @@ class NodeRendezvous:
             secrets.token_hex(4),
         )
 
-    # --- waiting
-
     def _await(self, store: Store, key: str, what: str, old: str = "") -> bytes:
-        """Return a value when it exists.
-
-        Raises EndedBeforeStart, JobRestarted, and StoreError at the deadline.
-        """
+        """Return a value. Raises EndedBeforeStart, JobRestarted, or StoreError when late."""
         while True:
             try:
+                # Short waits, so that the end or the replacement of this start is noticed meanwhile.
                 return self._patiently(lambda: store.watch(key, _LOOK_S, old.encode() or None), what)
             except TimeoutError:
                 self._waiting(what)
+                # A wait for one of the job's own keys does not depend on this start.
                 self._check_start(store is self.shared)
             if time.monotonic() > self._deadline:
                 who = f"(job {self.id!r}, unit {self.rank})"
                 raise StoreError(f"{what} did not come within {self.patience:g} s {who}")
 
     def _check_start(self, outside: bool) -> None:
-        """Check that this start is the current one.
-
-        Raises EndedBeforeStart if it has ended, and JobRestarted if another one has replaced it.
-        """
+        """Raise EndedBeforeStart or JobRestarted unless this start is the current one."""
         if outside or not self.word:
             return
         raw = self.run.get("end")
         if raw is not None:
             raise EndedBeforeStart(JobEnd.loaded(raw))
         known = self.shared.get("run")
+        # A missing word alone is no replacement: the store may have lost its data, and unit 0 writes it again.
         self._missing = self._missing + 1 if known is None else 0
         if self._missing > _MISSED or known not in (None, self.word.encode()):
             raise JobRestarted
@@ -395,10 +392,7 @@ def _is_final(error: StoreError) -> bool:
 
 
 def outlast(run: Store) -> None:
-    """Wait until all other units have left this start, or their heartbeats expired.
-
-    For unit 0.
-    """
+    """Wait in unit 0 until the other units have left, or their heartbeats expired."""
     until = time.monotonic() + ALIVE_S + 2 * BEAT_S
     with suppress(StoreError):
         while time.monotonic() < until and set(run.keys("alive/")) - {"alive/0"}:
@@ -406,10 +400,7 @@ def outlast(run: Store) -> None:
 
 
 def forget_lives(root: Store, run_id: str) -> None:
-    """Delete the data of all attempts of a start but the first.
-
-    Raises StoreError.
-    """
+    """Delete the data of all attempts of a start but the first. Raises StoreError."""
     for key in root.keys(f"jobs/{run_id}."):
         root.delete(key)
 

@@ -1,8 +1,7 @@
 """Reliable messages between two units: numbered, in order, exactly once.
 
-A message is JSON, and travels in parts, because the fields of a wire message are limited. Each part is kept until the
-other end has acknowledged it. After a reconnection all kept parts are sent again, and the receiver drops those that it
-has. The module does no I/O and reads no clock.
+A message is JSON, and travels in parts. Each part is kept until the other end has acknowledged it. After a reconnection
+all kept parts are sent again. The module does no I/O and reads no clock.
 """
 
 import json
@@ -13,6 +12,7 @@ from typing import Any
 
 from topotrain.core.protocol import Message, ProtocolError, message
 
+# The fields of a wire message are limited, so a message travels in parts.
 PART_BYTES = 32 << 10
 """Bytes of one part."""
 MESSAGE_BYTES = 16 << 20
@@ -67,22 +67,24 @@ class ReliableEnd:
 
     def unacknowledged(self) -> list[UnitPart]:
         """Return the kept parts in their order, to be sent again over a new connection."""
+        # The acknowledgement in a kept part is of the time of its first sending.
         return [replace(part, received=self._received) for part in self._kept]
 
     def receive(self, part: UnitPart) -> Words | None:
         """Return the message that this part completes, if it completes one.
 
-        A part that came before is dropped, and so is one that came before its predecessor: the other end keeps both.
-
         Raises:
             ProtocolError: the message is too large, or not a JSON object.
         """
+        # First, and also for a part without content: the acknowledgement counts by itself.
         while self._kept and self._kept[0].number <= part.received:
             self._kept.popleft()
+        # A repeated part came before. One after a gap comes again: the other end keeps both.
         if part.number != self._received + 1:
             return None
         self._received += 1
         self._text += part.text
+        # Checked before the last part, so that a faulty peer cannot fill the memory.
         if part.more and len(self._text) <= MESSAGE_BYTES:
             return None
         text, self._text = bytes(self._text), bytearray()

@@ -51,6 +51,7 @@ class RestartBarrier:
         """Record news. Messages about a former attempt are ignored."""
         match news:
             case UnitMessage(rank, words) if (
+                # A replacement is ready at once, and its predecessor's word no longer counts.
                 "ready" in words and words.get("life") == self.life and rank not in self.back
             ):
                 self._ready.add(rank)
@@ -59,6 +60,7 @@ class RestartBarrier:
                 self.back[rank] = unit
                 self._ready.add(rank)
                 self._gone.pop(rank, None)
+            # A replacement counts from its return on, whatever its silent predecessor does.
             case UnitVanished(rank, _) if rank not in self.back:
                 self._ready.discard(rank)
                 self._gone.setdefault(rank, now)
@@ -94,15 +96,13 @@ def muster(
     notifier: Notifier,
     hint: str,
 ) -> bool:
-    """Wait in unit 0 until all units are ready.
-
-    Returns False if the job ends instead.
-    """
+    """Wait in unit 0 until all units are ready; False if the job ends instead."""
     told: set[int] = set()
     news = list(unread)
     while True:
         for each in news:
             made.heard(each, time.monotonic())
+        # Before `missing`: a job that has ended begins no other attempt.
         if company.over or heard.came:
             return False
         if not made.missing:
@@ -124,6 +124,7 @@ def begin_anew(company: LeaderMembership, made: RestartBarrier, hosts: HostMap, 
     for rank, unit in made.back.items():  # before `expect`: the silence of the former process must not count
         company.control.open(rank, unit.word)
     company.expect(hosts, made.there)
+    # The seal lets each unit check that it sees the same snapshot under this name.
     words: dict[str, Any] = {"name": Path(life.resume).name, "seal": seal(life.resume)}
     words |= {"absent": sorted(life.absent), "hosts": asdict(hosts)}
     for rank in sorted(made.there):
@@ -140,6 +141,7 @@ def await_begin(
     news = list(unread)
     while True:
         for each in news:
+            # Numbers are compared: a repeated message about this or a former attempt begins nothing.
             if isinstance(each, UnitMessage) and "begin" in each.words and each.words["life"] > life:
                 return _begun(each.words["life"], each.words["begin"], workspace)
             if isinstance(each, UnitMessage) and "outcast" in each.words:

@@ -15,8 +15,7 @@ LEASE_S = 2.0
 class StoppedProcesses:
     """The processes that the kernel has stopped (SIGSTOP), with their pids and times.
 
-    The kernel reports to the parent when a child stops and continues, so no process is polled. A process that a
-    debugger holds is not reported, and has no time limit.
+    The kernel reports to the parent when a child stops and continues, so no process is polled.
     """
 
     def __init__(self) -> None:
@@ -30,6 +29,7 @@ class StoppedProcesses:
     def on_event(self, event: Event, now: float) -> None:
         """Record an event."""
         match event:
+            # A process that a debugger holds is not reported, and so has no time limit.
             case Frozen(who=who, pid=pid):
                 # A process that stops again has continued in between, so its time starts anew.
                 self._since[who] = pid, now
@@ -43,12 +43,10 @@ class StoppedProcesses:
         self._since.pop(who, None)
 
     def expired(self, now: float) -> list[tuple[Failed, float]]:
-        """Return and forget the processes that were stopped for too long.
-
-        Each comes with its failure, and the time since which it is stopped.
-        """
+        """Return, and forget, failures of processes stopped for too long, and since when."""
         found = [(who, pid, since) for who, (pid, since) in self._since.items() if now >= since + LEASE_S]
         for who, _, _ in found:
+            # Reported once: `poll` comes again before the process has ended.
             self.forget(who)
         text = "{} (pid {}) was frozen for {:g} s and was ended"
         return [(Failed(who, "died", text.format(who, pid, LEASE_S), ""), since) for who, pid, since in found]
@@ -95,8 +93,6 @@ class AttemptState:
         """End the attempt: nothing restarts in it any more."""
         self.over, self.held_until = True, None
 
-    # --- processes
-
     def unit_of(self, who: str) -> int:
         """Return the rank of the unit of a process."""
         return self._unit_of[who]
@@ -124,6 +120,7 @@ class AttemptState:
         gone = self.residents_of(rank)
         self.lost_units.add(rank)
         self.up -= gone
+        # A process that was about to start in this unit does not come any more.
         self.leaving -= gone
         for who in gone:
             self.stopped.forget(who)
@@ -133,6 +130,7 @@ class AttemptState:
         """Record that a process restarts, in this unit."""
         self._unit_of[who] = rank
         self.stopped.forget(who)
+        # Until the new process has started, reports under this name are about the former one.
         self.leaving.add(who)
         self.up.add(who)
 
@@ -149,16 +147,14 @@ class AttemptState:
 
     def dismiss(self, who: Collection[str]) -> None:
         """Record that these processes are ended because they have no work left."""
+        # They count as finished, so their ends are no losses.
         self.finished.update(who)
         self.leaving.difference_update(who)
 
-    # --- errors without a known cause
-
     def hold(self, failed: Failed, until: float) -> None:
-        """Hold an error back until a time. An earlier time limit stays."""
+        """Hold an error back until a time; an earlier time limit stays."""
         self.held.append(failed)
-        # A later error may be another consequence of the same death, which has been reported by the first limit or
-        # never is.
+        # A later error may be another consequence of the same death, which is reported by the first limit or never.
         self.held_until = self.held_until or until
 
     def release(self, now: float) -> list[Failed]:
@@ -183,4 +179,5 @@ class AttemptState:
 
     def _keep(self, held: list[Failed]) -> None:
         self.held = held
+        # Without an error there is no timer, and the next error gets its full time.
         self.held_until = self.held_until if held else None

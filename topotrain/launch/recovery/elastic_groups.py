@@ -1,8 +1,7 @@
 """Elastic worker groups: groups leave, are given up, and join while a job runs.
 
-This module is pure: it does no I/O and reads no clock. The servers are asked first whether a change is possible,
-because they know the job's progress. Other groups do not wait for a change. A leaving group gets a grace period. Other
-groups do not wait for a group that was given up.
+This module is pure: it does no I/O and reads no clock. Other groups wait neither for a change nor for a group that was
+given up.
 """
 
 from collections.abc import Collection, Mapping
@@ -114,10 +113,8 @@ class GroupStates:
         return not self._refusals.get(group, "it is not here") and self._others(group)
 
     def reset(self) -> None:
-        """Update the groups for a restart of the whole job.
-
-        Leaving groups are absent after it, and joining groups are present.
-        """
+        """Update the groups for a restart of the whole job."""
+        # Leaving groups are absent after it, and joining groups are present.
         gone = (GroupState.LEAVING, GroupState.ASKED, GroupState.LOST, GroupState.AWAY)
         for group in self._groups:
             # Open questions are forgotten: the servers that were asked have ended, too.
@@ -179,10 +176,8 @@ class GroupChanges:
         return self._attempt.incarnations.get(group, 0)
 
     def questions(self) -> list[Action]:
-        """Return open questions to the coordinator again, for its successor.
-
-        The coordinator may not have received them. Repeating them does no harm.
-        """
+        """Return open questions to the coordinator again, for its successor."""
+        # The former coordinator may not have received them. Repeating them does no harm.
         asked = [AskServers(question, group) for group, question in self._states.open_questions()]
         # One more than the last incarnation: no process of the last one is left either.
         return [*asked, *(ReportGone(group, self._incarnation(group) + 1) for group in sorted(self._states.away))]
@@ -192,6 +187,7 @@ class GroupChanges:
         why = self._states.refusal(request)
         if why:
             return [refused(request, why)]
+        # The servers decide: only they have the job's progress.
         state = GroupState.COMING if request.verb == JOIN else GroupState.ASKED
         self._states[request.group] = replace(self._states[request.group], state=state, within_s=request.within_s)
         return [AskServers(request.verb, request.group, self._incarnation(request.group))]
@@ -226,6 +222,7 @@ class GroupChanges:
         if event.text:
             self._states.change(group, GroupState.HERE)
             return [refused(GroupRequest(LEAVE, group), f"group {group} cannot leave: {event.text}")]
+        # Its scripts get this time to end by themselves.
         self._states[group] = replace(part, state=GroupState.LEAVING, until=now + part.within_s, agreed=True)
         return self.on_exit(group, now)
 
@@ -240,21 +237,15 @@ class GroupChanges:
         return self.on_exit(event.group, now)
 
     def restart(self, group: int, lost: Failed, now: float, singly: bool) -> list[Action]:
-        """Restart a group that can restart alone, or only the lost worker.
-
-        A group that has exhausted its restarts is given up.
-        """
-        # A group that dies again and again must not end a job whose other groups train.
+        """Restart a group that can restart alone, or only the lost worker."""
+        # A group that dies again and again must not end a job while other groups train.
         if not self._restarts.budget.allows(group, now):
             return self.give_up(group, self._restarts.exhausted(lost, group), "is given up", now)
         answers = self.refuse_pending(group)
         return [*self._restarts.restart_group(group, lost, now, lost.who if singly else ""), *answers]
 
     def give_up(self, group: int, lost: Failed, how: str, now: float) -> list[Action]:
-        """Give up a group that cannot restart.
-
-        The other groups continue if the group's servers agree.
-        """
+        """Give up a group that cannot restart; the servers are asked to go on without it."""
         if not self._states.is_elastic(group):
             return self._restarts.give_up(lost)
         answers = self.refuse_pending(group)
@@ -272,6 +263,7 @@ class GroupChanges:
         if group is None or self._attempt.over or not self._states.is_going(group):
             return []
         part, members = self._states[group], self._attempt.members(group)
+        # Two conditions meet here in any order: the servers' agreement, and the end of the last process.
         if not part.agreed or members & self._attempt.up:
             return []
         # Its scripts have ended by themselves, so the group did not leave early and its data is complete.
@@ -281,7 +273,8 @@ class GroupChanges:
         self._forget(group)
         how, gone = part.how or "has left", self._incarnation(group) + 1
         self._states[group] = GroupEntry(GroupState.AWAY)
-        # The servers hear of it only now: a worker that still runs may push until its process has ended.
+        # Reported only now: a worker that still runs may push until its process has ended. One more than the last
+        # incarnation: no process of the last one is left either.
         left = Left(group, how, self._restarts.at(now))
         return [left, ReportGone(group, gone), AnswerRequest(LEAVE, group, f"group {group} {how}")]
 
@@ -293,6 +286,7 @@ class GroupChanges:
     def on_loss(self, group: int) -> list[Action]:
         """Return the actions after the loss of a process of a leaving group."""
         part = self._states[group]
+        # Not a loss of the job, but the report shows that the group did not leave in order.
         self._states[group] = replace(part, how=part.how or "was lost while it left")
         return self.dismiss(group)
 

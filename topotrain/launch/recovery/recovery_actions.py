@@ -48,10 +48,7 @@ class RestartGroup:
 
 @dataclass(frozen=True, slots=True)
 class EndProcess:
-    """An action: end this process, which has no work left.
-
-    Separate actions describe what follows from its loss.
-    """
+    """An action: end this process, which has no work left."""
 
     who: str
 
@@ -100,7 +97,7 @@ class AskServers:
 
 @dataclass(frozen=True, slots=True)
 class ReportGone:
-    """An action: tell the group's servers that earlier processes are gone.
+    """An action: report to the group's servers that earlier processes are gone.
 
     incarnation: no process before this incarnation is left.
     """
@@ -111,10 +108,7 @@ class ReportGone:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """An action: answer the clients that made this request.
-
-    error: the reason of a refusal.
-    """
+    """An action: answer the clients that made this request; `error` refuses it."""
 
     verb: str
     group: int

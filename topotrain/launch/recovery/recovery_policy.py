@@ -2,14 +2,13 @@
 
 A process death is a root cause. Connection errors that other processes report because of it are not. So an error that
 may follow from a death waits for one, while an exception of the user's program, or a wrong setting, ends the job at
-once.
+once. The policy is pure: it receives events and the time, and returns actions.
 
-* The policy is pure. It receives events and the time, and returns actions.
 * A process that stays frozen is ended, and counts as dead.
-* The loss of a process that has finished changes nothing.
 * Over several units unit 0 decides for all. The others send it their events (`follower.py`). A unit without a heartbeat
   is lost with all its processes.
-* A restart has no delay, because the old processes have ended by then. `restarts` limits how often it happens.
+* `restarts` limits how often a group or the job restarts. It has no delay, because the old processes have
+  ended by then.
 * A group that has exhausted `restarts` is given up where the other groups can continue without it.
 * Workers leave or join a job of one group between two attempts of the whole job (`resize.py`).
 """
@@ -116,8 +115,6 @@ class RecoveryPolicy:
         self._groups = GroupChanges(self._states, attempt, restarts, terms.returnable)
         self._replicas = ServerReplacement(topology, attempt, restarts) if replicated else None
 
-    # --- the state of the job
-
     @property
     def due(self) -> float | None:
         """The time at which `poll` has to be called next; None: no timer runs."""
@@ -131,6 +128,7 @@ class RecoveryPolicy:
     def complete(self) -> bool:
         """Whether every process has ended, and none is to restart."""
         attempt = self._attempt
+        # An unexplained error counts as a process: a loss that explains it may restart one.
         return not (attempt.over or attempt.up or attempt.leaving or attempt.held)
 
     @property
@@ -140,10 +138,7 @@ class RecoveryPolicy:
 
     @property
     def lost_units(self) -> AbstractSet[int]:
-        """Units that have vanished in this attempt of the job.
-
-        Their later messages are ignored.
-        """
+        """Units that have vanished in this attempt; their later messages are ignored."""
         return self._attempt.lost_units
 
     @property
@@ -167,14 +162,10 @@ class RecoveryPolicy:
         return process, self._attempt.unit_of(process)
 
     def _all_finished(self) -> bool:
-        """Return whether every present worker has finished.
-
-        A group that has just joined is not counted, because it has not begun.
-        """
+        """Return whether every present worker has finished."""
+        # A group that has just joined has not begun, so the others do not wait for it.
         arriving = {who for who, group in self._attempt.group_of.items() if self._states.is_arriving(group)}
         return self._attempt.group_of.keys() - self.missing - arriving <= self._attempt.finished
-
-    # --- attempts
 
     def begin_attempt(self, topology: Topology | None = None) -> None:
         """Reset the state for a restart of the whole job.
@@ -186,6 +177,7 @@ class RecoveryPolicy:
         self._states.reset()
         self._topology = topology or self._topology
         self._attempt.reset(self._topology, self._states.away)
+        # The budget of restarts is not reset: it counts over all attempts.
         self._restarts.times.reset(self._attempt.group_of)
         if self._replicas is not None:
             self._replicas.reset(self._topology)
@@ -193,22 +185,15 @@ class RecoveryPolicy:
         self._resizing = None if self._resizing is None else ResizeState(self._resizing.job)
 
     def begin_resized(self, job: Job, topology: Topology) -> None:
-        """Reset the state for a restart of the whole job with another layout.
-
-        Restarts are still counted over all attempts.
-        """
+        """Reset the state for a restart of the whole job with another layout."""
         terms = _terms(job, topology)
+        # `_attempt` and `_restarts` stay the same objects: restarts are counted over all attempts.
         self._attempt.reset(topology, terms.absent)
         self._restarts.times.reset(self._attempt.group_of)
         self._use(topology, terms, job.cluster.replicas > 1, ResizeState(job))
 
-    # --- events
-
     def on_event(self, event: Event, now: float) -> list[Action]:
-        """Return the actions that follow from an event.
-
-        They include the event itself where it is to be shown.
-        """
+        """Return the actions that follow from an event, with the event if it is shown."""
         attempt, replicas = self._attempt, self._replicas
         # First, because the end or restart of a process also ends its time as a frozen one.
         attempt.stopped.on_event(event, now)
@@ -240,6 +225,7 @@ class RecoveryPolicy:
             case Covered(who=who, shadows=shadows) if replicas is not None:
                 replicas.on_covered(who, shadows)
             case Missed(who=who):
+                # A hint only: two servers lose each other when one of them dies, and the death is reported separately.
                 attempt.missed.add(who)
             case Differs() if replicas is not None:
                 return replicas.on_differs(event, now)
@@ -250,16 +236,14 @@ class RecoveryPolicy:
         return [event]
 
     def poll(self, now: float) -> list[Action]:
-        """Return the actions that are due by time.
-
-        They follow from processes that were frozen for too long, and from waits that are over.
-        """
+        """Return the actions that are due by time."""
         found: list[Action] = []
         for lost, since in [] if self._attempt.over else self._attempt.stopped.expired(now):
-            # It counts as lost since it stopped, because the others have waited for it since then.
+            # Lost since it stopped: the others have waited for it since then.
             found += [EndProcess(lost.who), *self._on_lost(lost, since)]
         found += self._groups.poll(now)
         late = [] if self._resizing is None or self._attempt.over else self._resizing.poll(now)
+        # The losses above come first: they may explain errors that are held back.
         return [*found, *self._explain(now), *late]
 
     def _on_step(self, who: str, now: float) -> list[Action]:
@@ -271,11 +255,10 @@ class RecoveryPolicy:
         self._states.stepped(group)
         return [*self._restarts.times.step(who, self._attempt.finished, now)]
 
-    # --- causes
-
     def _on_failed(self, failed: Failed, now: float) -> list[Action]:
         if self._attempt.over:
             return [failed]
+        # The former process reports it, and its successor is on the way.
         if failed.who in self._attempt.leaving:
             return []
         # No restart helps: the same script would raise the same exception.
@@ -286,9 +269,12 @@ class RecoveryPolicy:
             return self._on_lost(failed, now)
         group = self._attempt.group_of.get(failed.who)
         if group is not None and self._states.is_going(group):
+            # A group that leaves is no longer needed, so its error ends only the rest of it.
             return self._groups.dismiss(group)
+        # Its gradients were not finite several times in a row, which a restart does not change.
         if failed.kind == "quarantine" and group is not None:
             return self._groups.give_up(group, failed, "is in quarantine", now)
+        # It may be the consequence of a death that is reported a moment later.
         self._attempt.hold(failed, now + self._terms.cause_s)
         return []
 
@@ -310,10 +296,7 @@ class RecoveryPolicy:
         return found
 
     def _on_cause(self, cause: Failed, now: float) -> list[Action] | None:
-        """Return the actions after an error without another cause.
-
-        None means that the job fails.
-        """
+        """Return the actions after an error without another cause; None: the job fails."""
         group = self._attempt.group_of.get(cause.who, WHOLE_JOB)
         if cause.who in self._attempt.leaving:
             return []
@@ -323,8 +306,6 @@ class RecoveryPolicy:
         # A restarted worker may be refused because the servers are past the point where they could accept it.
         again = self._restarts.times.awaits(group)
         return self._on_lost(cause, now, alone=not again) if cause.kind == "peer" or again else None
-
-    # --- losses
 
     def _on_lost(self, lost: Failed, now: float, alone: bool = True) -> list[Action]:
         """Return the actions after the loss of a process.
@@ -350,6 +331,7 @@ class RecoveryPolicy:
                 *(self._groups.dismiss(group) if group is not None and arriving else []),
             ]
         served = attempt.finished <= attempt.group_of.keys()  # else some servers have ended with their final values
+        # Only a worker: a lost server takes the only copy of its shard along, so the whole job resumes.
         if alone and served and group is not None and group in self._terms.groups and not attempt.bounds:
             return self._groups.restart(group, lost, now, self._terms.singly)
         return self._restarts.restart_job_if_possible(lost, now)
@@ -361,6 +343,7 @@ class RecoveryPolicy:
         if not replicas.is_needed(gone):
             return [self._restarts.incident(lost, _DONE, now)]
         moves = replicas.moves_first(gone)
+        # `moves` is taken before this: the replacement changes the placement.
         found = replicas.replace(gone, lost, now)
         if self._attempt.over:
             return found
@@ -377,6 +360,7 @@ class RecoveryPolicy:
         if attempt.over or rank in attempt.lost_units:
             return []
         gone = attempt.lose_unit(rank)
+        # After the last script the job may still need them: `is_needed` decides.
         servers = gone & (set() if self._replicas is None else self._replicas.servers)
         if gone <= attempt.finished or (self._all_finished() and not servers):
             return [self._restarts.incident(lost, _DONE, now)]
@@ -384,6 +368,7 @@ class RecoveryPolicy:
         groups = {group_of[who] for who in gone if who in group_of and who not in attempt.finished} - self._states.away
         # The job goes on without the unit only if nothing in it is irreplaceable and another group trains.
         rest = set(group_of.values()) - self._states.away - groups
+        # Servers without replicas are irreplaceable: their values are lost with them.
         lasting = gone - group_of.keys() - servers
         if lasting or not rest or not all(self._states.is_elastic(group) for group in groups):
             return self._restarts.restart_job_if_possible(lost, now)
@@ -397,32 +382,24 @@ class RecoveryPolicy:
                 found += self._groups.give_up(group, lost, "is given up", now)
         return found
 
-    # --- requests
-
     def on_group_request(self, request: GroupRequest) -> list[Action]:
-        """Return the actions after a request that a group joins or leaves.
-
-        The answer is among them, or comes later.
-        """
+        """Return the actions after a request that a group joins or leaves."""
+        # The answer is among the actions, or comes when the servers have agreed.
         return [refused(request, _ENDING)] if self._attempt.over else self._groups.on_request(request)
 
     def on_resize_request(self, request: ResizeRequest, now: float) -> list[Action]:
-        """Return the actions after a request to resize.
-
-        The answer is among them, or comes later.
-        """
+        """Return the actions after a request to resize; the answer may come later."""
         if self._resizing is None or self._attempt.over or self._all_finished():
             return [ResizeRefused(request, _ENDING)]
+        # Checked before the snapshot: the restart would fail after all processes have ended.
         if True in self._attempt.bounds:
             text = f"it would resume from a snapshot, but cannot: {self._attempt.bounds[True]}"
             return [ResizeRefused(request, text)]
         return [self._resizing.on_request(request, now)]
 
     def on_stop_request(self) -> list[Action]:
-        """Return the actions when the job is asked to end after its next step.
-
-        A pending resize is refused.
-        """
+        """Return the actions when the job is asked to end after its next step."""
+        # The last snapshot would otherwise start the pending resize, and the job would not end.
         return [] if self._resizing is None else [*self._resizing.give_up("the job is ending")]
 
 
@@ -439,6 +416,7 @@ def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | 
     if near is not None:
         # The death of a host is noticed after a lease, and so later than the errors that it causes.
         cause_s = FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S
+        # Another tool starts the units, so there is no control socket for `topotrain join`.
         terms = replace(terms, cause_s=cause_s, returnable=False)
     return RecoveryPolicy(topology, terms, began, job.cluster.replicas > 1, near, ResizeState(job))
 

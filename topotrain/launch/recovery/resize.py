@@ -1,8 +1,7 @@
 """Resizing a job of one worker group: validation of a request, and its progress.
 
-This module is pure. A synchronous group makes its steps together, so no worker can leave or join within a step. The job
-takes a snapshot after the next step, as before an end, and its next attempt resumes there with another layout. Until
-that snapshot is on disk nothing has changed, and any failure leaves the job as it was.
+This module is pure. The job takes a snapshot after the next step, as before an end, and its next attempt resumes there
+with another layout. Until that snapshot is on disk nothing has changed, and any failure leaves the job as it was.
 """
 
 from collections.abc import Sequence
@@ -27,8 +26,8 @@ from topotrain.launch.recovery.restarts import Restarts
 def resized(cluster: Cluster, workers: int) -> Cluster:
     """Return the cluster with `workers` workers in its group.
 
-    Where every worker has a server in its process (AllReduce), this stays so. Where all workers are in one unit, this
-    stays so, too. Raises ConfigError.
+    Where every worker has a server in its process (AllReduce), or all workers are in one unit, this stays so. Raises
+    ConfigError.
     """
     # With one worker it cannot be told which of the two was meant; then each worker gets a unit of its own.
     per_unit = workers if 1 < cluster.nworkers_per_procs == cluster.nworkers_per_group else cluster.nworkers_per_procs
@@ -57,14 +56,12 @@ class ResizeState:
     _bound: Bounded | None = None
 
     def on_request(self, wish: ResizeRequest, now: float) -> RequestSnapshot | ResizeRefused:
-        """Begin a resize.
-
-        A request that the job file, or a limit that a script has reported, rules out is refused.
-        """
+        """Begin a resize, or refuse it if the job file or a reported limit rules it out."""
         try:
             self._next = self._wanted(wish)
         except ConfigError as error:
             return ResizeRefused(wish, str(error))
+        # A synchronous group makes its steps together, so the change waits for the end of a step.
         self.under_way, self.due = wish, now + wish.within_s
         return RequestSnapshot()
 
@@ -111,6 +108,7 @@ class ResizeState:
         wish, job = self.under_way, self._next
         if wish is None or job is None:  # no resize has asked for it
             return []
+        # No script is left that could train on, so a resumed job would only end again.
         if finished:
             return self.give_up("the job has ended meanwhile")
         if isinstance(event, Unsaved):

@@ -21,8 +21,6 @@ WHOLE_JOB = -1
 class RestartBudget:
     """A limited number of restarts within ten minutes, by a key for each thing.
 
-    A fault that keeps returning is a fault of the job, and a restart does not fix it.
-
     limit: the number of restarts of each key within WINDOW_S. began: the start time of the job.
     """
 
@@ -36,6 +34,7 @@ class RestartBudget:
         times = self._times.setdefault(key, deque())
         while times and now - times[0][0] >= WINDOW_S:
             times.popleft()
+        # A fault that keeps returning is a fault of the job, and a restart does not fix it.
         return len(times) < self.limit
 
     def count(self, key: int, what: str, now: float) -> None:
@@ -67,8 +66,6 @@ class _Wait:
 class RecoveryTimes:
     """Seconds until a job trains again after each incident, and delays of others.
 
-    A loss is over with the next step of the affected workers. Other workers should not be delayed by it.
-
     Args:
         group_of: the group of each worker.
         near: the workers that report every step. None: all do. Others report steps only while a recovery is open.
@@ -88,10 +85,7 @@ class RecoveryTimes:
         return any(wait.group == group for wait in self._waits)
 
     def begin(self, number: int, group: int | None, now: float) -> None:
-        """Open an incident that ends with a step of this group.
-
-        None: it ends with the first step of any group.
-        """
+        """Open an incident that ends with a step of this group; None: of any group."""
         self._waits.append(_Wait(number, group, now))
         for who in self._stepped.keys() - (self._near or self._group_of.keys()):
             del self._stepped[who]  # outdated, since not all steps of these workers are reported
@@ -106,11 +100,9 @@ class RecoveryTimes:
         self._waits = [replace(wait, group=None) for wait in self._waits]
 
     def reset(self, group_of: Mapping[str, int]) -> None:
-        """Forget the times of all steps, because all processes are new.
-
-        Open incidents stay open.
-        """
+        """Forget the times of all steps, because all processes are new."""
         self._group_of = group_of
+        # The open incidents stay: they end with the first step of the new processes.
         self._stepped.clear()
 
     def forget(self, members: Iterable[str]) -> None:
@@ -122,6 +114,7 @@ class RecoveryTimes:
         """Record a step of a worker; return the recoveries that it completes."""
         group, last = self._group_of[who], self._stepped.get(who, now)
         self._stepped[who] = now
+        # A loss is over when the affected workers train again, not when a new process has started.
         over = [wait for wait in self._waits if wait.group in (None, group)]
         self._waits = [wait for wait in self._waits if wait not in over]
         # The other groups went on with this step, so the pause before it is known now.
@@ -133,6 +126,7 @@ class RecoveryTimes:
         """Return the longest pause between steps of other groups during the incident."""
         if wait.group is None:
             return 0.0
+        # A group that has not stepped since counts up to now: its pause is still open.
         others = [w for w, group in self._group_of.items() if group != wait.group and w not in finished]
         return max([wait.gap, *(now - self._stepped[who] for who in others if who in self._stepped)])
 
@@ -171,6 +165,7 @@ class Restarts:
         """Restart a group, or only one worker of it, after the loss of a process."""
         self.budget.count(group, what(lost), now)
         incarnation = self.prepare(group, {worker} if worker else self._attempt.members(group))
+        # Before `incident`, which takes this number and counts on.
         self.times.begin(self._incidents, group, now)
         action = "it starts again, and its group continues meanwhile" if worker else f"group {group} starts again"
         incident = self.incident(lost, f"{action} (incarnation {incarnation})", now)
@@ -194,12 +189,13 @@ class Restarts:
         reason = self._attempt.bounds.get(True)
         if reason is None:
             return self.restart_job(lost, now)
-        if lost.kind == "died" and self._limit:  # the user wants restarts, so the error says why there is none
+        if lost.kind == "died" and self._limit:  # the user wants restarts, so the error explains why there is none
             lost = replace(lost, text=f"{lost.text}; it does not start again: {reason}")
         return self.give_up(lost)
 
     def restart_resized(self, action: RestartResized, former: int, now: float) -> list[Action]:
         """Restart the whole job with another number of workers."""
+        # The budget is not charged: the user has asked for this restart.
         self._begin_attempt(now)
         number, self._incidents = self._incidents, self._incidents + 1
         workers = action.job.cluster.nworkers_per_group

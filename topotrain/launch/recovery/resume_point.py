@@ -54,13 +54,13 @@ class WarningPrinter(Notifier):
 def asked_for(job: Job, workspace: Path) -> str:
     """Return the newest snapshot of the workspace for `resume: true`; "": none.
 
-    Raises ConfigError if all snapshots are damaged. A missing snapshot is no error, because the same command starts and
-    resumes a job.
+    Raises ConfigError if all snapshots are damaged.
     """
     if not job.resume:
         return ""
     warnings = WarningPrinter()
     found = latest(workspace, warnings)
+    # No error: the same command starts and resumes a job.
     if found is None:
         warnings.notify(f"resume: true: {job.workspace} has no snapshot yet, so the job starts at the beginning")
     return "" if found is None else str(found.path)
@@ -68,6 +68,7 @@ def asked_for(job: Job, workspace: Path) -> str:
 
 def seal(path: str) -> str:
     """Return a hash that identifies a snapshot; "" where there is none."""
+    # A unit that cannot read the manifest gets "", which differs from the seal of unit 0.
     with suppress(OSError):
         return hashlib.sha256(read_bytes(Path(path) / MANIFEST)).hexdigest() if path else ""
     return ""
@@ -79,6 +80,7 @@ def seen(workspace: Path, name: str, sealed: str) -> str:
     Raises ConfigError where this unit sees another snapshot.
     """
     path = str(workspace / FOLDER / name) if name else ""
+    # Equal names are not enough: a workspace that is not shared may have another snapshot of that number.
     if seal(path) != sealed:
         accepted = f"has no snapshot {name} as unit 0 sees it, from which the job is to go on: {SHARED}"
         raise ConfigError("cluster.workspace", str(workspace), accepted)

@@ -1,8 +1,7 @@
 """Replacement of lost server processes in a job with replicated servers.
 
-The backup of a lost primary becomes the primary, and a new process gets the new backup. It runs in the unit of the lost
-process. If that unit is gone, it runs in another unit in which the backup is in another failure domain than the
-primary. Without such a unit the servers continue with one replica. This module is pure.
+The backup of a lost primary becomes the primary, and a new process gets the new backup. Without a unit for it the
+servers continue with one replica. This module is pure.
 """
 
 from collections.abc import Sequence
@@ -32,10 +31,7 @@ class ServerReplacement:
         self.reset(topology)
 
     def reset(self, topology: Topology) -> None:
-        """Begin another attempt.
-
-        Raises ValueError where the hosts do not allow two replicas, see `replica_placement.check`.
-        """
+        """Begin another attempt. Raises ValueError where its hosts allow no two replicas."""
         self._topology, self._placement = topology, ReplicaPlacement(domains(topology))
 
     @property
@@ -50,17 +46,17 @@ class ServerReplacement:
     def on_covered(self, who: str, shadows: int) -> None:
         """Record that a backup replica is complete."""
         self._placement.covered(self._slots[who], shadows)
+        # It is connected again, so no loss has to explain its lost connection.
         self._attempt.missed.discard(who)
 
     def on_differs(self, event: Differs, now: float) -> list[Action]:
-        """Return the actions after the replicas of a server have diverged.
-
-        Only faulty memory or a bug can cause this.
-        """
+        """Return the actions after the replicas of a server have diverged."""
         who = event.who
+        # Only faulty memory or a bug causes this. A backup that differs must not become the primary.
         self._placement.uncovered(self._slots[who], event.shadows)
         if self._attempt.over:
             return []
+        # Once may be a flipped bit. Twice means that the primary itself may be the wrong one.
         if who in self._differed:
             text = f"{who} and its second copy differ once more, so the values of one of them are wrong"
             return self._restarts.give_up(Failed(who, "internal", f"{text}: look at the memory of their hosts", ""))
@@ -79,15 +75,13 @@ class ServerReplacement:
         return [EndProcess(who) for who in rest]
 
     def is_needed(self, gone: AbstractSet[str]) -> bool:
-        """Whether lost server processes have to be replaced.
-
-        They are needed until the workers' processes have ended, not only their scripts.
-        """
+        """Whether lost server processes have to be replaced."""
         attempt = self._attempt
         # A process that has finished has delivered the values of its primaries.
         missed = gone - attempt.finished
         standbys = {slot for who in missed for slot in self._placement.standbys_of(self._slots[who])}
         ended = {slot for who, slot in self._slots.items() if who in attempt.finished}
+        # Workers need servers until their processes have ended, and not only their scripts.
         return bool(missed and not standbys & ended and attempt.group_of.keys() & attempt.up)
 
     def moves_first(self, gone: AbstractSet[str]) -> bool:
@@ -111,6 +105,7 @@ class ServerReplacement:
             found.append(self._fill(who, lost))
         # Lost connections between servers are explained by this loss.
         self._attempt.forget_servers(self.servers)
+        # Any group's next step shows that the servers answer again.
         self._restarts.times.begin(self._restarts.next_incident, None, now)
         return [self._restarts.incident(lost, _consequence([each.unit for each in found], lost), now), *found]
 
@@ -138,6 +133,7 @@ class ServerReplacement:
             return self._attempt.unit_of(who)
         living = [unit.rank for unit in self._topology.units if unit.rank not in lost]
         best = max(living, key=lambda rank: self._worth(slot, rank), default=-1)
+        # A replica in the failure domain of its primary would be lost together with it.
         return best if best >= 0 and self._worth(slot, best)[0] else -1
 
     def _worth(self, slot: int, rank: int) -> tuple[int, int, int]:
@@ -146,10 +142,7 @@ class ServerReplacement:
 
 
 def _consequence(units: Sequence[int], lost: Failed) -> str:
-    """Describe what follows from replacing server processes in these units.
-
-    -1 means that a server is not replaced.
-    """
+    """Describe what follows in these units; -1: a server is not replaced."""
     if not lost.who.startswith("unit"):
         return "its second copy goes on; a fresh process becomes the second one"
     if min(units) < 0:

@@ -33,6 +33,8 @@ class StallDetector:
         match event:
             case Waits(who=who, seconds=seconds):
                 self._waiting[who] = seconds
+                # Workers that began to wait at about the same time report within GATHER_S, so one notice names them
+                # all.
                 self._due = now + GATHER_S if self._due is None else self._due
             case StepDone(who=who):
                 self._waiting.pop(who, None)
@@ -62,6 +64,7 @@ class StallDetector:
             return None
         seconds = max(self._waiting.values())
         text = f"{_some(sorted(self._waiting))} waited {seconds:.0f} s so far"
+        # Otherwise all workers of this host wait, and the reason is elsewhere.
         if quiet:
             text += f"; not {_some(quiet, '')}: is its program computing, reading data, or does it hang?"
         else:

@@ -3,9 +3,7 @@
 The forkserver forks a child, which then calls its entry point. The control channel is a stream socket.
 
 * The child sends events as JSON lines, and receives commands as JSON lines. The last event announces its end.
-* The end of file means that the unit is gone. The child then ends at once with its whole process group, because no
-  process would receive its events.
-* The child also ends when its program has closed the channel.
+* The end of file means that the unit is gone, and ends the child. A program that has closed the channel ends it, too.
 """
 
 import atexit
@@ -44,10 +42,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CommandHandler(Protocol):
-    """Handles commands of the unit, on the channel's thread.
-
-    A command is a mapping such as {"command": "stop"}.
-    """
+    """Handles commands such as {"command": "stop"}, on the channel's thread."""
 
     def on_command(self, command: Mapping[str, Any]) -> None:
         """Handle a command, or ignore it if it is for another handler."""
@@ -55,10 +50,7 @@ class CommandHandler(Protocol):
 
 
 class ChildChannel:
-    """The control channel of one child to its unit.
-
-    `emit` may be called from any thread.
-    """
+    """The control channel of a child to its unit; `emit` may be called on any thread."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -68,16 +60,14 @@ class ChildChannel:
     def start(self, *handlers: CommandHandler) -> None:
         """Start the thread that receives commands, and passes each to all handlers."""
         self._handlers = handlers
-        # A daemon: it waits for as long as the unit lives, and must not keep the process.
+        # A daemon: it waits for as long as the unit runs, and must not keep the process.
         threading.Thread(target=self._receive, name="control", daemon=True).start()
 
     def emit(self, event: Event) -> None:
-        """Send an event to the unit.
-
-        A lost unit raises no error here: the receiving thread ends this process.
-        """
+        """Send an event to the unit."""
         line = to_json(event).encode() + b"\n"
-        # Two threads that send at the same time would mix their lines.
+        # Two threads that send at the same time would mix their lines. A lost unit is no error here: the receiving
+        # thread ends this process.
         with self._lock, contextlib.suppress(OSError):
             self._channel.sendall(line)
 
@@ -90,6 +80,7 @@ class ChildChannel:
         except _Closed:
             _report_closed()
             os._exit(1)
+        # Without its unit no process receives the events of this one or restarts it.
         leave_with_group()
 
 
@@ -104,7 +95,7 @@ def _lines(channel: socket.socket) -> Iterator[bytes]:
     readable = select.poll()
     readable.register(channel, select.POLLIN)
     while True:
-        # Not recv alone: it would block forever on a socket whose descriptor the program has closed meanwhile.
+        # Not recv alone: it would block forever if the program has closed the descriptor meanwhile.
         ready = readable.poll(CHECK_S * 1000)
         if _file(channel.fileno()) != file:
             raise _Closed
@@ -135,11 +126,8 @@ def _report_closed() -> None:
 
 
 def leave_with_group() -> None:
-    """End this process and all processes of its group, such as DataLoader workers.
-
-    Only a process that leads its group kills the group.
-    """
-    # The group of another process may be that of a test runner or a shell.
+    """End this process and its whole group, such as DataLoader workers."""
+    # Only as the leader of the group: another one may be that of a test runner or a shell.
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -148,8 +136,8 @@ def leave_with_group() -> None:
 def call(target: str, spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Call "module:function" as function(spec, channel, fds); return its exit code.
 
-    An exception of the function is printed and sent to the unit as Failed. Its kind is "config" for a ConfigError, with
-    exit code 2, and otherwise "internal", with exit code 1. Exceptions of the user's program are caught further inside.
+    An exception is printed and sent to the unit as Failed. Its kind is "config" for a ConfigError, with exit code 2,
+    and otherwise "internal", with exit code 1.
     """
     try:
         if "torch" in sys.modules:  # it was loaded before the fork, with the forkserver's one thread
@@ -159,12 +147,14 @@ def call(target: str, spec: dict[str, Any], channel: socket.socket, fds: Sequenc
         return int(function(spec, channel, fds) or 0)
     except SystemExit as leaving:
         return exit_code(leaving.code)
+    # Exceptions of the user's program are caught further inside, so this is topotrain's own.
     except BaseException as error:
         text = traceback.format_exc()
         print(text, file=sys.stderr, end="", flush=True)
         wrong = isinstance(error, ConfigError)
         summary = str(error) if wrong else traceback.format_exception_only(error)[-1].strip()
         failed = Failed(spec.get("who", target), "config" if wrong else "internal", summary, text)
+        # Directly, without a ChildChannel: the function may have failed before it made one.
         with contextlib.suppress(OSError):
             channel.sendall(to_json(failed).encode() + b"\n")
         return 2 if wrong else 1
@@ -183,13 +173,11 @@ def threads(environ: Mapping[str, str]) -> int:
 
 
 def exit_code(code: object) -> int:
-    """Return the exit code that Python gives to `sys.exit(code)`.
-
-    A text is printed to stderr.
-    """
+    """Return the exit code of `sys.exit(code)`; a text is printed to stderr."""
     if code is None:
         return 0
     if isinstance(code, int):
+        # The kernel keeps eight bits: `sys.exit(256)` ends with code 0.
         return code & 0xFF
     print(code, file=sys.stderr, flush=True)
     return 1
@@ -227,26 +215,21 @@ def run_forked(child: ForkedChild) -> NoReturn:
 
 
 def _announce(who: str, channel: socket.socket) -> None:
-    """Announce the end of this process to the unit.
-
-    If the end takes long, the unit is also sent the threads and processes that this one waits for.
-    """
-
+    """Announce the end of this process to the unit."""
     control = ChildChannel(channel)
     control.emit(Ending(who))
+    # Threads and processes of the program may delay the end, which the user should know.
     RemainingThreads(EventNotifier(control, who)).watch()
 
 
 def die_with_parent(yes: bool) -> None:
-    """Set whether the kernel kills this process when its parent thread ends.
-
-    Forks do not inherit the setting.
-    """
+    """Set whether the kernel kills this process when its parent thread ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if yes else 0)
 
 
 def _become(child: ForkedChild) -> None:
     request = child.request
+    # Forks do not inherit the setting.
     die_with_parent(True)
     # The forkserver died before the kernel was asked to signal that.
     if os.getppid() != child.parent:
@@ -254,6 +237,7 @@ def _become(child: ForkedChild) -> None:
     os.setsid()  # a group of its own: the terminal's Ctrl-C comes once, through the launcher
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Blocked by the forkserver until the default handler is there.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignore_sigint"] else signal.default_int_handler)
     # The kernel's limit for a name is 15 bytes.
@@ -269,12 +253,14 @@ def _become(child: ForkedChild) -> None:
 
 
 def _open_streams(stdout: int, stderr: int) -> None:
+    # A script that reads stdin gets the end of file: the forkserver's stdin is its order to end.
     nothing = os.open(os.devnull, os.O_RDONLY)
     for fd, number in ((nothing, 0), (stdout, 1), (stderr, 2)):
         os.dup2(fd, number)
         os.close(fd)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     for name, fd in (("stdout", 1), ("stderr", 2)):
+        # Line by line, as in a terminal: a log must have the last lines of a killed process.
         stream = open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -282,14 +268,11 @@ def _open_streams(stdout: int, stderr: int) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End like Python, but without destroying modules.
-
-    Torch and daemon threads do not always survive the destruction of modules. A function that runs at exit may call
-    this, too, because it has no other means to set the exit code.
-    """
+    """End like Python, but without destroying modules."""
     try:
         # As Python at its end: this waits for the threads that are no daemons.
         threading._shutdown()  # type: ignore[attr-defined]
+        # A function that runs at exit may call this, too: it has no other means to set the exit code.
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             # `os._exit` flushes nothing.
@@ -297,4 +280,5 @@ def end_process(code: int) -> NoReturn:
     except Exception:
         traceback.print_exc()
     finally:
+        # Torch and daemon threads do not always survive the destruction of modules.
         os._exit(code)

@@ -68,7 +68,7 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     profile = _recorders(spec, addresses[0])
     place = _place(spec)
     sigterm.take_over(place.job)
-    # A launcher that started all processes sees who ends; of units elsewhere nothing is seen but lost connections.
+    # A launcher sees the ends of its own processes. Of units elsewhere only lost connections are seen.
     observer = ServerObserver(control, addresses[0], requests, place if spec["hosts"] else None)
     writer = _writer(place, addresses, control)
     snapshot.open(writer)
@@ -147,18 +147,17 @@ class ServerObserver(UnitObserver):
         if peer.role is Role.SERVER:
             over = not server.running
         else:
+            # A finished worker closes its connection in order, and a restarting one comes back.
             over = peer.group not in server.groups or server.has_finished(peer) or self._restarts(peer)
         if not over:
             self._control.emit(Failed(str(server.me), "peer", f"lost {peer}: {reason}", ""))
 
     def _restarts(self, worker: Address) -> bool:
-        """Return whether a lost worker's group restarts.
-
-        If it cannot restart, unit 0 decides what follows.
-        """
+        """Return whether a lost worker's group restarts."""
         place = self._apart
         if place is None or place.job.on_failure is not OnFailure.kContinue:
             return False
+        # A group that cannot restart alone is reported: unit 0 decides what follows.
         return not refusal(place.job, place.topology, worker.group)
 
 
@@ -220,10 +219,7 @@ def _recorders(spec: dict[str, Any], who: Address) -> ProfileRecorders:
 
 
 def _writer(place: RouterConfig, servers: Sequence[Address], control: ChildChannel) -> SnapshotWriter | None:
-    """Return the writer of these servers' snapshots; None if the job takes none.
-
-    The writer reports snapshots to the unit, which may ask for a last one.
-    """
+    """Return the writer of these servers' snapshots; None if the job takes none."""
     resumed = None if place.resumed is None else place.resumed.path
     again = place.identity.incarnation > 0
     return writer_for(place.job, place.topology, servers, resumed, again, control)
@@ -294,6 +290,7 @@ class WorkerPart:
 
     def leave(self, code: int) -> int:
         """Complete the work after the program's exit code; return the process's."""
+        # A failed script delivers no result.
         if code == 0:
             with ProgramGuard(self.here, self.log) as guard:
                 finish(self.here)
@@ -366,10 +363,7 @@ class ProgramGuard:
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback that starts at the program's own first line.
-
-    The calls before that are the same for all programs.
-    """
+    """Return a traceback that starts at the program's own first line."""
     # runpy's own frames are between this file and the program.
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.run_path.__code__.co_filename):
         trace = trace.tb_next
@@ -377,10 +371,8 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _users_line(trace: TracebackType | None) -> str:
-    """Return the line of the program that caused a configuration error.
-
-    The lines inside topotrain do not help the program's author.
-    """
+    """Return the line of the program that caused a configuration error."""
+    # Lines inside topotrain or a library do not help the program's author.
     ours = str(Path(__file__).parents[2])  # the folder topotrain/
     theirs = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(ours) and _SITE not in f.filename]
     return "".join(traceback.format_list(theirs[-1:]))

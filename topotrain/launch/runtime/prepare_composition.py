@@ -1,8 +1,6 @@
-"""The extensions of `tt.prepare`: the only place that names them.
+"""The extensions of `tt.prepare`: the only place that names them."""
 
-A forkserver imports this module before it forks workers. Each worker would repeat imports inside the function.
-"""
-
+# Here, and not inside the function: a forkserver imports them once for all workers that it forks.
 from topotrain.extensions.backup_workers.replay_batches import BackupExtension
 from topotrain.extensions.resume.resume_extension import ResumeExtension
 from topotrain.extensions.tables.frontend.table_extension import TableExtension
@@ -11,8 +9,5 @@ from topotrain.training.context import PrepareExtension
 
 
 def prepare_extensions() -> tuple[PrepareExtension, ...]:
-    """Return the extensions of `tt.prepare`, in the order in which they are called.
-
-    Every `Context` gets new ones.
-    """
+    """Return new extensions of `tt.prepare`, in the order in which they are called."""
     return SplitExtension(), TableExtension(), BackupExtension(), ResumeExtension()

@@ -2,8 +2,7 @@
 
 A script may call `os._exit`, `os.exec…`, or a C library that calls `exit`. If its loops are over, that is a normal end:
 the worker signs off and delivers the result, then the process ends as the script asked. In the middle of a loop the
-process just ends, and counts as lost, like a killed one. It also counts as lost where Python cannot see its end: at
-`_exit` of a C library, and on another thread.
+process just ends, and counts as lost, like a killed one.
 """
 
 import ctypes
@@ -28,10 +27,7 @@ class JobPart(Protocol):
         ...
 
     def end(self) -> int:
-        """Sign off and deliver the result; return the exit code.
-
-        Errors are reported to the unit, not raised.
-        """
+        """Sign off and deliver the result; return the exit code. Reports errors itself."""
         ...
 
 
@@ -60,11 +56,11 @@ class ProcessExitHook(ProcessOwner):
     def loop_ended(self) -> None:
         """Watch also for `exit` of a C library, from the end of each loop on.
 
-        This is only for a process that Python does not end itself: Python calls `exit` last, too, when its interpreter
-        is gone.
+        Only for a process that Python does not end itself.
         """
         # Exit functions run in reverse order of registration, so this one must be registered after those of torch,
-        # which registers more of them while it trains.
+        # which registers more of them while it trains. Python calls `exit` last, too, when its interpreter is gone:
+        # then this function would run without one.
         if not self._watches or os.getpid() != self._pid:
             return
         function = ctypes.cast(self._at_c_exit, ctypes.c_void_p)
@@ -85,11 +81,9 @@ class ProcessExitHook(ProcessOwner):
             _install(self._exit, self._execv, self._execve)
 
     def _complete(self) -> int:
-        """Complete the process's work, and return the exit code.
-
-        It is 0 also where there was no work to complete.
-        """
-        # A process that the script has forked ends for itself, and says nothing about the worker.
+        """Complete the process's work, if there is any; return the exit code."""
+        # A process that the script has forked ends for itself, and not for the worker.
+        # On another thread, or at `_exit` of a C library, the end is not seen, and the process counts as lost.
         here = os.getpid() == self._pid and threading.current_thread() is threading.main_thread()
         if not (self._watches and here and self._part.is_complete()):
             return 0
@@ -110,6 +104,7 @@ class ProcessExitHook(ProcessOwner):
         return replace
 
     def _c_exit(self, _: object, status: int) -> None:
+        # `_unregister` calls this function, too, with `_registered` cleared.
         code = 0 if status or not self._registered else self._complete()
         if code:
             self._exit(code)

@@ -1,8 +1,7 @@
 """One process of a job: it attaches servers or a worker to transports.
 
 It handles addresses, transports and locks, and no algorithm. A server process holds all servers of its unit, and a
-worker process holds one worker. Server processes connect to each other before they admit workers, so no server has to
-send a message without a connection.
+worker process holds one worker.
 """
 
 import threading
@@ -46,27 +45,21 @@ from topotrain.parallel.runtime.send_buffers import SendBuffers
 from topotrain.training.context import Connections, Connector
 from topotrain.training.worker_profile import ProfileRecorders
 
-# --- servers -----------------------------------------------------------------------------------------------------
-
 
 @contextmanager
 def flushing() -> Iterator[None]:
-    """Flush denormal numbers to zero on this thread, and on threads started inside.
-
-    Denormal momentum values would make an update several times slower.
-    """
+    """Flush denormals to zero on this thread, and on threads started inside."""
+    # Denormal momentum values would make an update several times slower.
     torch.set_flush_denormal(True)
     try:
         yield
     finally:
+        # The setting is of the thread, which may be the user's (`manual_server.serve`).
         torch.set_flush_denormal(False)
 
 
 class ConnectionObserver(Protocol):
-    """Observes connections of a server.
-
-    It is called on the readers' threads.
-    """
+    """Observes connections of a server, on the readers' threads."""
 
     def on_joined(self, server: Server, worker: Address) -> None:
         """A worker has sent its first message."""
@@ -93,10 +86,7 @@ class HostObserver(ReplicaObserver):
         """A server without replicas has no work left."""
 
     def on_long_wait(self, seconds: float) -> None:
-        """The worker has waited so long, and still waits.
-
-        It is called on the waiting thread.
-        """
+        """The worker has waited so long, and still waits. Called on the waiting thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +156,7 @@ class ServerEndpoint(MessageSender):
             if observer is not None:
                 observer.on_joined(self.server, sender)
         if isinstance(message, Fail) and sender.role is Role.WORKER and observer is not None:
+            # Not for the server: the observer decides what a failed worker means for the job.
             observer.on_failed(self.server, sender, message)
             return
         try:
@@ -175,15 +166,13 @@ class ServerEndpoint(MessageSender):
         except ProtocolError:  # the peer's fault: it ends this connection, and nothing else
             raise
         except Exception:
+            # The state may be half changed, so this server must not go on.
             self._observer.on_failure()
             raise
         self._notify_if_done()
 
     def poke(self) -> None:
-        """Handle messages of the snapshot writer of this host.
-
-        Call it on any thread but a script's.
-        """
+        """Handle messages of this host's snapshot writer. Not for a script's thread."""
         with self._guarded():
             self._read_snapshots()
         self._notify_if_done()
@@ -211,10 +200,8 @@ class ServerEndpoint(MessageSender):
             return self.server.extension(GroupDeparture).may_change(group, request)
 
     def catch_up(self) -> None:
-        """Ask the coordinator for its decisions before there was a connection.
-
-        Workers may have died in that time.
-        """
+        """Ask the coordinator for its decisions before there was a connection."""
+        # Workers may have died before it. Shard 0 is the coordinator itself.
         if self._goes_on and self.server.me.index:
             with self._lock:
                 for to, message in self.server.reconnected():
@@ -263,11 +250,13 @@ class ServerEndpoint(MessageSender):
             self.workers.discard(peer)
             if self._goes_on and peer.role is Role.WORKER:
                 self.server.lost(peer)
+        # A server without workers may be done now.
         with self._change:
             self._change.notify_all()
 
     @property
     def done(self) -> bool:
+        # Workers may still read the result after their last step.
         return self.server.done and not self.workers
 
 
@@ -315,6 +304,7 @@ class HostedServers:
         for endpoint in self.endpoints.values():
             endpoint.catch_up()
         for me in urls:
+            # Only now: no server must send a message over a connection that is not there yet.
             self._router.publish("server", me, urls[me])
             self._observer.on_serving(me, urls[me])
 
@@ -395,6 +385,7 @@ def peers(me: Address, topology: Topology) -> list[Address]:
     These are its coordinator, and its own shard in the groups before it. In a collective these are all servers before
     it.
     """
+    # Only towards those before it, so that two servers make one connection.
     shards = range(me.index) if topology.relayed else range(min(me.index, 1))
     peers = [Address(Role.SERVER, me.group, shard) for shard in shards]
     groups = range(me.group) if topology.synced else range(min(me.group, 1))
@@ -405,8 +396,6 @@ _LEAVE_S = 60.0
 """Seconds for which a finished worker waits until both replicas of each server have all its messages."""
 LONG_S = 10.0
 """Seconds of a wait before it is reported. """
-
-# --- workers -----------------------------------------------------------------------------------------------------
 
 
 class _LongWaits:
@@ -424,10 +413,7 @@ class _LongWaits:
 
 
 class ConditionWaiter:
-    """The wait of a live worker, on a condition variable.
-
-    The transports' readers notify it.
-    """
+    """The wait of a live worker; the transports' readers notify it."""
 
     def __init__(self, poll_s: float, observer: HostObserver | None = None) -> None:
         self._condition = threading.Condition()
@@ -451,6 +437,7 @@ class ConditionWaiter:
             waits = _LongWaits(self._observer)
             try:
                 while not ready():
+                    # With a limit: `ready` may depend on time, and a long wait is reported.
                     self._condition.wait(self._poll_s)
                     waits.check()
             finally:
@@ -461,10 +448,7 @@ class ConditionWaiter:
 
 
 class InlineWaiter(ConditionWaiter):
-    """The wait of a worker with a server in its process.
-
-    The waiting thread does the server's work, and reads for both.
-    """
+    """The wait of a worker with a server in its process; it reads for both."""
 
     def __init__(self, poll_s: float, router: Router, reader: InlineReader, observer: HostObserver) -> None:
         super().__init__(poll_s, observer)
@@ -480,6 +464,7 @@ class InlineWaiter(ConditionWaiter):
                 return
             self._router.turn(self._poll_s)
             waits.check()
+        # The reader was released: each connection is read on a thread of its own from now on.
         super().wait(ready)
 
     def look(self) -> None:
@@ -508,6 +493,7 @@ class ReplicaDialer(ReplicaClientHost):
     def reconnect(self, connections: ReplicaConnections, server: Address, moves: int) -> None:
         """Connect to a server's replica after the loss of its process or connection."""
         target, args = self._connect, (connections, server, moves)
+        # A reader of a connection calls this, and dialing may wait for the new process.
         threading.Thread(target=target, args=args, name=f"to {server}", daemon=True).start()
 
     def _connect(self, connections: ReplicaConnections, server: Address, moves: int) -> None:
@@ -552,6 +538,7 @@ class WorkerConnections(Connections):
         self._sender: MessageSender = self._router.sender(me, wait=reader is None)
         replicated = place.job.cluster.replicas > 1
         self._replicas: ReplicaConnections | None = None
+        # With replicas messages go through `send` below, which keeps them for a move of the server.
         self.exchange = self._client(place, replicated)
         if replicated:
             servers = dict.fromkeys((*self.exchange.channel.servers, self.exchange.channel.first_server))
@@ -560,6 +547,7 @@ class WorkerConnections(Connections):
         self._beside: HostedServers | None = None
         if reader is not None:
             beside = Address(Role.SERVER, 0, me.index)
+            # `self` is the memory of this server, too (`allocate`): it shares the worker's.
             self._beside = HostedServers(place, self._router, self, [beside], options)
         try:
             self._connect()
@@ -568,6 +556,7 @@ class WorkerConnections(Connections):
             raise
 
     def _connect(self) -> None:
+        # First: this worker connects to it below, and workers elsewhere may be waiting for it.
         if self._beside is not None:
             self._beside.open()
         endpoint = self._replicas or self.exchange
@@ -580,9 +569,8 @@ class WorkerConnections(Connections):
                 self._router.connect_moved(self.me, server, 0)
             else:
                 self._router.connect(self.me, server, "server")
+        # Last: it sends to all servers, and waits for their replies.
         self.exchange.rejoin.announce()
-
-    # --- servers with two copies
 
     def send(self, to: Address, message: Message) -> None:
         """Send a message to a server of which there are several replicas."""
@@ -614,8 +602,8 @@ class WorkerConnections(Connections):
     def meet_group(self) -> NetworkChannel:
         """Connect to the other workers of the group, over which one model is split.
 
-        All of them call this. A worker connects to those before it, and waits for those after it. Call it once, after
-        the client has sent the model's description: a worker with another model fails here.
+        All of them call this, once, after the client has sent the model's description: a worker with another model
+        fails here.
 
         Raises:
             ConfigError: the job's processes have no store in which workers could find each other.
@@ -634,6 +622,7 @@ class WorkerConnections(Connections):
         # Before it connects: workers after this one may be waiting for the URL.
         self._router.publish(kind, self.me, self._urls)
         workers = self._place.topology.workers(self.me.group)
+        # Each pair connects once, from the later worker to the earlier one.
         for peer in workers[: self.me.index]:
             self._router.connect(self.me, peer, kind)
             channel.send_hello(peer.index)
@@ -651,12 +640,12 @@ class WorkerConnections(Connections):
     def close(self, finished: bool = True) -> None:
         """Leave after all queued messages are sent.
 
-        A server in this process stays until the job needs it no more. finished: the script has finished. Otherwise no
-        process waits for another.
+        finished: the script has finished. Otherwise no process waits for another.
         """
         self.exchange.leave()
         if self._replicas is not None and finished:
             self._replicas.leave()
+            # A backup that lacks a message could not replace its primary after this worker is gone.
             until = time.monotonic() + _LEAVE_S
             self._waiter.wait(lambda: self._replicas is None or self._replicas.left or time.monotonic() > until)
         if self._beside is not None:
@@ -668,6 +657,7 @@ class WorkerConnections(Connections):
             for endpoint in self._beside.endpoints.values():
                 endpoint.lost(self.me, "its script has ended")
             if finished:
+                # The other workers may still train, and need the server in this process.
                 self._beside.wait()
         self._router.close()
 

@@ -1,7 +1,7 @@
 """The extensions of a server: the only place that names them.
 
 The core knows none of them (see `core.server.server_extension`). Their order here is the order in which a server asks
-them. An extension without its package or module is left out, so that a feature is deleted with its folder.
+them.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def make_server(
     sender: MessageSender | None = None,
     resumed: SnapshotSource | None = None,
 ) -> Server:
-    """The server at an address with all extensions that the job asks for.
+    """Return the server at an address with all extensions that the job asks for.
 
     The arguments are those of `Server`; resumed: the snapshot that the job starts with.
     """
@@ -43,10 +43,7 @@ def make_server(
 def server_extensions(
     server: Server, job: Job, topology: Topology, memory: BufferMemory, resumed: SnapshotSource | None = None
 ) -> tuple[ServerExtension, ...]:
-    """The extensions of a server, in order.
-
-    resumed: the snapshot that the job starts with.
-    """
+    """Return the extensions of a server, in order."""
     found = list(_extensions(server, job, topology, memory, resumed))
     if installed("extensions.elastic.membership"):
         from topotrain.extensions.elastic.group_departure import GroupDeparture
@@ -100,4 +97,5 @@ def _extensions(
 
 def installed(package: str) -> bool:
     """Whether a package or a module of topotrain is there."""
+    # A feature is deleted with its folder: what is not there is left out.
     return find_spec(f"topotrain.{package}") is not None

@@ -1,15 +1,12 @@
 """Handlers of the unit's commands to one of its processes.
 
-They arrive on the channel's own thread, possibly before there is anything to apply them to. Each handler picks its own
-commands and ignores the others.
+Commands arrive on the channel's own thread, possibly before there is anything to apply them to. Each handler picks its
+own commands and ignores the others.
 
 SIGTERM belongs to the command "stop", which the unit sends with it. Other senders may signal all processes of a job at
 once (Slurm's `scancel`, the end of a control group). In that case the launcher is signaled too, and decides what
 happens to the job. A last snapshot needs all processes for one more step. So the process waits after a signal without
 the command for as long as the snapshot may take, and ends earlier if the command arrives.
-
-* A script's own handler replaces this one.
-* Processes that a script forks have the default handler.
 """
 
 import _thread
@@ -34,8 +31,6 @@ SNAPSHOT = "snapshot"
 class FinalSnapshot:
     """Handles the command for a last snapshot, which the first server's process gets.
 
-    Each command gets a reply, because the launcher waits for it before the job ends.
-
     Args:
         name: of the process.
         control: the channel to the unit.
@@ -54,6 +49,7 @@ class FinalSnapshot:
         if command.get("command") != SNAPSHOT:
             return
         if self._writer is None:
+            # Each command gets a reply: the launcher waits for it before the job ends.
             self._control.emit(Unsaved(self._name, "there are no values yet, or the job takes no snapshots"))
         else:
             self._writer.end()
@@ -73,11 +69,9 @@ class SigtermHandler:
         self._mask: set[signal.Signals] | set[int] = set()
 
     def take_over(self, job: Job) -> None:
-        """Install the handler.
-
-        Without a last snapshot SIGTERM ends this process at once, and nothing is installed.
-        """
+        """Install the handler, if the job allows a last snapshot."""
         self._seconds = waits(job)
+        # Otherwise SIGTERM ends this process at once. A handler of the script replaces this one later.
         if self._seconds:
             signal.signal(signal.SIGTERM, self._signaled)
             # Python forgets signals that come while it forks: the kernel keeps them until the fork can end at one.
@@ -97,7 +91,7 @@ class SigtermHandler:
         elif not self._came:
             # A second signal while the first one waits changes nothing.
             self._came = True
-            # Not by `threading`, whose locks the code that is interrupted here may hold.
+            # Not by `threading`: the code that is interrupted here may hold its locks.
             _thread.start_new_thread(self._wait, ())
 
     def _fork(self) -> None:
@@ -114,5 +108,6 @@ class SigtermHandler:
 
     def _wait(self) -> None:
         self._stop.wait(self._seconds)
+        # Set before the signal: the handler then lets it end the process.
         self._asked = True
         os.kill(self._pid, signal.SIGTERM)
