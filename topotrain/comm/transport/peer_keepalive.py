@@ -11,9 +11,6 @@ A host is out of reach when it has been silent for the lease and two probes went
 matters for a peer that does not read. Its closed window is probed at intervals that grow to minutes, and silence
 between two probes means nothing. TCP_USER_TIMEOUT takes just that for death. SO_KEEPALIVE sends nothing while data is
 under way, and at most one probe a second. That is why neither is used.
-
-Time in which this process could not look, because it or its machine was stopped, counts as two beats at most: by then
-the kernel has taken in what came meanwhile.
 """
 
 import socket
@@ -65,8 +62,6 @@ def signs(sock: socket.socket) -> KernelSignals:
 class SilenceTimer:
     """How long one host has been silent, as far as this process was looking.
 
-    It has no clock: `update` gets the time.
-
     lease_s: as in `KeepaliveWatch`. now: seconds, of the clock that `update` is given.
     """
 
@@ -82,7 +77,8 @@ class SilenceTimer:
         if signs.silent_s < passed:
             self.silent_s, self._last = min(signs.silent_s, most), signs
         else:
-            # Time that this process itself was stopped says nothing about the other host.
+            # Time in which this process or its machine was stopped says nothing about the other host. Two beats at most
+            # count: by then the kernel has taken in what came meanwhile.
             self.silent_s += min(passed, most)
         asked = max(signs.again - self._last.again, signs.tries - self._last.tries) + signs.probes
         return self.silent_s >= self._lease_s and asked >= _IN_VAIN
@@ -163,8 +159,11 @@ class KeepaliveWatch:
                 f"its host has not answered for {max(silent):.1f} s (lease_s: {self._lease_s:g}): "
                 "it is gone, or the network between us is"
             )
+        # The acknowledgement of data under way is a sign of the host already; a beat would add nothing.
         elif not any(sign.waiting for _, sign in found) and any(self._quiet(sign) for _, sign in found):
             connection.beat()
 
     def _quiet(self, sign: KernelSignals) -> bool:
+        # Half a beat: the acknowledgement of the last beat came a round trip after it, so a whole beat would never
+        # be over at the next look, and only every second look would send one.
         return 2 * sign.silent_s >= beat_s(self._lease_s)
