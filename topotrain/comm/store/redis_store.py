@@ -82,34 +82,32 @@ class RedisStore:
             password=url.password or None,
             socket_timeout=SECONDS,
             socket_connect_timeout=SECONDS,
+            # A command may be sent twice: the script on the server finds that it has run already.
             retry=Retry(ConstantBackoff(_PAUSE), 1),
             **tls,
         )
 
     def get(self, key: str) -> bytes | None:
-        """Return the value, or None when there is none."""
+        """See `Store`."""
         check_key(key)
         with self._as_store_errors():
             value: bytes | None = self._client.get(_SPACE + key)
             return value
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
-        """Write a value, whatever was there."""
+        """See `Store`."""
         self._write(key, "any", b"", "put", value, ttl)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """Write the value if the present one is `expected`; return whether it did.
-
-        `expected` None: there is no value. Atomic.
-        """
+        """See `Store`."""
         return self._write(key, "none" if expected is None else "same", expected or b"", "put", value, ttl)
 
     def delete(self, key: str) -> None:
-        """Remove a value, if there is one."""
+        """See `Store`."""
         self._write(key, "any", b"", "drop", b"", None)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Return all keys with a value that begin with `prefix`, sorted."""
+        """See `Store`."""
         check_prefix(prefix)
         with self._as_store_errors():
             # No character of a key has a meaning in a pattern. A scan may show a key twice.
@@ -117,10 +115,7 @@ class RedisStore:
         return sorted(name.decode()[len(_SPACE) :] for name in found)
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """Wait for a value other than `known` and return it.
-
-        Raises TimeoutError after `timeout` seconds.
-        """
+        """See `Store`."""
         until = time.monotonic() + timeout
         value = self.get(key)
         if value is not None and value != known:
@@ -141,10 +136,7 @@ class RedisStore:
         raise TimeoutError(f"nothing new under {key!r} in {self._where} within {timeout} s")
 
     def close(self) -> None:
-        """Close idle connections now, and others after their operation.
-
-        A `watch` of another thread ends with StoreError.
-        """
+        """Close idle connections now, and others after their operation."""
         with self._lock:
             self._closed = True
         self._hang_up()

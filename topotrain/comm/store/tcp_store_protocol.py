@@ -88,6 +88,7 @@ def receive_request(channel: RequestChannel, seconds: float = FRAME_SECONDS) -> 
     Raises:
         ConnectionLost: the connection has broken, or these bytes are no request.
     """
+    # Both values of a compare-and-set.
     frame = channel.receive(None, seconds, 2 * MAX_VALUE)
     if frame is None:
         return None
@@ -110,10 +111,7 @@ def send_reply(channel: RequestChannel, reply: Reply) -> None:
 
 
 def receive_reply(channel: RequestChannel, seconds: float) -> Reply:
-    """Return the next reply.
-
-    Raises ConnectionLost, also when nothing comes for so many seconds.
-    """
+    """Return the next reply. Raises ConnectionLost, also after so many seconds."""
     frame = channel.receive(seconds, seconds)
     if frame is None:
         raise ConnectionLost("the store closed the connection")

@@ -96,7 +96,7 @@ class Connection:
         return self._out.queued
 
     def send(self, message: Message, wait: bool = False) -> None:
-        """Queue a message; with `wait`, a body waits for space (see `Transport.send`).
+        """Queue a message. With `wait`, a body waits for space (see `Transport.send`).
 
         Raises:
             ConnectionLost: the connection has ended or is ending, perhaps while this waited.
@@ -163,7 +163,7 @@ class Connection:
         return interrupted
 
     def beat(self) -> None:
-        """Send an empty frame for the other host to acknowledge, unless others wait."""
+        """Send an empty frame for the other host to acknowledge, unless others are queued."""
         with self._out.lock:
             if self._out.empty and not self._closing:
                 self._frame_out(CONTROL, BEAT, b"")

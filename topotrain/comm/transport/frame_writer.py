@@ -105,7 +105,7 @@ class FrameWriter:
             self._call_writer()
 
     def wait_for_room(self, nbytes: int) -> None:
-        """Wait until a frame of `nbytes` keeps to LIMIT, the queue is empty, or the end.
+        """Wait until `nbytes` more keep to LIMIT, the queue is empty, or the end has come.
 
         The lock is held by the caller, but released while waiting.
         """

@@ -120,7 +120,7 @@ class ProcessMemory:
         """Map a peer's region as 1-D uint8; close `fd`."""
         try:
             info = os.fstat(fd)
-            # Before the size, which an unsealed file could lose after the check.
+            # An unsealed file could shrink after the check of its size.
             sealed = stat.S_ISREG(info.st_mode) and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or not 0 < nbytes == info.st_size:
                 raise ProtocolError(f"a region of {nbytes} bytes that is {info.st_size} bytes, or not sealed")

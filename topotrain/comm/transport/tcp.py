@@ -127,7 +127,7 @@ class TcpTransport(SocketTransport):
     def close(self) -> None:
         """Close as `SocketTransport.close`."""
         super().close()
-        # Last: an unreachable peer takes no queued bytes, and only the watch ends the wait for it.
+        # Last: while queued messages are sent, the watch still ends connections to unreachable hosts.
         self._watch.close()
 
     def _wrap(self, sock: socket.socket, peer: Peer) -> socket.socket:

@@ -63,7 +63,7 @@ def url_of(host: str, port: int, scheme: str = "tcp") -> str:
 
 
 def bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address. Raises OSError, and leaves none open."""
+    """Return a socket that listens. Raises OSError, and then leaves none open."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     # Else the port of a process that has just ended is taken for a minute (TIME_WAIT).
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -92,10 +92,7 @@ def _serve(name: str, port: int, secret: bytes) -> "TcpServer | None":
 
 
 def named_url(url: StoreUrl, environ: Mapping[str, str]) -> str:
-    """Return the URL of TOPOTRAIN_RENDEZVOUS, "" if it is not set.
-
-    Raises StoreError.
-    """
+    """Return the URL of TOPOTRAIN_RENDEZVOUS, or "". Raises StoreError."""
     named = environ.get(VARIABLE, "")
     if named and parse(named).scheme == "env":
         raise url.fail(
@@ -152,6 +149,7 @@ def _find_published(master: MasterAddress, secret: bytes, patience: float) -> St
         found = TcpStore(url.host, url.port, secret, _PROBE_S)
         try:
             found.keys("no-such-key")
+        # Another secret: a later try would be refused, too.
         except AccessDenied:
             found.close()
             raise
@@ -171,10 +169,12 @@ def _torch_store(master: MasterAddress) -> Any:
     make: Any = vars(dist)["TCPStore"]  # re-exported without being declared in its type stubs
     deadline = timedelta(seconds=RENDEZVOUS_S)
     with _torch_errors(master):
+        # A client: torchrun's agent serves this store, and counts no workers there.
         return make(master.host, master.port, None, False, deadline, wait_for_workers=False)
 
 
 def _key(master: MasterAddress) -> str:
+    # torch's store outlives a restart of the workers, and would still have the URL of the attempt before.
     return f"{PUBLISHED}/{master.attempt}"
 
 

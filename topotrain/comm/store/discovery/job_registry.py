@@ -92,10 +92,7 @@ class Registry:
         return self._read(id, self._raw(id))
 
     def beat(self, id: str, ttl: float = BEAT_TTL) -> None:
-        """Renew the heartbeat for `ttl` seconds.
-
-        Raises UnknownJob when the record is gone.
-        """
+        """Renew the heartbeat for `ttl` seconds. Raises UnknownJob without a record."""
         raw = self._raw(id)
         self._store.compare_and_set(_key(id), raw, raw, KEEP)  # if it loses against a change, that has renewed it
         self._store.set(_alive(id), repr(time.time()).encode(), ttl)
@@ -120,10 +117,7 @@ class Registry:
         self._store.delete(_alive(id))
 
     def stop(self, id: str) -> JobRecord:
-        """Ask a job to end, if it has not; return its record before that.
-
-        Raises UnknownJob.
-        """
+        """Ask a job to end, if it has not; return its record. Raises UnknownJob."""
         record = self.view(id)
         if record.state not in ENDED:
             self._store.set(stop_key(id), b"stop", KEEP)
@@ -152,10 +146,7 @@ class Registry:
 
 
 def stop_key(id: str) -> str:
-    """Return the key that a job watches for a request to end.
-
-    Within `jobs/ID` it is `stop`.
-    """
+    """Return the key that a job watches for a request to end."""
     return f"jobs/{id}/stop"
 
 
