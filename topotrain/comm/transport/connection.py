@@ -253,6 +253,7 @@ class Connection:
         # The endpoint may keep a view of the sender's memory, or have the bytes copied into a buffer of its own.
         target = self._endpoint.place(self.peer, message, True)
         if target is None:
+            # The endpoint compares the size of a view with its schema when it handles the message.
             return view
         _flat(checked(target, message, size)).copy_(view)
         return target

@@ -50,7 +50,7 @@ def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[ComparedJob]:
     found: list[ComparedJob] = []
     names = _distinct([Path(conf).stem for conf, _ in jobs])
     layouts = [layout(job.cluster) for _, job in jobs]
-    # Without the numbers in brackets: the name of a framework is the best label.
+    # Without the addition in brackets, such as (asynchronous): a label in the picture must be short.
     kinds = [topology.framework.split(" (")[0] for topology in layouts]
     for (conf, job), name, topology, kind in zip(jobs, names, layouts, kinds, strict=True):
         label = kind if kinds.count(kind) == 1 else f"{kind} ({name})"

@@ -449,7 +449,7 @@ def story(cause: Failed, job: Job, topology: Topology) -> str:
     residents = {str(r): r for unit in topology.units for r in (*unit.workers, *unit.servers)}
     resident = residents.get(cause.who)
     unit = f" (unit {topology.unit_of(resident)})" if resident else ""
-    # The text of an exited process begins with its name already.
+    # Some causes name their process themselves.
     named = cause.text.startswith(cause.who)
     head = cause.text if named else f"{cause.who}{unit} {_DEEDS.get(cause.kind, 'failed')}: {cause.text}"
     log = f"{job.workspace}/logs" + (f"/{log_name(resident, topology)}" if resident else "")
