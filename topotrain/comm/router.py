@@ -40,7 +40,7 @@ def published_kind(moves: int) -> str:
 
 
 class RetryNotice:
-    """Says nothing about a peer that is not there yet; subclasses may tell the user."""
+    """Reports nothing about a peer that is not there yet; subclasses inform the user."""
 
     def retrying(self, peer: Address, reason: str) -> None:
         """Note that this process tries again to connect; `reason` is the last failure."""
@@ -48,14 +48,10 @@ class RetryNotice:
 
 @dataclass(frozen=True, slots=True)
 class ConnectTimeouts:
-    """How long a process looks for a peer before it gives up.
-
-    again: retry a peer that does not answer, because its address may be known before it listens. notice: is told of
-    each retry.
-    """
+    """How long a process looks for a peer before it gives up."""
 
     seconds: float = 60.0
-    again: bool = False
+    again: bool = False  # retry a peer that does not answer: its address may be known before it listens
     notice: RetryNotice = field(default_factory=RetryNotice)
 
 

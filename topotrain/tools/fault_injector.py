@@ -50,16 +50,13 @@ class FaultPlan:
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A fault that was injected: SIGKILL, or SIGSTOP for `frozen_s` seconds.
+    """A fault that was injected: SIGKILL, or SIGSTOP for `frozen_s` seconds."""
 
-    at_s: seconds since the first step. moment: one of MOMENTS; "" where the clock chose.
-    """
-
-    at_s: float
+    at_s: float  # seconds since the first step
     who: str
     pid: int
     frozen_s: float = 0.0
-    moment: str = ""
+    moment: str = ""  # one of MOMENTS; "": the clock chose
 
     def __str__(self) -> str:
         what = f"frozen for {self.frozen_s:.1f} s" if self.frozen_s else "killed"
@@ -68,15 +65,12 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True)
 class FaultStep:
-    """A planned fault: when, which process, and for how long.
-
-    pick, second: in [0, 1), choose processes among the living ones; second -1: none.
-    """
+    """A planned fault: when, which process, and for how long."""
 
     wait_s: float
-    pick: float
+    pick: float  # in [0, 1), chooses the process among the living ones
     frozen_s: float
-    second: float = -1.0
+    second: float = -1.0  # in [0, 1), chooses another one to be killed at once; -1: none
 
 
 def steps(plan: FaultPlan) -> Iterator[FaultStep]:
@@ -219,7 +213,7 @@ class FaultInjector:
         began = time.monotonic()
         for step in steps(self._plan):
             left_s = began + self._plan.for_s - time.monotonic()
-            # At the moment when training goes on, a fault meets a job that has not settled from the last one.
+            # A fault at this moment hits a job that has hardly recovered from the last one.
             if "back" in self._plan.moments:
                 came = self._back.wait(max(0.0, left_s))
                 self._back.clear()

@@ -98,7 +98,7 @@ class MemoryTable:
         # Expired values are removed here, so the table needs no thread.
         while self._ends and self._ends[0][0] <= now:
             _, gone = heapq.heappop(self._ends)
-            # The key may have been written again with a longer life.
+            # The key may have been written again with a longer lifetime.
             if gone in self._entries and self._entries[gone].until <= now:
                 self._drop(gone)
         old = self._entries.get(key)

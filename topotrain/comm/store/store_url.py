@@ -22,17 +22,14 @@ QUERY = {"rediss": frozenset({"ca", "job"})}
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """The parts of a store's URL.
-
-    port: 0 where none is given. job: "" for the whole store. text: without password.
-    """
+    """The parts of a store's URL."""
 
     scheme: str
-    text: str
+    text: str  # without password
     host: str = ""
-    port: int = 0
+    port: int = 0  # 0: none is given
     path: str = ""
-    job: str = ""
+    job: str = ""  # "": the whole store
     ca: str = ""
     user: str = field(default="", repr=False)
     password: str = field(default="", repr=False)

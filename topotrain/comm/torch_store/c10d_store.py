@@ -198,7 +198,7 @@ def rendezvous(
     if rank == 0:
         atexit.register(_sweep, within(base, name))
     yield store, rank, size
-    # torch resumes this generator only to make the group anew, for which the ranks would have to meet again.
+    # torch resumes this generator only to make the group anew, for which all ranks must come again.
     raise RuntimeError(f"{parts.scheme}:// cannot be used for a second rendezvous: start the processes again")
 
 

@@ -2,7 +2,7 @@
 
 Its power, a cable, or the network in one direction may have failed.
 
-The other host's kernel is probed, and any acknowledgement of it counts as life. It acknowledges while its processes
+The other host's kernel is probed, and any acknowledgement shows that it runs. It acknowledges while its processes
 compute, hold Python's lock for minutes, do not read, or are stopped. Whether those processes do their work is watched
 on their own host. So a beat, an empty frame, is sent where nothing else is under way, and one thread per process reads
 the kernel's state of each connection (TCP_INFO) once per beat.
@@ -34,18 +34,13 @@ _AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: close without sending what is q
 
 @dataclass(frozen=True, slots=True)
 class KernelSignals:
-    """The kernel's view of a connection.
+    """The kernel's view of a connection."""
 
-    silent_s: seconds since the other host last acknowledged anything. again: segments retransmitted since the
-    beginning. tries: how often in a row its acknowledgement was late. probes: unanswered probes of its closed window.
-    waiting: data is still to be acknowledged, or to be sent.
-    """
-
-    silent_s: float
-    again: int = 0
-    tries: int = 0
-    probes: int = 0
-    waiting: bool = False
+    silent_s: float  # seconds since the other host last acknowledged anything
+    again: int = 0  # segments retransmitted since the beginning
+    tries: int = 0  # how often in a row its acknowledgement was late
+    probes: int = 0  # unanswered probes of its closed window
+    waiting: bool = False  # data is still to be acknowledged, or to be sent
 
 
 def signs(sock: socket.socket) -> KernelSignals:

@@ -125,7 +125,7 @@ class ProcessMemory:
             if not sealed or not 0 < nbytes == info.st_size:
                 raise ProtocolError(f"a region of {nbytes} bytes that is {info.st_size} bytes, or not sealed")
             with self._lock:
-                # Connections of one process share one mapping. The inode tells that it is the same memory.
+                # Connections of one process share one mapping. The inode identifies the memory.
                 known = self._seen.get((info.st_dev, info.st_ino))
                 if known is None:
                     known = torch.frombuffer(_mapped(fd, nbytes), dtype=torch.uint8)

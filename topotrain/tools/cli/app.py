@@ -417,7 +417,7 @@ def compare(
         # Before hours of training, and not when the picture is due.
         if not loss_plot.available():
             raise BadInput(loss_plot.MISSING)
-        # One of the files tells whether the folder can be written.
+        # Where one file can be made, the others can be made, too.
         check_writable("--out", out / side_by_side.DATA, private=True)
         compared = side_by_side.entries(
             [(conf, with_link(load_job(Path(conf), sets, program, args), emulate)) for conf in confs], out

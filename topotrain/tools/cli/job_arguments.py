@@ -90,7 +90,7 @@ def parse_link(text: str) -> Link:
     for part in text.lower().replace(" ", "").split(","):
         found = _LINK_PART.fullmatch(part)
         name, amount, unit = found.groups() if found else ("", "", "")
-        # A unit alone tells which of the two is meant.
+        # Bandwidths and delays have different units, so their names may be left out.
         name = name or next((field for field in ("bandwidth", "delay") if unit in _LINK_FIELDS[field]), "")
         if unit not in _LINK_FIELDS.get(name, {}):
             accepted = "must be such as 100mbit, 1gbit, 20ms, jitter=5ms or loss=0.01, separated by commas"
@@ -117,7 +117,7 @@ def check_program(path: Path) -> None:
     if path.is_dir():
         raise BadInput(f"program {path}: is a folder, must be a file")
     try:
-        # Opened, and not asked about its mode: only that tells for every file system and user.
+        # Opened, because the mode of a file does not decide on every file system.
         os.close(open_for_reading(path))
     except OSError as error:
         raise BadInput(f"program {path}: cannot be read ({error.strerror})") from None

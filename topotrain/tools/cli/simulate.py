@@ -128,7 +128,7 @@ def _numbers(only: str, count: int) -> tuple[int, ...] | None:
     """Return the numbers of the chosen faults; None: all. Raises ConfigError."""
     if not only:
         return None
-    # No fault at all tells whether the faults have to do with the error.
+    # A run without any fault shows whether the error needs one.
     words = [] if only == "-" else only.split(",")
     if not all(word.isdecimal() and int(word) < count for word in words):
         raise ConfigError("--only", only, f"must be numbers below {count}, separated by commas, or -")

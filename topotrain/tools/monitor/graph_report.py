@@ -14,20 +14,15 @@ from topotrain.tools.plan.layout_plan import columns, mb
 
 @dataclass(frozen=True, slots=True)
 class CutPlan:
-    """The costs of a partitioned graph, and the estimates that come with them.
-
-    inputs: the assumed inputs of the forward. needs: the memory of each process of the job. room: the memory of this
-    machine. chosen: the reasons of an automatic placement, "" where the job sets it. conf: the placement as partition
-    blocks. warnings: the processes that do not fit on this machine.
-    """
+    """The costs of a partitioned graph, and the estimates that come with them."""
 
     bill: CostReport
-    inputs: str
-    needs: tuple[ProcessNeed, ...]
-    room: MemoryLimits
-    chosen: str = ""
-    conf: str = ""
-    warnings: tuple[str, ...] = ()
+    inputs: str  # the assumed inputs of the forward
+    needs: tuple[ProcessNeed, ...]  # the memory of each process of the job
+    room: MemoryLimits  # of this machine
+    chosen: str = ""  # the reasons of an automatic placement; "": the job sets it
+    conf: str = ""  # the placement as partition blocks
+    warnings: tuple[str, ...] = ()  # processes that do not fit on this machine
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for `plan --json`, with sizes in bytes."""
@@ -138,7 +133,7 @@ def _pairs(bill: CostReport) -> list[str]:
         f"{source} to {target} {amount(ahead.get((source, target), 0) + back.get((source, target), 0))}"
         for source, target in sorted({*ahead, *back})
     ]
-    # One pair says nothing new, and more than a dozen fill the screen.
+    # One pair would repeat the total, and more than a dozen would fill the screen.
     return [f"from worker to worker: {', '.join(told_pairs)}"] if 1 < len(told_pairs) <= 12 else []
 
 

@@ -27,17 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a local run starts, and what it shows.
+    """How a local run starts, and what it shows."""
 
-    as_json: stdout is for JSON and not for the program. forkserver: the socket of a running forkserver, "": the job
-    starts its own. profile: the step to profile, 0: none. resume: the folder of a snapshot.
-    """
-
-    quiet: bool = False
-    as_json: bool = False
-    forkserver: str = ""
-    profile: int = 0
-    resume: str = ""
+    quiet: bool = False  # no progress is shown
+    as_json: bool = False  # stdout is for JSON and not for the program
+    forkserver: str = ""  # the socket of a running forkserver; "": the job starts its own
+    profile: int = 0  # the step to profile; 0: none
+    resume: str = ""  # the folder of a snapshot
 
 
 def train(

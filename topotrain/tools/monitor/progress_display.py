@@ -48,13 +48,13 @@ SKIPS_SAID = 10
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """The state of one worker; samples_per_s: its mean rate since its first step."""
+    """The state of one worker."""
 
     unit: int
     who: str
     step: int = 0
     loss: float | None = None
-    samples_per_s: float = 0.0
+    samples_per_s: float = 0.0  # mean since its first step
     staleness_mean: float = 0.0
     staleness_max: int = 0
     state: str = "starting"

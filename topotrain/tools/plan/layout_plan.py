@@ -20,15 +20,11 @@ _SIZES = ("values", "gradients", "staging", "state")
 
 @dataclass(frozen=True, slots=True)
 class PlannedSchema:
-    """The planner's view of a model: its unique parameters, and optimizer facts.
-
-    `state_factor` is the number of optimizer state elements per parameter element: 0 for plain SGD, 1 for momentum, 2
-    for Adam. `momentum` is the optimizer's, 0 where it has none.
-    """
+    """The planner's view of a model: its unique parameters, and optimizer facts."""
 
     parameters: tuple[Parameter, ...]
-    state_factor: float = 0.0
-    momentum: float = 0.0
+    state_factor: float = 0.0  # optimizer state elements per element: plain SGD 0, momentum 1, Adam 2
+    momentum: float = 0.0  # of the optimizer
 
 
 @dataclass(frozen=True, slots=True)

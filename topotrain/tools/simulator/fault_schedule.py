@@ -29,21 +29,16 @@ _ECHO_SHARE = 0.3
 
 
 class FaultKind(str, Enum):
-    """The kinds of faults.
+    """The kinds of faults."""
 
-    KILL: all processes of a worker group die. CUT: one connection of a worker ends. PAUSE: one process stops. CLOCK:
-    the clock jumps. CRASH: a server dies, and the whole job restarts from its newest snapshot. LEAVE, LOSE, JOIN: a
-    group is asked to leave, is given up, or joins, where the servers agree.
-    """
-
-    KILL = "kill"
-    CUT = "cut"
-    PAUSE = "pause"
-    CLOCK = "clock"
-    CRASH = "crash"
-    LEAVE = "leave"
-    LOSE = "lose"
-    JOIN = "join"
+    KILL = "kill"  # all processes of a worker group die
+    CUT = "cut"  # one connection of a worker ends
+    PAUSE = "pause"  # one process stops for a while
+    CLOCK = "clock"  # the clock of a host jumps
+    CRASH = "crash"  # a server dies, and the whole job restarts from its newest snapshot
+    LEAVE = "leave"  # a group is asked to leave, where the servers agree
+    LOSE = "lose"  # a group is given up, where the servers agree
+    JOIN = "join"  # a group joins, where the servers agree
 
 
 MOVES = frozenset({FaultKind.LEAVE, FaultKind.LOSE, FaultKind.JOIN})
@@ -51,23 +46,17 @@ MOVES = frozenset({FaultKind.LEAVE, FaultKind.LOSE, FaultKind.JOIN})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: at the `after`-th message of a worker's incarnation, or at a time.
-
-    group, index: the worker. incarnation: of the group, for a fault at a message. after: messages of this `kind` before
-    it, negative: not at a message. at: virtual seconds, negative: not at a time. away: seconds until the group
-    restarts, or the process continues. LEAVE: the seconds for leaving. server: CUT: the shard at the other end. PAUSE:
-    the shard to pause instead of the worker. -1: none.
-    """
+    """One fault: at the `after`-th message of a worker's incarnation, or at a time."""
 
     group: int
-    incarnation: int = 0
+    incarnation: int = 0  # of the group, for a fault at a message
     index: int = 0
-    after: int = -1
+    after: int = -1  # messages of this kind before it; negative: not at a message
     kind: type[Message] = Message
-    at: float = -1.0
-    away: float = 0.1
+    at: float = -1.0  # virtual seconds; negative: not at a time
+    away: float = 0.1  # seconds until the group restarts, the process continues, or (LEAVE) the group must be gone
     what: FaultKind = FaultKind.KILL
-    server: int = -1
+    server: int = -1  # CUT: the shard at the other end. PAUSE: the shard to pause instead of the worker, -1: none
 
     def __str__(self) -> str:
         worker = f"worker ({self.group},{self.index})"
@@ -98,21 +87,16 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultSchedule:
-    """Everything about a simulation that the seed decides in advance.
+    """Everything about a simulation that the seed decides in advance."""
 
-    network: a name of NETWORKS. mode: "lease" or "static". detects: servers learn at once that a process is gone, as
-    from a launcher on the same host. every: seconds between two snapshots. 0: snapshots only where a clock jumps,
-    without worker states. opens: servers start within so many seconds.
-    """
-
-    network: str
+    network: str  # a name of NETWORKS
     batches: int
     epochs: int
-    mode: str
-    detects: bool
+    mode: str  # "lease" or "static"
+    detects: bool  # servers learn at once that a process is gone, as from a launcher on the same host
     faults: tuple[Fault, ...]
-    every: float = 0.0
-    opens: float = 0.0
+    every: float = 0.0  # seconds between snapshots; 0: only where a clock jumps, without worker states
+    opens: float = 0.0  # servers start within so many seconds
 
 
 def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: bool) -> FaultSchedule:

@@ -58,26 +58,20 @@ LAYOUTS: Mapping[str, Job] = {
 
 @dataclass(frozen=True, slots=True)
 class TrialVerdict:
-    """The result of one simulation.
-
-    wrong: the error, "" for a right run. kills: groups that died. crashes: of the whole job. moves: groups that left,
-    were given up, or joined. snapshots: published and compared ones. messages: those that arrived. seconds: virtual
-    time. digest: CRC-32 of all messages in order of arrival. moments: the time of each fault of the schedule, in
-    virtual seconds, None if it did not happen.
-    """
+    """The result of one simulation."""
 
     seed: int
     layout: str
     schedule: FaultSchedule
-    wrong: str
-    kills: int
-    crashes: int
-    moves: int
-    snapshots: int
-    messages: int
-    seconds: float
-    digest: int
-    moments: tuple[float | None, ...]
+    wrong: str  # the error; "": the run was right
+    kills: int  # groups that died
+    crashes: int  # of the whole job
+    moves: int  # groups that left, were given up, or joined
+    snapshots: int  # those that were published and compared
+    messages: int  # those that arrived
+    seconds: float  # of virtual time
+    digest: int  # CRC-32 of all messages in order of arrival
+    moments: tuple[float | None, ...]  # of each fault of the schedule, in virtual seconds; None: it did not happen
 
     def as_data(self) -> dict[str, Any]:
         """Return the data for JSON."""
@@ -130,7 +124,7 @@ def run_trial(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialV
 
     def observe(sender: Address, to: Address, message: Message) -> None:
         seen[0] += 1
-        # The digest tells whether two runs of a seed were the same, message by message.
+        # Equal digests mean that two runs of a seed were the same, message by message.
         said = f"{trial.sim.now!r} {sender} {to} {type(message).__name__}"
         seen[1] = zlib.crc32(said.encode(), seen[1])
 

@@ -38,11 +38,7 @@ _VALID_REASONS = (" never came", " had to start again")
 
 @dataclass(frozen=True)
 class PublishedSnapshot:
-    """A published snapshot in memory (`SnapshotSource`), from which a job restarts.
-
-    passes: the first pass over the data that some worker had not completed, by the
-    workers' states; None: no worker has stored a state.
-    """
+    """A published snapshot in memory (`SnapshotSource`), from which a job restarts."""
 
     number: int
     version: int
@@ -50,6 +46,7 @@ class PublishedSnapshot:
     parameters: tuple[Parameter, ...]
     optimizer: str
     first_epoch: int | None
+    # The first pass over the data that some worker had not completed. None: no worker has stored a state.
     passes: int | None
     _steps: Mapping[int, int]
     _runs: Mapping[int, Runs]

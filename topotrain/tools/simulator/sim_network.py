@@ -183,18 +183,14 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFaults:
-    """The faults of the network, in virtual seconds and probabilities per message.
+    """The faults of the network, in virtual seconds and probabilities per message."""
 
-    delay: the shortest and the longest. late: the longest additional delay of a reordered or duplicated message.
-    snapshots: a body is copied when it is sent. Otherwise it is read on arrival, as with shared memory.
-    """
-
-    delay: tuple[float, float] = (0.0005, 0.002)
-    late: float = 0.01
+    delay: tuple[float, float] = (0.0005, 0.002)  # the shortest and the longest
+    late: float = 0.01  # longest additional delay of a reordered or duplicated message
     drop: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0
-    snapshots: bool = True
+    snapshots: bool = True  # a body is copied when it is sent; else read on arrival, as with shared memory
 
 
 @dataclass(slots=True)

@@ -81,7 +81,7 @@ class TrialScript:
                     self._gradient(batch * workers + worker.me.index), marks=(stream, seq, seq), samples=1
                 )
                 snapshot = outcome.snapshot
-                # A process that died in its step does not know whether the step counts.
+                # The step of a process that died in it may count or not.
                 if not process.over:
                     trial.committed(worker.me)
                     observer.applied(range(batch * workers, (batch + 1) * workers))
@@ -146,7 +146,7 @@ class TrialScript:
         trial, group, client = self._trial, self._worker.me.group, self._worker.client
         units = self._unread(epoch, trial.batches)
         if trial.schedule.mode == "static":
-            # As `training.data` numbers streams: the servers know where a restarted worker has to go on.
+            # Numbered as by `training.data`: with this number the servers return the position of a restarted worker.
             stream = (epoch << 32) | STATIC | group
             mine = units[group :: trial.topology.worker_groups]
             for seq in range(client.extension(DataClient).applied(stream), len(mine)):
@@ -327,7 +327,7 @@ class Trial(SimCluster):
         elif fault.what is FaultKind.PAUSE:
             paused = Address(Role.WORKER, fault.group, fault.index)
             if fault.server >= 0:
-                # Of the servers only one that this worker talks to: a pause of another would not hold it up.
+                # Only a server of this worker's group: a pause of another would not hold the worker up.
                 paused = self.clients[paused].channel.servers[fault.server]
             self.transport.pause(paused)
             self.sim.at(self.sim.now + fault.away, lambda: self.transport.resume(paused))
@@ -442,7 +442,7 @@ class Trial(SimCluster):
             except Killed:
                 pass
             except PeerLost:
-                # A worker that has lost a server cannot go on, and its launcher restarts the group.
+                # A worker that has lost a server ends, and the launcher restarts its group.
                 self.kill(me.group, self._aways[process], me.index)
 
         self.sim.actor(f"{me} of incarnation {process.incarnation}", run_process)

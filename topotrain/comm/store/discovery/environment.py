@@ -36,14 +36,11 @@ _PAUSE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class MasterAddress:
-    """The values of MASTER_ADDR and MASTER_PORT.
-
-    torch: the port is that of torch's own store, of this attempt.
-    """
+    """The values of MASTER_ADDR and MASTER_PORT."""
 
     host: str
     port: int
-    torch: bool
+    torch: bool  # the port is that of torch's own store, of this attempt
     attempt: str
     alone: bool  # all processes are on this machine
     reach: str  # the address at which others reach this machine, if it is set

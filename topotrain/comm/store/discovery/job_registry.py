@@ -29,20 +29,15 @@ class UnknownJob(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """The record of a job.
+    """The record of a job."""
 
-    id: a part of a key, [a-z0-9_-][a-z0-9_.-]*. state: running, done, failed or stopped; on reading also lost, for a
-    running job without a heartbeat. started, heartbeat (the latest one, 0 before the first): seconds since 1970 by the
-    clock of the job's host. units: how many. hosts: their addresses.
-    """
-
-    id: str
+    id: str  # a part of a key, [a-z0-9_-][a-z0-9_.-]*
     name: str
-    state: str = RUNNING
-    started: float = 0.0
-    units: int = 1
-    hosts: tuple[str, ...] = ()
-    heartbeat: float = 0.0
+    state: str = RUNNING  # on reading also lost: a running job without a heartbeat
+    started: float = 0.0  # seconds since 1970 by the clock of the job's host
+    units: int = 1  # how many
+    hosts: tuple[str, ...] = ()  # their addresses
+    heartbeat: float = 0.0  # the latest one, as `started`; 0 before the first
 
     def as_data(self) -> dict[str, Any]:
         """Return the fields as JSON data."""

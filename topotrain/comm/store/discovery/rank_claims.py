@@ -104,7 +104,7 @@ class PollingStore(PrefixStore):
         self._own = claim
 
     def check_others(self, others: dict[int, str]) -> None:
-        """Judge the texts of the others; may raise."""
+        """Check the texts of the others; may raise."""
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
         """See `Store`."""
