@@ -3,7 +3,6 @@
 * A connection begins with the handshake of the transports, with a key of the service's own.
 * At an address that other machines can reach it goes through TLS 1.3. Both sides know from the address whether it does.
 * Everything after that travels in the frames of the transports, with their checks.
-* Memory is allocated for bytes that have come, not for bytes that were announced.
 """
 
 import ipaddress

@@ -7,9 +7,8 @@ Every unit stands for a host with one link, which all its processes share. The l
   that send to one host wait for each other.
 * A piece that is paid for is under way for `delay`, and only then given to the kernel.
 
-Each packet of PACKET bytes is lost with the given probability. It is sent again until it arrives, which takes the
-link's time again. The bytes behind it wait for it: one round trip (2 delays) and REPAIR_S per retransmission. Packets
-that are lost together are repaired together. There is no congestion control: a real TCP connection slows down more.
+Each packet of PACKET bytes is lost with the given probability, and sent again until it arrives. There is no congestion
+control: a real TCP connection slows down more.
 """
 
 import errno
@@ -96,6 +95,7 @@ class EmulatedRoute:
         rounds, again = self._losses(nbytes)
         taken = through = ready
         if self._up is not None and self._down is not None:
+            # Packets that are sent again take the link's time again.
             size = nbytes + again * PACKET
             taken = self._up.book(ready, size)
             # The bytes reach the other link while they leave this one, so both are taken at the same time.
@@ -103,6 +103,8 @@ class EmulatedRoute:
         # The sender waits for its own link with this piece, and for the other end's link with the previous piece.
         # So it can fill both, and cannot run ahead of a link that others share.
         go_on, self._through = max(taken, self._through), through
+        # The bytes behind a lost packet wait for it: a round trip and REPAIR_S per retransmission. Packets that are
+        # lost together are repaired together.
         there = through + self._delay_s() + rounds * (2 * self._link.delay / 1000 + REPAIR_S)
         self._there = max(self._there, there)  # never out of order
         return go_on, self._there

@@ -8,9 +8,9 @@ that it sends reaches an allocator. There are four messages:
     dialer  PROOF      proof over all of it, config digest
     answer  WELCOME    proof over all of it                              (or REFUSE: code, text, at any of its turns)
 
-The answering side proves itself first, so a dialer never sends its config digest to an unproven peer. Each proof is
-HMAC-SHA256 with a key for the side and the role of the prover, derived from the token as in HKDF (RFC 5869). So a proof
-cannot be sent back to its author, and a worker's proof cannot be used as a server's.
+The answering side proves itself first. Each proof is HMAC-SHA256 with a key for the side and the role of the prover,
+derived from the token as in HKDF (RFC 5869). So a proof cannot be sent back to its author, and a worker's proof cannot
+be used as a server's.
 
 Under TLS every proof also covers the certificate that its author has seen (the binding, see `tls`). A process in
 between must have shown another certificate, so proofs that it relays are worthless.
@@ -147,6 +147,7 @@ def dial(
         raise Refused("VERSION", f"{wanted} wants protocol version {version}, we speak {_versions(*VERSIONS)}")
     if generation < identity.generation:
         raise Refused("FENCED", f"{wanted} is of generation {generation}, we are of {identity.generation}")
+    # The config digest goes to a proven peer only.
     turns.send_proven(_KIND_PROOF, identity.digest.encode().ljust(_DIGEST_BYTES, b"\0"), _key(identity, "dial", me))
     turns.receive(_KIND_WELCOME, 0, _MAC_BYTES)
     if not turns.proven(_key(identity, "answer", wanted)):

@@ -136,6 +136,7 @@ class TlsChannel:
                     done = True
                 except ssl.SSLWantReadError:
                     pass
+                # Also after the last step, which leaves bytes that the other side waits for.
                 self._flush(until)
                 if not done and not self._feed(0, until):
                     raise HandshakeAborted("the other side closed the connection in the TLS handshake")

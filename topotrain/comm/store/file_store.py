@@ -3,10 +3,8 @@
 * A reader sees a whole value or none, because values are written beside and renamed into place.
 * Writers take turns by one lock file, because a rename alone cannot compare.
 
-`watch` polls, at intervals that grow to a quarter of a second. On a directory that may be shared between hosts this is
-right: change notification (inotify) does not report other hosts' writes. Polling happens while starting or when a
-member has gone, never during training. Nothing is synced to disk: after a crash of the machine the job starts again
-with an empty store.
+`watch` polls, while a job starts or when a member has gone, never during training. After a crash of the machine a store
+may be empty.
 
 A file holds 8 bytes, the lifetime of its value in milliseconds (0: for ever), then the value. Its age is judged by one
 clock only, that of the file system: the time at which it was written against the time that a file touched now gets.
@@ -102,6 +100,7 @@ class FileStore:
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
         """See `Store`."""
+        # Change notification (inotify) does not report the writes of other hosts to a shared directory.
         for _ in _polls(timeout):
             value = self.get(key)
             if value is not None and value != known:
@@ -198,6 +197,7 @@ class FileStore:
             descriptor, name = tempfile.mkstemp(prefix=_TEMPORARY, dir=self._directory)
             with open(descriptor, "wb") as file:
                 file.write(_LIFE.pack(life) + value)
+            # Not synced to disk: after a crash of the machine the job starts again anyway.
             os.replace(name, path)
         except OSError as error:
             if name:

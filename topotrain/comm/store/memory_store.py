@@ -1,7 +1,4 @@
-"""The table of a store that has its values in the memory of one process.
-
-Lifetimes are measured by the monotonic clock, so setting the clock changes none. The next write removes expired values.
-"""
+"""The table of a store that has its values in the memory of one process."""
 
 import heapq
 import os
@@ -23,7 +20,7 @@ REMEMBERED = 1 << 16
 @dataclass(frozen=True, slots=True)
 class _Entry:
     value: bytes
-    until: float  # by the monotonic clock; inf: stays
+    until: float  # by the monotonic clock, which does not jump; inf: stays
 
 
 class MemoryTable:

@@ -4,8 +4,7 @@ Every write is one script on the server, which compares, writes, and publishes o
 write falls in between, and a watching client need not poll. A script that is sent twice, because a reply was lost,
 finds the outcome that it noted the first time. Keys begin with "topotrain/" there; nothing else is touched.
 
-`watch` also looks every LOOK seconds, for a connection that died silently, and for values that were written by other
-programs. Connections are closed when no thread uses them, because redis-py's own `close` also closes those in use.
+
 """
 
 import secrets
@@ -22,6 +21,7 @@ MISSING = "redis:// needs the package redis: pip install 'topotrain[redis]'"
 PORT = 6379
 SECONDS = 10.0
 """For connecting, and for each reply."""
+# A `watch` also looks so often: its connection may have died silently, and other programs publish no writes.
 LOOK = 15.0
 _GLANCE = 0.5  # seconds in which a `watch` notices that the store was closed
 _PAUSE = 0.1  # seconds before the one retry of a command whose connection was lost
@@ -156,6 +156,7 @@ class RedisStore:
 
     def _hang_up(self) -> None:
         """Close the connections of a closed store that no thread uses any more."""
+        # redis-py's own `close` also closes connections that other threads use.
         with self._lock:
             idle = self._closed and not self._under_way
         if idle:

@@ -58,6 +58,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         store = within(open_store(address(params.endpoint)), f"torchrun/{encode(params.run_id)}")
     except StoreError as error:
         raise ValueError(f"--rdzv-endpoint: {error}") from None
+    # Several times longer than torch takes to give an agent up, so a state expires only when all have gone.
     backend = StoreBackend(store, max(SHORTEST_LIFE, 4.0 * beat * misses))
     backend.get_state()  # a wrong address or password fails here, before anything is waited for
     values = _RoundStore(store, backend)

@@ -7,10 +7,7 @@ compute, hold Python's lock for minutes, do not read, or are stopped. Whether th
 on their own host. So a beat, an empty frame, is sent where nothing else is under way, and one thread per process reads
 the kernel's state of each connection (TCP_INFO) once per beat.
 
-A host is out of reach when it has been silent for the lease and two probes went unanswered. The second condition
-matters for a peer that does not read. Its closed window is probed at intervals that grow to minutes, and silence
-between two probes means nothing. TCP_USER_TIMEOUT takes just that for death. SO_KEEPALIVE sends nothing while data is
-under way, and at most one probe a second. That is why neither is used.
+A host is out of reach when it has been silent for the lease and two probes went unanswered.
 """
 
 import socket
@@ -48,6 +45,7 @@ def signs(sock: socket.socket) -> KernelSignals:
 
     Raises OSError for a closed socket.
     """
+    # Not SO_KEEPALIVE: it sends nothing while data is under way, and at most one probe a second.
     raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     info = _INFO.unpack(raw.ljust(_INFO.size, b"\0"))
     waiting = bool(info[_UNACKED] or info[_UNSENT])
@@ -75,6 +73,8 @@ class SilenceTimer:
             # Time in which this process or its machine was stopped says nothing about the other host. Two beats at most
             # count: by then the kernel has taken in what came meanwhile.
             self.silent_s += min(passed, most)
+        # Silence alone is not enough: the closed window of a peer that does not read is probed at intervals that grow
+        # to minutes, which TCP_USER_TIMEOUT would take for death.
         asked = max(signs.again - self._last.again, signs.tries - self._last.tries) + signs.probes
         return self.silent_s >= self._lease_s and asked >= _IN_VAIN
 

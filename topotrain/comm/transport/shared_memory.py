@@ -3,7 +3,6 @@
 * A payload that lies in a region of the sender's `ProcessMemory` is never copied: the receiver sees the same bytes.
 * A region is a memfd. It has no name, and is freed with its last user, also after SIGKILL.
 * A region is sealed against truncation, so a reference that was checked once can never fault.
-* Regions are populated when made, because fresh pages cost several times the copy they are made for.
 """
 
 import fcntl
@@ -174,4 +173,5 @@ def socket_directory() -> str:
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+    # Populated now: a fresh page costs several times the copy that it is needed for.
     return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

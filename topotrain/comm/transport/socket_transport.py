@@ -277,6 +277,7 @@ class SocketTransport:
         if me not in self._residents:
             raise TransportError(f"{me} is not attached here")
         lines: list[HandshakeSocket] = []
+        # New for each attempt: the other side closes the lanes of an attempt that was given up.
         bundle = secrets.token_bytes(16)
         try:
             # Lane 0 comes last: with it the other side has all lanes.
@@ -323,6 +324,7 @@ class SocketTransport:
         """
         route = (peer.me, peer.address)
         with self._lock:
+            # `close` may have copied the table already, and would miss this connection.
             if self._stop.is_set():
                 raise TransportError("this transport is closed")
             # A process that was taken for dead and replaced must not come back.

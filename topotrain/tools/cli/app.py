@@ -145,6 +145,7 @@ def _program_at(words: Sequence[str]) -> int | None:
         if skip:
             skip = False
         elif word == "--":
+            # The user has separated the words already.
             return None
         elif word.startswith("-"):
             # The next word is then the value of this option.

@@ -4,8 +4,6 @@ TOPOTRAIN_RENDEZVOUS, a URL, comes first. Else MASTER_ADDR and MASTER_PORT, as m
 store of topotrain. Under torchrun (TORCHELASTIC_USE_AGENT_STORE) torch's own store has that port. It then holds one
 value, the URL of topotrain's store, which the unit of rank 0 serves at a free port. Its address is TOPOTRAIN_HOST, if
 that is set; else the loopback if all processes are on one machine, else MASTER_ADDR.
-
-A process that finds an old URL in torch's store (of a start before a restart) retries until the right one answers.
 """
 
 import time
@@ -143,6 +141,7 @@ def _find_published(master: MasterAddress, secret: bytes, patience: float) -> St
     while True:
         with _torch_errors(master):
             url = parse(store.get(_key(master)).decode())
+        # The URL may be that of a store that has ended with an earlier start, and be replaced any moment.
         found = TcpStore(url.host, url.port, secret, _PROBE_S)
         try:
             found.keys("no-such-key")

@@ -53,6 +53,7 @@ class StaticStore:
         if found is None:
             raise StoreError(f"{key}: a list of addresses holds nothing but the servers'")
         host, port = self.place(int(found[1]), int(found[2]))
+        # As `TcpTransport` decides by the address: TLS wherever another machine can reach.
         return url_of(host, port, "tcp" if is_loopback(host) else "tls").encode()
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
