@@ -3,8 +3,6 @@
 Every write is one script on the server, which compares, writes, and publishes on the channel of the key. So no other
 write falls in between, and a watching client need not poll. A script that is sent twice, because a reply was lost,
 finds the outcome that it noted the first time. Keys begin with "topotrain/" there; nothing else is touched.
-
-
 """
 
 import secrets
