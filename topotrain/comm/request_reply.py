@@ -3,7 +3,6 @@
 * A connection begins with the handshake of the transports, with a key of the service's own.
 * At an address that other machines can reach it goes through TLS 1.3. Both sides know from the address whether it does.
 * Everything after that travels in the frames of the transports, with their checks.
-* Memory is allocated for bytes that have come, not for bytes that were announced.
 """
 
 import ipaddress
@@ -84,6 +83,7 @@ class RequestChannel:
             ConnectionLost: the connection has broken or was too slow, or its bytes are no such frame.
         """
         try:
+            # An idle connection may wait for ever; a frame that has begun may not.
             self._sock.settimeout(begin)
             if not self._reader.wait():
                 return None
@@ -119,18 +119,14 @@ class RequestChannel:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this process's end.
-
-        A connection that was shared by a fork lives on in the other process.
-        """
+        """Close this process's end."""
+        # Without a shutdown: after a fork the other process still uses the connection.
         self._sock.close()
 
 
 def service_identity(service: str, secret: bytes) -> Identity:
-    """Return the identity that both sides of a service prove.
-
-    Raises ValueError for a secret of a wrong length.
-    """
+    """Return the identity that both sides prove. ValueError for an invalid secret."""
+    # Services have no incarnations, no generation and no config.
     return Identity(f"topotrain {service}", job_key(secret, service), 0, 0, "")
 
 
@@ -200,10 +196,7 @@ class RequestHandler(Protocol):
     """The part of a service that answers its proven clients."""
 
     def serve_client(self, channel: RequestChannel) -> None:
-        """Serve one client until its end, on a thread of its own.
-
-        The caller closes the channel.
-        """
+        """Serve one client until its end, on a thread of its own; the caller closes it."""
         ...
 
 

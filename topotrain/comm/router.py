@@ -35,15 +35,12 @@ _TRANSPORTS = {"tls": "tcp"}  # the transport that takes a scheme of another nam
 
 
 def published_kind(moves: int) -> str:
-    """Return the kind under which a server is published after `moves` moves.
-
-    A move is one from one process to another.
-    """
+    """Return the kind under which a server is published after `moves` moves."""
     return f"server-{moves}" if moves else "server"
 
 
 class RetryNotice:
-    """Says nothing about a peer that is not there yet; subclasses may tell the user."""
+    """Reports nothing about a peer that is not there yet; subclasses inform the user."""
 
     def retrying(self, peer: Address, reason: str) -> None:
         """Note that this process tries again to connect; `reason` is the last failure."""
@@ -51,22 +48,15 @@ class RetryNotice:
 
 @dataclass(frozen=True, slots=True)
 class ConnectTimeouts:
-    """How long a process looks for a peer before it gives up.
-
-    again: retry a peer that does not answer, because its address may be known before it listens. notice: is told of
-    each retry.
-    """
+    """How long a process looks for a peer before it gives up."""
 
     seconds: float = 60.0
-    again: bool = False
+    again: bool = False  # retry a peer that does not answer: its address may be known before it listens
     notice: RetryNotice = field(default_factory=RetryNotice)
 
 
 class ResumedSnapshot(Protocol):
-    """The snapshot that a job goes on from.
-
-    The transports carry it and read nothing of it.
-    """
+    """The snapshot that a job goes on from; the transports read nothing of it."""
 
     @property
     def path(self) -> Path:
@@ -156,10 +146,7 @@ class Router:
         return tuple(urls)
 
     def publish(self, kind: str, me: Address, urls: Sequence[str]) -> None:
-        """Publish the URLs of an endpoint, and keep them in the store.
-
-        They are written again after the store was wiped.
-        """
+        """Publish the URLs of an endpoint, and keep them in the store if it is wiped."""
         self._published.set(f"{kind}/{me.group}/{me.index}", "\n".join(urls).encode())
 
     def connect(self, me: Address, peer: Address, kind: str, anew: bool = False) -> None:
@@ -202,6 +189,7 @@ class Router:
                 self._connect(me, peer, published_kind(moves), _SHORT_LOOK_S, anew=True)
                 return moves
             except TransportError as error:
+                # An answer of the right process (a wrong secret, another config) would not change.
                 if isinstance(error, Refused) and error.code not in _NOT_HERE:
                     raise
                 if time.monotonic() + pause > until:
@@ -296,10 +284,7 @@ class Router:
         return sum(out for out, _ in counts), sum(inward for _, inward in counts)
 
     def turn(self, seconds: float) -> None:
-        """Handle the messages that have come (needs a pump).
-
-        It waits at most `seconds` if there are none.
-        """
+        """Handle the messages that have come, after at most `seconds` (needs a pump)."""
         assert self._pump is not None
         self._pump.turn(seconds)
 
@@ -308,10 +293,7 @@ class Router:
         self._local.deliver()
 
     def release(self, me: Address) -> None:
-        """Read on threads from now on (needs a pump).
-
-        The connections of `me`, which needs them no more, end.
-        """
+        """Read on threads from now on, and end the connections of `me` (needs a pump)."""
         assert self._pump is not None
         self._pump.release()
         self._local.release()
@@ -341,10 +323,7 @@ def _network(place: RouterConfig) -> EmulatedNetwork | None:
 
 
 class _Port:
-    """An endpoint as one transport sees it.
-
-    Replies to a sender take the transport on which its message came.
-    """
+    """An endpoint as one transport sees it."""
 
     def __init__(self, roads: Router, name: str, me: Address, endpoint: Endpoint) -> None:
         self._router, self._name, self._me, self._endpoint = roads, name, me, endpoint
@@ -354,6 +333,7 @@ class _Port:
         return self._endpoint.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
+        # Replies take the transport on which the message came. The set saves that note for every later message.
         if sender not in self._known:
             self._known.add(sender)
             self._router.add_route(self._me, sender, self._name)

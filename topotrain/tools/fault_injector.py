@@ -1,10 +1,7 @@
 """Fault injection into a running job: processes are killed and stopped at random.
 
 A seed chooses the times, the kinds of faults and the targets among the living processes, independently of what the job
-does. A process is reached through a pidfd, so a pid that the kernel has reused is never signaled.
-
-Moments that no clock finds (a process has just started, restarted or finished) are chosen as they are reported, by a
-random generator of their own.
+does. Moments that no clock finds (a process has just started, restarted or finished) are chosen as they are reported.
 """
 
 import contextlib
@@ -22,6 +19,7 @@ from topotrain.core.events import Event, Exited, Finished, Recovered, Started, S
 MOMENTS = ("start", "again", "end", "back")
 """A process has started for the first time, has restarted, a worker has finished its script, or restarted workers have
 made a step."""
+# So low that a job makes progress although every restart is a moment again.
 _MOMENT_CHANCE = 0.25
 
 
@@ -32,13 +30,11 @@ class FaultPlan:
     Args:
         every_s: mean seconds between two faults; each comes after 0.5 to 1.5 times that.
         for_s: seconds, from the job's first step on, after which no fault is injected.
-        seed: of the random generators.
         freeze: share of the faults (0 to 1) that stop a process for 0.1 to 3 s instead of killing it.
         role: "worker", "server", or "" for both.
         pairs: share of the kills (0 to 1) that kill a second process at once, if there is one.
         moments: some of MOMENTS. With "back" the next fault comes at that moment, and at the first step, instead of
-            after `every_s`. At the others the process concerned is killed with a chance of 1 in 4, until `for_s` is
-            over. The chance is so low that the job makes progress.
+            after `every_s`. At the others the process concerned is killed with a chance of 1 in 4.
         kills: the number of faults after which no more are injected. 0: no limit.
     """
 
@@ -54,16 +50,13 @@ class FaultPlan:
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A fault that was injected: SIGKILL, or SIGSTOP for `frozen_s` seconds.
+    """A fault that was injected: SIGKILL, or SIGSTOP for `frozen_s` seconds."""
 
-    at_s: seconds since the first step. moment: one of MOMENTS; "" where the clock chose.
-    """
-
-    at_s: float
+    at_s: float  # seconds since the first step
     who: str
     pid: int
     frozen_s: float = 0.0
-    moment: str = ""
+    moment: str = ""  # one of MOMENTS; "": the clock chose
 
     def __str__(self) -> str:
         what = f"frozen for {self.frozen_s:.1f} s" if self.frozen_s else "killed"
@@ -72,16 +65,12 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True)
 class FaultStep:
-    """A planned fault: when, which process, and for how long.
-
-    pick: in [0, 1), chooses the process among the living ones. second: in [0, 1), chooses another process among the
-    rest, to be killed at once. -1: none.
-    """
+    """A planned fault: when, which process, and for how long."""
 
     wait_s: float
-    pick: float
+    pick: float  # in [0, 1), chooses the process among the living ones
     frozen_s: float
-    second: float = -1.0
+    second: float = -1.0  # in [0, 1), chooses another one to be killed at once; -1: none
 
 
 def steps(plan: FaultPlan) -> Iterator[FaultStep]:
@@ -127,6 +116,7 @@ class FaultInjector:
         self._lock = threading.Lock()
         self._living: dict[str, tuple[int, int]] = {}  # who -> pid, pidfd
         self._known: set[str] = set()
+        # A generator of its own: events come at any time, and must not shift the draws of the clock.
         self._random = random.Random(f"{plan.seed} moments")
         self._until: float | None = None  # when the faults end; None: no worker has made a step yet
         self._began = threading.Event()
@@ -144,6 +134,7 @@ class FaultInjector:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
+        # The thread may be waiting for any of the three.
         self._began.set()
         self._back.set()
         self._thread.join()
@@ -158,6 +149,7 @@ class FaultInjector:
                 with self._lock:
                     self._forget(who)
             case StepDone():
+                # The time of a fault counts from the first step: the start of a job takes seconds of its own.
                 self._until = self._until or time.monotonic() + self._plan.for_s
                 if not self._began.is_set():
                     self._began.set()
@@ -184,6 +176,7 @@ class FaultInjector:
             self._forget(who)
             # A process that has ended meanwhile is no target.
             with contextlib.suppress(ProcessLookupError):
+                # A pidfd never signals another process, also when the kernel has reused the pid.
                 self._living[who] = pid, os.pidfd_open(pid)
 
     def _forget(self, who: str) -> None:
@@ -210,6 +203,7 @@ class FaultInjector:
         with self._lock:
             pids = [pid for pid, _ in self._living.values()]
         for pid in pids:
+            # A process may end while it is looked at.
             with contextlib.suppress(OSError):
                 fds, threads = (len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("fd", "task"))
                 self.held.setdefault(pid, HeldResources()).add(fds, threads)
@@ -219,6 +213,7 @@ class FaultInjector:
         began = time.monotonic()
         for step in steps(self._plan):
             left_s = began + self._plan.for_s - time.monotonic()
+            # A fault at this moment hits a job that has hardly recovered from the last one.
             if "back" in self._plan.moments:
                 came = self._back.wait(max(0.0, left_s))
                 self._back.clear()
@@ -235,6 +230,7 @@ class FaultInjector:
 
     def _inject(self, step: FaultStep, at_s: float) -> None:
         with self._lock:
+            # Sorted, so that a draw means the same process whatever the order of their starts.
             living = sorted(self._living.items())
             if not living:
                 return
@@ -252,6 +248,7 @@ class FaultInjector:
             signal.pidfd_send_signal(descriptor, number)
             self.injected.append(fault)
             if step.frozen_s:
+                # The end of the job ends the freeze: a stopped process would outlive it.
                 self._over.wait(step.frozen_s)
                 signal.pidfd_send_signal(descriptor, signal.SIGCONT)
         except ProcessLookupError:

@@ -7,9 +7,8 @@ Every unit stands for a host with one link, which all its processes share. The l
   that send to one host wait for each other.
 * A piece that is paid for is under way for `delay`, and only then given to the kernel.
 
-Each packet of PACKET bytes is lost with the given probability. It is sent again until it arrives, which takes the
-link's time again. The bytes behind it wait for it: one round trip (2 delays) and REPAIR_S per retransmission. Packets
-that are lost together are repaired together. There is no congestion control: a real TCP connection slows down more.
+Each packet of PACKET bytes is lost with the given probability, and sent again until it arrives. There is no congestion
+control: a real TCP connection slows down more.
 """
 
 import errno
@@ -82,9 +81,7 @@ class LinkMeter:
 
 
 class EmulatedRoute:
-    """The path from one host to another, for one connection.
-
-    It computes when pieces arrive, and has no clock.
+    """The path from one host to another, for one connection: when pieces arrive.
 
     link: delay and jitter in ms, loss as a share of packets. up, down: the two links that are paid. None: unlimited.
     """
@@ -94,18 +91,20 @@ class EmulatedRoute:
         self._through = self._there = 0.0
 
     def book(self, ready: float, nbytes: int) -> tuple[float, float]:
-        """Send `nbytes` at `ready`; return when to go on, and when they arrive.
-
-        The sender waits until its own link has taken this piece and the other end's link the previous piece.
-        """
+        """Send `nbytes` at `ready`; return when to go on, and when they arrive."""
         rounds, again = self._losses(nbytes)
         taken = through = ready
         if self._up is not None and self._down is not None:
+            # Packets that are sent again take the link's time again.
             size = nbytes + again * PACKET
             taken = self._up.book(ready, size)
             # The bytes reach the other link while they leave this one, so both are taken at the same time.
             through = self._down.book(taken - self._up.seconds(size), size)
+        # The sender waits for its own link with this piece, and for the other end's link with the previous piece.
+        # So it can fill both, and cannot run ahead of a link that others share.
         go_on, self._through = max(taken, self._through), through
+        # The bytes behind a lost packet wait for it: a round trip and REPAIR_S per retransmission. Packets that are
+        # lost together are repaired together.
         there = through + self._delay_s() + rounds * (2 * self._link.delay / 1000 + REPAIR_S)
         self._there = max(self._there, there)  # never out of order
         return go_on, self._there
@@ -126,10 +125,7 @@ class EmulatedRoute:
 
 
 class PiecesInFlight:
-    """Pieces that are paid for and have not arrived yet, in order.
-
-    Their total size is `nbytes`. This class has no clock.
-    """
+    """Pieces that are paid for and have not arrived yet, in order; `nbytes` in all."""
 
     def __init__(self) -> None:
         self._pieces: deque[tuple[float, bytes]] = deque()
@@ -183,10 +179,8 @@ class ShapedSocket(socket.socket):
     # --- sending -------------------------------------------------------------------------------------------------
 
     def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, address: Any = None, /) -> int:
-        """Send one piece of the buffers; return its size in bytes.
-
-        Raises OSError when this direction is closed.
-        """
+        """Send one piece of the buffers; return its bytes. OSError after the end."""
+        # So the caller's writer thread sends, and it is that thread which waits for the link.
         if flags & socket.MSG_DONTWAIT:
             raise BlockingIOError(errno.EAGAIN, "a slow link never takes bytes at once")
         return self._post(_head(buffers, self._piece))
@@ -260,15 +254,13 @@ class ShapedSocket(socket.socket):
             super().shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
-        """Close once everything under way has arrived.
-
-        If the peer does not take it, this waits for a while only.
-        """
+        """Close once everything under way has arrived, or the peer does not take it."""
         if self.fileno() >= 0:
             with suppress(OSError):  # it may be down already
                 self.shutdown(socket.SHUT_RDWR)
             with self._lock:
                 first = self._under_way.first()[0] if self._under_way else -math.inf
+            # The delay of the link, and a while for a peer that does not read.
             self._carrier.join(max(0.0, first - time.monotonic()) + _LINGER_S)
             self._cut.set()
             with suppress(OSError):
@@ -297,21 +289,21 @@ class EmulatedNetwork:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def shape(self, sock: socket.socket, me: Address, peer: Address) -> socket.socket:
-        """Return the socket behind the link of these two, or unchanged on one host.
-
-        Raises OSError.
-        """
+        """Return the socket behind the link of these two, or unchanged on one host."""
         here, there = self._topology.host_of(me), self._topology.host_of(peer)
+        # A link without limits needs no thread for its pieces.
         if here == there or self._link == Link():
             return sock
         piece, room = _LARGEST_PIECE, _UNPAID
         if self._rate is not None:
             piece = min(max(int(self._rate * _PIECE_S), _LEAST_PIECE), _LARGEST_PIECE)
+            # Bytes that the delay keeps under way, those that the sender may be ahead by, and a piece at each end.
             room = (
                 int(self._rate * (self._link.delay + self._link.jitter) / 1000)
                 + int(self._rate * 2 * _AHEAD_S)
                 + 2 * piece
             )
+        # A generator of its own: the one of `random` belongs to the script.
         route = EmulatedRoute(self._link, self._meter(here, "up"), self._meter(there, "down"), random.Random())
         return ShapedSocket(sock, route, piece, room)
 
@@ -327,10 +319,7 @@ class EmulatedNetwork:
 
 
 def _head(buffers: Iterable[Any], size: int) -> bytes:
-    """Return a copy of the first `size` bytes of the buffers.
-
-    The owner may change the buffers while the bytes are under way.
-    """
+    """Return a copy of the first `size` bytes of the buffers."""
     parts: list[memoryview] = []
     for buffer in buffers:
         view = memoryview(buffer)
@@ -339,4 +328,5 @@ def _head(buffers: Iterable[Any], size: int) -> bytes:
             size -= len(parts[-1])
         if not size:
             break
+    # A copy: the owner may change the buffers while the bytes are under way.
     return b"".join(parts)

@@ -8,9 +8,9 @@ that it sends reaches an allocator. There are four messages:
     dialer  PROOF      proof over all of it, config digest
     answer  WELCOME    proof over all of it                              (or REFUSE: code, text, at any of its turns)
 
-The answering side proves itself first, so a dialer never sends its config digest to an unproven peer. Each proof is
-HMAC-SHA256 with a key for the side and the role of the prover, derived from the token as in HKDF (RFC 5869). So a proof
-cannot be sent back to its author, and a worker's proof cannot be used as a server's.
+The answering side proves itself first. Each proof is HMAC-SHA256 with a key for the side and the role of the prover,
+derived from the token as in HKDF (RFC 5869). So a proof cannot be sent back to its author, and a worker's proof cannot
+be used as a server's.
 
 Under TLS every proof also covers the certificate that its author has seen (the binding, see `tls`). A process in
 between must have shown another certificate, so proofs that it relays are worthless.
@@ -43,6 +43,7 @@ _HELLO = struct.Struct("<BB32sBqqBqqqqBB16s32s")
 _CHALLENGE = struct.Struct("<Bqq32s")
 _MAC_BYTES = 32
 _DIGEST_BYTES = 64
+# A refusal must fit into the dialer's BUDGET after the CHALLENGE that it has read.
 _TEXT_BYTES = 320
 _KIND_HELLO, _KIND_CHALLENGE, _KIND_PROOF, _KIND_WELCOME, _KIND_REFUSE = range(1, 6)
 
@@ -52,10 +53,7 @@ class NotOurProtocol(TransportError):
 
 
 class HandshakeTimeout(NotOurProtocol, ConnectionLost):
-    """The handshake ran out of time.
-
-    On a loaded machine this happens to peers of the same job, too.
-    """
+    """The handshake ran out of time, as peers of one job may on a loaded machine."""
 
 
 class HandshakeAborted(NotOurProtocol, ConnectionLost):
@@ -97,10 +95,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class SocketNumber:
-    """The number of one socket of a connection.
-
-    It is `lane` of `lanes`; `bundle` is 16 bytes that all sockets of the connection share.
-    """
+    """Socket `lane` of `lanes` of a connection, which share 16 bytes, the `bundle`."""
 
     lane: int = 0
     lanes: int = 1
@@ -152,6 +147,7 @@ def dial(
         raise Refused("VERSION", f"{wanted} wants protocol version {version}, we speak {_versions(*VERSIONS)}")
     if generation < identity.generation:
         raise Refused("FENCED", f"{wanted} is of generation {generation}, we are of {identity.generation}")
+    # The config digest goes to a proven peer only.
     turns.send_proven(_KIND_PROOF, identity.digest.encode().ljust(_DIGEST_BYTES, b"\0"), _key(identity, "dial", me))
     turns.receive(_KIND_WELCOME, 0, _MAC_BYTES)
     if not turns.proven(_key(identity, "answer", wanted)):
@@ -168,10 +164,8 @@ def answer(
 ) -> tuple[Peer, bytes]:
     """Answer a dialer's handshake; return the peer and the bytes of the WELCOME.
 
-    The caller sends the WELCOME before anything else.
-
-    The caller may still refuse the peer with `refuse`. attached: the addresses that a peer may want.
-    binding: the hash of the certificate that this side has shown, or empty without TLS.
+    The caller sends the WELCOME before anything else, or refuses the peer with `refuse`. attached: the addresses that a
+    peer may want. binding: the hash of the certificate that this side has shown, or empty without TLS.
 
     Raises:
         Refused: this side refused, and has sent the reason to the dialer.
@@ -255,14 +249,12 @@ class _Turns:
         return self._pack(kind, body, hmac.digest(key, self._digest_with(kind, body), "sha256"))
 
     def receive(self, kind: int, size: int, mac_bytes: int) -> bytes:
-        """Return the body of the next message, of this kind and size.
-
-        `proven` checks its proof afterwards.
-        """
+        """Return the body of the next message; `proven` checks its proof afterwards."""
         magic, got, length = _PREFIX.unpack(self._read(_PREFIX.size))
         # The length is a claim of the peer until here.
         if magic != MAGIC or length > self._left:
             raise NotOurProtocol("the other side does not speak this handshake")
+        # At any turn and of any length: before the kind and the size that were due are checked.
         if got == _KIND_REFUSE and length >= 1:
             raise _refusal(self._read(length))
         if got != kind or length != size + mac_bytes:
@@ -271,6 +263,7 @@ class _Turns:
             )
         raw = self._read(length)
         body, self._claim = raw[:size], raw[size:]
+        # Before the transcript has the proof itself, as on the side that made it.
         self._due = self._digest_with(kind, body)
         self._transcript.update(_PREFIX.pack(MAGIC, kind, length) + raw)
         return body
@@ -280,10 +273,7 @@ class _Turns:
         return hmac.compare_digest(self._claim, hmac.digest(key, self._due, "sha256"))
 
     def refuse(self, refused: Refused) -> None:
-        """Send a refusal if the socket takes it at once.
-
-        A refused peer must not make this side wait.
-        """
+        """Send a refusal if the socket takes it at once."""
         text = refused.text.encode()[:_TEXT_BYTES]
         body = bytes([CODES.index(refused.code)]) + text
         with suppress(OSError):  # the dialer may be gone
@@ -336,6 +326,7 @@ class _Turns:
 
 def _key(identity: Identity, side: str, address: Address) -> bytes:
     """Return the key of this side and role: HKDF-SHA256 of one block."""
+    # The job's name is the salt: two jobs with one token have different keys.
     secret = hmac.digest(identity.job_id.encode(), identity.token, "sha256")
     return hmac.digest(secret, f"topotrain {side} {address.role.name}\x01".encode(), "sha256")
 
@@ -353,6 +344,7 @@ def _address(role: int, group: int, index: int) -> Address:
 def _refusal(raw: bytes) -> TransportError:
     if raw[0] >= len(CODES):
         return NotOurProtocol(f"refused with unknown code {raw[0]}")
+    # The text is unproven: control characters must not reach a terminal or a log.
     return Refused(CODES[raw[0]], "".join(c if c.isprintable() else "?" for c in raw[1:].decode("utf-8", "replace")))
 
 

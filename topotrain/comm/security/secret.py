@@ -30,12 +30,11 @@ _MOST = 1024  # bytes read of a file that may be anything
 def load_secret(environ: Mapping[str, str]) -> bytes:
     """Load the job's secret: 32 bytes from the environment or a file.
 
-    Its source is TOPOTRAIN_TOKEN, or the file TOPOTRAIN_TOKEN_FILE, or ~/.config/topotrain/token.
-
-    The last file is made with mode 0600 if it is missing. Processes that start at the same time agree on one secret.
+    Its source is TOPOTRAIN_TOKEN, or the file TOPOTRAIN_TOKEN_FILE, or ~/.config/topotrain/token, which is made with
+    mode 0600 if it is missing.
 
     Raises:
-        StoreError: names the variable or the file, and what would be accepted, and never shows the secret.
+        StoreError: names the variable or the file, and what would be accepted.
     """
     given = environ.get(VARIABLE, "")
     if given:
@@ -51,11 +50,9 @@ def load_secret(environ: Mapping[str, str]) -> bytes:
 
 
 def job_key(secret: bytes, *words: str) -> bytes:
-    """Derive 32 bytes for one purpose.
+    """Derive 32 bytes for one purpose, by HMAC-SHA256 as in HKDF (RFC 5869, step 2).
 
     They reveal nothing of the secret or of the keys for other words.
-
-    HMAC-SHA256 in the manner of HKDF's second step (RFC 5869).
 
     Raises:
         ValueError: a secret of another length than 32 bytes.
@@ -104,11 +101,8 @@ def _home() -> Path:
 
 
 def _make(path: Path) -> None:
-    """Write a new secret, visible only when complete.
-
-    The first of several processes wins.
-    """
-    # A reader must never find half a secret.
+    """Write a new secret; the first of several processes wins."""
+    # Under a name that is only linked when the file is complete: a reader must never find half a secret.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         make_folder(path.parent)

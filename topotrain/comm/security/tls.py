@@ -136,6 +136,7 @@ class TlsChannel:
                     done = True
                 except ssl.SSLWantReadError:
                     pass
+                # Also after the last step, which leaves bytes that the other side waits for.
                 self._flush(until)
                 if not done and not self._feed(0, until):
                     raise HandshakeAborted("the other side closed the connection in the TLS handshake")
@@ -176,19 +177,13 @@ class TlsChannel:
         self._budget = None
 
     def relay(self, sock: socket.socket) -> None:
-        """Go on over another socket that leads to the same peer.
-
-        No thread may be sending or receiving now.
-        """
+        """Go on over another socket to the same peer; no thread may be using this one."""
         self._sock = sock
 
     # --- out -----------------------------------------------------------------------------------------------------
 
     def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, /) -> int:
-        """Send at most PIECE bytes of the buffers; return how many.
-
-        Descriptors cannot travel.
-        """
+        """Send at most PIECE bytes of the buffers; return how many."""
         if ancdata:
             raise ValueError("TLS carries no descriptors")
         if not self._sealed:
@@ -272,6 +267,7 @@ class TlsChannel:
             self._budget -= count
             if self._budget < 0:
                 raise NotOurProtocol(f"more than {BUDGET} bytes from a peer that has not proven itself")
+        # Not while the socket is read: the sending thread needs the lock, too.
         with self._lock:
             self._in.write(self._read[:count])
         return count > 0
@@ -297,10 +293,7 @@ class TlsChannel:
         self._sock.shutdown(how)
 
     def fileno(self) -> int:
-        """Return the socket's descriptor.
-
-        A selector does not see bytes that were decrypted and not read yet.
-        """
+        """Return the socket's descriptor, which does not show bytes that were decrypted."""
         return self._sock.fileno()
 
     def close(self) -> None:

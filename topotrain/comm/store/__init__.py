@@ -91,10 +91,8 @@ def host_store(url: str, secret: bytes | None = None, environ: Mapping[str, str]
 
 
 def _open(url: StoreUrl, secret: bytes | None, patience: float, environ: Mapping[str, str]) -> Store:
-    """Open one kind of store.
-
-    Each brings its own dependencies, so it is imported when it is wanted.
-    """
+    """Open one kind of store."""
+    # Each kind brings its own dependencies, so it is imported when it is wanted.
     if url.scheme == "file":
         from topotrain.comm.store.file_store import FileStore
 

@@ -3,10 +3,8 @@
 * A reader sees a whole value or none, because values are written beside and renamed into place.
 * Writers take turns by one lock file, because a rename alone cannot compare.
 
-`watch` polls, at intervals that grow to a quarter of a second. On a directory that may be shared between hosts this is
-right: change notification (inotify) does not report other hosts' writes. Polling happens while starting or when a
-member has gone, never during training. Nothing is synced to disk: after a crash of the machine the job starts again
-with an empty store.
+`watch` polls, while a job starts or when a member has gone, never during training. After a crash of the machine a store
+may be empty.
 
 A file holds 8 bytes, the lifetime of its value in milliseconds (0: for ever), then the value. Its age is judged by one
 clock only, that of the file system: the time at which it was written against the time that a file touched now gets.
@@ -40,9 +38,7 @@ _LIFE = struct.Struct("<Q")
 class FileStore:
     """A `Store` in a directory that only this user may enter.
 
-    The directory is made if it is missing, with mode 0700.
-
-    The next write makes a directory that was removed meanwhile again; only the values are lost.
+    The directory is made if it is missing. If it was removed meanwhile, the next write makes it again, empty.
 
     Raises:
         StoreError: the directory cannot be made or written, or is open to others.
@@ -54,21 +50,18 @@ class FileStore:
         self._make()
 
     def get(self, key: str) -> bytes | None:
-        """Return the value, or None when there is none."""
+        """See `Store`."""
         return self._read(self._path(key), whole=True)
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
-        """Write a value, whatever was there."""
+        """See `Store`."""
         path, life = self._path(key), check_ttl(ttl)
         check_value(value)
         with self._locked():  # else it could fall between the read and the write of a compare_and_set
             self._write(path, value, life)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """Write the value if the present one is `expected`; return whether it did.
-
-        `expected` None: there is no value. Atomic.
-        """
+        """See `Store`."""
         path, life = self._path(key), check_ttl(ttl)
         check_value(value)
         with self._locked():
@@ -78,16 +71,13 @@ class FileStore:
             return True
 
     def delete(self, key: str) -> None:
-        """Remove a value, if there is one."""
+        """See `Store`."""
         path = self._path(key)
         with self._locked():
             self._remove(path)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Return all keys with a value that begin with `prefix`, sorted.
-
-        It also removes the files of expired values.
-        """
+        """See `Store`."""
         check_prefix(prefix)
         # File names have _SLASH where keys have a slash.
         beginning = prefix.replace("/", _SLASH)
@@ -102,16 +92,15 @@ class FileStore:
             if name in (_LOCK, _CLOCK) or name.startswith(_TEMPORARY):
                 continue
             if self._read(self._directory / name, whole=False) is None:
+                # No process runs for the store, so this removes the files of expired values.
                 self._sweep(self._directory / name)
             else:
                 found.append(name.replace(_SLASH, "/"))
         return sorted(found)
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """Wait for a value other than `known` and return it.
-
-        Raises TimeoutError after `timeout` seconds.
-        """
+        """See `Store`."""
+        # Change notification (inotify) does not report the writes of other hosts to a shared directory.
         for _ in _polls(timeout):
             value = self.get(key)
             if value is not None and value != known:
@@ -121,10 +110,7 @@ class FileStore:
         raise TimeoutError(f"nothing new under {key!r} in {self._directory} within {timeout} s")
 
     def close(self) -> None:
-        """Close the store; a `watch` of another thread ends with StoreError.
-
-        Between operations no file is open.
-        """
+        """See `Store`. Between operations no file is open."""
         self._closed = True
 
     def _make(self) -> None:
@@ -148,6 +134,7 @@ class FileStore:
         descriptor = self._lock_file()
         try:
             for _ in _polls(LOCK_SECONDS):
+                # Tried again and again: a blocking flock has no deadline, and a stopped holder would stop the job.
                 with suppress(BlockingIOError):
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     # A lock file without a name excludes no other process any more.
@@ -210,6 +197,7 @@ class FileStore:
             descriptor, name = tempfile.mkstemp(prefix=_TEMPORARY, dir=self._directory)
             with open(descriptor, "wb") as file:
                 file.write(_LIFE.pack(life) + value)
+            # Not synced to disk: after a crash of the machine the job starts again anyway.
             os.replace(name, path)
         except OSError as error:
             if name:

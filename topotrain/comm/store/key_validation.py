@@ -9,6 +9,7 @@ MAX_KEY = 200  # characters
 MAX_VALUE = 1 << 20  # bytes
 MAX_TTL = 366 * 86_400.0  # seconds
 
+# No part begins with a dot, so no key leads out of a store's folder, as `..` would.
 _PART = r"[a-z0-9_-][a-z0-9_.-]*"
 _KEY = re.compile(rf"{_PART}(/{_PART})*")
 _PREFIX = re.compile(rf"({_PART}/)*({_PART})?")
@@ -26,10 +27,7 @@ def check_key(key: str, name: str = "key") -> None:
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise ValueError when no key can begin like this.
-
-    An empty prefix, and a slash at the end, are allowed.
-    """
+    """Raise ValueError when no key can begin like this. An empty prefix is allowed."""
     if len(prefix) > MAX_KEY or not _PREFIX.fullmatch(prefix):
         raise ValueError(f"prefix = {prefix!r}: must be the beginning of a key")
 
@@ -41,12 +39,10 @@ def check_value(value: bytes) -> None:
 
 
 def check_ttl(ttl: float | None) -> int:
-    """Return `ttl` in whole milliseconds, at least 1, or 0 for None.
-
-    Raises ValueError.
-    """
+    """Return `ttl` in whole milliseconds, 0 for None. Raises ValueError."""
     if ttl is None:
         return 0
     if not 0 < ttl <= MAX_TTL:
         raise ValueError(f"ttl = {ttl!r}: must be above 0 and at most {MAX_TTL:.0f} seconds, or None")
+    # 0 would mean that the value stays.
     return max(1, round(ttl * 1000))

@@ -1,7 +1,4 @@
-"""The table of a store that has its values in the memory of one process.
-
-Lifetimes are measured by the monotonic clock, so setting the clock changes none. The next write removes expired values.
-"""
+"""The table of a store that has its values in the memory of one process."""
 
 import heapq
 import os
@@ -23,7 +20,7 @@ REMEMBERED = 1 << 16
 @dataclass(frozen=True, slots=True)
 class _Entry:
     value: bytes
-    until: float  # by the monotonic clock; inf: stays
+    until: float  # by the monotonic clock, which does not jump; inf: stays
 
 
 class MemoryTable:
@@ -43,20 +40,15 @@ class MemoryTable:
             return self._present(key)
 
     def set(self, key: str, value: bytes, life: int, once: bytes) -> bool:
-        """Write a value that expires after `life` milliseconds (0: never).
-
-        Raises StoreError when the store is full.
-        """
+        """Write a value for `life` milliseconds (0: it stays). StoreError when it is full."""
         with self._lock:
+            # A repeated request must not overwrite a value that was written since.
             if once not in self._done:
                 self._write(key, value, life)
             return self._remember(once, True)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, life: int, once: bytes) -> bool:
-        """Write the value if the present one is `expected`.
-
-        Raises StoreError when the store is full.
-        """
+        """Write the value if the present one is `expected`. Raises StoreError when full."""
         with self._lock:
             if once in self._done:
                 # The reply to the first attempt was lost, and the client asks again.
@@ -103,7 +95,7 @@ class MemoryTable:
         # Expired values are removed here, so the table needs no thread.
         while self._ends and self._ends[0][0] <= now:
             _, gone = heapq.heappop(self._ends)
-            # The key may have been written again with a longer life.
+            # The key may have been written again with a longer lifetime.
             if gone in self._entries and self._entries[gone].until <= now:
                 self._drop(gone)
         old = self._entries.get(key)
@@ -119,10 +111,8 @@ class MemoryTable:
             os.eventfd_write(change, 1)
 
     def _note(self, until: float, key: str) -> None:
-        """Remember an expiry.
-
-        Those of values that were written again are dropped once they are the majority.
-        """
+        """Remember an expiry."""
+        # Most entries belong to values that were written again: rebuilt now, the list stays proportional to the table.
         if len(self._ends) > 2 * len(self._entries) + 64:
             self._ends = [(entry.until, name) for name, entry in self._entries.items() if entry.until < float("inf")]
             heapq.heapify(self._ends)

@@ -3,9 +3,6 @@
 Every write is one script on the server, which compares, writes, and publishes on the channel of the key. So no other
 write falls in between, and a watching client need not poll. A script that is sent twice, because a reply was lost,
 finds the outcome that it noted the first time. Keys begin with "topotrain/" there; nothing else is touched.
-
-`watch` also looks every LOOK seconds, for a connection that died silently, and for values that were written by other
-programs. Connections are closed when no thread uses them, because redis-py's own `close` also closes those in use.
 """
 
 import secrets
@@ -22,6 +19,7 @@ MISSING = "redis:// needs the package redis: pip install 'topotrain[redis]'"
 PORT = 6379
 SECONDS = 10.0
 """For connecting, and for each reply."""
+# A `watch` also looks so often: its connection may have died silently, and other programs publish no writes.
 LOOK = 15.0
 _GLANCE = 0.5  # seconds in which a `watch` notices that the store was closed
 _PAUSE = 0.1  # seconds before the one retry of a command whose connection was lost
@@ -82,34 +80,32 @@ class RedisStore:
             password=url.password or None,
             socket_timeout=SECONDS,
             socket_connect_timeout=SECONDS,
+            # A command may be sent twice: the script on the server finds that it has run already.
             retry=Retry(ConstantBackoff(_PAUSE), 1),
             **tls,
         )
 
     def get(self, key: str) -> bytes | None:
-        """Return the value, or None when there is none."""
+        """See `Store`."""
         check_key(key)
         with self._as_store_errors():
             value: bytes | None = self._client.get(_SPACE + key)
             return value
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
-        """Write a value, whatever was there."""
+        """See `Store`."""
         self._write(key, "any", b"", "put", value, ttl)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """Write the value if the present one is `expected`; return whether it did.
-
-        `expected` None: there is no value. Atomic.
-        """
+        """See `Store`."""
         return self._write(key, "none" if expected is None else "same", expected or b"", "put", value, ttl)
 
     def delete(self, key: str) -> None:
-        """Remove a value, if there is one."""
+        """See `Store`."""
         self._write(key, "any", b"", "drop", b"", None)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Return all keys with a value that begin with `prefix`, sorted."""
+        """See `Store`."""
         check_prefix(prefix)
         with self._as_store_errors():
             # No character of a key has a meaning in a pattern. A scan may show a key twice.
@@ -117,10 +113,7 @@ class RedisStore:
         return sorted(name.decode()[len(_SPACE) :] for name in found)
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """Wait for a value other than `known` and return it.
-
-        Raises TimeoutError after `timeout` seconds.
-        """
+        """See `Store`."""
         until = time.monotonic() + timeout
         value = self.get(key)
         if value is not None and value != known:
@@ -141,10 +134,7 @@ class RedisStore:
         raise TimeoutError(f"nothing new under {key!r} in {self._where} within {timeout} s")
 
     def close(self) -> None:
-        """Close idle connections now, and others after their operation.
-
-        A `watch` of another thread ends with StoreError.
-        """
+        """Close idle connections now, and others after their operation."""
         with self._lock:
             self._closed = True
         self._hang_up()
@@ -164,6 +154,7 @@ class RedisStore:
 
     def _hang_up(self) -> None:
         """Close the connections of a closed store that no thread uses any more."""
+        # redis-py's own `close` also closes connections that other threads use.
         with self._lock:
             idle = self._closed and not self._under_way
         if idle:

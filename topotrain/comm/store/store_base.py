@@ -10,13 +10,13 @@ from topotrain.comm.store.key_validation import check_key, check_prefix
 
 
 class Store(Protocol):
-    """Values under keys.
+    """Values under keys, for several threads.
 
     A key is parts of [a-z0-9_.-] joined by "/", none beginning with a dot.
 
     A value is at most 1 MiB. `ttl` is in seconds: the value expires after that, unless it was written again. None: it
-    stays. Several threads may use a store. Every operation may raise StoreError, and ValueError for an invalid key,
-    value or ttl. Only `watch` waits for anything other than the store itself.
+    stays. Every operation may raise StoreError, and ValueError for an invalid key, value or ttl. Only `watch` waits for
+    anything other than the store itself.
     """
 
     def get(self, key: str) -> bytes | None:
@@ -53,11 +53,9 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the store holds open; operations of other threads end.
+        """Release what the store holds open; a `watch` of another thread ends.
 
-        A `watch` of another thread ends with StoreError.
-
-        Every later operation raises StoreError, or still works where nothing is held open.
+        It ends with StoreError. Later operations raise StoreError, or still work where nothing is held open.
         """
         ...
 
@@ -65,10 +63,7 @@ class Store(Protocol):
 class PrefixStore:
     """A view of a store: all its keys lie under `prefix` of another store.
 
-    owner: closing the view closes the other store, too.
-
-    Raises:
-        ValueError: the prefix is not a valid key.
+    owner: closing the view closes the other store, too. Raises ValueError for an invalid prefix.
     """
 
     def __init__(self, store: Store, prefix: str, owner: bool = False) -> None:
@@ -111,8 +106,5 @@ class PrefixStore:
 
 
 def within(store: Store, prefix: str) -> Store:
-    """Return the part of a store under `prefix`, a key, as a store.
-
-    Closing it leaves the whole store open.
-    """
+    """Return the part of a store under `prefix`. Closing it leaves the store open."""
     return PrefixStore(store, prefix)

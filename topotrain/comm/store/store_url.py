@@ -1,7 +1,4 @@
-"""Parse the URL of a store.
-
-Errors show the URL without its password.
-"""
+"""Parse the URL of a store. Errors show it without its password."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,17 +22,14 @@ QUERY = {"rediss": frozenset({"ca", "job"})}
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """The parts of a store's URL.
-
-    port: 0 where none is given. job: "" for the whole store. text: without password.
-    """
+    """The parts of a store's URL."""
 
     scheme: str
-    text: str
+    text: str  # without password
     host: str = ""
-    port: int = 0
+    port: int = 0  # 0: none is given
     path: str = ""
-    job: str = ""
+    job: str = ""  # "": the whole store
     ca: str = ""
     user: str = field(default="", repr=False)
     password: str = field(default="", repr=False)
@@ -51,6 +45,7 @@ def parse(url: str) -> StoreUrl:
     try:
         parts = urlsplit(url)
         port = parts.port
+        # Strict parsing refuses an empty query.
         query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError as error:
         why = str(error) if _showable(url) else "a part of it cannot be read"
@@ -109,11 +104,10 @@ def _showable(url: str) -> bool:
 
 
 def _without_password(url: str) -> str:
-    """Return the URL with its password replaced.
-
-    Only its characters are looked at, because the URL may be invalid.
-    """
+    """Return the URL with its password replaced."""
+    # Not by the parser: the URL may be one that it refuses.
     scheme, found, rest = url.partition("://")
+    # The last one: a password may contain the character.
     at = rest.rfind("@")
     if not found or at < 0:
         return url

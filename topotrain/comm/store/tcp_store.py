@@ -60,22 +60,19 @@ class TcpStore:
         self._closed = False
 
     def get(self, key: str) -> bytes | None:
-        """Return the value, or None when there is none."""
+        """See `Store`."""
         check_key(key)
         reply = self._ask(StoreRequest(Op.GET, key))
         return reply.body if reply.status is Status.YES else None
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
-        """Write a value, whatever was there."""
+        """See `Store`."""
         check_key(key)
         check_value(value)
         self._ask(StoreRequest(Op.SET, key, value, life=check_ttl(ttl)))
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """Write the value if the present one is `expected`; return whether it did.
-
-        `expected` None: there is no value. Atomic.
-        """
+        """See `Store`."""
         check_key(key)
         check_value(value)
         if expected is not None:
@@ -83,20 +80,17 @@ class TcpStore:
         return self._ask(StoreRequest(Op.COMPARE_AND_SET, key, value, expected, check_ttl(ttl))).status is Status.YES
 
     def delete(self, key: str) -> None:
-        """Remove a value, if there is one."""
+        """See `Store`."""
         check_key(key)
         self._ask(StoreRequest(Op.DELETE, key))
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Return all keys with a value that begin with `prefix`, sorted."""
+        """See `Store`."""
         check_prefix(prefix)
         return self._ask(StoreRequest(Op.KEYS, prefix)).body.decode().split()
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """Wait for a value other than `known` and return it.
-
-        Raises TimeoutError after `timeout` seconds.
-        """
+        """See `Store`."""
         check_key(key)
         if known is not None:
             check_value(known)
@@ -107,21 +101,16 @@ class TcpStore:
         return reply.body
 
     def close(self) -> None:
-        """Close the connections.
-
-        An operation of another thread ends with StoreError, and closes its own.
-        """
+        """Close the connections; an operation of another thread ends with StoreError."""
         with self._lock:
             self._closed = True
+            # Only shut down: the thread that uses a connection closes it.
             for channel in self._busy:
                 channel.shutdown()
         self._close_idle()
 
     def _ask(self, request: StoreRequest, wait: float = 0.0, until: float | None = None) -> Reply:
-        """Send the request until there is a reply.
-
-        `wait`, `until`: of a watch. Raises StoreError.
-        """
+        """Send the request until there is a reply; `wait` and `until` are of a watch."""
         lost_at, pause = None, _FIRST_PAUSE
         while True:
             if until is not None:
@@ -139,6 +128,7 @@ class TcpStore:
                 if now + pause > end:
                     tried = f" (tried for {now - lost_at:.0f} s)" if now - lost_at >= 1 else ""
                     raise StoreError(f"store {self._url} cannot be reached{tried}: {error}") from error
+                # Never longer than `pause`, with which the deadline was checked.
                 time.sleep(spread(pause, most=1))
                 pause = min(2 * pause, _LAST_PAUSE)
                 continue

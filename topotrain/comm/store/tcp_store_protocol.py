@@ -19,7 +19,7 @@ FRAME_SECONDS = 30.0
 """For one frame, in or out; a side that stops in the middle of one loses its connection."""
 ONCE_BYTES = 16
 
-_FIELDS = struct.Struct("<B16sQdI")  # flags, once, milliseconds of life, seconds of a watch, bytes of `known`
+_FIELDS = struct.Struct("<B16sQdI")  # flags, once, milliseconds of lifetime, seconds of a watch, bytes of `known`
 
 
 class Op(IntEnum):
@@ -34,43 +34,34 @@ class Op(IntEnum):
 
 
 class Status(IntEnum):
-    """The outcome of a request: the kinds of replies.
+    """The outcome of a request: the kinds of replies."""
 
-    YES: a value, or done. NO: no value, or not the expected one. TIMEOUT: of a watch. REFUSED: an error.
-    """
-
-    YES = 1
-    NO = 2
-    TIMEOUT = 3
-    REFUSED = 4
+    YES = 1  # a value, or done
+    NO = 2  # no value, or not the expected one
+    TIMEOUT = 3  # of a watch
+    REFUSED = 4  # an error
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """One request.
-
-    known: the expected value of COMPARE_AND_SET, the known one of WATCH. life: milliseconds, 0 for ever. seconds: how
-    long WATCH may take. once: the same number in every repetition of one request, so that it is carried out once.
-    """
+    """One request."""
 
     op: Op
     key: str
     value: bytes = b""
-    known: bytes | None = None
-    life: int = 0
-    seconds: float = 0.0
+    known: bytes | None = None  # the expected value of COMPARE_AND_SET, the known one of WATCH
+    life: int = 0  # milliseconds; 0: for ever
+    seconds: float = 0.0  # how long WATCH may take
+    # The same number in every repetition of one request, so that it is carried out once.
     once: bytes = field(default_factory=lambda: secrets.token_bytes(ONCE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One reply.
-
-    body: the value, the keys joined by newlines, or the text of a refusal.
-    """
+    """One reply."""
 
     status: Status
-    body: bytes = b""
+    body: bytes = b""  # the value, the keys joined by newlines, or the text of a refusal
 
 
 def send_request(channel: RequestChannel, request: StoreRequest, seconds: float = FRAME_SECONDS) -> None:
@@ -88,6 +79,7 @@ def receive_request(channel: RequestChannel, seconds: float = FRAME_SECONDS) -> 
     Raises:
         ConnectionLost: the connection has broken, or these bytes are no request.
     """
+    # Both values of a compare-and-set.
     frame = channel.receive(None, seconds, 2 * MAX_VALUE)
     if frame is None:
         return None
@@ -110,10 +102,7 @@ def send_reply(channel: RequestChannel, reply: Reply) -> None:
 
 
 def receive_reply(channel: RequestChannel, seconds: float) -> Reply:
-    """Return the next reply.
-
-    Raises ConnectionLost, also when nothing comes for so many seconds.
-    """
+    """Return the next reply. Raises ConnectionLost, also after so many seconds."""
     frame = channel.receive(seconds, seconds)
     if frame is None:
         raise ConnectionLost("the store closed the connection")

@@ -72,10 +72,7 @@ class TcpServer:
             send_reply(channel, reply)
 
     def _watch(self, channel: RequestChannel, request: StoreRequest) -> Reply:
-        """Wait for the value.
-
-        Raises ConnectionLost when the client closes or sends meanwhile.
-        """
+        """Wait for the value. ConnectionLost when the client closes or sends meanwhile."""
         until = time.monotonic() + request.seconds
         # Before the first look: a write in between would not be noticed.
         with self._table.watching(request.key) as change:
@@ -89,7 +86,7 @@ class TcpServer:
                 left = until - time.monotonic()
                 if left <= 0:
                     return Reply(Status.TIMEOUT)
-                # Bytes that were read ahead do not show in the poll.
+                # Bytes that were read ahead do not show in the poll. It takes whole milliseconds, and not too many.
                 events = dict(ready.poll(0 if channel.pending else min(left, 3600.0) * 1000 + 1))
                 # The client has only one request at a time, so bytes that come now end the connection.
                 if channel.pending or channel.fileno() in events:

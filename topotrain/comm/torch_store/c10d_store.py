@@ -28,18 +28,13 @@ _ALIVE: list["TorchStore"] = []
 
 
 def encode(key: str) -> str:
-    """Encode a key of torch as a key of a store.
-
-    Different keys stay different (by SHA-256 where they are long).
-    """
+    """Encode a key of torch as a key of a store; different keys stay different."""
     text = "k" + re.sub(r"[^a-z0-9.-]", lambda found: "".join(f"_{byte:02x}" for byte in found[0].encode()), key)
     return text if len(text) <= LONGEST else "s" + hashlib.sha256(key.encode()).hexdigest()[:40]
 
 
 class TorchStore(TorchStoreBase):
-    """A `torch.distributed.Store` that keeps everything in `store`.
-
-    Its keys begin with `prefix` there.
+    """A `torch.distributed.Store` in `store`, where its keys begin with `prefix`.
 
     `timeout` and `set_timeout` are torch's (300 seconds at first). Every wait for a key takes at most that long.
 
@@ -105,9 +100,7 @@ class TorchStore(TorchStoreBase):
             self._await(key, until)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Write the desired value if the present one is the expected one.
-
-        "" is expected where nothing is there.
+        """Write the desired value if the present one is the expected one ("": none).
 
         Return the value afterwards, or the expected one if there is none.
         """
@@ -205,14 +198,12 @@ def rendezvous(
     if rank == 0:
         atexit.register(_sweep, within(base, name))
     yield store, rank, size
+    # torch resumes this generator only to make the group anew, for which all ranks must come again.
     raise RuntimeError(f"{parts.scheme}:// cannot be used for a second rendezvous: start the processes again")
 
 
 def _sweep(store: Store) -> None:
-    """Delete the values when rank 0 ends.
-
-    They would also vanish with a store that torch served there.
-    """
+    """Delete the values when rank 0 ends, as they vanish with a store of torch's own."""
     with suppress(StoreError):
         for key in store.keys(""):
             store.delete(key)

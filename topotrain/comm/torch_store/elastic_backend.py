@@ -58,6 +58,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         store = within(open_store(address(params.endpoint)), f"torchrun/{encode(params.run_id)}")
     except StoreError as error:
         raise ValueError(f"--rdzv-endpoint: {error}") from None
+    # Several times longer than torch takes to give an agent up, so a state expires only when all have gone.
     backend = StoreBackend(store, max(SHORTEST_LIFE, 4.0 * beat * misses))
     backend.get_state()  # a wrong address or password fails here, before anything is waited for
     values = _RoundStore(store, backend)
@@ -77,9 +78,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def address(endpoint: str) -> str:
-    """Return the URL of an endpoint.
-
-    An endpoint is HOST[:PORT][/DB], redis://…, rediss://…, or empty for TOPOTRAIN_RENDEZVOUS.
+    """Return the URL of HOST[:PORT][/DB], redis://…, rediss://…, or the environment.
 
     Raises:
         ValueError: another kind of URL, or nothing at all.
@@ -101,23 +100,18 @@ def _seconds(params: RendezvousParameters, name: str, default: int) -> int:
 
 
 class _Handler(DynamicRendezvousHandler):
-    """torch's handler, with a new store for the workers in each round.
-
-    torch keeps one store over all rounds. The workers of a new round would read there what those of the old one have
-    written: the address of a process that was killed, to which Gloo then tries to connect until its timeout.
-    """
+    """torch's handler, with a new store for the workers in each round."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See `RendezvousHandler`."""
+        # torch keeps one store over all rounds. The workers of a new round would read there the address of a process
+        # that was killed, and Gloo tries to connect to it until its timeout.
         self._shared_tcp_store_server = self._bootstrap_store_info = None
         return super().next_rendezvous()
 
 
 class StoreBackend(RendezvousBackend):
-    """The state of one rendezvous, as a value of a `Store`.
-
-    It expires `ttl` seconds after its last write.
-    """
+    """The state of one rendezvous: a value that expires `ttl` seconds after a write."""
 
     def __init__(self, store: Store, ttl: float) -> None:
         self._store, self._ttl = store, ttl
@@ -135,13 +129,11 @@ class StoreBackend(RendezvousBackend):
         return "none" if self._last is None else self._last[:_NAME].decode()
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the state and its token.
-
-        While the server is away, return those that were read last: a short outage must not end a job that trains.
-        """
+        """Return the state and its token; while the server is away, those read last."""
         try:
             self._last, self._away = self._store.get("state"), False
         except StoreError as error:
+            # An outage that a training job would not notice must not end it. Only an agent that starts fails.
             if self._last is None:
                 raise RendezvousConnectionError(str(error)) from None
             if not self._away:
@@ -155,6 +147,7 @@ class StoreBackend(RendezvousBackend):
         Returns the state after that, its token, and whether it is the new one.
         """
         seen = token if isinstance(token, bytes) else None
+        # The name stays over all states of one rendezvous. A state after an end gets a new one.
         value = (seen[:_NAME] if seen else secrets.token_hex(_NAME // 2).encode()) + state
         try:
             ours = self._store.compare_and_set("state", seen, value, self._ttl)
@@ -169,10 +162,7 @@ class StoreBackend(RendezvousBackend):
 
 
 class _RoundStore(TorchStore):
-    """The store that agents share in a round, under the name of the state.
-
-    torch adds the number of the round to each key.
-    """
+    """The store that agents share in a round, under the name of the state."""
 
     def __init__(self, store: Store, backend: StoreBackend) -> None:
         super().__init__(store, ttl=DAY)
@@ -180,6 +170,7 @@ class _RoundStore(TorchStore):
 
     def where(self) -> str:
         """See `TorchStore`."""
+        # torch adds the number of the round to each key.
         return f"rounds/{self._backend.born}/"
 
     def clone(self) -> TorchStore:

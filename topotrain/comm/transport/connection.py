@@ -64,6 +64,7 @@ class Connection:
         greeting: bytes = b"",
         ended: Callable[["Connection"], None] = lambda _: None,
     ) -> None:
+        # The handshake has left its deadline on the socket.
         sock.settimeout(None)
         self.me, self.peer, self.generation = me, peer, generation
         self.interrupted = False
@@ -95,9 +96,7 @@ class Connection:
         return self._out.queued
 
     def send(self, message: Message, wait: bool = False) -> None:
-        """Queue a message.
-
-        With `wait`, a body waits for space in the queue (see `Transport.send`).
+        """Queue a message. With `wait`, a body waits for space (see `Transport.send`).
 
         Raises:
             ConnectionLost: the connection has ended or is ending, perhaps while this waited.
@@ -112,7 +111,9 @@ class Connection:
             raise ValueError(f"a body of {size} bytes: outside of shared memory it must be at most {MAX_BODY}")
         with self._out.lock:
             if wait and body is not None:
+                # The payload of a reference stays in shared memory and takes no space in the queue.
                 self._out.wait_for_room(0 if found is not None else size)
+            # After the wait, during which the connection may have ended.
             if self._closing:
                 raise ConnectionLost(f"no connection from {self.me} to {self.peer}: {self.reason}")
             if found is not None:
@@ -125,6 +126,7 @@ class Connection:
             else:
                 self._frame_out(0, kind, meta)
             self.sent += HEADER_BYTES + len(meta) + size
+        # After the frame and outside the lock: the peer gets whole frames, and other threads can still send.
         if self.interrupted and self.clear_interrupt():
             raise KeyboardInterrupt
 
@@ -161,10 +163,7 @@ class Connection:
         return interrupted
 
     def beat(self) -> None:
-        """Send an empty frame for the other host to acknowledge.
-
-        Nothing is sent while something else waits to be sent.
-        """
+        """Send an empty frame for the other host to acknowledge, unless others are queued."""
         with self._out.lock:
             if self._out.empty and not self._closing:
                 self._frame_out(CONTROL, BEAT, b"")
@@ -192,10 +191,7 @@ class Connection:
         return self._sock.fileno()
 
     def turn(self) -> bool:
-        """Process the frames that have come, on the calling thread.
-
-        Returns False at the end, after which `end` must be called.
-        """
+        """Process the frames that have come; False at the end, and then call `end`."""
         return self._read(turn=True)
 
     def _read(self, turn: bool = False) -> bool:
@@ -204,11 +200,13 @@ class Connection:
         turn: return True after the frames that have come.
         """
         try:
+            # The dialer sends nothing before it has this greeting, the WELCOME of the handshake.
             self._out.send_greeting()
             while self._frame_in():
                 # Bytes that were read ahead do not show in the selector, so they are processed now.
                 if turn and not self._frames.pending:
                     return True
+                # Not in a turn: its thread reads other connections, too, and must not wait for one of them.
                 if self._only_answers and not turn:
                     self._out.wait_until_taken()
         except ProtocolError as error:
@@ -217,6 +215,7 @@ class Connection:
             self._fault = _broke(self._out.error or error)
         except Exception as error:  # an error in the endpoint must not leave a connection that no thread reads
             self._refuse(f"internal error: {type(error).__name__}: {error}")
+        # KeyboardInterrupt, where the script's own thread reads.
         except BaseException:
             self.end()
             raise
@@ -240,6 +239,7 @@ class Connection:
         return True
 
     def _received_body(self, message: Message, size: int) -> "torch.Tensor":
+        # The size comes from the endpoint's own buffer: a number of the peer never reaches an allocator.
         target = checked(self._endpoint.place(self.peer, message, False), message, size)
         if size:
             self._frames.read_into(_flat(target).numpy().data)
@@ -253,6 +253,7 @@ class Connection:
         # The endpoint may keep a view of the sender's memory, or have the bytes copied into a buffer of its own.
         target = self._endpoint.place(self.peer, message, True)
         if target is None:
+            # The endpoint compares the size of a view with its schema when it handles the message.
             return view
         _flat(checked(target, message, size)).copy_(view)
         return target
@@ -282,10 +283,7 @@ class Connection:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def shut(self) -> None:
-        """End on purpose: refuse new messages, send the queued ones and BYE.
-
-        The peer then closes.
-        """
+        """End on purpose: refuse new messages, and send the queued ones and BYE."""
         with self._out.lock:
             if not self._closing:
                 self._ours, self._lingering = "closed on this side", True
@@ -301,10 +299,8 @@ class Connection:
             self._out.cut()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the end of the connection; return whether it is over.
-
-        True also when the caller is the connection's own reader.
-        """
+        """Wait for the end of the connection; return whether it is over."""
+        # A reader closes its own connection from `Endpoint.handle`, and would wait for itself.
         if self._reader is threading.current_thread():
             return True
         until = time.monotonic() + seconds
@@ -315,12 +311,10 @@ class Connection:
         return True
 
     def _refuse(self, reason: str) -> None:
-        """End the connection for an error of the peer.
-
-        The reason is sent if the socket takes it at once.
-        """
+        """End the connection for an error of the peer."""
         with self._out.lock:
             self._ours = self._ours or reason
+            # Behind a queue the reason might never leave: a faulty peer may not be reading.
             if self._out.empty and not self._closing:
                 self._frame_out(CONTROL, BYE, f"refused by the peer: {reason}".encode()[:_MAX_REASON])
             self._closing, self._lingering = True, False
@@ -345,10 +339,7 @@ class Connection:
 
 
 def checked(target: "torch.Tensor | None", message: Message, size: int) -> "torch.Tensor":
-    """Return `target` if it fits a payload of `size` bytes.
-
-    Raises ProtocolError otherwise.
-    """
+    """Return `target` if it fits a payload of `size` bytes, or raise ProtocolError."""
     name = type(message).__name__
     if target is None:
         raise ProtocolError(f"{name} came with a payload of {size} bytes that has no place here")

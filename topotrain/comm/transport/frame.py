@@ -25,9 +25,9 @@ _FLAGS = (0, BODY, REFERENCE, CONTROL)
 
 
 class Header(NamedTuple):
-    """The fixed part of a frame.
+    """The fixed part of a frame. Lengths are in bytes.
 
-    Lengths are in bytes; `number` counts the frames of one direction from 1.
+    `number` counts the frames of one direction from 1.
     """
 
     flags: int
@@ -44,15 +44,13 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, raw: bytes) -> "Header":
-        """Read a header.
-
-        Raises ProtocolError for anything that `pack` would not have written.
-        """
+        """Read a header. Raises ProtocolError for bytes that `pack` does not write."""
         magic, version, *numbers = _HEADER.unpack_from(raw)
         if magic != MAGIC:
             raise ProtocolError("these bytes are not a frame")
         if _CRC.unpack_from(raw, _HEADER.size)[0] != zlib.crc32(raw[: _HEADER.size]):
             raise ProtocolError("the checksum of a frame header is wrong")
+        # After the checksum: a damaged byte must not be reported as another version.
         if version != VERSION:
             raise ProtocolError(f"frame version {version}, this is version {VERSION}")
         header = cls(*numbers)
@@ -60,6 +58,7 @@ class Header(NamedTuple):
             raise ProtocolError(f"unknown frame flags {header.flags:#x}")
         if header.meta > MAX_META or header.payload > MAX_BODY:
             raise ProtocolError(f"a frame of {header.meta} + {header.payload} bytes, limits {MAX_META} and {MAX_BODY}")
+        # The reader would take the bytes of this payload for the next header.
         if header.payload and header.flags != BODY:
             raise ProtocolError("a payload that no flag announces")
         return header

@@ -25,10 +25,7 @@ class EndOfStream(Exception):
 
 
 class FrameReader:
-    """Reads a socket, and with `with_fds` also file descriptors.
-
-    `pop_fd` returns the descriptors in order.
-    """
+    """Reads a socket, and with `with_fds` also file descriptors (see `pop_fd`)."""
 
     def __init__(self, sock: Channel, with_fds: bool) -> None:
         self._sock = sock

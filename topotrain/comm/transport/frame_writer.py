@@ -38,10 +38,7 @@ class ReaderThread(threading.Thread):
 
 @dataclass(slots=True)
 class _Chunk:
-    """Bytes to be sent.
-
-    The views shrink as the kernel takes them. `fds` go with the first byte.
-    """
+    """Bytes to be sent: the views shrink as the kernel takes them."""
 
     views: list[memoryview]
     fds: tuple[int, ...] = ()
@@ -53,11 +50,9 @@ class _Chunk:
         return self.cost
 
     def send(self, sock: Channel, flags: int) -> bool:
-        """Give the kernel the bytes that it takes; return whether that was all.
-
-        Raises OSError.
-        """
+        """Give the kernel the bytes that it takes; whether that was all. Raises OSError."""
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", self.fds))] if self.fds else []
+        # MSG_NOSIGNAL: a script may have restored SIGPIPE, which would end the process.
         sent = sock.sendmsg(self.views, extra, flags | socket.MSG_NOSIGNAL)
         # The kernel sends descriptors with the first byte, so they must not be sent again.
         self.fds = ()
@@ -110,12 +105,11 @@ class FrameWriter:
             self._call_writer()
 
     def wait_for_room(self, nbytes: int) -> None:
-        """Wait until a frame of `nbytes` keeps to LIMIT.
+        """Wait until `nbytes` more keep to LIMIT, the queue is empty, or the end has come.
 
-        An empty queue, or the end, also ends the wait.
-
-        The lock is held by the caller, but released while waiting. On a reader thread this returns at once.
+        The lock is held by the caller, but released while waiting.
         """
+        # A waiting reader would not empty the peer's queue, and the peer would not empty this one.
         if isinstance(threading.current_thread(), ReaderThread):
             return
         while self._queue and self.queued + nbytes + OVERHEAD > LIMIT and not self._last:
@@ -144,10 +138,7 @@ class FrameWriter:
         self._room.notify_all()
 
     def drain(self) -> None:
-        """After `finish`: wait until the queue is sent, at most LINGER seconds.
-
-        A socket that goes down ends the wait, too.
-        """
+        """After `finish`: wait until the queue is sent or lost, at most LINGER seconds."""
         if self._writer is not None:
             self._writer.join(LINGER)
 
@@ -166,19 +157,18 @@ class FrameWriter:
             self._sock.shutdown(how)
 
     def _push(self, chunk: _Chunk) -> bool:
-        """Give the kernel the bytes that it takes at once; True when that was all.
-
-        A broken socket discards everything.
-        """
+        """Give the kernel the bytes that it takes at once; True when that was all."""
         try:
             return chunk.send(self._sock, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError as error:
             self._break(error)
+            # A broken socket takes nothing any more, so nothing is left to queue.
             return True
 
     def _call_writer(self) -> None:
+        # Made when it is needed: the kernel mostly takes small frames at once, and there may be many connections.
         if self._writer is None:
             self._writer = threading.Thread(target=self._write, name=self._name, daemon=True)
             self._writer.start()
@@ -187,6 +177,7 @@ class FrameWriter:
     def _write(self) -> None:
         while (chunk := self._next()) is not None:
             try:
+                # Without the lock: this may wait for the peer, and `put` must not.
                 while not chunk.send(self._sock, 0):
                     pass
             except OSError as error:

@@ -1,8 +1,5 @@
 """Read connections on the thread that waits, without threads for reading.
 
-Between two turns nothing is read. Messages that come by then wait in the sockets, which hold a few hundred of the small
-frames of the shared-memory transport. A peer that sends more waits in its own writer thread.
-
 This is for a worker in a process that also runs a server. With reader threads, the script and the server would compete
 for the interpreter all the time.
 """
@@ -14,10 +11,7 @@ from topotrain.comm.transport.connection import Connection
 
 
 class InlineReader:
-    """Connections that are read by the thread that calls `turn`.
-
-    After `release` each is read on a thread of its own.
-    """
+    """Connections that are read by the thread that calls `turn`, until `release`."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -30,10 +24,13 @@ class InlineReader:
             if not self.released:
                 self._selector.register(connection.fileno(), selectors.EVENT_READ, connection)
                 return
+        # Released: no thread calls `turn` for it any more.
         connection.start()
 
     def turn(self, seconds: float) -> None:
         """Handle the messages that have come; wait at most `seconds` if there are none."""
+        # Between two turns messages wait in the sockets, which hold a few hundred of the small frames of the
+        # shared-memory transport. A peer that sends more waits in its own writer thread.
         for key, _ in self._selector.select(seconds):
             connection: Connection = key.data
             if not connection.turn():

@@ -128,10 +128,7 @@ class InProcessTransport:
             self._links.setdefault(ends, _Link(ends))
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
-        """Queue a message; never waits, because bodies are not copied.
-
-        Raises ConnectionLost when there is no connection.
-        """
+        """Queue a message; never waits. Raises ConnectionLost."""
         with self._lock:
             link = self._links.get(frozenset((me, to)))
             if link is None:
@@ -142,10 +139,7 @@ class InProcessTransport:
             inbox.put(lambda: self._deliver(link, inbox, me, message))
 
     def traffic(self) -> tuple[int, int]:
-        """Return the bytes sent and received so far.
-
-        These are payloads, and a header for each message, though nothing is framed.
-        """
+        """Return the bytes sent and received so far: payloads, and a header for each."""
         with self._lock:
             return self._sent, self._received
 
@@ -161,13 +155,11 @@ class InProcessTransport:
                 self._end(link, "closed by the peer", me)
             del self._inboxes[me]
             inbox.put(None)
+        # Outside the lock, which the dispatcher takes for each message.
         inbox.join(LINGER)
 
     def close(self) -> None:
-        """End all connections, after the queued messages were handled.
-
-        That takes at most LINGER seconds.
-        """
+        """Handle the queued messages, in at most LINGER seconds, and end all connections."""
         with self._lock:
             if self._closed:
                 return
@@ -197,12 +189,13 @@ class InProcessTransport:
 
     def _break(self, link: _Link, reason: str) -> None:
         with self._lock:
+            # Messages of this link that are queued already must not be handled, as on a socket.
             link.close()
             if link.ends in self._links:
                 self._end(link, reason)
 
     def _end(self, link: _Link, reason: str, by: Address | None = None) -> None:
-        """Queue the notice of the end behind the messages under link."""
+        """Queue the notice of the end behind the messages that have been sent."""
         del self._links[link.ends]
         for me in link.ends:
             # An endpoint may be connected to itself.

@@ -2,7 +2,7 @@
 
 A script sends on its main thread, where Python raises KeyboardInterrupt between any two instructions. A frame that was
 numbered and never sent, or sent by half, would make the peer refuse the script's last messages, which report the stop.
-So the handler looks at the interrupted code. A connection that is sending raises when it has sent.
+So a connection that is sending raises when it has sent.
 """
 
 import signal
@@ -21,15 +21,15 @@ def between_frames() -> Callable[[], None]:
     """Make Ctrl-C wait for the frame that is being sent.
 
     Returns a function that restores the old handler.
-
-    Nothing changes outside the main thread, and where the script has a handler of its own.
     """
     usual = signal.default_int_handler
+    # Python sets handlers on the main thread only. A handler of the script's own decides what Ctrl-C does.
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
         return lambda: None
     signal.signal(signal.SIGINT, _interrupt)
 
     def restore() -> None:
+        # A handler that the script has set meanwhile stays.
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _interrupt:
             signal.signal(signal.SIGINT, usual)
 
@@ -40,7 +40,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     connection = sender(frame)
     if connection is None:
         raise KeyboardInterrupt
+    # Not raised here, in the middle of a frame: `Connection.send` raises once the frame is complete.
     connection.interrupt()
+    # `send` may have looked at the flag a moment ago. Then no code raises, and Ctrl-C would be lost.
     again = threading.Timer(AGAIN_S, _once_more, (connection, number))
     again.daemon = True
     again.start()
@@ -54,11 +56,9 @@ def _once_more(connection: Connection, number: int) -> None:
 
 
 def sender(frame: FrameType | None) -> Connection | None:
-    """Return the connection that is sending a frame in this code, or None.
-
-    A connection that waits for space in its queue is not sending yet.
-    """
+    """Return the connection that is sending a frame in this code, or None."""
     while frame is not None:
+        # A connection that waits for space in its queue has not numbered the frame, and may be interrupted.
         if frame.f_code is FrameWriter.wait_for_room.__code__:
             return None
         if frame.f_code is Connection.send.__code__:

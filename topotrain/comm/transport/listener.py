@@ -114,6 +114,7 @@ class Listener:
             if len(self._unproven) < MAX_UNPROVEN and len(self._threads) < self._most and not self._stop.is_set():
                 self._threads[sock] = thread
                 self._unproven.add(sock)
+                # Started under the lock: `join` must not find a thread that has not started, which cannot be joined.
                 with suppress(RuntimeError):  # the system has no thread left
                     thread.start()
                     return True

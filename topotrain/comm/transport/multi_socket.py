@@ -59,20 +59,16 @@ class _Place:
 class MultiSocketChannel:
     """Connected stream sockets, or objects with the same calls, as one `Channel`.
 
-    At most one thread sends and one receives at a time.
-
-    ahead: bytes sent on lane 0 before the stream, and not part of it (the welcome of a handshake).
+    At most one thread sends and one receives at a time. ahead: bytes sent on lane 0 that are not part of the stream.
     """
 
     def __init__(self, lanes: Sequence[Channel], ahead: int = 0) -> None:
         self._lanes = tuple(lanes)
+        # The welcome of the handshake is sent through here, but the dialer reads it before its own count begins.
         self._out, self._in = _Place(len(lanes), STRIPE + ahead), _Place(len(lanes), STRIPE)
 
     def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, /) -> int:
-        """Send from the buffers, as a socket does; return how many bytes.
-
-        Descriptors cannot travel.
-        """
+        """Send from the buffers, as a socket does; return how many bytes."""
         if ancdata:
             raise ValueError("a bundle of sockets carries no descriptors")
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
@@ -99,6 +95,7 @@ class MultiSocketChannel:
         target = memoryview(buffer).cast("B")[: nbytes or None]
         got = 0
         while got < len(target):
+            # Never beyond the stripe: the bytes after it come on the next lane.
             end = got + min(self._in.left, len(target) - got)
             count = self._lanes[self._in.lane].recv_into(target[got:end], 0, flags)
             got += count
@@ -163,10 +160,7 @@ class PendingSockets:
         self._pending: dict[tuple[Address, Address], tuple[bytes, dict[int, HandshakeSocket]]] = {}
 
     def put(self, route: tuple[Address, Address], bundle: bytes, lane: int, sock: HandshakeSocket) -> None:
-        """Keep a lane; close those of an earlier attempt of the dialer.
-
-        Raises TransportError once closed.
-        """
+        """Keep a lane, and close those of an earlier attempt. TransportError once closed."""
         with self._lock:
             if self._closed:
                 raise TransportError("this transport is closed")
@@ -181,10 +175,7 @@ class PendingSockets:
             self._pending[route] = (bundle, lanes)
 
     def claim(self, route: tuple[Address, Address], bundle: bytes, count: int) -> list[HandshakeSocket]:
-        """Return lanes 1 to count - 1 of a bundle.
-
-        Raises TransportError when they are not all there.
-        """
+        """Return lanes 1 to count - 1 of a bundle. TransportError when one is missing."""
         with self._lock:
             known, lanes = self._pending.pop(route, (b"", {}))
         if (count > 1 and known != bundle) or sorted(lanes) != list(range(1, count)):

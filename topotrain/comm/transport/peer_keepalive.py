@@ -2,18 +2,12 @@
 
 Its power, a cable, or the network in one direction may have failed.
 
-The other host's kernel is probed, and any acknowledgement of it counts as life. It acknowledges while its processes
+The other host's kernel is probed, and any acknowledgement shows that it runs. It acknowledges while its processes
 compute, hold Python's lock for minutes, do not read, or are stopped. Whether those processes do their work is watched
 on their own host. So a beat, an empty frame, is sent where nothing else is under way, and one thread per process reads
 the kernel's state of each connection (TCP_INFO) once per beat.
 
-A host is out of reach when it has been silent for the lease and two probes went unanswered. The second condition
-matters for a peer that does not read. Its closed window is probed at intervals that grow to minutes, and silence
-between two probes means nothing. TCP_USER_TIMEOUT takes just that for death. SO_KEEPALIVE sends nothing while data is
-under way, and at most one probe a second. That is why neither is used.
-
-Time in which this process could not look, because it or its machine was stopped, counts as two beats at most: by then
-the kernel has taken in what came meanwhile.
+A host is out of reach when it has been silent for the lease and two probes went unanswered.
 """
 
 import socket
@@ -37,18 +31,13 @@ _AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: close without sending what is q
 
 @dataclass(frozen=True, slots=True)
 class KernelSignals:
-    """The kernel's view of a connection.
+    """The kernel's view of a connection."""
 
-    silent_s: seconds since the other host last acknowledged anything. again: segments retransmitted since the
-    beginning. tries: how often in a row its acknowledgement was late. probes: unanswered probes of its closed window.
-    waiting: data is still to be acknowledged, or to be sent.
-    """
-
-    silent_s: float
-    again: int = 0
-    tries: int = 0
-    probes: int = 0
-    waiting: bool = False
+    silent_s: float  # seconds since the other host last acknowledged anything
+    again: int = 0  # segments retransmitted since the beginning
+    tries: int = 0  # how often in a row its acknowledgement was late
+    probes: int = 0  # unanswered probes of its closed window
+    waiting: bool = False  # data is still to be acknowledged, or to be sent
 
 
 def signs(sock: socket.socket) -> KernelSignals:
@@ -56,6 +45,7 @@ def signs(sock: socket.socket) -> KernelSignals:
 
     Raises OSError for a closed socket.
     """
+    # Not SO_KEEPALIVE: it sends nothing while data is under way, and at most one probe a second.
     raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     info = _INFO.unpack(raw.ljust(_INFO.size, b"\0"))
     waiting = bool(info[_UNACKED] or info[_UNSENT])
@@ -64,8 +54,6 @@ def signs(sock: socket.socket) -> KernelSignals:
 
 class SilenceTimer:
     """How long one host has been silent, as far as this process was looking.
-
-    It has no clock: `update` gets the time.
 
     lease_s: as in `KeepaliveWatch`. now: seconds, of the clock that `update` is given.
     """
@@ -82,8 +70,11 @@ class SilenceTimer:
         if signs.silent_s < passed:
             self.silent_s, self._last = min(signs.silent_s, most), signs
         else:
-            # Time that this process itself was stopped says nothing about the other host.
+            # Time in which this process or its machine was stopped says nothing about the other host. Two beats at most
+            # count: by then the kernel has taken in what came meanwhile.
             self.silent_s += min(passed, most)
+        # Silence alone is not enough: the closed window of a peer that does not read is probed at intervals that grow
+        # to minutes, which TCP_USER_TIMEOUT would take for death.
         asked = max(signs.again - self._last.again, signs.tries - self._last.tries) + signs.probes
         return self.silent_s >= self._lease_s and asked >= _IN_VAIN
 
@@ -163,8 +154,11 @@ class KeepaliveWatch:
                 f"its host has not answered for {max(silent):.1f} s (lease_s: {self._lease_s:g}): "
                 "it is gone, or the network between us is"
             )
+        # The acknowledgement of data under way is a sign of the host already; a beat would add nothing.
         elif not any(sign.waiting for _, sign in found) and any(self._quiet(sign) for _, sign in found):
             connection.beat()
 
     def _quiet(self, sign: KernelSignals) -> bool:
+        # Half a beat: the acknowledgement of the last beat came a round trip after it, so a whole beat would never
+        # be over at the next look, and only every second look would send one.
         return 2 * sign.silent_s >= beat_s(self._lease_s)

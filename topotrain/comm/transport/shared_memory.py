@@ -3,7 +3,6 @@
 * A payload that lies in a region of the sender's `ProcessMemory` is never copied: the receiver sees the same bytes.
 * A region is a memfd. It has no name, and is freed with its last user, also after SIGKILL.
 * A region is sealed against truncation, so a reference that was checked once can never fault.
-* Regions are populated when made, because fresh pages cost several times the copy they are made for.
 """
 
 import fcntl
@@ -26,10 +25,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class OwnRegion:
-    """One memfd of this process, mapped.
-
-    `bytes` is all of it, `tensor` gives parts with a storage of their own.
-    """
+    """One memfd of this process, mapped: `bytes` is all of it, `tensor` gives parts."""
 
     def __init__(self, number: int, fd: int, nbytes: int) -> None:
         self.id, self.fd, self.nbytes = number, fd, nbytes
@@ -48,12 +44,11 @@ class OwnRegion:
         return offset
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return `numel` elements from byte `offset` on, 1-D.
-
-        They have a storage of their own, so torch.save writes only these.
-        """
+        """Return `numel` elements from byte `offset` on, 1-D."""
+        # `frombuffer` refuses an empty range.
         if numel == 0:
             return torch.empty(0, dtype=dtype)
+        # A storage of its own: `torch.save` writes the whole storage of a view.
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
 
@@ -86,20 +81,19 @@ class ProcessMemory:
             return self._arena.tensor(offset, numel, dtype)
 
     def adopt(self, fd: int, nbytes: int) -> OwnRegion:
-        """Map a memfd made by `unsized_memfd` that several processes share.
-
-        The first process gives it its size.
-
-        The descriptor stays the caller's. All must pass the same `nbytes`.
+        """Map a memfd made by `unsized_memfd`; all processes pass the same `nbytes`.
 
         Raises:
             TransportError: it has another size, or cannot be sealed.
         """
+        # The descriptor stays the caller's; the region closes its copy.
         own = os.dup(fd)
         try:
+            # The first process gives it its size.
             if os.fstat(own).st_size == 0:
                 os.ftruncate(own, nbytes)  # a later process asks for the same size, which is no change
-            # No peer may shrink the file: a read beyond its end kills the process with SIGBUS.
+            # No peer may shrink the file: a read beyond its end kills the process with SIGBUS. Without F_SEAL_SEAL,
+            # because the next process adds these seals again.
             fcntl.fcntl(own, fcntl.F_ADD_SEALS, _SEALS)
             size = os.fstat(own).st_size
         except OSError as error:
@@ -122,16 +116,15 @@ class ProcessMemory:
         return regions[at], address - bases[at]
 
     def map(self, fd: int, nbytes: int) -> torch.Tensor:
-        """Map a peer's region as 1-D uint8; close `fd`.
-
-        Connections of one process share one mapping.
-        """
+        """Map a peer's region as 1-D uint8; close `fd`."""
         try:
             info = os.fstat(fd)
+            # An unsealed file could shrink after the check of its size.
             sealed = stat.S_ISREG(info.st_mode) and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or not 0 < nbytes == info.st_size:
                 raise ProtocolError(f"a region of {nbytes} bytes that is {info.st_size} bytes, or not sealed")
             with self._lock:
+                # Connections of one process share one mapping. The inode identifies the memory.
                 known = self._seen.get((info.st_dev, info.st_ino))
                 if known is None:
                     known = torch.frombuffer(_mapped(fd, nbytes), dtype=torch.uint8)
@@ -160,6 +153,7 @@ class ProcessMemory:
             raise TransportError(f"no shared memory of {nbytes} bytes: {error}") from error
         self._made += 1
         info = os.fstat(fd)
+        # Connections inside this process name its own regions, too.
         self._seen[info.st_dev, info.st_ino] = region.bytes
         regions = sorted([*self._sorted[1], region], key=lambda r: r.bytes.data_ptr())
         # One assignment: `find` reads it without the lock, on every send.
@@ -168,20 +162,16 @@ class ProcessMemory:
 
 
 def unsized_memfd() -> int:
-    """Return a memfd of size 0 for `ProcessMemory.adopt`.
-
-    A supervisor passes it to the processes that share it.
-    """
+    """Return a memfd of size 0, for processes that share it by `ProcessMemory.adopt`."""
     return os.memfd_create("topotrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def socket_directory() -> str:
-    """Make a 0700 directory for Unix sockets; the caller removes it.
-
-    Its path is short enough for a socket's address.
-    """
+    """Make a 0700 directory for Unix sockets; the caller removes it."""
+    # Not below the workspace: a socket's address has only 107 bytes for the path.
     return tempfile.mkdtemp(prefix="tt-")
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+    # Populated now: a fresh page costs several times the copy that it is needed for.
     return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

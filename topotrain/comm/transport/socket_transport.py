@@ -4,7 +4,6 @@ It has one listener per process, the handshakes, and the table of connections.
 
 * An unproven peer cannot stop the job. Every handshake runs on a thread of its own with its own deadline (see
   `listener`), and a failed one leaves nothing behind.
-* The thread of a handshake that succeeded becomes the reader of the connection.
 * Of each pair of endpoints one side connects and the other accepts.
 * A newer connection of the same peer replaces the older one.
 * A peer with a lower incarnation number than one seen before is refused (FENCED).
@@ -154,6 +153,7 @@ class SocketTransport:
                 self._dial(me, peer, parts)
                 return
             except (Refused, HandshakeTimeout) as error:
+                # Both pass on a loaded machine. Every other refusal would come again.
                 busy = isinstance(error, HandshakeTimeout) or error.code == "FULL"
                 if not busy or time.monotonic() + pause > until:
                     raise
@@ -161,18 +161,13 @@ class SocketTransport:
             pause = min(2 * pause, 0.5)
 
     def attach_dialer(self, me: Address, resident: Endpoint) -> None:
-        """Let an endpoint connect to others.
-
-        There is no listener by which others could connect to it.
-        """
+        """Let an endpoint connect to others, without a listener for others to connect."""
         with self._lock:
             self._residents[me] = resident
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
-        """Queue a message; with `wait`, a body waits for space.
-
-        Raises ConnectionLost when there is no connection.
-        """
+        """Queue a message; with `wait`, a body waits for space. Raises ConnectionLost."""
+        # Without the lock: one lookup in a dict is atomic, and this runs for every message.
         connection = self._routes.get((me, to))
         if connection is None:
             raise ConnectionLost(f"no connection from {me} to {to}")
@@ -189,6 +184,7 @@ class SocketTransport:
         for. Handshakes do not count.
         """
         with self._lock:
+            # Under the lock: `unregister` moves the counts of a connection that ends into the sums.
             sent = self._sent + sum(c.sent for c in self._connections)
             return sent, self._received + sum(c.received for c in self._connections)
 
@@ -205,13 +201,12 @@ class SocketTransport:
         "STRANGER" counts dialers without a valid handshake.
         """
         with self._lock:
+            # The listener refuses beyond its limits, before there is a handshake.
             full = 0 if self._listener is None else self._listener.refused
             return {**self._refused, "FULL": self._refused["FULL"] + full}
 
     def close(self) -> None:
-        """End all connections; queued messages are sent first.
-
-        That takes at most LINGER seconds, if the peers take them.
+        """End all connections; queued messages are sent first, within LINGER seconds.
 
         Endpoints are notified of each connection's end (`lost`) while this runs.
         """
@@ -223,6 +218,7 @@ class SocketTransport:
         if self._listener is not None:
             self._listener.stop()
         self._pending.close()
+        # All of them before the first wait: then the peers take their last messages at the same time.
         for connection in connections:
             connection.shut()
         until = time.monotonic() + LINGER
@@ -240,6 +236,7 @@ class SocketTransport:
         assert self._listener is not None
         try:
             connection = self._admit(sock)
+        # The listener closes the socket, which was not released.
         except (TransportError, OSError) as error:
             with self._lock:
                 self._refused[error.code if isinstance(error, Refused) else "STRANGER"] += 1
@@ -250,10 +247,12 @@ class SocketTransport:
             connection.send_greeting()
             self._pump.add(connection)
         elif connection is not None:
+            # The thread of the handshake becomes the reader.
             connection.run()
 
     def _admit(self, sock: socket.socket) -> Connection | None:
         """Answer a dialer; return its connection, None for a lane that has to wait."""
+        # One deadline for TLS and the handshake together.
         until = time.monotonic() + _HEARING
         self._inspect(sock)
         line, binding = self._secure(sock, _HEARING)
@@ -262,6 +261,7 @@ class SocketTransport:
         try:
             if peer.lane.lanes != self._lanes:
                 raise Refused("CONFIG", f"a connection of {peer.lane.lanes} sockets, here it has {self._lanes}")
+            # The dialer opens lane 0 last, so now all lanes are there.
             if not peer.lane.lane:
                 return self._register([line], peer, welcome, sock)
             self._pending.put((peer.me, peer.address), peer.lane.bundle, peer.lane.lane, line)
@@ -277,11 +277,13 @@ class SocketTransport:
         if me not in self._residents:
             raise TransportError(f"{me} is not attached here")
         lines: list[HandshakeSocket] = []
+        # New for each attempt: the other side closes the lanes of an attempt that was given up.
         bundle = secrets.token_bytes(16)
         try:
             # Lane 0 comes last: with it the other side has all lanes.
             for number in reversed(range(self._lanes)):
                 sock = self._connected_socket(peer, url)
+                # Before TLS, so that the socket is closed if TLS fails.
                 lines.insert(0, sock)
                 until = time.monotonic() + DEADLINE
                 lines[0], binding = self._secure(sock, DEADLINE, url)
@@ -318,12 +320,11 @@ class SocketTransport:
     ) -> Connection:
         """Put a connection to a proven peer into the table.
 
-        Everything sent from now on follows the greeting.
-
         With `caller`, the accepted socket, this side accepted, and only lane 0 is given: the others are parked.
         """
         route = (peer.me, peer.address)
         with self._lock:
+            # `close` may have copied the table already, and would miss this connection.
             if self._stop.is_set():
                 raise TransportError("this transport is closed")
             # A process that was taken for dead and replaced must not come back.
@@ -347,6 +348,7 @@ class SocketTransport:
             self._connections.add(connection)
             self._watch_over(connection, channels)
         if older is not None:
+            # Outside the lock, which the reader of the older connection needs in `unregister`.
             older.cut("replaced by a newer connection of the same peer")
             older.join(LINGER)  # all its messages, and its end, are handled before the first message of the newer one
         return connection

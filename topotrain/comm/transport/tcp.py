@@ -67,6 +67,7 @@ class TcpTransport(SocketTransport):
 
     def _listen(self) -> tuple[socket.socket, str]:
         last = self._start_port if self._exact else _LAST_PORT
+        # 0 lets the system choose a free one.
         ports = range(self._start_port, last + 1) if self._start_port else (0,)
         error: OSError | None = None
         for port in ports:
@@ -124,8 +125,9 @@ class TcpTransport(SocketTransport):
         super().unregister(connection)
 
     def close(self) -> None:
-        """Close as `SocketTransport.close`; unreachable peers are noticed until its end."""
+        """Close as `SocketTransport.close`."""
         super().close()
+        # Last: while queued messages are sent, the watch still ends connections to unreachable hosts.
         self._watch.close()
 
     def _wrap(self, sock: socket.socket, peer: Peer) -> socket.socket:
@@ -135,10 +137,7 @@ class TcpTransport(SocketTransport):
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """A literal address of this machine to listen at.
-
-    loopback: no other machine reaches it.
-    """
+    """A literal address of this machine to listen at; loopback: only it reaches it."""
 
     family: socket.AddressFamily
     address: str
@@ -160,6 +159,7 @@ def local_address(host: str) -> ListenAddress:
         raise TransportError(f"host = {host!r}: must be an address or a name of this machine ({error})") from error
     for *_, (found, *_) in answers:
         address = plain(str(found))
+        # A link-local address means another host on each interface, so other hosts could not use its URL.
         if address is None:
             continue
         if address.is_unspecified:

@@ -23,7 +23,7 @@ def literal(host: str) -> str:
 
 
 def plain(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return an address that means the same on every machine, IPv4 as such.
+    """Return an address that means the same on every machine.
 
     None for a name, and for an address that names an interface, too.
     """
@@ -32,15 +32,14 @@ def plain(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     except ValueError:
         return None
     if isinstance(address, ipaddress.IPv6Address):
+        # The system connects ::ffff:127.0.0.1 to 127.0.0.1, which Python 3.11 does not call a loopback address.
         return None if address.scope_id else address.ipv4_mapped or address
     return address
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this is a literal address that only this machine reaches.
-
-    Names do not count, because their meaning may change at any time.
-    """
+    """Whether this is a literal address that only this machine reaches."""
+    # A name does not count: its meaning may change between this check and the connection.
     address = plain(host)
     return address is not None and address.is_loopback
 
@@ -53,6 +52,7 @@ def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError:
+        # Python's IDNA codec raises it, for an empty or overlong part of a name.
         raise InvalidHost(f"{host!r} is not a host name") from None
     return found[0][0], str(found[0][4][0])
 
@@ -63,11 +63,9 @@ def url_of(host: str, port: int, scheme: str = "tcp") -> str:
 
 
 def bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address.
-
-    Raises OSError, and then leaves none open.
-    """
+    """Return a socket that listens. Raises OSError, and then leaves none open."""
     sock = socket.socket(family, socket.SOCK_STREAM)
+    # Else the port of a process that has just ended is taken for a minute (TIME_WAIT).
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((address, port))
@@ -79,11 +77,10 @@ def bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set a connected socket up.
-
-    It does not wait for more bytes, and on loopback its congestion control is a fast one.
-    """
+    """Set a connected socket up: no delay, and on loopback fast congestion control."""
+    # Nagle's algorithm would hold back a small frame until the peer has acknowledged the one before it.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # On a real network the system's choice stays: it may have been made for that network.
     if not is_loopback(str(sock.getsockname()[0])):
         return
     for name in _CONGESTION:

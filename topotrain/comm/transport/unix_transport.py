@@ -40,6 +40,7 @@ class SharedMemoryTransport(SocketTransport):
     ) -> None:
         super().__init__(identity, memory, patience, pump)
         self.memory = memory
+        # Random: the processes of a job share the directory, and one that was killed leaves its socket there.
         self._path = os.path.join(os.path.abspath(directory), secrets.token_hex(6))
         if len(os.fsencode(self._path)) > _SUN_PATH:
             raise TransportError(

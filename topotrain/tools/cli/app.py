@@ -84,6 +84,7 @@ Example:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the console script; raises SystemExit with the code of the command."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # On the words as they came: `separate` hides those after the program from the parser.
     _warn_of_misplaced_options(words)
     app(args=separate(words), prog_name="topotrain")
     raise SystemExit(0)
@@ -113,6 +114,7 @@ def _unknown_to(program: Path, names: Sequence[str]) -> list[str]:
     # A script may have an option of the same name, so nothing is refused. A program elsewhere cannot be read.
     if not names or not program.is_file():
         return []
+    # The option may be read in a module beside the script.
     sources = [path.read_text("utf-8", errors="ignore") for path in {program, *program.parent.glob("*.py")}]
     return [
         name
@@ -124,9 +126,7 @@ def _unknown_to(program: Path, names: Sequence[str]) -> list[str]:
 def separate(argv: Sequence[str]) -> list[str]:
     """Mark the end of the command's options with "--" after PROGRAM.
 
-    So the words after it reach the script unchanged. PROGRAM is the second positional argument of `run` and `plan`, the
-    third of `launch`, and the first .py file of `compare`. After that of `chaos` the command's options go on: the
-    script's own need a "--" before them there.
+    So the words after it reach the script unchanged.
     """
     words = list(argv)
     at = _program_at(words)
@@ -145,6 +145,7 @@ def _program_at(words: Sequence[str]) -> int | None:
         if skip:
             skip = False
         elif word == "--":
+            # The user has separated the words already.
             return None
         elif word.startswith("-"):
             # The next word is then the value of this option.
@@ -176,8 +177,11 @@ def _options(command: Any) -> Iterator[Any]:
 
 
 def _is_program(command: str, word: str, positionals: int) -> bool:
+    # `compare` takes any number of job files before it.
     if command == "compare":
         return word.endswith(".py")
+    # The command, JOB.conf, PROGRAM; `launch` has the name of a launcher before. After the program of `chaos` its own
+    # options go on, so the script's need a "--" there. The others have no program.
     return command not in ("jobs", "store", "chaos", "simulate") and positionals == (4 if command == "launch" else 3)
 
 
@@ -281,12 +285,14 @@ def plan(
         from topotrain.tools.plan.layout_plan import plan as rehearse
 
         job = load_job(conf, sets, program, args, needs_program=False)
+        # Without the model first: a cluster block that cannot work is found before the script runs.
         found = rehearse(job)
         if program is None:
             if plot or measure or inputs:
                 raise BadInput("--input, --plot and --measure are about a model: give a PROGRAM")
             print(json.dumps(found.as_data(), indent=2) if as_json else found.explain())
             return
+        # Before the script runs, which may take minutes.
         _drawable(plot)
         schema, cut = _seen(job, inputs or (), measure)
         found = rehearse(job, schema)
@@ -358,6 +364,7 @@ def launch(
         options = LaunchOptions(*usual, max_restarts, image, namespace, form, output, with_secret)
         try:
             if name == launchers.LOCAL and not dry_run:
+                # Options of other launchers must not be ignored in silence.
                 launchers.check_special(name, options)
                 launchers.check_local(options)
                 raise typer.Exit(_launch_here(job, topology, as_json))
@@ -408,8 +415,10 @@ def compare(
         from topotrain.tools.monitor.result_tables import comparison, console
 
         confs, program, args = _sort_out(files)
+        # Before hours of training, and not when the picture is due.
         if not loss_plot.available():
             raise BadInput(loss_plot.MISSING)
+        # Where one file can be made, the others can be made, too.
         check_writable("--out", out / side_by_side.DATA, private=True)
         compared = side_by_side.entries(
             [(conf, with_link(load_job(Path(conf), sets, program, args), emulate)) for conf in confs], out
@@ -448,6 +457,7 @@ def _job_and_snapshot(
             raise BadInput("no job file: give one, or --resume WORKSPACE to continue the job of a workspace")
         job = load_job(conf, sets, program, args)
         return job, commands_resume.asked_for(job)
+    # With a job file the overrides are of that file.
     found = commands_resume.earlier(resume, sets or () if conf is None else ())
     if conf is not None:
         return load_job(conf, sets, program, args), found.path
@@ -456,10 +466,7 @@ def _job_and_snapshot(
 
 
 def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchema, CutPlan | None]":
-    """Run the script up to `tt.prepare`; return its model's schema and cut.
-
-    An exception of the script gives exit code 1.
-    """
+    """Run the script up to `tt.prepare`; return its model's schema and cut."""
     from topotrain.parallel.api.dry_run import look
     from topotrain.tools.plan.layout_plan import PlannedSchema
 
@@ -467,6 +474,7 @@ def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchem
         seen = look(job.program, job.args)
     except ConfigError:
         raise
+    # The script's own error, with its traceback: this is no bad input, so the code is 1.
     except Exception:
         complain(f"{job.program} failed before `tt.prepare`\n{traceback.format_exc()}")
         raise typer.Exit(1) from None

@@ -100,6 +100,7 @@ def register(app: typer.Typer) -> None:
                 raise ConfigError("--at", ", ".join(at - set(MOMENTS)), f"must be one of {', '.join(MOMENTS)}")
             every_s, for_s = seconds("--kill-every", kill_every), seconds("--for", lasting)
             faults = FaultPlan(every_s, for_s, seed, freeze, role, pairs, at, kills)
+            # With any other reaction the first fault would end the job.
             job = replace(load_job(conf, sets, program, args), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
             topology = layout(job.cluster)
             with FaultInjector(faults) as injector:
@@ -116,6 +117,7 @@ def register(app: typer.Typer) -> None:
 def verdict(result: "ComparedResult", injector: "FaultInjector") -> dict[str, Any]:
     """Return the faults, the job's reaction to them, and its own counts."""
     report = result.report.as_data(result.outcome)
+    # Training may not have waited, or never have gone on.
     waits = sorted(found["waited_s"] for found in report["incidents"] if found["waited_s"] is not None)
     return {
         "code": result.outcome.code,

@@ -89,10 +89,7 @@ def _request(workspace: Path, verb: str, group: int | None, workers: int | None,
 
 
 def _meant(verb: str, group: int | None, workers: int | None, within_s: float) -> "GroupRequest | ResizeRequest":
-    """Return a request for the named group, or else for workers (default: one).
-
-    Raises ConfigError.
-    """
+    """Return a request for the named group, or else for workers. Raises ConfigError."""
     from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest
 
     if group is None:

@@ -66,6 +66,7 @@ def load_job(
     job, warnings = load_with_warnings(str(conf), sets or (), program, args or ())
     for warning in warnings:
         print(f"topotrain: warning: {warning}", file=sys.stderr)
+    # Before the other checks, which a notebook passes.
     check_kind(Path(job.program))
     if needs_program and not job.program:
         raise BadInput(f'no program: give one after {conf}, or `program: "train.py"` in it')
@@ -84,14 +85,12 @@ _LINK_PART = re.compile(r"(?:([a-z]+)=)?(\d+\.?\d*|\.\d+)([a-z%]*)")
 
 
 def parse_link(text: str) -> Link:
-    """Parse the link of `--emulate`.
-
-    Such as "100mbit,20ms" or "1gbit,jitter=5ms,loss=0.01". Raises ConfigError.
-    """
+    """Parse a link such as "100mbit,20ms" or "1gbit,jitter=5ms". Raises ConfigError."""
     values: dict[str, float] = {}
     for part in text.lower().replace(" ", "").split(","):
         found = _LINK_PART.fullmatch(part)
         name, amount, unit = found.groups() if found else ("", "", "")
+        # Bandwidths and delays have different units, so their names may be left out.
         name = name or next((field for field in ("bandwidth", "delay") if unit in _LINK_FIELDS[field]), "")
         if unit not in _LINK_FIELDS.get(name, {}):
             accepted = "must be such as 100mbit, 1gbit, 20ms, jitter=5ms or loss=0.01, separated by commas"
@@ -118,6 +117,7 @@ def check_program(path: Path) -> None:
     if path.is_dir():
         raise BadInput(f"program {path}: is a folder, must be a file")
     try:
+        # Opened, because the mode of a file does not decide on every file system.
         os.close(open_for_reading(path))
     except OSError as error:
         raise BadInput(f"program {path}: cannot be read ({error.strerror})") from None
@@ -126,7 +126,7 @@ def check_program(path: Path) -> None:
 def check_writable(what: str, file: Path, private: bool = False) -> None:
     """Check before hours of training that `file` can be written; its content stays.
 
-    private: it is for this user alone. Else the user has named it, and its mode is what the umask gives.
+    private: it is for this user alone.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     try:
@@ -134,6 +134,7 @@ def check_writable(what: str, file: Path, private: bool = False) -> None:
             make_folder(file.parent)
             os.close(open_file(file, flags))
         else:
+            # The user has named this file, so its mode is what the umask gives.
             file.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(file, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))  # a pipe that nothing reads is refused
     except OSError as error:
@@ -149,6 +150,7 @@ def refusing() -> Iterator[None]:
         complain(str(error))
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
+        # Ctrl-C before the launcher has a handler of its own.
         raise typer.Exit(130) from None
     except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python flushes stdout once more when it ends

@@ -128,6 +128,7 @@ def _registry(rendezvous: str) -> "Iterator[Registry]":
     with refusing(), closing(_open(rendezvous)) as opened:
         try:
             yield Registry(opened)
+        # Before StoreError, of which it is a kind: an unknown ID is the user's mistake, and ends with code 2.
         except UnknownJob as error:
             raise BadInput(str(error)) from None
         except StoreError as error:
@@ -156,7 +157,8 @@ def _when(record: "JobRecord") -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return columns of equal width; foreign text cannot control the terminal."""
+    """Return columns of equal width."""
+    # Names and hosts come from other processes, and must not control the terminal.
     clean = [tuple("".join(c if c.isprintable() else "?" for c in cell) for cell in row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*clean)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in clean)

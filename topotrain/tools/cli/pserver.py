@@ -44,6 +44,7 @@ def pserver(
 
     with refusing():
         flags = parse(words or [])
+        # Both raise for flags that do not fit together, before torch is loaded.
         flags.job()
         flags.servers_here()
     # As an exception, so that the servers close their connections.

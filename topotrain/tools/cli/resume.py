@@ -34,7 +34,9 @@ def earlier(workspace: Path, sets: Sequence[str] = ()) -> ResumeSnapshot:
     found: Manifest | None
     if (workspace / MANIFEST).is_file():
         found = Manifest.open(workspace.resolve())
+        # The named snapshot or none: only `latest` may fall back to an older one.
         found.verify()
+        # A snapshot lies in a folder of its own below the workspace.
         workspace = found.path.parent.parent
     else:
         found = latest(workspace, resume_point.WarningPrinter())

@@ -61,7 +61,8 @@ def register(app: typer.Typer) -> None:
 
 
 def _stay() -> None:
-    """Run on one core, where the threads, which take turns, switch faster."""
+    """Run on one core."""
+    # The threads of a simulation take turns, and switch faster on one core. By pid, so that several runs use several.
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
@@ -127,6 +128,7 @@ def _numbers(only: str, count: int) -> tuple[int, ...] | None:
     """Return the numbers of the chosen faults; None: all. Raises ConfigError."""
     if not only:
         return None
+    # A run without any fault shows whether the error needs one.
     words = [] if only == "-" else only.split(",")
     if not all(word.isdecimal() and int(word) < count for word in words):
         raise ConfigError("--only", only, f"must be numbers below {count}, separated by commas, or -")
@@ -149,6 +151,7 @@ def _many(seeds: range, job: "Job | None", name: str, as_json: bool) -> int:
     if shows:
         print("\r\033[K", end="", file=sys.stderr)
     took = time.monotonic() - begun
+    # Only the first: shortening a schedule runs it many times.
     first = _looked_into(wrong[0], job) if wrong else None
     if as_json:
         rate = {"seconds": round(took, 1), "seeds_per_s": round(len(seeds) / took, 1)}
@@ -182,6 +185,7 @@ def _words(found: _Found) -> str:
         return "\n".join([*lines, f"ledger: every batch counted once; {passed}; run {verdict.digest:08x}"])
     lines.append(f"WRONG: {verdict.wrong}; {passed}; run {verdict.digest:08x}")
     if found.shortest is not None:
+        # Without a shortest one of its own, which would be printed without end.
         again = replace(found, verdict=found.shortest, shortest=None)
         lines += ["", "the same with less:", _words(again), "", f"to repeat it: {found.command()}"]
     return "\n".join(lines)

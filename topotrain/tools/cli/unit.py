@@ -89,9 +89,11 @@ def register(app: typer.Typer) -> None:
             job = None if conf is None else load_job(conf, sets, program, args)
             if job is not None:
                 refuse_elsewhere(job)
+            # The environment comes before the job file: a launcher sets it for this start.
             named = "" if job is None or os.environ.get(RENDEZVOUS) else job.rendezvous
             start = _start(args or (), rank, nprocs, rendezvous or named, host)
             if report is not None and start.rank == 0:
+                # Only unit 0 writes it. The machines of the others may not have its folder.
                 check_writable("--report", report)
             window = _Window(start.rank, quiet, as_json)
             try:
@@ -115,12 +117,14 @@ def _start(args: Sequence[str], rank: int | None, nprocs: int | None, rendezvous
 
     try:
         start = start_of(os.environ, rank, nprocs, rendezvous, host)
+        # Both only find mistakes here, before any process starts.
         parse(start.rendezvous)
         load_secret(os.environ)
     except StoreError as error:
         complain(str(error))
         raise typer.Exit(2) from None
     except ConfigError:
+        # The user may have meant one of these words for the command; the script would get it.
         ours = [word for word in args if word.partition("=")[0] in ("--rank", "--nprocs", "--rendezvous")]
         if not ours:
             raise

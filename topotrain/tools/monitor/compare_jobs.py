@@ -43,13 +43,14 @@ class ComparedResult:
 
 
 def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[ComparedJob]:
-    """Return the layout of every (conf path, job), with a workspace below `out`.
+    """Return the jobs by (conf path, job), each with a workspace below `out`.
 
     The folder has the name of the conf. Raises ConfigError.
     """
     found: list[ComparedJob] = []
     names = _distinct([Path(conf).stem for conf, _ in jobs])
     layouts = [layout(job.cluster) for _, job in jobs]
+    # Without the addition in brackets, such as (asynchronous): a label in the picture must be short.
     kinds = [topology.framework.split(" (")[0] for topology in layouts]
     for (conf, job), name, topology, kind in zip(jobs, names, layouts, kinds, strict=True):
         label = kind if kinds.count(kind) == 1 else f"{kind} ({name})"
@@ -61,13 +62,13 @@ def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[ComparedJob]:
 def compare(results: Iterable[tuple[ComparedJob, ComparedResult]], out: Path) -> tuple[int, list[dict[str, Any]]]:
     """Collect the results of jobs in order, and write data and picture to `out`.
 
-    Returns the first exit code that is not 0, and the rows. An interrupted job is the last one; the data of the jobs
-    before it is still written. Raises OSError if `out` is not a folder.
+    Returns the first exit code that is not 0, and the rows. Raises OSError if `out` is not a folder.
     """
     make_folder(out)
     rows: list[dict[str, Any]] = []
     for entry, result in results:
         rows.append(row(entry, result))
+        # After its row: the data of the jobs so far is still written.
         if result.outcome.code in INTERRUPTED:
             break
     write_text(out / DATA, json.dumps({"jobs": rows}, indent=2) + "\n")
@@ -77,10 +78,7 @@ def compare(results: Iterable[tuple[ComparedJob, ComparedResult]], out: Path) ->
 
 
 def row(entry: ComparedJob, result: ComparedResult) -> dict[str, Any]:
-    """Return a job's report with its label, its conf and its loss curve.
-
-    The curve has points of (seconds, loss).
-    """
+    """Return a job's report with its label, conf and curve of (seconds, loss)."""
     data = result.report.as_data(result.outcome)
     return {"label": entry.label, "conf": entry.conf, **data, "curve": result.report.curve()}
 

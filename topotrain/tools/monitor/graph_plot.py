@@ -1,7 +1,6 @@
 """A picture of a partitioned graph: a lane per worker, time to the right.
 
-Arrows show transfers, with their bytes. matplotlib is imported only when a picture is drawn. It comes with `pip install
-topotrain[plot]`.
+Arrows show transfers, with their bytes.
 """
 
 from pathlib import Path
@@ -33,6 +32,7 @@ def draw(bill: CostReport, path: Path, title: str = "the cut graph") -> None:
     from matplotlib.figure import Figure
 
     found, workers = stretches(bill.program), bill.program.workers
+    # A model of hundreds of segments must still give a picture that viewers open.
     width = min(60.0, max(7.0, 1.9 * (len(found) + 2)))
     figure = Figure(figsize=(width, max(2.5, 1.3 * workers + 1.2)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -43,6 +43,7 @@ def draw(bill: CostReport, path: Path, title: str = "the cut graph") -> None:
                 _box(axes, stretch, worker, bill)
     _arrows(axes, bill, found)
     axes.set_xlim(-0.9, len(found) - 0.1)
+    # Downwards: worker 0 is at the top.
     axes.set_ylim(workers - 0.4, -0.6)
     axes.set_yticks(range(workers), [f"worker {worker}\n{_held(bill, worker)}" for worker in range(workers)])
     axes.set_xticks([-0.8, len(found) - 0.2], ["batch", "output"])
@@ -82,10 +83,7 @@ def _fit(name: str, most: int = 20) -> str:
 
 
 def _arrows(axes: Any, bill: CostReport, found: tuple[LayoutSegment, ...]) -> None:
-    """Draw an arrow from the segment that makes a value to the first remote reader.
-
-    The arrow of an output leads to the end.
-    """
+    """Draw an arrow from the segment that makes a value to its first remote reader."""
     made = {step.number: stretch.number for stretch in found for step in stretch.steps}
     read: dict[int, int] = {}
     for stretch in found:
@@ -94,6 +92,7 @@ def _arrows(axes: Any, bill: CostReport, found: tuple[LayoutSegment, ...]) -> No
                 if ref.edge is not None:
                     read.setdefault(ref.edge, stretch.number)
     for one in bill.edges:
+        # The batch is made before all segments, and an output is read after them.
         start, end = made.get(one.edge.value, -1), read.get(one.edge.number, len(found))
         for (source, target), size in one.forward.items():
             tail = (start + _HALF if start >= 0 else -0.8, source)

@@ -1,7 +1,4 @@
-"""A partitioned graph before it runs, as text and as plain data.
-
-The picture is in `graph_plot`.
-"""
+"""A partitioned graph before it runs, as text and as plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,23 +14,15 @@ from topotrain.tools.plan.layout_plan import columns, mb
 
 @dataclass(frozen=True, slots=True)
 class CutPlan:
-    """The costs of a partitioned graph, and the estimates that come with them.
-
-    inputs: describes the assumed inputs of the forward.
-    needs: the memory of each process of the job.
-    room: the memory of this machine.
-    chosen: the reasons of an automatic placement; "" where the job sets it.
-    conf: the placement as partition blocks.
-    warnings: the processes that do not fit on this machine.
-    """
+    """The costs of a partitioned graph, and the estimates that come with them."""
 
     bill: CostReport
-    inputs: str
-    needs: tuple[ProcessNeed, ...]
-    room: MemoryLimits
-    chosen: str = ""
-    conf: str = ""
-    warnings: tuple[str, ...] = ()
+    inputs: str  # the assumed inputs of the forward
+    needs: tuple[ProcessNeed, ...]  # the memory of each process of the job
+    room: MemoryLimits  # of this machine
+    chosen: str = ""  # the reasons of an automatic placement; "": the job sets it
+    conf: str = ""  # the placement as partition blocks
+    warnings: tuple[str, ...] = ()  # processes that do not fit on this machine
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for `plan --json`, with sizes in bytes."""
@@ -100,6 +89,7 @@ def amount(size: int) -> str:
     """Format bytes: 512 B, 4.1 kB, 1.30 MB (10^6 bytes)."""
     if size < 1000:
         return f"{size} B"
+    # `mb` has two decimals, so below 0.1 MB it would show almost nothing.
     return f"{size / 1e3:,.1f} kB" if size < 100_000 else f"{mb(size)} MB"
 
 
@@ -143,6 +133,7 @@ def _pairs(bill: CostReport) -> list[str]:
         f"{source} to {target} {amount(ahead.get((source, target), 0) + back.get((source, target), 0))}"
         for source, target in sorted({*ahead, *back})
     ]
+    # One pair would repeat the total, and more than a dozen would fill the screen.
     return [f"from worker to worker: {', '.join(told_pairs)}"] if 1 < len(told_pairs) <= 12 else []
 
 
@@ -162,6 +153,7 @@ def _step_data(step: ProgramStep, bill: CostReport) -> dict[str, Any]:
     costs: list[Mapping[str, Any]] = []
     for worker in range(bill.program.workers):
         cost = bill.steps[worker].get(step.number)
+        # Inputs and attributes are only named, and cost nothing.
         if cost is not None and step.kind not in (StepKind.INPUT, StepKind.ATTRIBUTE):
             flops = [cost.flops, cost.backward_flops]
             costs.append({"worker": worker, "flops": flops, "kept": cost.kept, "made": cost.made})

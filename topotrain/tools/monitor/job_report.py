@@ -2,10 +2,8 @@
 
 `--report` writes it as JSON, and `compare` tabulates it.
 
-* Counters in events are cumulative. The last one of a resident counts, so lost or late events do no harm.
-* Bytes are counted at both ends. A job's `bytes_out` is the sum over its processes.
-* The counts of a restarted resident continue from the last event of its former process. They include work that was done
-  twice.
+* Counters in events are cumulative. The last one of a resident counts, so lost events do no harm.
+* The counts of a restarted resident include work that was done twice.
 * `samples` counts the samples in the final values, each once. The servers report that number at the end.
 """
 
@@ -50,10 +48,7 @@ Point = tuple[float, float]
 
 @dataclass(slots=True)
 class LossCurve:
-    """The (time, loss) points of one worker in bounded memory.
-
-    When the memory is full, neighbors are averaged and the stride doubles.
-    """
+    """The (time, loss) points of one worker in bounded memory."""
 
     limit: int = 2048
     points: list[Point] = field(default_factory=list)
@@ -68,20 +63,18 @@ class LossCurve:
         self.points.append(_mean(self._open))
         self._open.clear()
         if len(self.points) >= self.limit:
+            # The whole curve stays, with half the points: dropping old ones would lose its beginning.
             self.points = [_mean(self.points[i : i + 2]) for i in range(0, len(self.points), 2)]
             self._stride *= 2
 
 
 def merge(curves: Sequence[Sequence[Point]], bins: int = 60) -> list[Point]:
-    """Merge several curves into one, as means per time bin.
-
-    A bin has the mean of the curves that have points in it. Empty bins are left out. There are no more bins than an
-    average curve has points, so a short run is shown step by step.
-    """
+    """Merge several curves into one, as means per time bin. Empty bins are left out."""
     curves = [curve for curve in curves if curve]
     if not curves:
         return []
     end = max(curve[-1][0] for curve in curves)
+    # No more than an average curve has points, so that a short run is shown step by step.
     bins = max(1, min(bins, sum(map(len, curves)) // len(curves)))
     means: list[list[Point]] = [[] for _ in range(bins)]
     for curve in curves:
@@ -89,6 +82,7 @@ def merge(curves: Sequence[Sequence[Point]], bins: int = 60) -> list[Point]:
         for point in curve:
             inside.setdefault(min(int(point[0] / end * bins), bins - 1) if end > 0 else 0, []).append(point)
         for index, points in inside.items():
+            # Each curve counts once in a bin, also one of a worker with more steps.
             means[index].append(_mean(points))
     return [_mean(points) for points in means if points]
 
@@ -99,11 +93,7 @@ def _mean(points: Sequence[Point]) -> Point:
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """The counters of a resident.
-
-    steps: the steps that count, as its newest process reports them. It includes those of former processes.
-    stale: the sum of the staleness of all steps.
-    """
+    """The counters of a resident; stale: the sum of the staleness of all steps."""
 
     steps: int = 0
     samples: int = 0
@@ -117,6 +107,7 @@ class _Count:
         """Return the counters of a process followed by those of its successor."""
         both = {name: getattr(self, name) + getattr(more, name) for name in _COUNTERS}
         most = max(self.staleness_max, more.staleness_max)
+        # Not the sum of both: a restarted process reports the steps of its group, with those of former processes.
         return _Count(**both | {"staleness_max": most, "steps": more.steps or self.steps})
 
 
@@ -150,6 +141,7 @@ class _Tally:
 
     def record(self, event: StepDone | Finished) -> None:
         steps, time = (event.step, event.time) if isinstance(event, StepDone) else (event.steps, self.now.time)
+        # The mean is over the steps of this process, and `steps` includes those of former ones.
         stale = event.staleness_mean * max(0, steps - self.before.steps)
         traffic = event.bytes_out, event.bytes_in
         self.own_s, self.late, self.threads = event.own_s, event.late, event.threads
@@ -247,8 +239,8 @@ class Report:
                 pass
 
     def _trains_on(self, who: str) -> None:
-        """Drop the server's counts of a worker's group after a restart."""
-        # The server reports them again at the end.
+        """Drop the server's counts of a group after a restart."""
+        # The server reports them again at the end, with the samples of the new processes.
         group = who.partition("/")[0]
         self._counted = {known: count for known, count in self._counted.items() if known.partition("/")[0] != group}
 
@@ -270,22 +262,20 @@ class Report:
             self._tallies.setdefault(str(resident), _Tally(before=begun))
 
     def curve(self, bins: int = 60) -> list[Point]:
-        """Return the loss over time (seconds since the first step).
-
-        It is the mean, per time bin, of the groups' means.
-        """
+        """Return the loss over time (seconds since the first step)."""
         groups = range(self._topology.worker_groups)
         by_group = [[self._tallies[str(w)].curve.points for w in self._topology.workers(g)] for g in groups]
+        # Groups step at a pace of their own, so each counts once per bin, however many of its workers report.
         return merge([merge(curves, bins) for curves in by_group], bins)
 
     def as_data(self, outcome: JobOutcome) -> dict[str, Any]:
-        """Return the whole report.
-
-        `seconds` is the longest training time of a worker. `wall_seconds` includes start and end.
-        """
+        """Return the whole report; `wall_seconds` includes the job's start and end."""
         workers = [tally for who, tally in self._tallies.items() if who.startswith("worker ")]
+        # The longest training time of a worker, from its first step on.
         seconds = max((tally.whole.time for tally in workers), default=0.0)
+        # With work that was done twice: the rate is that of the hardware, while `samples` is that of the result.
         given = sum(tally.whole.samples for tally in workers)
+        # Without workers that have left: their last losses are of an earlier time.
         present = [self._tallies[str(r)] for r in _residents(self._topology) if r.role is Role.WORKER]
         losses = [tally.loss for tally in present if tally.loss is not None]
         return {
@@ -321,10 +311,7 @@ class Report:
         }
 
     def _paces(self) -> dict[str, Any]:
-        """Return each worker's own time for a step (seconds, median), threads, and delays.
-
-        It includes the stragglers, and the late steps of each worker.
-        """
+        """Return each worker's own seconds for a step, threads, late steps; stragglers."""
         workers = [str(w) for group in range(self._topology.worker_groups) for w in self._topology.workers(group)]
         told = {who: self._tallies[who] for who in workers}
         own = {who: tally.own_s for who, tally in told.items() if tally.own_s is not None}
@@ -336,15 +323,13 @@ class Report:
         }
 
     def _processes(self) -> list[dict[str, Any]]:
-        """Return one entry per reported operating-system process.
-
-        Residents with the same pid share a process.
-        """
+        """Return one entry per operating-system process that was reported."""
         found: dict[tuple[int, int], list[Address]] = {}
         for unit in self._topology.units:
             for resident in (*unit.workers, *unit.servers):
                 pid = self._tallies[str(resident)].pid
                 if pid is not None:
+                    # By unit, too: processes on different machines may have the same pid.
                     found.setdefault((unit.rank, pid), []).append(resident)
         return [self._process(unit, pid, residents) for (unit, pid), residents in found.items()]
 
@@ -368,10 +353,7 @@ class Report:
 
 
 def incident(found: Incident, recovered: Recovered | None) -> dict[str, Any]:
-    """Return a loss, the action, and how long training waited.
-
-    `waited_s` is null where training did not wait, or never continued.
-    """
+    """Return a loss, the action, and how long training waited (null: it did not)."""
     return {
         "who": found.who,
         "what": found.what,
@@ -389,10 +371,7 @@ def _change(found: Left | Joined) -> dict[str, Any]:
 
 
 def _resize(found: Resized, recovered: Recovered | None) -> dict[str, Any]:
-    """Return a resize.
-
-    waited_s: the seconds without training; null if training never continued.
-    """
+    """Return a resize; waited_s: null if training never continued."""
     waited_s = None if recovered is None else recovered.waited_s
     sizes = {"workers": found.workers, "step": found.step}
     return {"what": moved(found), **sizes, "at_s": found.at_s, "waited_s": waited_s}
@@ -444,6 +423,7 @@ def _apart(servers: Sequence[Apart]) -> dict[str, Any] | None:
     exchanges = sum(one.exchanges for one in servers)
     if not exchanges:
         return None
+    # The mean of squares over all exchanges, because each server reports a root mean square.
     squares = sum(one.exchanges * one.share**2 for one in servers)
     return {
         "exchanges": exchanges,
@@ -465,13 +445,11 @@ def _cause(failed: Failed | None) -> dict[str, str] | None:
 
 
 def story(cause: Failed, job: Job, topology: Topology) -> str:
-    """Return the first cause of a failed job as text.
-
-    It names the process, the cause, the traceback if there is one, and the log.
-    """
+    """Return the first cause of a failed job as text, with its log."""
     residents = {str(r): r for unit in topology.units for r in (*unit.workers, *unit.servers)}
     resident = residents.get(cause.who)
     unit = f" (unit {topology.unit_of(resident)})" if resident else ""
+    # Some causes name their process themselves.
     named = cause.text.startswith(cause.who)
     head = cause.text if named else f"{cause.who}{unit} {_DEEDS.get(cause.kind, 'failed')}: {cause.text}"
     log = f"{job.workspace}/logs" + (f"/{log_name(resident, topology)}" if resident else "")

@@ -1,7 +1,6 @@
 """A plot of loss over time, with one line per job.
 
-Lines differ by color, dash and marker, for readers without color vision. matplotlib is imported only when a picture is
-drawn. It comes with `pip install topotrain[plot]`.
+Lines differ by color, dash and marker, for readers without color vision.
 """
 
 import os
@@ -25,13 +24,15 @@ def available() -> bool:
 
 
 def draw(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, title: str = "loss over time") -> None:
-    """Write a PNG to `path`.
+    """Write a PNG to `path`; curves: (seconds, loss) points by label.
 
-    curves: (seconds, loss) points by label. Raises ImportError without matplotlib.
+    Raises ImportError without matplotlib.
     """
+    # Imported here: it is an extra, and slow to load.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # Not by pyplot, which chooses a window system and keeps every figure.
     figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -43,6 +44,7 @@ def draw(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, title:
             color=COLORS[number % len(COLORS)],
             linestyle=DASHES[number % len(DASHES)],
             marker=MARKERS[number % len(MARKERS)],
+            # A few markers per line tell lines apart without color; one per point would hide them.
             markevery=max(1, len(points) // 8),
             markersize=5,
             linewidth=1.8,
@@ -56,5 +58,6 @@ def draw(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, title:
     axes.grid(visible=True, alpha=0.3)
     if curves:
         axes.legend()
+    # Private from the first byte on, whatever the umask.
     with os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         figure.savefig(file, format="png")

@@ -27,18 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a local run starts, and what it shows.
+    """How a local run starts, and what it shows."""
 
-    quiet: no progress is shown. as_json: stdout is for JSON and not for the program.
-    forkserver: the socket of a running forkserver. "": the job starts its own.
-    profile: the step to profile. 0: none. resume: the folder of a snapshot.
-    """
-
-    quiet: bool = False
-    as_json: bool = False
-    forkserver: str = ""
-    profile: int = 0
-    resume: str = ""
+    quiet: bool = False  # no progress is shown
+    as_json: bool = False  # stdout is for JSON and not for the program
+    forkserver: str = ""  # the socket of a running forkserver; "": the job starts its own
+    profile: int = 0  # the step to profile; 0: none
+    resume: str = ""  # the folder of a snapshot
 
 
 def train(
@@ -48,10 +43,7 @@ def train(
     options: RunOptions,
     listener: "EventListener | None" = None,
 ) -> "ComparedResult":
-    """Run one job with its displays.
-
-    listener: also receives every event.
-    """
+    """Run one job with its displays; listener: also receives every event."""
     from topotrain.core.events import Saved
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
@@ -76,7 +68,9 @@ def train(
         )
         outcome = launcher.start(job, topology, on_event)
     if outcome.cause is not None:
+        # After the display has ended, so that the error is the last thing on the terminal.
         complain(story(outcome.cause, job, report.topology))
+    # 128 + the number of the signal, as a shell reports it.
     elif outcome.code >= 128:
         more = hint(saved, job.workspace)
         complain(f"ended by {signal.Signals(outcome.code - 128).name}, no process is left" + f"\n{more}" * bool(more))
@@ -112,6 +106,7 @@ def show(result: "ComparedResult", terminal: "Console", quiet: bool, as_json: bo
     data = result.report.as_data(result.outcome)
     text = json.dumps(data, indent=2)
     if report is not None:
+        # The user has named this file, so its mode is what the umask gives.
         report.write_text(text + "\n", encoding="utf-8")
     if as_json:
         print(text)

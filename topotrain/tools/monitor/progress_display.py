@@ -1,8 +1,7 @@
 """The display of a running job: a live table on a terminal, plain lines elsewhere.
 
-The main worker's own output is shown above the table. Events only change rows. Drawing only reads rows, at most four
-times a second instead of once per event, so that the display does not slow the job down. The terminal is restored when
-the context ends, however the job ended.
+The main worker's own output is shown above the table. Events only change rows, and drawing only reads them. The
+terminal is restored when the context ends, however the job ended.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,26 +48,20 @@ SKIPS_SAID = 10
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """The state of one worker.
-
-    samples_per_s: its mean rate since its first step.
-    """
+    """The state of one worker."""
 
     unit: int
     who: str
     step: int = 0
     loss: float | None = None
-    samples_per_s: float = 0.0
+    samples_per_s: float = 0.0  # mean since its first step
     staleness_mean: float = 0.0
     staleness_max: int = 0
     state: str = "starting"
 
 
 class WorkerRows:
-    """The rows of all workers.
-
-    An event replaces a row and never changes one, so a drawing thread needs no lock.
-    """
+    """The rows of all workers."""
 
     def __init__(self, topology: Topology) -> None:
         self._rows: dict[str, WorkerRow] = {}
@@ -106,6 +99,7 @@ class WorkerRows:
 
     def _change(self, who: str, state: str, step: int | None = None) -> None:
         row = self._rows[who]
+        # Replaced and never changed: the thread that draws reads rows without a lock.
         self._rows[who] = replace(row, state=state, step=row.step if step is None else step)
 
 
@@ -144,10 +138,7 @@ def progress(topology: Topology, console: Console, quiet: bool = False, out: IO[
 
 
 class QuietProgress:
-    """Shows the program's output, notices, and recoveries.
-
-    The other displays extend this one.
-    """
+    """Shows the program's output, notices and recoveries, as all displays do."""
 
     def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         self.console = console
@@ -197,6 +188,7 @@ class QuietProgress:
         self._topology = layout(resized(self._topology.cluster, event.workers))
         self.rows.lay_out(self._topology)
         now = {str(worker) for worker in self._topology.workers(0)}
+        # Those of workers that have left would make the others look fast or slow.
         self._own = {who: own for who, own in self._own.items() if who in now}
         many = f"nworkers_per_group: {event.workers}"
         self._print_line(f"topotrain: {moved(event)}; the job goes on after step {event.step} with {many}")
@@ -207,6 +199,7 @@ class QuietProgress:
 
     def _print_line(self, text: str) -> None:
         """Print a line of the display."""
+        # Else the line would go on behind the program's progress bar.
         if self._inside_line:
             self.console.file.write("\n")
             self._inside_line = False
@@ -231,6 +224,7 @@ class PlainProgress(QuietProgress):
     def __call__(self, event: Event) -> None:
         """Show one event. A step prints a new line if the last one is old enough."""
         super().__call__(event)
+        # By events and not by a timer: a job that stands still prints nothing new.
         if isinstance(event, StepDone) and monotonic() - self._last >= LINE_EVERY:
             self._line()
 
@@ -255,10 +249,7 @@ class _Patient(Live):
 
 
 class LiveTable(QuietProgress):
-    """Shows one row per worker, redrawn in place.
-
-    The program's unfinished line (its progress bar) is below the table.
-    """
+    """Shows one row per worker, redrawn in place, and the program's unfinished line."""
 
     def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         super().__init__(topology, console, out)
@@ -266,7 +257,9 @@ class LiveTable(QuietProgress):
         self._live = _Patient(
             console=console,
             get_renderable=self._renderable,
+            # Not once per event: drawing would slow the job down.
             refresh_per_second=REFRESH_PER_SECOND,
+            # The program's output comes as events, so rich need not replace the streams of this process.
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -278,6 +271,7 @@ class LiveTable(QuietProgress):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # First: what is printed after it stays below the table.
         self._live.stop()
         if self._unfinished:
             self.console.print(Text.from_ansi(self._unfinished), soft_wrap=True)
@@ -318,6 +312,7 @@ def _is_said(event: Skipped) -> bool:
 
 
 def _last_state(line: str) -> str:
+    # Text before a carriage return has been overwritten; one at the end overwrites nothing yet.
     return line.rstrip("\r").rsplit("\r", 1)[-1]
 
 

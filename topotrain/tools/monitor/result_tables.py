@@ -21,15 +21,14 @@ FULL_WIDTH = 160
 def console(stderr: bool = False) -> Console:
     """Return a console that never cuts tables in a file or a pipe."""
     found = Console(stderr=stderr, highlight=False)
+    # Elsewhere rich assumes 80 columns, and would cut a table in a log.
     return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=FULL_WIDTH)
 
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table that compares frameworks.
-
-    rows: reports (`Report.as_data`) with a `label`. A failed job is marked.
-    """
+    """Return a table of reports (`Report.as_data`), each with a `label`."""
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    # Accuracy first; the sort keeps the others in their order.
     names.sort(key=lambda name: name != "accuracy")
     table = Table(box=box.SIMPLE_HEAVY)
     table.add_column("framework")
@@ -40,6 +39,7 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(title, justify="right")
     for row in rows:
         label = f"{row['label']}: failed" if row["code"] else str(row["label"])
+        # As Text: rich would read brackets in a name as markup.
         table.add_row(Text(label), *map(Text, _cells(row, names, apart)))
     return table
 
@@ -69,10 +69,7 @@ def summary(data: Mapping[str, Any]) -> str:
 
 
 def distance(data: Mapping[str, Any]) -> str:
-    """Describe the distance between server groups.
-
-    It has the updates of other groups that an exchange brings, and the relative distance of the values.
-    """
+    """Describe the distance between server groups: in updates, and relative to values."""
     found = data["server_groups_apart"]
     if not found:
         return "–"
@@ -98,10 +95,7 @@ def _title(metric: str) -> str:
 
 
 def _value(metric: str, value: float | None) -> str:
-    """Format a metric.
-
-    An accuracy between 0 and 1 is shown in percent. Other metrics have no known unit.
-    """
+    """Format a metric, an accuracy in percent. Other metrics have no known unit."""
     if value is None:
         return "–"
     return f"{value:.1%}" if metric == "accuracy" and 0 <= value <= 1 else f"{value:.4g}"

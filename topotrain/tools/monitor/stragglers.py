@@ -1,7 +1,4 @@
-"""Stragglers: workers that are slow compared to their group.
-
-They are judged by their own time for a step, without the time that they wait for other workers.
-"""
+"""Stragglers: workers that are slow compared to their group."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,13 +36,14 @@ class Straggler:
 
 
 def stragglers(topology: Topology, own: Mapping[str, float]) -> list[Straggler]:
-    """Return the workers that are slower than the median of their group.
+    """Return the slow workers; own: seconds for a step, by worker.
 
-    They take more than FACTOR times as long, and LEAST_S more. own: seconds for a step, by worker.
+    They take more than FACTOR times the median, and LEAST_S more.
     """
     found = []
     for group in range(topology.worker_groups):
         members = {who: own[who] for who in map(str, topology.workers(group)) if who in own}
+        # Of their own time without waits: in a group that steps together, all whole steps are as long as the slowest.
         middle = median(members.values()) if members else 0.0
         bound = max(FACTOR * middle, middle + LEAST_S)
         found += [Straggler(who, s, middle) for who, s in members.items() if middle > 0 and s > bound]

@@ -23,10 +23,7 @@ _MAIN = "MainThread"
 
 @dataclass(frozen=True, slots=True)
 class ProcessShare:
-    """How one process spent its step.
-
-    step: 0 for servers. phases: shares of `seconds` that add up to 1.
-    """
+    """How one process spent its step (0: a server); phases: shares that add up to 1."""
 
     who: str
     step: int
@@ -35,16 +32,14 @@ class ProcessShare:
 
 
 def collect(folder: Path) -> list[ProcessSpans]:
-    """Return the spans that processes wrote to `folder`, workers first.
-
-    Workers without a complete step are left out. Servers have their spans while any worker was in its step, and their
-    waits in between.
-    """
+    """Return the spans that processes wrote to `folder`, workers first."""
     found = sorted((from_json(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")), key=_order)
+    # A worker that was killed in its step has no complete one to show.
     workers = [process for process in found if not process.serves and _step_of(process) is not None]
     windows = [step for step in map(_step_of, workers) if step is not None]
     if not windows:
         return []
+    # Servers have no steps: their spans are shown while any worker was in its step.
     start, end = min(step.start for step in windows), max(step.end for step in windows)
     servers = [_in_window(process, start, end) for process in found if process.serves]
     return workers + servers
@@ -65,6 +60,7 @@ def _in_window(process: ProcessSpans, start: int, end: int) -> ProcessSpans:
         for span in process.spans
         if span.end > start and span.start < end
     ]
+    # A server measures its work only; the gaps are its waits.
     waits = [wait for track in _tracks(process.spans) for wait in _waits(inside, track, start, end)]
     return replace(process, spans=tuple(inside + waits))
 
@@ -89,11 +85,7 @@ def _tracks(spans: Sequence[Span]) -> list[str]:
 
 
 def shares(processes: Sequence[ProcessSpans]) -> list[ProcessShare]:
-    """Return how each process spent its step.
-
-    At each moment a thread is in the phase of its innermost span. The process is in the first of PHASES that one of its
-    threads is in. So receiving values during a computation costs nothing, and waiting is the time without other phases.
-    """
+    """Return how each process spent its step."""
     return [_share(process) for process in processes]
 
 
@@ -104,6 +96,7 @@ def _share(process: ProcessSpans) -> ProcessShare:
     spent = dict.fromkeys((*PHASES, _OTHER), 0)
     for phase, duration in _moments(process.spans, start, end):
         spent[phase] += duration
+    # A step of no measured time must not divide by 0.
     whole = max(1, end - start)
     number = step.numbers.get("step", 0) if step else 0
     return ProcessShare(
@@ -132,6 +125,8 @@ def _moments(spans: Sequence[Span], start: int, end: int) -> Iterator[tuple[str,
 
 
 def _busiest(open_on: Mapping[str, Sequence[Span]]) -> str:
+    # A thread is in the phase of its innermost span, and the process in the first phase of one of its threads.
+    # So receiving values during a computation costs nothing, and waiting is the time without other phases.
     doing = {stack[-1].phase for stack in open_on.values() if stack}
     # Time outside named phases counts as work, so it comes before a wait.
     return next((phase for phase in (*PHASES[:-1], _OTHER, PHASES[-1]) if phase in doing), _OTHER)
@@ -155,6 +150,7 @@ def chrome(processes: Sequence[ProcessSpans]) -> dict[str, Any]:
         threads = {track: tid for tid, track in enumerate(_tracks(process.spans), 1)}
         names += _named(process, number, threads)
         for span in process.spans:
+            # The format counts in microseconds.
             place = {"pid": process.pid, "tid": threads[span.track], "ts": (span.start - zero) / 1000}
             event = {"ph": "X", "name": span.name, "cat": span.phase, **place, "dur": (span.end - span.start) / 1000}
             events.append({**event, "args": dict(span.numbers)})
@@ -184,10 +180,7 @@ def _named(process: ProcessSpans, number: int, threads: Mapping[str, int]) -> It
 
 
 def _flow(process: ProcessSpans, span: Span) -> Iterator[tuple[tuple[Any, ...], bool]]:
-    """Yield the key of the data that a span sends or receives, and whether it sends.
-
-    Both ends have the same key.
-    """
+    """Yield the key that both ends of a transfer have, and whether this end sends."""
     if "bucket" not in span.numbers or span.name not in ("push", "reduce", "pull"):
         return
     worker = process.who
@@ -202,7 +195,9 @@ def _arrows(ends: Mapping[tuple[Any, ...], Sequence[_End]]) -> Iterator[dict[str
     for number, (key, found) in enumerate(ends.items()):
         leaving = [end.place for end in found if end.leaves]
         coming = [end.place for end in found if not end.leaves]
+        # A message that was repeated has several ends, and no arrow would be right.
         if len(leaving) == len(coming) == 1 and leaving[0]["ts"] <= coming[0]["ts"]:
             arrow = {"name": key[0], "cat": "flow", "id": number}
             yield {"ph": "s", **arrow, **leaving[0]}
+            # bp e: the arrow ends at the span around this time, and not at the next one.
             yield {"ph": "f", "bp": "e", **arrow, **coming[0]}

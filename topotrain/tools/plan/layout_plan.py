@@ -1,7 +1,7 @@
 """Plan a job: the layout, the share of each server, the memory of each process.
 
-The plan is pure, and needs no torch. The layout follows from the cluster block alone. A `PlannedSchema` of the model's
-parameters, which comes from the user's script, adds slices and memory. Sizes are bytes; a printed MB is 10^6 bytes.
+The plan is pure, and needs no torch. The layout follows from the cluster block alone. A `PlannedSchema`, which comes
+from the user's script, adds slices and memory. Sizes are bytes; a printed MB is 10^6 bytes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,15 +20,11 @@ _SIZES = ("values", "gradients", "staging", "state")
 
 @dataclass(frozen=True, slots=True)
 class PlannedSchema:
-    """The planner's view of a model: its unique parameters, and optimizer facts.
-
-    `state_factor` is the number of optimizer state elements per parameter element: 0 for plain SGD, 1 for momentum, 2
-    for Adam. `momentum` is the optimizer's, 0 where it has none.
-    """
+    """The planner's view of a model: its unique parameters, and optimizer facts."""
 
     parameters: tuple[Parameter, ...]
-    state_factor: float = 0.0
-    momentum: float = 0.0
+    state_factor: float = 0.0  # optimizer state elements per element: plain SGD 0, momentum 1, Adam 2
+    momentum: float = 0.0  # of the optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +46,7 @@ class ProcessEstimate:
     group share one buffer on a host. `staging` holds data on its way:
 
     * on a worker its local part, and the group's mean under kVisible;
-    * on a server one buffer per contributing worker, because sums are made in rank order, and one for the mean that
-      workers see under kVisible, plus two copies where server groups synchronize.
+    * on a server the contributions of workers, the means that they see, and copies for other server groups.
 
     `second` is the memory of another server's replica in this process. While a new replica is filled, both ends
     hold values and state of that server once more.
@@ -85,10 +80,7 @@ class LayoutPlan:
     warning: str = ""
 
     def as_data(self) -> dict[str, Any]:
-        """Return plain data for `plan --json`.
-
-        It has the layout, and with a program also `tensors`, `imbalance`, `slices`, `memory`.
-        """
+        """Return plain data for `plan --json`; without a program only the layout."""
         data = self.topology.as_data() | ({"warning": self.warning} if self.warning else {})
         if self.slices is None:
             return data
@@ -132,6 +124,7 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     """Plan `job`. Raises ConfigError where the cluster's counts do not fit together."""
     topology = layout(job.cluster)
     if schema is None:
+        # Without a program only the job's updater block can name a momentum.
         momentum = 0.0 if job.updater is None else job.updater.momentum
         return LayoutPlan(topology, warning=async_momentum.warning(job, topology, momentum))
     warning = async_momentum.warning(job, topology, schema.momentum)
@@ -156,6 +149,7 @@ def _worker(job: Job, schema: PlannedSchema, topology: Topology, who: Address) -
     values = sum(parameter.nbytes for parameter in held)
     trained = sum(parameter.nbytes for parameter in held if parameter.trainable)
     split = job.splits or any(parameter.owners for parameter in schema.parameters)
+    # The local gradient, and the group's mean that the script sees.
     copies = 2 if job.grads is Grads.kVisible and not split else 1
     return ProcessEstimate(who, topology.unit_of(who), values, trained, copies * trained, 0)
 
@@ -163,7 +157,10 @@ def _worker(job: Job, schema: PlannedSchema, topology: Topology, who: Address) -
 def _server(job: Job, schema: PlannedSchema, topology: Topology, share: ServerShare) -> ProcessEstimate:
     groups = len(topology.worker_groups_of(share.server.group))
     means = groups if job.grads is Grads.kVisible and topology.workers_per_group > 1 else 0
+    # A buffer per contributing worker, because sums are made in rank order, one per mean that workers see, and two
+    # copies where server groups synchronize.
     copies = topology.workers_per_group * groups + means + (2 if topology.synced else 0)
+    # The workers add up among themselves, so a server gets one sum.
     if topology.collective:
         copies = 1 + _passing_on(topology, share.server.index)
     state = round(schema.state_factor * share.value_bytes)
@@ -171,7 +168,7 @@ def _server(job: Job, schema: PlannedSchema, topology: Topology, share: ServerSh
 
 
 def _with_second(topology: Topology, mine: ProcessEstimate, servers: Sequence[ProcessEstimate]) -> ProcessEstimate:
-    """Add the memory of a replica: it gets all data of its server, and holds the same."""
+    """Add the memory of a replica, which holds all that its server holds."""
     if topology.cluster.replicas < 2:
         return mine
     slot, placed = mine.resident.index, ReplicaPlacement(domains(topology)).servers
@@ -180,9 +177,9 @@ def _with_second(topology: Topology, mine: ProcessEstimate, servers: Sequence[Pr
 
 
 def _passing_on(topology: Topology, rank: int) -> int:
-    """Return how many parts a server holds in a collective of topotrain."""
-    # A part has one server's size. For every server's part it holds its worker's push and the mean. Besides it holds
-    # data from its children in the tree of each part, and new values.
+    """Return how many parts, of one server's size, a server holds in a collective."""
+    # For every server's part it holds its worker's push and the mean. Besides it holds data from its children in the
+    # tree of each part, and new values.
     n = topology.shards
     if not topology.relayed:
         return 0

@@ -54,6 +54,7 @@ def cut_of(
     workers = job.cluster.nworkers_per_group
     if workers == 1 or not (job.splits or tagged(model)):
         return None
+    # In the mode that the script left it in: dropout and batch norm differ between the two.
     captured = capture(model, model.training)
     found = assignments(model, job, workers, captured)
     given = parse_inputs(said) if said else inputs_of(model, loader, job.schedule is Schedule.k1F1B)
@@ -61,6 +62,7 @@ def cut_of(
     asked = PlacementRequest(job, layout(job.cluster), model, captured, found, call, state_factor)
     here, words, blocks = room(), "", ""
     if job.placement is Placement.kAuto:
+        # Only measuring runs the model, and needs inputs with data.
         chosen = place_call(asked, here, _real(given) if measured else None)
         found, words, blocks = chosen.found, chosen.text, chosen.blocks if measured else ""
     costs = bill_of(asked, found)
@@ -81,6 +83,7 @@ def _real(given: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _warnings(planned: Sequence[ProcessNeed], here: MemoryLimits) -> tuple[str, ...]:
     """Return the parts that would not fit, if the job ran here as this process."""
     try:
+        # A plan is often made on another machine than the job's, so this only warns.
         check(planned, here)
     except ConfigError as error:
         return (str(error),)

@@ -1,8 +1,7 @@
 """The fault schedule of a simulation, drawn from a seed.
 
 The death of a worker is the death of its group (`membership`). So is the end of one of its connections, because the
-worker ends with it, and the launcher restarts the group. A pause stops one process, not the others. Only hosts have
-clocks, which trigger snapshots. A clock that jumps triggers them at a wrong moment, and several times.
+worker ends with it, and the launcher restarts the group.
 """
 
 import random
@@ -25,25 +24,21 @@ VIEWS = NetworkFaults(delay=(0.0005, 0.01), snapshots=False)
 
 NETWORKS: Mapping[str, NetworkFaults] = {"calm": CALM, "far": FAR, "storm": STORM, "views": VIEWS, "echo": ECHO}
 _DRAWN = ("calm", "far", "storm", "views")
+# The share of storms that become echoes. A fifth network in _DRAWN would have changed every seed.
 _ECHO_SHARE = 0.3
 
 
 class FaultKind(str, Enum):
-    """The kinds of faults.
+    """The kinds of faults."""
 
-    KILL: all processes of a worker group die. CUT: one connection of a worker ends. PAUSE: one process stops. CLOCK:
-    the clock jumps. CRASH: a server dies, and the whole job restarts from its newest snapshot. LEAVE, LOSE, JOIN: a
-    group is asked to leave, is given up, or joins, where the servers agree.
-    """
-
-    KILL = "kill"
-    CUT = "cut"
-    PAUSE = "pause"
-    CLOCK = "clock"
-    CRASH = "crash"
-    LEAVE = "leave"
-    LOSE = "lose"
-    JOIN = "join"
+    KILL = "kill"  # all processes of a worker group die
+    CUT = "cut"  # one connection of a worker ends
+    PAUSE = "pause"  # one process stops for a while
+    CLOCK = "clock"  # the clock of a host jumps
+    CRASH = "crash"  # a server dies, and the whole job restarts from its newest snapshot
+    LEAVE = "leave"  # a group is asked to leave, where the servers agree
+    LOSE = "lose"  # a group is given up, where the servers agree
+    JOIN = "join"  # a group joins, where the servers agree
 
 
 MOVES = frozenset({FaultKind.LEAVE, FaultKind.LOSE, FaultKind.JOIN})
@@ -51,27 +46,17 @@ MOVES = frozenset({FaultKind.LEAVE, FaultKind.LOSE, FaultKind.JOIN})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: at the `after`-th message of a worker's incarnation, or at a time.
-
-    Args:
-        group, index: the worker.
-        incarnation: of the group, for a fault at a message.
-        after: the number of messages of this kind before. Negative: not at a message.
-        kind: the kind of the message.
-        at: the time, in virtual seconds. Negative: not at a time.
-        away: seconds until the group restarts, or the process continues. LEAVE: the seconds for leaving.
-        server: CUT: the shard at the other end. PAUSE: the shard to pause instead of the worker. -1: none.
-    """
+    """One fault: at the `after`-th message of a worker's incarnation, or at a time."""
 
     group: int
-    incarnation: int = 0
+    incarnation: int = 0  # of the group, for a fault at a message
     index: int = 0
-    after: int = -1
+    after: int = -1  # messages of this kind before it; negative: not at a message
     kind: type[Message] = Message
-    at: float = -1.0
-    away: float = 0.1
+    at: float = -1.0  # virtual seconds; negative: not at a time
+    away: float = 0.1  # seconds until the group restarts, the process continues, or (LEAVE) the group must be gone
     what: FaultKind = FaultKind.KILL
-    server: int = -1
+    server: int = -1  # CUT: the shard at the other end. PAUSE: the shard to pause instead of the worker, -1: none
 
     def __str__(self) -> str:
         worker = f"worker ({self.group},{self.index})"
@@ -102,40 +87,25 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultSchedule:
-    """Everything about a simulation that the seed decides in advance.
+    """Everything about a simulation that the seed decides in advance."""
 
-    Args:
-        network: a name of NETWORKS.
-        batches, epochs: the data to read.
-        mode: "lease" or "static".
-        detects: servers learn at once that a process is gone, as from a launcher on the same host.
-        faults: the faults.
-        every: seconds between two snapshots. 0: snapshots only where a clock jumps, without worker states.
-        opens: servers start within so many seconds.
-    """
-
-    network: str
+    network: str  # a name of NETWORKS
     batches: int
     epochs: int
-    mode: str
-    detects: bool
+    mode: str  # "lease" or "static"
+    detects: bool  # servers learn at once that a process is gone, as from a launcher on the same host
     faults: tuple[Fault, ...]
-    every: float = 0.0
-    opens: float = 0.0
+    every: float = 0.0  # seconds between snapshots; 0: only where a clock jumps, without worker states
+    opens: float = 0.0  # servers start within so many seconds
 
 
 def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: bool) -> FaultSchedule:
-    """Return the schedule of a seed.
-
-    Args:
-        name: the name of the layout; each layout has its own schedules.
-        groups, workers, shards: the numbers of worker groups, of workers in each, and of shards.
-        mortal: the groups can restart.
-    """
+    """Return the schedule of a seed for a layout; mortal: the groups can restart."""
     # The order of the draws belongs to the meaning of a seed, so a new draw comes last.
     rng = random.Random(f"{name} {seed}")
     network, mode = rng.choice(_DRAWN), rng.choice(("lease", "lease", "static"))
     batches, epochs, detects = rng.randint(2, 8), rng.choice((1, 1, 2)), rng.random() < 0.7
+    # All groups die at the same time, which single draws would hardly ever give.
     if mortal and rng.random() < 0.1:
         at = rng.uniform(0.0, 0.1)
         faults: Sequence[Fault] = [Fault(group, at=at, away=rng.choice((0.0, 0.05, 3.0))) for group in range(groups)]
@@ -149,6 +119,7 @@ def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: b
     if network == "storm" and rng.random() < _ECHO_SHARE:
         network = "echo"
     every = rng.choice((0.0, 0.003, 0.01, 0.03))
+    # Without snapshots a crash would only test the beginning again.
     crashes = [_draw_crash(rng, groups, workers) for _ in range(rng.choice((0, 1, 1, 2)))] if every else []
     opens = rng.choice((0.0, 0.005, 0.03))
     return FaultSchedule(network, batches, epochs, mode, detects, (*faults, *crashes), every, opens)
@@ -164,10 +135,8 @@ def _draw_crash(rng: random.Random, groups: int, workers: int) -> Fault:
 
 
 def draw_moves(name: str, seed: int, groups: Sequence[int]) -> tuple[Fault, ...]:
-    """Draw which of these worker groups leave and join in a simulation of a layout.
-
-    It uses a random generator of its own.
-    """
+    """Draw which of these worker groups leave and join in a simulation of a layout."""
+    # A generator of its own, so that the other faults of a seed stay as they were before groups could move.
     rng = random.Random(f"{name} {seed} moves")
     if not groups or rng.random() < 0.6:
         return ()
@@ -180,8 +149,10 @@ def _draw_fault(rng: random.Random, what: FaultKind, groups: int, workers: int, 
     group, index, server = rng.randrange(groups), rng.randrange(workers), rng.randrange(shards)
     if what is FaultKind.PAUSE:
         server = rng.choice((-1, server))
+    # A restart may come before servers notice the death, during the replies to it, or long after.
     away = rng.choice((0.0, 0.003, 0.05, 3.0)) if what is not FaultKind.PAUSE else rng.choice((0.01, 0.1, 1.0))
     if rng.random() < 0.4:
         return Fault(group, at=rng.uniform(0.0, 0.12), away=away, what=what, index=index, server=server)
+    # Later incarnations, too: a group may die again while it rejoins.
     incarnation = rng.choice((0, 0, 1, 2))
     return Fault(group, incarnation, index, rng.randint(0, 50), away=away, what=what, server=server)

@@ -22,13 +22,7 @@ _COORDINATOR = Address(Role.SERVER, 0, 0)
 
 
 class ElasticTrial(Trial):
-    """A trial with groups that leave and join.
-
-    Args:
-        job, seed, schedule, network_faults: as for `Trial`.
-        absent: groups that are absent at the start.
-        before: as for `Trial`.
-    """
+    """A trial with groups that leave and join; absent: groups that start later."""
 
     def __init__(
         self,
@@ -45,10 +39,8 @@ class ElasticTrial(Trial):
         super().__init__(job, seed, schedule, network_faults, before)
 
     def again(self) -> "ElasticTrial":
-        """Return the next start of the job after a crash.
-
-        Groups that had left, or were leaving, stay absent.
-        """
+        """Return the next start of the job after a crash."""
+        # A group that was leaving at the crash has no process any more, so it is absent.
         away = self.absent | self._leaving.keys()
         return ElasticTrial(self.job, self.sim.seed, self._left_over, self._network_faults, away, self)
 
@@ -58,13 +50,15 @@ class ElasticTrial(Trial):
         return [fault for _, fault in self.log if fault.what in MOVES]
 
     def inject(self, fault: Fault) -> None:
-        """Execute a fault now. A change of groups needs the agreement of the servers."""
+        """Execute a fault now."""
         if fault.what not in MOVES:
             super().inject(fault)
         elif fault in self._faults:
+            # Before the refusals: a refused change is not tried again.
             self._faults.remove(fault)
             away = fault.group in self.absent
             joins = fault.what is FaultKind.JOIN
+            # Only absent groups join and only present ones leave; the servers may refuse, as in a job.
             if fault.group in self._leaving or away is not joins or self._refused(fault):
                 return
             self.log.append((self.sim.now, fault))
@@ -87,6 +81,7 @@ class ElasticTrial(Trial):
         self._send(GroupLeaveRequest(fault.group, worker_processes[0].incarnation + again))
 
         def late() -> None:
+            # The group may have left, joined and been asked again meanwhile.
             if self._leaving.get(fault.group) is fault:
                 self._end_all(fault.group)
 
@@ -115,10 +110,12 @@ class ElasticTrial(Trial):
         self._emptied(group)
 
     def _end_one(self, process: WorkerProcess) -> None:
-        """End one process of a leaving group. Servers notice the end of its connections."""
+        """End one process of a leaving group."""
         process.kill()
+        # The messages that a pause holds back must not wait for a process that has ended.
         self.transport.resume(process.me)
         client = self.clients[process.me]
+        # Each server notices the end of its connection at a time of its own.
         for server in sorted({*client.channel.servers, client.channel.first_server}):
             self.sim.at(self._notice_time(), partial(self._end, process, server))
 
@@ -139,6 +136,7 @@ class ElasticTrial(Trial):
         if not process.over:
             self._end_one(process)
             self._emptied(process.me.group)
+        # The script of this worker must not run on, as nothing runs after the end of a real process.
         raise Killed
 
     def _kill(self, workers: tuple[Address, ...], away: float) -> None:
@@ -153,10 +151,11 @@ class ElasticTrial(Trial):
             super()._start(me)
 
     def run(self) -> "ElasticTrial":
-        """Run the trial as `Trial.run` does."""
+        """See `Trial`."""
         for group in sorted(self.absent):
             for process in self._worker_processes(group):
                 process.kill()
+            # The launcher informs the coordinator as soon as it runs.
             self.sim.at(self._opens[_COORDINATOR], partial(self._send, GroupLeft(group, 0)))
         super().run()
         return self

@@ -33,6 +33,7 @@ def _job(groups: int, workers: int, shards: int, warmup: int = 0, **cluster: Any
         server_worker_separate=True,
         **cluster,
     )
+    # Workers with backups commit without the others, so they cannot see the group's mean.
     grads, own = (Grads.kHidden, True) if block.backup else (Grads.kVisible, False)
     return Job(reduce=Reduce.kSum, cluster=block, warmup_steps=warmup, grads=grads, per_worker_batch=own)
 
@@ -57,31 +58,20 @@ LAYOUTS: Mapping[str, Job] = {
 
 @dataclass(frozen=True, slots=True)
 class TrialVerdict:
-    """The result of one simulation.
-
-    wrong: the error. "": the run was right.
-    kills: groups that died.
-    crashes: crashes of the whole job.
-    moves: groups that left, were given up, or joined.
-    snapshots: snapshots that were published and compared.
-    messages: messages that arrived.
-    seconds: virtual time.
-    digest: CRC-32 of all messages in order of arrival.
-    moments: the time of each fault of the schedule, in virtual seconds. None: it did not happen.
-    """
+    """The result of one simulation."""
 
     seed: int
     layout: str
     schedule: FaultSchedule
-    wrong: str
-    kills: int
-    crashes: int
-    moves: int
-    snapshots: int
-    messages: int
-    seconds: float
-    digest: int
-    moments: tuple[float | None, ...]
+    wrong: str  # the error; "": the run was right
+    kills: int  # groups that died
+    crashes: int  # of the whole job
+    moves: int  # groups that left, were given up, or joined
+    snapshots: int  # those that were published and compared
+    messages: int  # those that arrived
+    seconds: float  # of virtual time
+    digest: int  # CRC-32 of all messages in order of arrival
+    moments: tuple[float | None, ...]  # of each fault of the schedule, in virtual seconds; None: it did not happen
 
     def as_data(self) -> dict[str, Any]:
         """Return the data for JSON."""
@@ -116,10 +106,12 @@ def layout_of(seed: int) -> str:
 def schedule_of(job: Job, name: str, seed: int) -> FaultSchedule:
     """Return the schedule of a seed for a layout."""
     topology = layout(job.cluster)
+    # A group that cannot restart gets no deaths, only pauses and jumps of clocks.
     mortal = not any(refusal(job, topology, group) for group in range(topology.worker_groups))
     sizes = (topology.worker_groups, topology.workers_per_group, topology.shards)
     schedule = draw(name, seed, *sizes, mortal)
     elastic = [group for group in range(topology.worker_groups) if not leave_refusal(job, topology, group)]
+    # With fixed shares no other group would read the batches of one that has left.
     moves = draw_moves(name, seed, elastic) if schedule.mode == "lease" else ()
     return replace(schedule, faults=(*schedule.faults, *moves))
 
@@ -132,6 +124,7 @@ def run_trial(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialV
 
     def observe(sender: Address, to: Address, message: Message) -> None:
         seen[0] += 1
+        # Equal digests mean that two runs of a seed were the same, message by message.
         said = f"{trial.sim.now!r} {sender} {to} {type(message).__name__}"
         seen[1] = zlib.crc32(said.encode(), seen[1])
 
@@ -140,8 +133,10 @@ def run_trial(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialV
         while trial.run().crashed:
             crashes += 1
             trial = trial.again()
+            # Each start has a transport of its own.
             trial.transport.observers.append(observe)
         wrong = _text(trial.wrong())
+    # Every error is a finding about this seed; the other seeds still run.
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}"
     counted = (trial.kills, crashes, _moves(trial.log), trial.snapshots, seen[0], round(trial.sim.now, 4), seen[1])
@@ -170,10 +165,7 @@ def run_seeds(seeds: Sequence[int], job: Job | None = None, name: str = "") -> I
 
 
 def shrink(job: Job, verdict: TrialVerdict) -> tuple[TrialVerdict, tuple[int, ...]]:
-    """Shorten a schedule that shows a bug.
-
-    Returns the verdict of the shortest one found, and the indices of the faults that are left.
-    """
+    """Shorten a schedule that shows a bug; return its verdict and the faults left."""
     again = partial(run_trial, job, verdict.layout, verdict.seed)
     best, kept = verdict, tuple(range(len(verdict.schedule.faults)))
     shorter = True
@@ -184,6 +176,7 @@ def shrink(job: Job, verdict: TrialVerdict) -> tuple[TrialVerdict, tuple[int, ..
             found = again(chosen(verdict.schedule, fewer))
             if found.wrong:
                 best, kept, shorter = found, fewer, True
+                # From the beginning: without this fault an earlier one may be superfluous, too.
                 break
     return best, kept
 

@@ -36,6 +36,7 @@ def parameters(*counts: int, dtype: str = "float32") -> tuple[Parameter, ...]:
     return tuple(Parameter(f"p{i}", (count,), (1,), dtype, True) for i, count in enumerate(counts))
 
 
+# Thousands of seeds share a few layouts and lengths.
 @lru_cache(maxsize=64)
 def _plan(schema: tuple[Parameter, ...], shards: int, groups: int, rate: float) -> tuple[Schema, SliceMap]:
     tensors = [nn.Parameter(torch.zeros(p.shape, dtype=getattr(torch, p.dtype))) for p in schema]
@@ -45,10 +46,7 @@ def _plan(schema: tuple[Parameter, ...], shards: int, groups: int, rate: float) 
 
 
 class SimServer:
-    """A server at its address, as a process host runs it.
-
-    The transport delivers its replies.
-    """
+    """A server at its address, as a process host runs it."""
 
     def __init__(self, server: Server, transport: SimulatedTransport) -> None:
         self.server, self._transport = server, transport
@@ -76,15 +74,7 @@ class SimServer:
 class SimCluster:
     """All servers and worker clients of a job on a simulated transport.
 
-    They are connected like process hosts.
-
-    Args:
-        job: the job; its program is not run.
-        seed: the seed of all random choices.
-        network_faults: the faults of the network.
-        schema: the parameters of the model.
-        rate: the learning rate of the servers' SGD.
-        resumed: the snapshot that the job resumes from.
+    job: its program is not run. rate: the learning rate of the servers' SGD. resumed: the snapshot to resume from.
     """
 
     def __init__(
@@ -136,10 +126,7 @@ class SimCluster:
 
 @dataclass
 class SimWorker:
-    """One worker without a model.
-
-    Gradients are lists of one 1-D tensor per parameter.
-    """
+    """One worker without a model; a gradient is one 1-D tensor per parameter."""
 
     cluster: SimCluster
     me: Address
@@ -155,6 +142,7 @@ class SimWorker:
     def open(self, start: float = 0.0) -> "SimWorker":
         """Join the job. Worker (0,0) sends the initial values."""
         self.client.open(self.cluster.schema, self.cluster.map, self.flats)
+        # Only the first worker has the initial values, as in a job.
         if self.me.group == self.me.index == 0:
             for space in self.cluster.map.spaces:
                 self.flats.flat("local", space.index).fill_(start)
@@ -172,13 +160,11 @@ class SimWorker:
         return [self.view("params", index).clone() for index in range(len(self.cluster.map.parameters))]
 
     def push(self, gradient: Sequence[torch.Tensor], ordinal: int = 0) -> int:
-        """Push a gradient, bucket by bucket in random order.
-
-        Returns the bitmap of the buckets.
-        """
+        """Push a gradient, bucket by bucket; return the bitmap of the buckets."""
         for index, part in enumerate(gradient):
             self.view("local", index).copy_(part)
         buckets = list(self.cluster.map.buckets)
+        # The order in which a backward pass fills buckets is not promised to servers.
         self.cluster.random.shuffle(buckets)
         for bucket in buckets:
             present = (1 << len(bucket.pieces)) - 1
@@ -186,10 +172,7 @@ class SimWorker:
         return (1 << len(buckets)) - 1
 
     def backward(self, gradient: Sequence[torch.Tensor], ordinal: int = 0) -> list[torch.Tensor]:
-        """Run one backward of a group with several workers: push, and wait.
-
-        Returns the group's mean (or sum), per parameter.
-        """
+        """Run one backward of a group: push, and return its mean or sum, by parameter."""
         self.client.gradients.end_backward(self.steps, ordinal, 1.0, self.push(gradient, ordinal))
         for number, (_, body) in self.client.gradients.wait_means()[0].items():
             self.flats.view("seen", self.cluster.map.buckets[number]).copy_(body)
@@ -215,6 +198,7 @@ class SimWorker:
     def finish(self) -> "SimWorker":
         """Finish the script."""
         if self.me.index == 0:
+            # Sends the end of the model's buffers, for which a server waits although there are none.
             self.client.buffers.put([])
         self.client.finish(self.steps)
         return self

@@ -1,7 +1,7 @@
 """Disks of a simulation: they hold and verify snapshots, and serve them to resume.
 
-A published snapshot must be a state that the job has been in. Each batch has its own cells. So the cells with 1 in a
-snapshot must be exactly those of the batches that the snapshot lists.
+A published snapshot must be a state that the job has been in: as each batch has cells of its own, the cells with 1 must
+be exactly those of the batches that the snapshot lists.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,11 +38,7 @@ _VALID_REASONS = (" never came", " had to start again")
 
 @dataclass(frozen=True)
 class PublishedSnapshot:
-    """A published snapshot in memory, from which a crashed job restarts.
-
-    It implements `SnapshotSource`. passes: the first pass over the data that some worker had not completed, by the
-    workers' states; None: no worker has stored a state.
-    """
+    """A published snapshot in memory (`SnapshotSource`), from which a job restarts."""
 
     number: int
     version: int
@@ -50,6 +46,7 @@ class PublishedSnapshot:
     parameters: tuple[Parameter, ...]
     optimizer: str
     first_epoch: int | None
+    # The first pass over the data that some worker had not completed. None: no worker has stored a state.
     passes: int | None
     _steps: Mapping[int, int]
     _runs: Mapping[int, Runs]
@@ -110,11 +107,7 @@ class SimDisk:
 class SimDisks:
     """The disks of all hosts of one start of a job.
 
-    Args:
-        cluster: the simulated cluster with the servers.
-        schedule: has the amount of data that the job reads.
-        singly: each batch belongs to one worker, and is not divided among a group.
-        before: the snapshot that this start resumes from.
+    singly: each batch belongs to one worker, and is not divided among a group. before: the snapshot to resume from.
     """
 
     def __init__(
@@ -126,6 +119,7 @@ class SimDisks:
         self._over = 0 if before is None else before.first
         self.last = before
         self.published = 0
+        # Numbers go on after a crash, as on a disk that has the earlier snapshots.
         first = 1 if before is None else before.number + 1
         for me, sim_server in cluster.sim_servers.items():
             snapshots_of(sim_server.server).attach_host(SimDisk(self, me), first)
@@ -139,6 +133,7 @@ class SimDisks:
         """Carry out an order of a server."""
         if isinstance(what, DropSnapshot):
             self._values.pop(what.number, None)
+            # Simulated disks do not fail, and servers do not die alone, so no other reason can be right.
             if not what.why.endswith(_VALID_REASONS):
                 raise InvariantViolated(f"snapshot {what.number} was dropped: {what.why}")
             return
@@ -155,6 +150,7 @@ class SimDisks:
         self._answer(me, snapshot_parts(what.number, WRITTEN, {"server": str(what.server)}))
 
     def _answer(self, me: Address, parts: list[SnapshotPart]) -> None:
+        # A disk takes time, so other messages come between an order and its answer.
         def send() -> None:
             for part in parts:
                 self._cluster.sim_servers[me].handle(me, part)
@@ -188,8 +184,10 @@ class SimDisks:
 
     def _check(self, number: int, runs: Mapping[int, Runs], values: Mapping[str, torch.Tensor]) -> None:
         workers = self._cluster.topology.workers_per_group
+        # A batch has one cell for each worker of the group that reads it.
         of_epoch, each = self._schedule.batches * workers, 1 if self._singly else workers
         cells = torch.zeros(of_epoch * self._schedule.epochs)
+        # Snapshots do not list the batches of epochs that are over.
         cells[: self._over * of_epoch] = 1.0
         for epoch, listed in runs.items():
             for first, last in listed:  # the last range of a pass may exceed the number of batches

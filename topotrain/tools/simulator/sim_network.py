@@ -1,8 +1,7 @@
 """Simulated transport: a seeded network in virtual time, and actors with turns.
 
-A seed determines the run. All random choices come from one generator, and time is the time of the next event. Exactly
-one thread runs at any moment: the loop resumes an actor when its condition is true, and continues when the actor waits
-again. The loop itself calls residents without a thread of their own (servers).
+A seed determines the run. Exactly one thread runs at any moment: the loop resumes an actor when its condition is true,
+and continues when the actor waits again. The loop itself calls residents without a thread of their own (servers).
 
 Unlike a real transport this one may drop, duplicate and reorder messages, and cut a process off between two messages.
 """
@@ -28,8 +27,9 @@ class Deadlock(Exception):
     """No event is left, and some actors still wait. The text names them."""
 
 
+# Not an Exception: a script's own `except Exception` must not catch it.
 class _Stopped(BaseException):
-    """Ends an actor after its run. `except Exception` of a script cannot catch it."""
+    """Ends an actor after its run."""
 
 
 class _Actor:
@@ -39,6 +39,7 @@ class _Actor:
         self.name = name
         self.function = function
         self.turn = threading.Lock()
+        # Held from the start: the actor runs only when the loop has released it.
         self.turn.acquire()
         self.thread: threading.Thread | None = None
         self.ready: Callable[[], bool] = lambda: True
@@ -46,7 +47,7 @@ class _Actor:
         self.error: BaseException | None = None
 
     def start(self, back: threading.Lock) -> None:
-        """Start the thread. It releases `back` at its end."""
+        """Start the thread, which releases `back` at its end."""
         self.thread = threading.Thread(target=self._run, args=(back,), name=self.name, daemon=True)
         self.thread.start()
 
@@ -60,6 +61,7 @@ class _Actor:
             self.function()
         except _Stopped:
             pass
+        # The loop raises it on its own thread, where the test or the command sees it.
         except BaseException as error:
             self.error = error
         self.ended = True
@@ -67,14 +69,11 @@ class _Actor:
 
 
 class Simulation:
-    """Virtual time, and the actors in it.
-
-    Args:
-        seed: the seed of all random choices.
-    """
+    """Virtual time, and the actors in it; `seed` determines all random choices."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        # One generator for everything, and time is that of the next event: so a seed determines the run.
         self.random = random.Random(seed)
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -118,10 +117,7 @@ class Simulation:
         """Do nothing: the loop delivers the messages."""
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Let others run until `ready()`.
-
-        Raises RuntimeError if the caller is not an actor and would have to wait.
-        """
+        """Let others run until `ready()`. RuntimeError if a resident would have to wait."""
         actor = self._current
         while not ready():
             if actor is None or threading.current_thread() is not actor.thread:
@@ -133,10 +129,7 @@ class Simulation:
                 raise _Stopped
 
     def run(self, limit: float = math.inf) -> None:
-        """Run until all actors have ended and no event is left.
-
-        Args:
-            limit: the latest time (seconds).
+        """Run until all actors have ended and no event is left, or until `limit` seconds.
 
         Raises:
             Deadlock: no event is left and actors still wait, or the limit is reached.
@@ -149,6 +142,7 @@ class Simulation:
                     raise Deadlock(f"seed {self.seed}: after {limit:.3f} s it still runs")
                 self.now, _, do = heappop(self._events)
                 do()
+                # Before the next event: an actor that can go on must not see a later time.
                 self._run_actors()
             waiting = ", ".join(actor.name for actor in self._actors if not actor.ended)
             if waiting:
@@ -161,6 +155,7 @@ class Simulation:
         again = True
         while again:
             again = False
+            # From the beginning again: each actor may have made an earlier one ready.
             for actor in self._actors:
                 if not actor.ended and actor.ready():
                     self._resume(actor)
@@ -188,19 +183,14 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFaults:
-    """The faults of the network, in virtual seconds and probabilities per message.
+    """The faults of the network, in virtual seconds and probabilities per message."""
 
-    delay: the shortest and the longest. Messages between two residents keep their order.
-    late: the longest additional delay of a reordered or duplicated message, which may overtake others and be overtaken.
-    snapshots: a body is copied when it is sent. Otherwise it is read on arrival, as with shared memory.
-    """
-
-    delay: tuple[float, float] = (0.0005, 0.002)
-    late: float = 0.01
+    delay: tuple[float, float] = (0.0005, 0.002)  # the shortest and the longest
+    late: float = 0.01  # longest additional delay of a reordered or duplicated message
     drop: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0
-    snapshots: bool = True
+    snapshots: bool = True  # a body is copied when it is sent; else read on arrival, as with shared memory
 
 
 @dataclass(slots=True)
@@ -249,10 +239,7 @@ class SimulatedTransport:
         self._connections.add(frozenset((me, peer)))
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
-        """Send a message, or lose it; the send never blocks.
-
-        Raises TransportError without a connection.
-        """
+        """Send a message, or lose it; never blocks. TransportError without a connection."""
         if frozenset((me, to)) not in self._connections:
             raise TransportError(f"no way from {me} to {to}")
         self._crash_if_due(me, message)
@@ -264,9 +251,11 @@ class SimulatedTransport:
         chance, network_faults = self._simulation.random.random, self.network_faults
         # Through the codec, as between processes: a receiver never shares an object with the sender.
         message = decode(kind, meta, body)
+        # The crash may have come at this very message.
         if me in self._down:
             self.lost.append((me, to, message))
             return
+        # A fault that a network does not have draws no number, so it shifts no later draw.
         if network_faults.drop and chance() < network_faults.drop:
             return
         self._schedule(me, to, message, late=bool(network_faults.reorder) and chance() < network_faults.reorder)
@@ -280,12 +269,14 @@ class SimulatedTransport:
         """Draw the time; a message that is not `late` arrives after all earlier ones."""
         uniform, now = self._simulation.random.uniform, self._simulation.now
         time = now + uniform(*self.network_faults.delay)
+        # Not recorded: later messages may overtake it, and it may overtake earlier ones.
         if late:
             return time + uniform(0.0, self.network_faults.late)
         time = self._last[me, to] = max(time, self._last.get((me, to), 0.0))
         return time
 
     def _deliver(self, me: Address, to: Address, message: Message) -> None:
+        # At arrival, too: a process may have been paused after the message left.
         if self._paused and not self._paused.isdisjoint((me, to)):
             self.when_resumed(lambda: self._deliver(me, to, message), me, to)
             return
@@ -307,13 +298,10 @@ class SimulatedTransport:
     # --- injected faults -----------------------------------------------------------------------------------------
 
     def crash(self, who: Address, after: int = 0, kind: type[Message] = Message, tell: bool = False) -> None:
-        """Cut a process off: no message leaves or reaches it any more.
+        """Cut a process off: no message leaves or reaches it; earlier ones still arrive.
 
-        Messages that left before still arrive.
-
-        Args:
-            after: cut it at its first message of this kind after so many of them: between two messages of a burst.
-            tell: its peers are notified by `lost`, as when a connection ends.
+        after, kind: cut it at its first message of this kind after so many of them: between two messages of a burst.
+        tell: its peers are notified by `lost`, as when a connection ends.
         """
         self._crashes[who] = _PendingCrash(kind, after, tell)
         if after == 0 and kind is Message:
@@ -329,16 +317,14 @@ class SimulatedTransport:
     def _disconnect(self, who: Address) -> None:
         crash = self._crashes.pop(who)
         self._down.add(who)
+        # Sorted: the order of a set would change the draws of a seed.
         for pair in sorted(pair for pair in map(sorted, self._connections) if who in pair) if crash.tell else ():
             (peer,) = set(pair) - {who}
             time = self._simulation.now + self._simulation.random.uniform(*self.network_faults.delay)
             self._simulation.at(time, lambda peer=peer: self._residents[peer].lost(who, "closed by the peer"))  # type: ignore[misc]
 
     def revive(self, who: Address) -> None:
-        """Make the process reachable again, in its former state.
-
-        Lost messages stay lost.
-        """
+        """Make the process reachable again, in its former state. Lost messages stay lost."""
         self._crashes.pop(who, None)
         self._down.discard(who)
 
@@ -351,6 +337,7 @@ class SimulatedTransport:
         self._paused.discard(who)
         kept, self._kept = self._kept, []
         for whose, do in kept:
+            # As events, which the loop's thread runs; another process of the message may still be paused.
             self._simulation.at(self._simulation.now, lambda whose=whose, do=do: self.when_resumed(do, *whose))  # type: ignore[misc]
 
     def when_resumed(self, do: Callable[[], None], *whose: Address) -> None:

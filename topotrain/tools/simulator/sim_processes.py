@@ -11,16 +11,15 @@ from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransp
 from topotrain.tools.simulator.worker_observer import InvariantViolated
 
 
+# Not an Exception: a script's own `except Exception` must not catch it.
 class Killed(BaseException):
-    """The death of this worker's process. `except Exception` cannot catch it."""
+    """The death of this worker's process."""
 
 
+# Compared by identity: the process after a restart has the same address, and is another key.
 @dataclass(eq=False)
 class WorkerProcess:
-    """One process of a worker.
-
-    sent: the number of its messages. admitted: by the servers.
-    """
+    """One process of a worker; sent: the number of its messages."""
 
     me: Address
     incarnation: int
@@ -58,6 +57,7 @@ class CrashableWaiter:
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait as `Simulation.wait` does. Raises Killed when the process is over."""
+        # A dead process must leave its wait, or its thread would never end.
         self._sim.wait(lambda: self._process.over or ready())
         if self._process.over:
             raise Killed
@@ -67,10 +67,7 @@ class CrashableWaiter:
 
 
 class CrashableTransport(SimulatedTransport):
-    """A transport on which a worker's connections end with its process.
-
-    Messages in transit are lost from some byte on.
-    """
+    """A transport on which a worker's connections end with its process."""
 
     def __init__(
         self, sim: Simulation, worker_processes: Mapping[Address, WorkerProcess], network_faults: NetworkFaults | None
@@ -98,6 +95,8 @@ class CrashableTransport(SimulatedTransport):
 
         def arrive() -> None:
             now = self._worker_connection(me, to)
+            # A message of a former process, or of a connection that was cut meanwhile, is lost with its connection.
+            # Between servers connections stay.
             if sender is None or (now is not None and now[0] is sender[0] and self.cut.get(sender[1]) is not sender[0]):
                 self._deliver(me, to, message)
 
@@ -105,4 +104,5 @@ class CrashableTransport(SimulatedTransport):
 
     def replace(self, me: Address, resident: Endpoint) -> None:
         """Attach a process in place of the former one."""
+        # Not by `attach`, which refuses an address that is taken.
         self._residents[me] = resident

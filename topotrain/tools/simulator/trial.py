@@ -35,18 +35,13 @@ LONG = 10.0
 """Virtual seconds after the last fault, several times more than the slowest of these jobs needs."""
 
 
+# Not an Exception: the code under test must not catch it.
 class _Crashed(BaseException):
     """All processes of the job are gone."""
 
 
 class TrialScript:
-    """The script of one simulated worker process.
-
-    Args:
-        trial: the simulation.
-        worker: the worker.
-        process: its process, which may be dead.
-    """
+    """The script of one simulated worker process, which may be dead already."""
 
     def __init__(self, trial: "Trial", worker: SimWorker, process: WorkerProcess) -> None:
         self._trial, self._worker, self._process = trial, worker, process
@@ -69,20 +64,24 @@ class TrialScript:
         for epoch in self._epochs:
             begins = True
             for stream, seq, number in self._batches(epoch):
+                # A real worker stores its state at the begin of an epoch, and at a step that a snapshot names.
                 if begins and trial.schedule.every:
                     worker.client.extension(WorkerStateClient).save(EPOCH, passes_of(epoch))
                 if snapshot:
                     worker.client.extension(WorkerStateClient).save(snapshot, passes_of(epoch))
                 begins = False
                 worker.sleep(0.0, 0.004)
+                # It may have been killed while it computed.
                 if process.over:
                     raise Killed
                 batch = epoch * trial.batches + number
+                # Before the step, which overwrites values that were wrong for a while.
                 observer.check(worker.values())
                 outcome = worker.step(
                     self._gradient(batch * workers + worker.me.index), marks=(stream, seq, seq), samples=1
                 )
                 snapshot = outcome.snapshot
+                # The step of a process that died in it may count or not.
                 if not process.over:
                     trial.committed(worker.me)
                     observer.applied(range(batch * workers, (batch + 1) * workers))
@@ -96,12 +95,10 @@ class TrialScript:
         self._finish()
 
     def _train_singly(self, observer: WorkerObserver) -> None:
-        """Train with backup workers.
-
-        Each worker reads its own batches, some of them again, and joins the others after each epoch.
-        """
+        """Train with backup workers: each worker reads batches of its own."""
         trial, worker, process, workers = self._trial, self._worker, self._process, self._workers
         me = worker.me.index
+        # The others of its group went on meanwhile, so the step to join at is asked for.
         if process.incarnation:
             worker.go_on_at(worker.client.extension(BackupWorkersClient).catch_up().next)
         for epoch in self._epochs:
@@ -115,6 +112,7 @@ class TrialScript:
                 cell = epoch * trial.batches * workers + mine[number]
                 observer.check(worker.values())
                 outcome = worker.step(self._gradient(cell), marks=(stream, number, number), samples=1)
+                # The group committed this step without the worker, which computes the batch again for a later step.
                 if outcome.late:
                     worker.go_on_at(outcome.next)
                 elif not process.over:
@@ -122,6 +120,7 @@ class TrialScript:
                     trial.committed(worker.me)
                     observer.applied([cell])
                     observer.check(worker.values())
+            # A worker that has read its batches early joins the others for the next epoch.
             worker.go_on_at(worker.client.extension(BackupWorkersClient).catch_up(epoch).next)
 
     @property
@@ -147,6 +146,7 @@ class TrialScript:
         trial, group, client = self._trial, self._worker.me.group, self._worker.client
         units = self._unread(epoch, trial.batches)
         if trial.schedule.mode == "static":
+            # Numbered as by `training.data`: with this number the servers return the position of a restarted worker.
             stream = (epoch << 32) | STATIC | group
             mine = units[group :: trial.topology.worker_groups]
             for seq in range(client.extension(DataClient).applied(stream), len(mine)):
@@ -184,11 +184,7 @@ class CrashableSender:
 class Trial(SimCluster):
     """A simulated cluster with faults.
 
-    Args:
-        job, seed: as for `SimCluster`.
-        schedule: the faults, and the name of the network's faults.
-        network_faults: the network's faults instead of the schedule's.
-        before: the trial that crashed, of which this is the next start.
+    network_faults: instead of the schedule's. before: the trial that crashed, of which this is the next start.
     """
 
     script_class = TrialScript
@@ -205,6 +201,7 @@ class Trial(SimCluster):
         self.worker_processes: dict[Address, WorkerProcess] = {}
         self.batches, self.epochs = schedule.batches, schedule.epochs
         self.singly = singly(job)
+        # A fault is its own key, so two equal ones are one.
         self._faults = list(dict.fromkeys(schedule.faults))
         self._left = {fault: fault.after for fault in self._faults}
         self._aways: dict[WorkerProcess, float] = {}  # of processes that lose a connection
@@ -220,10 +217,12 @@ class Trial(SimCluster):
         self.disks: SimDisks | None = None
         self.resumed: PublishedSnapshot | None = None if before is None or before.disks is None else before.disks.last
         cells = self.batches * self.epochs * job.cluster.nworkers_per_group
+        # Long enough that several servers hold a part: cuts are at multiples of 64 elements.
         schema = parameters(cells, max(cells, 150), max(cells, 256))
         super().__init__(job, seed, network_faults or NETWORKS[schedule.network], schema, resumed=self.resumed)
         if before is not None:
             self._continue(before)
+        # Some layouts cannot take snapshots.
         if not snapshots_of(self.server(0, 0)).refusal:
             self.disks = SimDisks(self, schedule, self.singly, self.resumed)
         self._open()
@@ -241,10 +240,7 @@ class Trial(SimCluster):
         return self._published + (0 if self.disks is None else self.disks.published)
 
     def again(self) -> "Trial":
-        """Return the next start of the job after a crash.
-
-        It resumes from the newest snapshot, or starts at the beginning.
-        """
+        """Return the next start of the job, from the newest snapshot or the beginning."""
         return Trial(self.job, self.sim.seed, self._left_over, self._network_faults, self)
 
     @property
@@ -276,10 +272,7 @@ class Trial(SimCluster):
         return client
 
     def _open(self) -> None:
-        """Start the servers at random times.
-
-        A server connects to a peer when both have started, and then admits workers.
-        """
+        """Start the servers at random times."""
         within = self.schedule.opens
         there = {
             me: self.sim.now + (self.sim.random.uniform(0.0, within) if within else 0.0) for me in self.sim_servers
@@ -288,6 +281,7 @@ class Trial(SimCluster):
         for me in self.sim_servers:
             for peer in peers(me, self.topology):
                 time = max(there[me], there[peer])
+                # A server admits workers when all its peers have started and are connected.
                 self._opens[me] = max(self._opens[me], time)
                 if time > self.sim.now:
                     self.sim.at(time, lambda me=me, peer=peer: self._call(me, peer))  # type: ignore[misc]
@@ -311,6 +305,7 @@ class Trial(SimCluster):
         """Execute the faults that are due at this message, before it is sent."""
         if process.over:
             return
+        # A copy: `inject` removes the fault.
         for fault in list(self._faults):
             theirs = (fault.group, fault.index) == process.me[1:] and fault.incarnation == process.incarnation
             if fault.at < 0 and theirs and isinstance(message, fault.kind):
@@ -332,12 +327,14 @@ class Trial(SimCluster):
         elif fault.what is FaultKind.PAUSE:
             paused = Address(Role.WORKER, fault.group, fault.index)
             if fault.server >= 0:
+                # Only a server of this worker's group: a pause of another would not hold the worker up.
                 paused = self.clients[paused].channel.servers[fault.server]
             self.transport.pause(paused)
             self.sim.at(self.sim.now + fault.away, lambda: self.transport.resume(paused))
         elif fault.what is FaultKind.CRASH:
             raise _Crashed
         elif self.disks is not None:
+            # A clock that jumps triggers snapshots at a wrong moment, and several of them.
             for _ in range(3):
                 self.disks.ask()
 
@@ -348,10 +345,7 @@ class Trial(SimCluster):
             self.sim.at(self.sim.now + self.schedule.every, self._tick)
 
     def kill(self, group: int, away: float, index: int = 0) -> None:
-        """Kill all processes of a group, or one process.
-
-        They restart after `away` seconds, unless their scripts have ended.
-        """
+        """Kill a group, or one process; they restart after `away` seconds if not over."""
         if not all(self.worker_processes[me].over for me in self._killed_together(group, index)):
             self._kill(self._killed_together(group, index), away)
 
@@ -364,13 +358,16 @@ class Trial(SimCluster):
         self.deaths.append((self.sim.now, workers[0].group))
         for me in workers:
             process, client = self.worker_processes[me], self.clients[me]
+            # The messages that a pause holds back must not wait for a dead process.
             self.transport.resume(me)
             for server in sorted({*client.channel.servers, client.channel.first_server}) if not process.over else ():
                 self.sim.at(self._notice_time(), lambda process=process, server=server: self._end(process, server))  # type: ignore[misc]
+            # Last: only a living process has connections that end.
             process.kill()
         worker_processes = [self.worker_processes[me] for me in workers]
 
         def again() -> None:
+            # Another fault may have restarted some of them already.
             if [self.worker_processes[me] for me in workers] == worker_processes:
                 self._restart(workers)
 
@@ -384,6 +381,7 @@ class Trial(SimCluster):
         server = client.channel.servers[fault.server]
 
         def notice() -> None:
+            # Only worker (0,0) ends with a reply of the servers, so only its last messages have surely arrived.
             if (
                 self.worker_processes[worker] is process
                 and process.over
@@ -396,6 +394,7 @@ class Trial(SimCluster):
             client.lost(server, "the connection was cut")
 
         self._aways[process] = fault.away
+        # Both ends notice the cut, each at a time of its own.
         self.sim.at(self._notice_time(), lambda: self._end(process, server))
         self.sim.at(self._notice_time(), lambda: self.transport.when_resumed(notice, worker))
 
@@ -406,6 +405,7 @@ class Trial(SimCluster):
     def _end(self, process: WorkerProcess, server: Address) -> None:
         """Deliver the end of a connection to a server."""
         if self.transport.cut.get((process.me, server)) is not process and self.worker_processes[process.me] is process:
+            # Once per process: a cut and a death may end the same connection.
             self.transport.cut[process.me, server] = process
             if self.schedule.detects and process.admitted:
                 sim_server = self.sim_servers[server]
@@ -427,6 +427,7 @@ class Trial(SimCluster):
         def run_process() -> None:
             try:
                 opens = max(self._opens[server] for server in {*client.channel.servers, client.channel.first_server})
+                # A real worker retries until its servers listen.
                 if opens > self.sim.now:
                     self.sim.sleep(opens - self.sim.now)
                 if process.over:
@@ -441,6 +442,7 @@ class Trial(SimCluster):
             except Killed:
                 pass
             except PeerLost:
+                # A worker that has lost a server ends, and the launcher restarts its group.
                 self.kill(me.group, self._aways[process], me.index)
 
         self.sim.actor(f"{me} of incarnation {process.incarnation}", run_process)
@@ -456,7 +458,9 @@ class Trial(SimCluster):
             self.sim.at(self.sim.now + self.schedule.every, self._tick)
         for fault in list(self._faults):
             if fault.at >= 0:
+                # A time in the past, of an earlier start, means now.
                 self.sim.at(fault.at, lambda fault=fault: self.inject(fault))  # type: ignore[misc]
+        # Until then a right run may still be waiting for a fault; LONG counts from the last one.
         pauses = sum(fault.away + max(fault.at, 0.0) for fault in self._faults)
         try:
             self.sim.run(self.sim.now + LONG + pauses)
@@ -465,6 +469,7 @@ class Trial(SimCluster):
         if self.crashed:
             return self
         for me, sim_server in self.sim_servers.items():
+            # A run may end well and leave a vote behind, which would hold up a longer job.
             if sim_server.server.decisions.undecided:
                 raise InvariantViolated(
                     f"{me} still waits for votes about {sim_server.server.decisions.undecided} steps after the end"
@@ -485,6 +490,7 @@ class Trial(SimCluster):
         All are wrong if worker (0,0) has not finished.
         """
         cells = self.batches * self.epochs * self.topology.workers_per_group
+        # A cell number of -1 marks a script that never came to its end.
         if not self.final:
             return [(-1, -1, 0.0)]
         return [

@@ -14,12 +14,7 @@ class InvariantViolated(Exception):
 
 
 class WorkerObserver:
-    """Observes one process of a worker.
-
-    Args:
-        name: of the worker, for error messages.
-        cells: the number of cells at the beginning of each parameter.
-    """
+    """Observes one process of a worker; cells: how many each parameter begins with."""
 
     def __init__(self, name: str, cells: int) -> None:
         self._name = name
@@ -33,11 +28,14 @@ class WorkerObserver:
 
     def check(self, values: Sequence[torch.Tensor]) -> None:
         """Check the present parameters. Raises InvariantViolated."""
+        # Copies: the values change in place before the next check. Behind the cells there is padding.
         seen = [part[: self._cells].clone() for part in values]
         for number, found in enumerate(seen):
             self._refuse(number, found, (found != 0) & (found != 1), "where 0 or 1 is right")
+            # A worker must see its own updates at once.
             self._refuse(number, found, self._mine & (found != 1), "which its group has counted already")
             if self._before:
+                # A version that a worker has seen never falls.
                 self._refuse(number, found, found < self._before[number], "which was 1 before")
         self._before = seen
 

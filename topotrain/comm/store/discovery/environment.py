@@ -4,8 +4,6 @@ TOPOTRAIN_RENDEZVOUS, a URL, comes first. Else MASTER_ADDR and MASTER_PORT, as m
 store of topotrain. Under torchrun (TORCHELASTIC_USE_AGENT_STORE) torch's own store has that port. It then holds one
 value, the URL of topotrain's store, which the unit of rank 0 serves at a free port. Its address is TOPOTRAIN_HOST, if
 that is set; else the loopback if all processes are on one machine, else MASTER_ADDR.
-
-A process that finds an old URL in torch's store (of a start before a restart) retries until the right one answers.
 """
 
 import time
@@ -36,14 +34,11 @@ _PAUSE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class MasterAddress:
-    """The values of MASTER_ADDR and MASTER_PORT.
-
-    torch: the port is that of torch's own store, of this attempt.
-    """
+    """The values of MASTER_ADDR and MASTER_PORT."""
 
     host: str
     port: int
-    torch: bool
+    torch: bool  # the port is that of torch's own store, of this attempt
     attempt: str
     alone: bool  # all processes are on this machine
     reach: str  # the address at which others reach this machine, if it is set
@@ -92,10 +87,7 @@ def _serve(name: str, port: int, secret: bytes) -> "TcpServer | None":
 
 
 def named_url(url: StoreUrl, environ: Mapping[str, str]) -> str:
-    """Return the URL of TOPOTRAIN_RENDEZVOUS, "" if it is not set.
-
-    Raises StoreError.
-    """
+    """Return the URL of TOPOTRAIN_RENDEZVOUS, or "". Raises StoreError."""
     named = environ.get(VARIABLE, "")
     if named and parse(named).scheme == "env":
         raise url.fail(
@@ -149,9 +141,11 @@ def _find_published(master: MasterAddress, secret: bytes, patience: float) -> St
     while True:
         with _torch_errors(master):
             url = parse(store.get(_key(master)).decode())
+        # The URL may be that of a store that has ended with an earlier start, and be replaced any moment.
         found = TcpStore(url.host, url.port, secret, _PROBE_S)
         try:
             found.keys("no-such-key")
+        # Another secret: a later try would be refused, too.
         except AccessDenied:
             found.close()
             raise
@@ -171,10 +165,12 @@ def _torch_store(master: MasterAddress) -> Any:
     make: Any = vars(dist)["TCPStore"]  # re-exported without being declared in its type stubs
     deadline = timedelta(seconds=RENDEZVOUS_S)
     with _torch_errors(master):
+        # A client: torchrun's agent serves this store, and counts no workers there.
         return make(master.host, master.port, None, False, deadline, wait_for_workers=False)
 
 
 def _key(master: MasterAddress) -> str:
+    # torch's store outlives a restart of the workers, and would still have the URL of the attempt before.
     return f"{PUBLISHED}/{master.attempt}"
 
 

@@ -55,13 +55,11 @@ def _watch_rank(store: Store, rank: int, until: float, known: bytes | None = Non
 
 
 def _agrees(store: Store, rank: int, values: bytes, name: str, until: float) -> bool:
-    """Whether the rank agrees to the prefix.
-
-    False when it was restarted and has another number now.
-    """
+    """Whether the rank agrees to the prefix; False when it was restarted."""
     number = _read(values)["number"]
     while True:
         value = _read(values)
+        # A process that was started again has drawn another number.
         if value["number"] != number:
             return False
         if value["room"] == name:

@@ -29,20 +29,15 @@ class UnknownJob(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """The record of a job.
+    """The record of a job."""
 
-    id: a part of a key, [a-z0-9_-][a-z0-9_.-]*. state: running, done, failed or stopped; on reading also lost, for a
-    running job without a heartbeat. started, heartbeat (the latest one, 0 before the first): seconds since 1970 by the
-    clock of the job's host. units: how many. hosts: their addresses.
-    """
-
-    id: str
+    id: str  # a part of a key, [a-z0-9_-][a-z0-9_.-]*
     name: str
-    state: str = RUNNING
-    started: float = 0.0
-    units: int = 1
-    hosts: tuple[str, ...] = ()
-    heartbeat: float = 0.0
+    state: str = RUNNING  # on reading also lost: a running job without a heartbeat
+    started: float = 0.0  # seconds since 1970 by the clock of the job's host
+    units: int = 1  # how many
+    hosts: tuple[str, ...] = ()  # their addresses
+    heartbeat: float = 0.0  # the latest one, as `started`; 0 before the first
 
     def as_data(self) -> dict[str, Any]:
         """Return the fields as JSON data."""
@@ -92,10 +87,7 @@ class Registry:
         return self._read(id, self._raw(id))
 
     def beat(self, id: str, ttl: float = BEAT_TTL) -> None:
-        """Renew the heartbeat for `ttl` seconds.
-
-        Raises UnknownJob when the record is gone.
-        """
+        """Renew the heartbeat for `ttl` seconds. Raises UnknownJob without a record."""
         raw = self._raw(id)
         self._store.compare_and_set(_key(id), raw, raw, KEEP)  # if it loses against a change, that has renewed it
         self._store.set(_alive(id), repr(time.time()).encode(), ttl)
@@ -120,10 +112,7 @@ class Registry:
         self._store.delete(_alive(id))
 
     def stop(self, id: str) -> JobRecord:
-        """Ask a job to end, if it has not; return its record before that.
-
-        Raises UnknownJob.
-        """
+        """Ask a job to end, if it has not; return its record. Raises UnknownJob."""
         record = self.view(id)
         if record.state not in ENDED:
             self._store.set(stop_key(id), b"stop", KEEP)
@@ -152,10 +141,7 @@ class Registry:
 
 
 def stop_key(id: str) -> str:
-    """Return the key that a job watches for a request to end.
-
-    Within `jobs/ID` it is `stop`.
-    """
+    """Return the key that a job watches for a request to end."""
     return f"jobs/{id}/stop"
 
 

@@ -46,10 +46,7 @@ class RankClaim:
         self._thread.start()
 
     def others(self) -> dict[int, str]:
-        """Return the texts of the processes that have renewed their claims, by rank.
-
-        A process counts once it was seen to renew since the first look.
-        """
+        """Return the texts of the processes that were seen to renew their claims, by rank."""
         found = {}
         for key in self._store.keys("seats/"):
             number = int(key.rpartition("/")[2])
@@ -100,17 +97,14 @@ class RankClaim:
 
 
 class PollingStore(PrefixStore):
-    """A part of a store that watches the other claims while it waits.
-
-    `watch` calls `check_others` every `BEAT_S` seconds, which may raise.
-    """
+    """A part of a store that calls `check_others` every BEAT_S seconds of a `watch`."""
 
     def __init__(self, store: Store, prefix: str, claim: RankClaim) -> None:
         super().__init__(store, prefix)
         self._own = claim
 
     def check_others(self, others: dict[int, str]) -> None:
-        """Judge the texts of the others; may raise."""
+        """Check the texts of the others; may raise."""
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
         """See `Store`."""

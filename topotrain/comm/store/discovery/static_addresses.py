@@ -39,10 +39,7 @@ class StaticStore:
         self._parts = [split_address(address) for address in addresses]
 
     def place(self, group: int, index: int) -> tuple[str, int]:
-        """Return the numeric address and the port of a server.
-
-        Raises StoreError, also for an unknown name.
-        """
+        """Return the numeric address and the port of a server. Raises StoreError."""
         number = group * self.shards + index
         if index >= self.shards or number >= len(self._parts):
             raise StoreError(f"server {group}/{index} is not among {', '.join(self.addresses)}")
@@ -50,15 +47,13 @@ class StaticStore:
         return numeric(host), port
 
     def get(self, key: str) -> bytes | None:
-        """Return the URL under one of the two kinds of key.
-
-        Raises StoreError for any other.
-        """
+        """Return the URL under one of the two kinds of key, or raise StoreError."""
         check_key(key)
         found = _KEY.fullmatch(key)
         if found is None:
             raise StoreError(f"{key}: a list of addresses holds nothing but the servers'")
         host, port = self.place(int(found[1]), int(found[2]))
+        # As `TcpTransport` decides by the address: TLS wherever another machine can reach.
         return url_of(host, port, "tcp" if is_loopback(host) else "tls").encode()
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
@@ -83,10 +78,7 @@ class StaticStore:
         raise StoreError(f"{key}: a list of addresses cannot be written")
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Raise StoreError: a list of addresses cannot be searched.
-
-        The servers' numbers follow from the layout, so no process needs to search.
-        """
+        """Raise StoreError: a list of addresses cannot be searched."""
         raise StoreError("a list of addresses cannot be searched")
 
     def close(self) -> None:
@@ -105,10 +97,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def numeric(host: str) -> str:
-    """Return a host's numeric address; of a name, the first one.
-
-    Raises StoreError.
-    """
+    """Return a host's numeric address; of a name, the first one. Raises StoreError."""
     if host == "localhost":
         return "127.0.0.1"
     try:
