@@ -1,7 +1,4 @@
-"""The common context of one server's parts.
-
-It has the model, the worker groups, the messages to send, and the extensions.
-"""
+"""The context that all parts of a server use: model, groups, messages, extensions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -17,10 +14,7 @@ from topotrain.core.server.server_extension import ExtensionHooks
 
 
 class StartPoint:
-    """The start of a job: with the values of worker (0,0).
-
-    A subclass starts with those of an earlier run.
-    """
+    """The start of a job: values of worker (0,0), or in a subclass of an earlier run."""
 
     first_epoch = 0
     """All epochs before this one are read."""
@@ -123,6 +117,7 @@ class WorkerGroups:
         self._paused: set[int] = set()
         self._returned: set[int] = set()  # groups that came back before all had the same start
         for group in self.groups:
+            # Only group 0 trains during the warm-up, and it must not wait for the others.
             if group != 0 and job.warmup_steps:
                 self.clocks.leave(group)
 
@@ -175,6 +170,7 @@ class WorkerGroups:
     def resume(self, group: int, clock: int) -> None:
         """Other groups wait for this one again, which is at `clock`."""
         self._paused.discard(group)
+        # Its scripts may have ended since the decision was made, and then no group may wait for it.
         if self.runs(group):
             self.clocks.join(group, clock)
 
@@ -185,18 +181,13 @@ class WorkerGroups:
     def restore_clocks(self, clocks: Mapping[int, int]) -> None:
         """Continue the clocks of an earlier start of the job."""
         ours = {group: clock for group, clock in clocks.items() if group in self.groups}
+        # Where a group is new here, all start at the slowest clock of the whole earlier run.
         self.clocks.go_on(ours if ours.keys() == set(self.groups) else clocks)
 
     def start_together(self, clock: int, earlier: Mapping[int, int] | None) -> list[int]:
-        """Start all groups at the same clock.
-
-        In a resumed job each starts where an earlier start of the job has left it.
-
-        Returns:
-            The groups that came back before, and join now.
-        """
+        """Start all groups at one clock. Returns those that came back before, and join."""
         self.clocks.set_all(clock)
-        if earlier is not None:
+        if earlier is not None:  # a resumed job: each group starts where the earlier run has left it
             self.restore_clocks(earlier)
         for group in self.groups:
             # Shards come to this between different decisions, so a pause has to outlast it.
@@ -206,6 +197,7 @@ class WorkerGroups:
 
     def reset(self, group: int, ended: bool) -> None:
         """The workers of the group are gone; ended: all their scripts had ended."""
+        # New processes of ended scripts run to the same end, so the group does not train again.
         if not ended:
             self._finished[group] = {}
 
@@ -259,6 +251,7 @@ class MessageQueue:
                 return
         for extension in self._hooks.on_sent.get(type(message), ()):
             extension.on_sent(to, message)
+        # Handled later, and not here: the part that sends is in the middle of its own change of state.
         if to == self._me:
             self.pending.append((to, message))
         elif self._outbox is not None:
