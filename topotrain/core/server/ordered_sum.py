@@ -49,6 +49,7 @@ def canonical_mean(
     if divide and len(weights) > 1 and out.dtype is torch.float16:
         parts = _with_headroom(parts, equal, len(weights) if equal else sum(weights))
         weights, equal = [weight for weight, _ in parts.values() if weight > 0], False
+    # Workers with weight 0 repeat a sample so that all take part in the backward. Their gradients do not count.
     started = False
     for unit in tree:
         terms = [(parts[w][0], parts[w][1]) for w in unit if w in parts and parts[w][0] > 0]
@@ -56,11 +57,13 @@ def canonical_mean(
         if not grads:
             continue
         if not started:
+            # The first unit is summed in `out` itself, so that a group on one host needs no other buffer.
             _sum_unit(grads, equal, out, scratch)
             started = True
         elif len(grads) == 1:
             out.add_(_scaled(grads[0], equal, scratch))
         else:
+            # Apart from `out`: (a + b) + (c + d) has other bits than ((a + b) + c) + d.
             partial = scratch.like(0, out)
             _sum_unit(grads, equal, partial, scratch)
             out.add_(partial)
@@ -116,6 +119,7 @@ def _divide(out: torch.Tensor, by: float) -> None:
 
 def _sum_unit(grads: list[tuple[float, torch.Tensor]], equal: bool, out: torch.Tensor, scratch: ScratchBuffers) -> None:
     weight, first = grads[0]
+    # One pass over the memory: the first part is not copied before the second is added.
     if equal and len(grads) > 1:
         torch.add(first, grads[1][1], out=out)
         rest = grads[2:]
