@@ -37,7 +37,7 @@ def all_finite(x: torch.Tensor) -> bool:
 
 
 NOBODY = -1  # instead of a worker: the sum is not finite; instead of a parameter: it is a table's
-_MOST_IN_A_ROW = 3  # one bad batch is no reason to end a group, and a diverged model never recovers
+_MOST_IN_A_ROW = 3  # one bad batch is no reason to end a group
 
 
 def spoiled(bucket: Bucket, present: int, gradient: torch.Tensor) -> int | None:

@@ -49,9 +49,9 @@ def canonical_mean(
     if divide and len(weights) > 1 and out.dtype is torch.float16:
         parts = _with_headroom(parts, equal, len(weights) if equal else sum(weights))
         weights, equal = [weight for weight, _ in parts.values() if weight > 0], False
-    # Workers with weight 0 repeat a sample so that all take part in the backward. Their gradients do not count.
     started = False
     for unit in tree:
+        # Workers with weight 0 repeat a sample so that all take part in the backward. Their gradients do not count.
         terms = [(parts[w][0], parts[w][1]) for w in unit if w in parts and parts[w][0] > 0]
         grads = [(weight, grad) for weight, grad in terms if grad is not None]
         if not grads:

@@ -126,7 +126,7 @@ class PullReplies:
         model = self._state.model
         if model is None:
             return
-        # Taken out first: sending may call this method again through an extension.
+        # Replies that still wait are put back in their order.
         waiting, self._held = self._held, []
         for held in waiting:
             if not self._may_read(held.worker.group) or not self._all_wait(held, waiting):
@@ -148,7 +148,7 @@ class PullReplies:
         return clocks.may_start(group)
 
     def show_early(self, group: int, bucket: Bucket, version: int) -> None:
-        """Send a new bucket before the next one is computed, if the group waits for no other."""
+        """Send a new bucket before the next one is computed, if its group never waits."""
         if self._shows_early and self._state.common:
             model = self._state.known
             self._stream(model, group, bucket, model.staging[group].step, version)
