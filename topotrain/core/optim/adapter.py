@@ -422,10 +422,9 @@ class SliceUpdate:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        # Without `_set` while no step was taken: it would compare equal to the hyper-parameters of the first step.
         for key, name, value in state["entries"]:
             self.load_state(key, name, self._shaped(key, value))
-        if state["hyper"]:
+        if state["hyper"]:  # empty before the first step, which brings them
             self._set(state["hyper"])
             self._correct_rate(state["scale"])
 

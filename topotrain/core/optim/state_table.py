@@ -104,7 +104,7 @@ def model_file(parameters: Sequence[Parameter]) -> FlatFile:
 
 
 def state_file(parameters: Sequence[Parameter], table: Table) -> FlatFile:
-    """Return the layout of the file of optimizer state. Raises ValueError as `lay_out`."""
+    """Return the layout of the file of the state. Raises ValueError as `lay_out`."""
     told = []
     # Sorted, because all servers compute this layout, and their optimizers may hold entries in another order.
     for index in sorted(table):
