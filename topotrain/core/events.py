@@ -93,7 +93,7 @@ class StepDone(Event):
 
 @event
 class Skipped(Event):
-    """A step changed no value, because a gradient was not finite. It used up its batch.
+    """A step changed no value because a gradient was not finite. It used up its batch.
 
     step: counted from 1. total: the number of steps that this process has skipped.
     by: the worker that computed the gradient. "": only the sum of its group is known.

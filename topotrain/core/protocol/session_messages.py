@@ -172,7 +172,7 @@ class RingReply(Message):
 @message(34, _BETWEEN_GROUPS)
 @dataclass(frozen=True, slots=True)
 class Drained(Message):
-    """Server -> same shard in other groups: its groups ended, and all updates are sent."""
+    """Server -> same shard in other groups: its groups ended, all updates are sent."""
 
 
 @message(35, Route(Sender.SAME_SHARD, Receiver.FIRST_GROUP, Condition.SERVER_GROUPS))

@@ -96,7 +96,7 @@ class Clocks:
         self._clock, self._away = dict(state["clock"]), set(state["away"])
 
 
-RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS, REPLACED = 1, 2, 3, 4, 5, 6, 7  # Apply.change
+RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS, REPLACED = 1, 2, 3, 4, 5, 6, 7  # StepDecision.change
 
 MOST_DECISIONS = 1 << 16  # that some shard has not said it has applied: steps are decided one by one
 _MOST_EXITS = 1 << 14  # of one worker, that others of its group have not made: a faulty worker must not fill the memory

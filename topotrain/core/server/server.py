@@ -148,6 +148,7 @@ class Server:
                 self.queue.send(sender, m.Fail(f"{self.me} refuses what {sender} said: {error}"))
 
     def _receive(self, sender: Address, message: m.Message) -> None:
+        # First of all: a message of a process before a restart must be neither held nor refused, but dropped.
         for extension in self.hooks.accepts:
             if not extension.accepts(sender, message):
                 return
@@ -237,6 +238,7 @@ class Server:
         if extension is not None:
             return extension.place(sender, message, viewable)
         model = self.state.model
+        # Without a model no size is known: a view is held with its message, any other body is refused.
         if model is None or isinstance(message, m.SharedBuffer):
             return None
         if isinstance(message, m.ModelBufferValue):
@@ -247,6 +249,7 @@ class Server:
             return model.flats.view("unwanted" if self.state.has_values(message.bucket) else "values", bucket)
         if isinstance(message, m.StatePart):
             piece = model.piece(message.bucket, message.piece)
+            # The handler copies it at once, so all entries of all workers use one buffer.
             return model.flats.view("scratch", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
         # The sender's memory is read where it is: a view needs no buffer and no copy.
         if viewable:

@@ -219,7 +219,7 @@ class ModelStart:
             self._startup.show(sender)
 
     def shared_buffer(self, sender: Address, message: m.SharedBuffer) -> None:
-        """Use memory that a worker, or the first server of the group, shares with it."""
+        """Use shared memory of a worker, or of the first server of the group."""
         if sender.role is Role.SERVER:
             self._startup.window(message)
             self._open(sender)
@@ -311,6 +311,7 @@ class ModelStart:
         others = range(1, state.topology.server_groups)
         if state.common or state.me.group != 0 or not state.complete or self._ready_groups != set(others):
             return
+        # Group 0 may end before its warm-up is over, and then the others must not wait for ever.
         if self._groups.clocks.clock(0) < state.job.warmup_steps and self._groups.runs(0):
             return
         for group in others:
