@@ -90,7 +90,7 @@ class Client:
             m.Applied: self.steps.on_applied,
             m.Fail: self.channel.on_failure,
         }
-        # Only a restarted worker handles WorkerRejoined, and checks each message for being its own.
+        # Only a restarted worker gets WorkerRejoined, and has to check whether a message is for it.
         returned = (self.rejoin,) if self._returned else ()
         for extension in (*returned, self.optimizer_state, self.buffers, self.shared_buffers, *extensions):
             self.attach(extension)

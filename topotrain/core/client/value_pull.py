@@ -48,7 +48,7 @@ class ValuePull:
         # In a split model the servers send a worker only the buckets that it holds.
         self._awaited = len(self._model.held)
         self._lazy = lazy
-        # In shared memory the values change in place, so nothing comes early.
+        # In shared memory the reply to the commit announces the values, unless the pull is lazy.
         self._early = streams and (lazy or not self._model.windowed)
 
     def observe(self, observer: ValueObserver) -> None:

@@ -254,6 +254,7 @@ def _plain(value: Any, deep: bool = False) -> Any:
     if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:  # a tensor or a NumPy number
         return value.item()
     if isinstance(value, float | int | str):
+        # A subclass, such as NumPy's float64, becomes the plain type, which JSON and comparisons take.
         return {float: float, int: int, str: str}[next(k for k in (float, int, str) if isinstance(value, k))](value)
     raise TypeError(kind)
 
@@ -266,6 +267,7 @@ def _groups(data: Any) -> tuple[dict[str, Any], ...]:
 
 def _setting(name: str, value: Any) -> Any:
     if isinstance(value, list):  # torch has tuples there: betas, etas, step_sizes
+        # A list inside a list is refused as a dictionary is.
         return tuple(_setting(name, item) if not isinstance(item, list) else _setting(name, {}) for item in value)
     if isinstance(value, dict) or name in _BOOKKEEPING:
         raise ConfigError(

@@ -159,6 +159,7 @@ class DecisionLog:
         vote.shards.add(shard)
         if message.members:
             members = frozenset(worker for worker in message.members if self._holds(message, worker))
+            # United, because a vote with fewer workers may arrive after one with more.
             vote.members[shard] = vote.members.get(shard, frozenset()).union(members)
         # At most once per shard, because the norm is a sum. Votes with members have none.
         vote.add_norm(message)

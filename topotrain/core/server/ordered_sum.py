@@ -17,6 +17,7 @@ class ScratchBuffers:
     """Numbered buffers that are used again."""
 
     def __init__(self) -> None:
+        # One sum uses several at once: 0 for the sum of a unit, 1 for a weighted part, 2 for a result that is not kept.
         self._held: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def like(self, number: int, like: torch.Tensor) -> torch.Tensor:

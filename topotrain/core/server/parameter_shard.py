@@ -79,7 +79,7 @@ class OptimizerState:
                 for place in unit.places[key]:
                     parts += 1
                     yield self._part(number, place, name, value, whole)
-        # The count tells the worker when all parts are here: they may arrive in any order after a reconnect.
+        # The count tells the worker when all parts are here, also on a transport that reorders them.
         yield m.StatePart(number, -1, -1, float(parts), "")
 
     def _part(
@@ -114,7 +114,7 @@ class OptimizerState:
         if held is None:
             held = self._loading[entry] = torch.empty(places[-1].hi, dtype=like.dtype)
         held[place.lo : place.hi] = typed(part.body, like)
-        # A worker sends the pieces in order, so the last one completes the entry.
+        # A worker sends the pieces in order, and real transports keep it: the last one completes the entry.
         if place is places[-1]:
             loaded = self._loading.pop(entry)
             if unit.whole:

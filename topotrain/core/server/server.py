@@ -257,7 +257,8 @@ class Server:
         if sender.role is Role.WORKER and sender.group in self.groups:
             coded = model.codec.landing(sender, bucket) if isinstance(message, m.Push) else None
             if coded is not None or isinstance(message, m.Push | m.GradientOverride):
-                # A buffer per worker: the sum has a fixed order, so it waits until all parts are here.
+                # A buffer per worker: the sum has a fixed order, so it waits for the parts of all. An override comes
+                # after the mean, when the worker's part is not needed any more.
                 return model.flats.view(f"push {sender.group}/{sender.index}", bucket) if coded is None else coded
         if isinstance(message, (*_EXCHANGES, m.FinalValue)):
             # The next message of this group overwrites it, so handlers copy what they keep.

@@ -186,12 +186,12 @@ class StepContributions:
         staging = self._state.known.staging[sender.group]
         if not self._hooks.policy.accepts_commit(sender, message, staging.step):
             return
-        # A commit that is sent again after a restart or reconnect, when the group's step is over: it is not counted.
+        # A repeated commit of the step that is over gets its reply again, and is not counted.
         if message.step == staging.step - 1 and self._replies.repeat(sender, message.fetch):
             return
         if self.current_source(sender, message.step) is None:
             return
-        # All checks of the message come before the first change, so that a refused one leaves nothing.
+        # First, so that a message that no correct worker sends leaves nothing here.
         self._check_commit(sender, message)
         self.check_all_continue(sender.group)
         if not self._partial:

@@ -42,7 +42,7 @@ class CommittedPushes(GradientSource):
         """Keep a worker's gradient of a bucket, unless a later one is here."""
         pushes = self._pushes.setdefault(message.bucket, {})
         old = pushes.get(worker)
-        # Pushes may arrive in another order after a connection was made anew.
+        # The simulated transport delivers pushes in another order; the real ones never do.
         if old is None or old[0].ordinal < message.ordinal:
             pushes[worker] = (message, body)
             if self._looks_early:  # while it is in the processor's cache
@@ -58,7 +58,7 @@ class CommittedPushes(GradientSource):
     # --- the staged step -----------------------------------------------------------------------------------------
 
     def _complete(self) -> bool:
-        # A commit may overtake its pushes where a connection was made anew.
+        # On a transport that reorders, a commit may overtake its pushes.
         if not all(map(self._has_all, self.commits)):
             return False
         self._find_present(self.commits)
