@@ -70,10 +70,7 @@ class OptimizerStateClient(ClientExtension):
         return all(self._ended.get(server) == len(self._parts[server]) for server in self._channel.servers)
 
     def put(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor) -> None:
-        """Load one entry: a number, or the piece's part of a tensor (1-D).
-
-        A server that is ahead of a restarted script keeps its state.
-        """
+        """Load one entry: a number or a 1-D tensor. A server that is ahead keeps its own."""
         server = self._model.server_of(bucket)
         # A restarted script loads the state with which it began.
         if self._rejoin.is_ahead(server):

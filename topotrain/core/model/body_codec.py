@@ -70,11 +70,7 @@ class ServerBodyCodec:
         return None
 
     def push(self, worker: Address, message: Push, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
-        """A worker's gradient as elements like those of `like`.
-
-        Raises:
-            ProtocolError: it has another size.
-        """
+        """A push as elements like those of `like`. Raises ProtocolError for another size."""
         return typed(present_body(message), like)
 
     def mean(self, group: int, bucket: Bucket, present: int, mean: torch.Tensor) -> None:

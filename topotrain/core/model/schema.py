@@ -87,11 +87,7 @@ class Schema:
 
 
 def parse_schema(text: str) -> Schema:
-    """Read the form of `Schema.text`.
-
-    Raises:
-        ProtocolError: it is not such a text, or the model is too large.
-    """
+    """Read a `Schema.text`. Raises ProtocolError for other texts and too large models."""
     try:
         parameters, buffers, optimizer, digest = json.loads(text)
         known = tuple(_buffer(*row) for row in buffers)
@@ -149,11 +145,7 @@ def _held(owners: tuple[int, ...]) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch.float32 for "float32".
-
-    Raises:
-        ProtocolError: the name is not a dtype.
-    """
+    """Return torch.float32 for "float32". Raises ProtocolError for another name."""
     # The name comes from a peer, and torch has attributes that are no dtypes.
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -286,11 +278,7 @@ class BucketValues:
 
 
 def typed(body: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a received body as elements of `like`'s dtype and size.
-
-    Raises:
-        ProtocolError: the sizes differ.
-    """
+    """Return a body as elements like `like`. Raises ProtocolError for another size."""
     # A body that came as a view of shared memory is bytes. One that was placed has the dtype of its place.
     if body.nbytes != like.nbytes:
         raise ProtocolError(f"a body of {body.nbytes} bytes, expected {like.nbytes}")

@@ -24,10 +24,7 @@ Flats = dict[tuple[str, int], torch.Tensor]  # (name, space) -> 1-D
 
 
 def buffer_of(topology: Topology, group: int) -> str:
-    """Return the name of the parameter buffer of a group's workers.
-
-    VALUES is the servers' own copy.
-    """
+    """Return the name of a group's parameter buffer; VALUES is the servers' own copy."""
     cluster = topology.cluster
     alone = len(topology.worker_groups_of(topology.server_group_of(group))) == 1 and not topology.synced
     # The parameters of a single group are the servers' own values, so that updates need no copy. With n_fetch > 1 a

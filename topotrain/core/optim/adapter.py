@@ -70,11 +70,7 @@ class OptimizerSpec:
 
     @staticmethod
     def from_text(text: str) -> "OptimizerSpec":
-        """Read the JSON form.
-
-        Raises:
-            ConfigError: `to_text` cannot have written this text.
-        """
+        """Read the JSON form. Raises ConfigError if `to_text` cannot have written it."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -205,11 +201,7 @@ class HyperEncoder:
         self._text = b""
 
     def __call__(self) -> bytes:
-        """Return the text of `hyper`.
-
-        Raises:
-            UnsupportedOptimizer: as `hyper`.
-        """
+        """Return the text of `hyper`. Raises UnsupportedOptimizer as `hyper`."""
         groups = self._optimizer.param_groups
         if not self._known or len(groups) != len(self._known) or not self._same(groups):
             self._text = hyper(self._optimizer)
@@ -458,11 +450,7 @@ class HyperCheck:
         self._good: tuple[dict[str, Any], ...] = spec.groups
 
     def check(self, hyper: bytes) -> None:
-        """Check new hyper-parameters.
-
-        Raises:
-            ConfigError: the text is not valid, has other groups, or the class itself refuses a setting.
-        """
+        """Check new hyper-parameters. Raises ConfigError for what the optimizer refuses."""
         try:
             groups = _groups(json.loads(hyper))
         except (ValueError, RecursionError) as error:
@@ -493,11 +481,7 @@ class HyperCheck:
 
 
 def check_settings(cls: Any, settings: Mapping[str, Any]) -> None:
-    """Check settings by making an optimizer of one element.
-
-    Raises:
-        ConfigError: the class refuses the settings.
-    """
+    """Make an optimizer of one element. Raises ConfigError if the class refuses."""
     try:
         _constructed(cls, [{**settings, "params": [torch.zeros(1)]}])
     except OWN_ERRORS as error:

@@ -61,11 +61,7 @@ def to_rows(table: Table) -> list[Any]:
 
 
 def from_rows(rows: Any, parameters: Sequence[Parameter]) -> dict[int, State]:
-    """Read the JSON form of a table.
-
-    Raises:
-        StateError: `to_rows` cannot have written this for these parameters.
-    """
+    """Read the JSON form of a table. Raises StateError if `to_rows` did not write it."""
     if not isinstance(rows, list):
         raise StateError("the state of the optimizer must be a list of rows")
     table: dict[int, State] = {}

@@ -233,11 +233,7 @@ def to_json(process: ProcessSpans) -> str:
 
 
 def from_json(text: str) -> ProcessSpans:
-    """Read the form of `to_json`.
-
-    Raises:
-        ValueError: the text is something else.
-    """
+    """Read the form of `to_json`. Raises ValueError for another text."""
     try:
         data: dict[str, Any] = json.loads(text)
         spans = tuple(Span(str(n), str(t), int(a), int(b), dict(numbers)) for n, t, a, b, numbers in data["spans"])

@@ -70,11 +70,7 @@ _U32 = struct.Struct("<I")
 
 
 def encode(message: Message) -> tuple[int, bytes]:
-    """Return the type number and the meta bytes of a message, without its body.
-
-    Raises:
-        ProtocolError: the meta is longer than MAX_META.
-    """
+    """Return type number and meta bytes. Raises ProtocolError for more than MAX_META."""
     # Layouts are made at the first use, because extensions register messages when they are imported.
     codec = _CODECS.get(type(message)) or _layout(type(message))
     parts = [codec.fixed.pack(*codec.fixed_values(message))]

@@ -161,11 +161,7 @@ def _full_name(cls: type[Message]) -> str:
 
 
 def kind_of(number: int) -> type[Message]:
-    """Return the class of a type number.
-
-    Raises:
-        ProtocolError: there is no such type.
-    """
+    """Return the class of a type number. Raises ProtocolError if there is none."""
     cls = KINDS.get(number)
     if cls is None:
         raise ProtocolError(f"unknown message type {number}")
@@ -192,11 +188,7 @@ class MessageValidator:
         self._entries: dict[type[Message], _Entry] = {}
 
     def check(self, sender: Address, message: Message) -> None:
-        """Check a message.
-
-        Raises:
-            ProtocolError: this sender never sends such a message here, or not with these numbers.
-        """
+        """Raise ProtocolError for a message that this sender never sends here."""
         senders, groups = self._entries.get(type(message)) or self._entry(type(message))
         if sender not in senders:
             raise ProtocolError(f"{self._me} does not accept {type(message).__name__} from {sender}")

@@ -312,11 +312,7 @@ class LoopExits:
         self._works: dict[int, tuple[int, tuple[int, float]]] = {}
 
     def left(self, worker: int, exits: int, place: tuple[int, float]) -> None:
-        """A worker left a loop, for the `exits`-th time.
-
-        Raises:
-            StepError: another worker went on there.
-        """
+        """Note an exit, and its number. Raises StepError if another worker went on there."""
         made = self._made.setdefault(worker, {})
         if len(made) >= _MOST_EXITS:
             raise StepError(f"worker {worker} left {len(made)} loops that others of its group have not left")

@@ -350,10 +350,7 @@ class Server:
         return {"schema": "" if self.model is None else self.model.schema.text(), "parts": parts}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict` of another copy of this server.
-
-        Raises ProtocolError.
-        """
+        """Restore the result of `state_dict` of another copy. Raises ProtocolError."""
         # Before the components are asked for: the shard is one of them once there is a model.
         if self.model is None and state["schema"]:
             self.start.make_model(state["schema"])

@@ -30,11 +30,7 @@ class StartPoint:
         return self.clocks is not None
 
     def restore(self, model: ParameterShard, shard: int) -> None:
-        """Fill a shard that was just made with its values and optimizer state.
-
-        Raises:
-            ConfigError: the earlier run had another model or optimizer.
-        """
+        """Fill a new shard from an earlier run. Raises ConfigError if its model differs."""
 
 
 class ShardState:

@@ -76,11 +76,7 @@ class BackwardsOfStep:
         return self._known.get(ordinal)
 
     def begin(self, step: int, ordinal: int) -> Backward:
-        """A backward, which may have begun.
-
-        Raises:
-            ProtocolError: too many others are not over.
-        """
+        """A backward, begun if it is new. Raises ProtocolError if too many are open."""
         known = self._known.get(ordinal)
         if known is None:
             # The bound keeps a faulty worker from filling the server's memory.

@@ -147,21 +147,14 @@ class GradientSource(ABC):
     # --- arrivals ------------------------------------------------------------------------------------------------
 
     def check(self, sender: Address, message: BackwardEnd | Commit) -> None:
-        """Check the end of a backward, or a commit.
-
-        Raises:
-            ProtocolError: no correct worker sends it.
-        """
+        """Check an end or a commit. Raises ProtocolError if no correct worker sends it."""
         if isinstance(message, BackwardEnd):
             raise ProtocolError(f"{sender} ends a backward, where what is pushed counts when it is committed")
         check_revisions(sender, message, len(self._buckets))
 
     @abstractmethod
     def push(self, worker: int, message: Push, body: torch.Tensor) -> Iterable[ReducedBucket]:
-        """Keep a worker's gradient of a bucket.
-
-        Returns the means that became ready. The caller must read all of them.
-        """
+        """Keep a worker's gradient. The caller must read all means that are returned."""
 
     def end(self, worker: int, message: BackwardEnd) -> Iterable[ReducedBucket]:
         """End a worker's backward. It has no gradient in the buckets that were not pushed."""
@@ -172,11 +165,7 @@ class GradientSource(ABC):
         return
 
     def commit(self, worker: int, message: Commit) -> None:
-        """Keep a worker's commit of the step.
-
-        Raises:
-            StepError: the group's workers disagree.
-        """
+        """Keep a worker's commit. Raises StepError if the group's workers disagree."""
         if worker in self.commits:
             return  # delivered twice: the first one counts
         self.commits[worker] = message
