@@ -184,7 +184,7 @@ class Client:
     def lost(self, peer: Address, reason: str) -> None:
         """A connection ended."""
         with self.channel.waiter.update():
-            # A list: every extension must learn of the loss, also after one has dealt with it.
+            # A list: every extension must get the loss, also after one has dealt with it.
             expected = [extension.on_lost(peer, reason) for extension in self._hooks.on_lost]
             self.channel.on_lost(peer, reason, any(expected))
 

@@ -183,7 +183,7 @@ class ServerChannel:
             self._failure = self._failure or PeerLost(f"{self.me} lost {peer}: {reason}")
 
     def await_cause(self, late: Callable[[], bool]) -> str:
-        """Why the job cannot go on; "" if no server has said so.
+        """Why the job cannot go on; "" if no server has sent a reason.
 
         Waits for a cause until `late` returns true, or the connections to all servers have ended.
         """

@@ -148,7 +148,7 @@ class ServerReduction(GradientExchange):
     def _all_reduced(self) -> bool:
         if len(self._reduced) < len(self.model.reducers):
             return False
-        # A bucket to which no worker contributed has no mean, so the servers say how many there are.
+        # A bucket to which no worker contributed has no mean, so the servers send the number of means.
         return len(self._means) == sum(bits_to_int(done.contributed).bit_count() for done in self._reduced.values())
 
     def _written(self) -> int:
@@ -219,7 +219,7 @@ class StepCommit:
         """Commit a step everywhere. `finish` or `finish_later` must follow."""
         # A lazily committed step ends first: its replies and its values are kept in the same places.
         self._values.settle()
-        # Sums that are made only now must be complete before the servers learn of the step.
+        # Sums that are made only now must be complete before the servers get the commit.
         end = self._gradients.before_commit(step, end)
         for extension in self._hooks.before_commit:
             extension.before_commit(step, end)

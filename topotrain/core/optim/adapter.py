@@ -335,6 +335,7 @@ class SliceUpdate:
             _clear(self._values.values())
 
     def _stepped(self, optimizer: Optimizer) -> None:
+        # The class may be the user's own: its error ends the group with a message, and not the server.
         try:
             self._step(optimizer)
         except OWN_ERRORS as error:

@@ -98,7 +98,7 @@ class Clocks:
 
 RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS, REPLACED = 1, 2, 3, 4, 5, 6, 7  # StepDecision.change
 
-MOST_DECISIONS = 1 << 16  # that some shard has not said it has applied: steps are decided one by one
+MOST_DECISIONS = 1 << 16  # that some shard has not reported as applied; each group has at most one step under way
 _MOST_EXITS = 1 << 14  # of one worker, that others of its group have not made: a faulty worker must not fill the memory
 
 
@@ -145,13 +145,13 @@ class DecisionLog:
 
     def staged(self, shard: int, message: StepVote) -> None:
         """A shard has everything for a step. A repeated vote changes nothing."""
-        # Every vote says how far its shard has come, also one that does not count.
+        # Every vote reports the progress of its shard, also one that does not count.
         self._applied[shard] = max(self._applied[shard], message.applied)
         self._trim()
         if message.incarnation != self._incarnations.get(message.group, 0):
-            return  # said before the shard had carried the restart out: its gradients are forgotten by now
+            return  # sent before the shard carried out the restart: its gradients are forgotten by now
         if message.step < self._decided.get(message.group, 0):
-            return  # said again over a new connection: the step is decided, and the shard asks for the decision
+            return  # sent again over a new connection: the step is decided, and the shard asks for the decision
         vote = self._votes.setdefault((message.group, message.step), _Vote(set()))
         # With backup workers a shard votes again when more contributions have come.
         if shard in vote.shards and not message.members:

@@ -78,7 +78,7 @@ class PullReplies:
         now = (message.round, step)
         before = self._fetched.get(worker, now)
         if message.round < before[0] or (message.round == before[0] and now != before):
-            return  # said twice, and answered long ago: another moment's values would falsify the staleness
+            return  # repeated, and answered long ago: another moment's values would falsify the staleness
         self._check_held(worker)
         # Remembered after the reply, too, because a transport may repeat the request.
         self._fetched[worker] = now
@@ -140,6 +140,7 @@ class PullReplies:
 
     def _may_read(self, group: int) -> bool:
         clocks = self._groups.clocks
+        # Before the common start only group 0 trains, in its warm-up.
         if not self._state.common:
             return group == 0 and clocks.clock(0) < self._warms_up and self._state.complete
         # A barrier from the start: no group's first update may come before another group's first read.

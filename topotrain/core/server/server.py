@@ -265,7 +265,7 @@ class Server:
             return model.flats.view(f"from {sender.group}", bucket)
         return None
 
-    # --- what the host tells ---------------------------------------------------------------------------------------
+    # --- calls by the host -----------------------------------------------------------------------------------------
 
     def lost(self, worker: Address) -> Out:
         """The process of a worker is gone. Whether its script had ended is known here."""

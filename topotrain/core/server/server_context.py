@@ -241,7 +241,7 @@ class MessageQueue:
         self.out = []
 
     def send(self, to: Address, message: Message) -> None:
-        """Send a message; one to this server itself is handled after the message in hand."""
+        """Send a message; one to this server itself is handled after the present one."""
         for extension in self._hooks.may_send:
             if not extension.may_send(to, message):
                 return

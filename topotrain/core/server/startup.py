@@ -91,7 +91,7 @@ class Startup:
         return difference(self.schema, schema, self._who_first, self._who(sender))
 
     def _who(self, sender: Address) -> str:
-        if sender.role is Role.SERVER:  # another server group says which model its workers have
+        if sender.role is Role.SERVER:  # another server group describes the model of its workers
             return str(self._topology.workers(self._topology.worker_groups_of(sender.group)[0])[0])
         return str(sender)
 
@@ -234,7 +234,7 @@ class ModelStart:
         model.flats.put(f"{message.name} {sender.index} {sender.group}", message.space, flat)
 
     def _open(self, sender: Address) -> None:
-        """Make the model once its description, and the memory that it lives in, are here."""
+        """Make the model once its description and its memory are here."""
         state = self._state
         if state.model is not None or not self._startup.complete:
             return

@@ -130,7 +130,7 @@ class StepContributions:
             if model.on_arrival:
                 self.update_on_arrival(group, reduced)
                 continue
-            # The mean is in the workers' memory already, and BackwardReduced says so.
+            # The mean is in the workers' memory already, and BackwardReduced announces it.
             if reduced.mean is None:
                 continue
             bucket = model.bucket(reduced.bucket)
@@ -139,6 +139,7 @@ class StepContributions:
             mean = m.ReducedGradient(staging.step, ordinal, reduced.bucket, present, body=body)
             self._queue.send_each(workers, mean)
         closed = staging.closed(ordinal)
+        # With updates on arrival the workers wait for values, and for no means.
         if closed is not None and not model.on_arrival:
             bits = int_to_bits(closed[0], len(model.buckets))
             written = int_to_bits(closed[1], model.pieces) if closed[1] else b""

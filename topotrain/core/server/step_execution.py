@@ -263,8 +263,8 @@ class Decisions:
     def idle(self, sender: Address, message: m.GroupIdle) -> None:
         """A group waits at the end of an epoch, or does not wait any more."""
         group, wait = sender.group, (message.epoch, message.ordinal)
-        # All workers of a group send this. One of them may still say that it rests when another has said that it
-        # goes on, and that must not pause the group again.
+        # All workers of a group send this. A "rests" of one of them may come after a "goes on" of another, and must
+        # not pause the group again.
         over = wait <= self._rested.get(group, (-1, -1))
         live = group in self._groups.clocks.live()
         if message.resting:

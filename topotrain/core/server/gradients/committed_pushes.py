@@ -20,7 +20,8 @@ class CommittedPushes(GradientSource):
     """
 
     def __init__(self, settings: SourceSettings) -> None:
-        # A script may still change a gradient that is read in its worker's memory.
+        # The script of a group of one may still change a gradient that is read in its memory. With several workers a
+        # changed gradient is an error.
         stays = settings.reader is None or settings.workers > 1
         self._looks_early = settings.checked and stays
         super().__init__(settings)
