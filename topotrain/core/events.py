@@ -93,9 +93,7 @@ class StepDone(Event):
 
 @event
 class Skipped(Event):
-    """A step has changed no value, because a gradient was not finite.
-
-    The step's batch is used up.
+    """A step changed no value because a gradient was not finite. It used up its batch.
 
     step: counted from 1. total: the number of steps that this process has skipped.
     by: the worker that computed the gradient. "": only the sum of its group is known.
@@ -230,10 +228,7 @@ class Waits(Event):
 
 @event
 class Ending(Event):
-    """A process has completed its work and is about to end.
-
-    A process that ends without this event is lost.
-    """
+    """A process has completed its work. One that ends without this event is lost."""
 
     who: str
 
@@ -265,10 +260,7 @@ class Thawed(Event):
 
 @event
 class Lost(Event):
-    """A process has ended without an announcement.
-
-    log: the end of its log. Other events report what follows from the loss.
-    """
+    """A process has ended without an announcement. log: the end of its log."""
 
     who: str
     pid: int
@@ -411,20 +403,14 @@ class Covered(Event):
 
 @event
 class Missed(Event):
-    """A server has lost its connection to its backup replica or to the first server.
-
-    The reason is unknown to the server.
-    """
+    """A server has lost its connection to its backup replica or to the first server."""
 
     who: str
 
 
 @event
 class Differs(Event):
-    """A backup replica of a server differs from the primary, and is replaced.
-
-    shadows: its index, from 0.
-    """
+    """A backup replica differs from its primary, and is replaced. shadows: its index."""
 
     who: str
     shadows: int
@@ -455,10 +441,7 @@ class Apart(Event):
 
 @event
 class Tabled(Event):
-    """The size of a server's part of a table at the end of the job.
-
-    bytes: of values, optimizer state and index.
-    """
+    """A server's part of a table at the end. bytes: values, optimizer state, index."""
 
     who: str
     table: str
@@ -467,19 +450,14 @@ class Tabled(Event):
 
 
 def to_json(event: Event) -> str:
-    """Return an event as one line without its end.
-
-    A loss that is not finite is written as NaN or Infinity, as Python's json module does.
-    """
+    """Return an event as one line without its end."""
+    # A loss that is not finite becomes NaN or Infinity: the readers use Python's json module, too.
     values = {name: getattr(event, name) for name in _KINDS[type(event)]}
     return json.dumps({"event": type(event).__name__, **values}, separators=(",", ":"))
 
 
 def from_json(line: str) -> Event:
-    """Return the event of a line.
-
-    Raises ValueError for a line that `to_json` did not write. The error names the field.
-    """
+    """Return the event of a line. Raises ValueError that names the field."""
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -489,6 +467,7 @@ def from_json(line: str) -> Event:
     if cls is None:
         raise ValueError(f"no event: {line[:80]!r}")
     kinds = _KINDS[cls]
+    # Exactly these: a line of another version must not become an event with defaults.
     if data.keys() != kinds.keys():
         raise ValueError(f"{name}: has the fields {sorted(data)}, must have {sorted(kinds)}")
     return cls(**{key: _checked(name, key, kinds[key], value) for key, value in data.items()})

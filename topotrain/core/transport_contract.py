@@ -20,17 +20,11 @@ if TYPE_CHECKING:  # a program that only needs the handshake (a store, the comma
 
 
 class TransportError(Exception):
-    """A connection that cannot be opened, or a peer that is refused.
-
-    The text is for the user.
-    """
+    """A connection that cannot be opened, or a refused peer. The text is for the user."""
 
 
 class Refused(TransportError):
-    """A refusal by the peer at the other end.
-
-    `code` is VERSION, JOB, CONFIG, AUTH, FENCED or FULL.
-    """
+    """A refusal by the peer. `code` is VERSION, JOB, CONFIG, AUTH, FENCED or FULL."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"{code}: {text}")
@@ -39,17 +33,11 @@ class Refused(TransportError):
 
 
 class PeerUnreachable(TransportError):
-    """No process answers at an address, as far as the system can tell.
-
-    It may not be listening yet.
-    """
+    """No process answers at an address. It may not be listening yet."""
 
 
 class ConnectionLost(TransportError):
-    """A connection that has ended, or broke while it was made.
-
-    The peer's process has probably ended.
-    """
+    """A connection has ended, or broke while it was made: the peer has probably ended."""
 
 
 class Endpoint(Protocol):
@@ -65,17 +53,11 @@ class Endpoint(Protocol):
         ...
 
     def handle(self, sender: Address, message: "Message") -> None:
-        """Process a message.
-
-        A body that came as a view is 1-D uint8, one that was placed is the placed tensor.
-        """
+        """Process a message. Its body is the placed tensor, or a view as 1-D uint8."""
         ...
 
     def lost(self, peer: Address, reason: str) -> None:
-        """Note the end of the connection to a peer.
-
-        Called once per connection, also when the peer closed it.
-        """
+        """Note the end of a connection; once for each, also when the peer closed it."""
         ...
 
 
@@ -83,10 +65,7 @@ class MessageSender(Protocol):
     """Sends the messages of one endpoint."""
 
     def send(self, to: Address, message: "Message") -> None:
-        """Send a message.
-
-        Raises TransportError when there is no connection to the peer (any more).
-        """
+        """Send a message. Raises TransportError without a connection to the peer."""
         ...
 
 
@@ -98,10 +77,7 @@ class Transport(Protocol):
         ...
 
     def connect(self, me: Address, peer: Address, url: str) -> None:
-        """Connect an attached endpoint to a peer.
-
-        Raises TransportError (Refused when the peer refused).
-        """
+        """Connect an attached endpoint to a peer. Raises TransportError, such as Refused."""
         ...
 
     def send(self, me: Address, to: Address, message: "Message", wait: bool = False) -> None:
@@ -121,8 +97,5 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """End all connections.
-
-        Queued messages are sent first, as far as the peers take them.
-        """
+        """End all connections, after queued messages as far as the peers take them."""
         ...

@@ -1,9 +1,8 @@
 """A worker's client: it pushes gradients, commits steps and receives values.
 
-`Client` is put together from its parts, each of which is one of these. It computes nothing, and blocks only in the
-`Waiter` that it is given. In a job the waiter is a condition variable that the transports' reader threads notify. In a
-simulation it is a turn of the simulated network. The same class therefore runs in both. A feature that is not needed to
-push, commit and receive is an extension (`client_extension`), and the client names none.
+`Client` computes nothing, and blocks only in the `Waiter` that it is given. In a job the waiter is a condition variable
+that the transports' reader threads notify. In a simulation it is a turn of the simulated network. A feature that is not
+needed to push, commit and receive is an extension (`client_extension`), and the client names none.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,6 +90,7 @@ class Client:
             m.Applied: self.steps.on_applied,
             m.Fail: self.channel.on_failure,
         }
+        # Only a restarted worker gets WorkerRejoined, and has to check whether a message is for it.
         returned = (self.rejoin,) if self._returned else ()
         for extension in (*returned, self.optimizer_state, self.buffers, self.shared_buffers, *extensions):
             self.attach(extension)
@@ -101,6 +101,7 @@ class Client:
         Raises:
             ValueError: the client handles one of its messages already.
         """
+        # Under the waiter, because reader threads already look up handlers.
         with self.channel.waiter.update():
             taken = [kind.__name__ for kind in extension.messages if kind in self._handlers]
             if taken:
@@ -132,6 +133,7 @@ class Client:
         adds: every backward is reduced by itself, so that all pushes of a step count.
         lazy: `pull: kLazy`, the servers announce each bucket when it is new.
         """
+        # All parts know the model before the servers do, because replies may come at once.
         self.model.open(slice_map, flats, self._body_codec(slice_map, flats, adds))
         self.values.open(streams, lazy)
         self.buffers.open(schema.buffers)
@@ -148,13 +150,11 @@ class Client:
         return next((codec for codec in codecs if codec is not None), BodyCodec())
 
     def send_initial(self, buffer: str) -> None:
-        """Group 0: send the values that all workers start from, out of this flat buffer.
-
-        One worker sends those of a space. That is worker 0, if all workers hold the space.
-        """
+        """Group 0: send the values that all workers start from, out of this flat buffer."""
         model, me = self.model, self.channel.me
         for bucket in model.map.buckets:
             server = model.server_of(bucket)
+            # One worker sends a space. A server that is ahead of a restarted script has newer values.
             if model.map.spaces[bucket.space].speaker == me.index and not self.rejoin.is_ahead(server):
                 self.channel.send(server, m.Init(bucket.id, body=model.flats.view(buffer, bucket)))
 
@@ -184,7 +184,7 @@ class Client:
     def lost(self, peer: Address, reason: str) -> None:
         """A connection ended."""
         with self.channel.waiter.update():
-            # A list: every extension must learn of the loss, also after one has dealt with it.
+            # A list: every extension must get the loss, also after one has dealt with it.
             expected = [extension.on_lost(peer, reason) for extension in self._hooks.on_lost]
             self.channel.on_lost(peer, reason, any(expected))
 
@@ -192,6 +192,7 @@ class Client:
 
     def finish(self, steps: int) -> None:
         """The script has ended."""
+        # A lazily committed step must be over: the end of a script while its group is in a step is an error.
         self.values.settle()
         for server in self.channel.servers:
             self.channel.send(server, m.Finish(steps))

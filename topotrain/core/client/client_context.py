@@ -27,7 +27,7 @@ class PeerLost(Exception):
 
 
 class Waiter(Protocol):
-    """How a worker waits for what readers bring."""
+    """How a worker waits for the messages that reader threads handle."""
 
     def update(self) -> AbstractContextManager[object]:
         """Exclusive access for a change. Afterwards a waiting thread checks its condition."""
@@ -135,25 +135,19 @@ class ServerChannel:
         self._sender.send(to, message)
 
     def try_send(self, to: Address, message: m.Message) -> None:
-        """Send a message that is dropped if the connection is closed.
-
-        It may be sent while an iterator is collected, which can happen after the job's end.
-        """
+        """Send a message that is dropped if the connection is closed."""
+        # An iterator may send it while it is garbage collected, which can happen after the job's end.
         with suppress(TransportError):
             self._sender.send(to, message)
 
     def exit_loop(self, step: int, backwards: int) -> None:
-        """The script left a loop over the loader early, after `backwards` of a step.
-
-        This never waits.
-
-        The servers learn it before the next message of this worker. A script that an error ends leaves its loops before
-        the error is known here. It sends no more, so no server takes that exit for the cause.
-        """
+        """The script left a loop early, after `backwards` of a step. This never waits."""
         if self._leaving or self._failure is not None:
             return
         self.exits += 1
         if self.group_size > 1:
+            # Sent with the next message. A script that an error ends leaves its loops first, and then sends no more, so
+            # no server takes that exit for the cause.
             self._unsent_exits.append(m.LoopExited(self.exits, step, backwards))
 
     # --- waiting -------------------------------------------------------------------------------------------------
@@ -182,23 +176,20 @@ class ServerChannel:
         self._failure = self._failure or JobError(message.text, message.config, message.quarantine)
 
     def on_lost(self, peer: Address, reason: str, expected: bool) -> None:
-        """A connection ended.
-
-        That ends the job, unless it was expected or the worker is leaving.
-        """
+        """A connection ended: the end of the job, unless it was expected or wanted."""
+        # Noted in any case, since `await_cause` counts the servers that can still name a cause.
         self._lost.add(peer)
         if not expected and not self._leaving:
             self._failure = self._failure or PeerLost(f"{self.me} lost {peer}: {reason}")
 
     def await_cause(self, late: Callable[[], bool]) -> str:
-        """Why the job cannot go on; "" if no server has said so.
-
-        A reason that a server knows to be the cause comes before the first reason.
+        """Why the job cannot go on; "" if no server has sent a reason.
 
         Waits for a cause until `late` returns true, or the connections to all servers have ended.
         """
         servers = {*self.servers, self.first_server}
         self.waiter.wait(lambda: any(known.cause for known in self._reasons) or self._lost >= servers or late())
+        # A cause before the first reason, which may be a consequence of it.
         causes = [known for known in self._reasons if known.cause]
         return next((known.text for known in (*causes, *self._reasons)), "")
 

@@ -1,7 +1,6 @@
-"""The seam of a worker's client: `ClientExtension` is one feature's part of it.
+"""The interface of features of a worker's client: messages, and hooks.
 
-The client names no feature. It knows of an extension which messages it handles and which of the methods below it has;
-both are looked up once, when the extension is attached.
+The client names no feature. It finds out once, when an extension is attached, which messages and hooks it has.
 """
 
 from collections.abc import Sequence
@@ -40,10 +39,7 @@ class ClientExtension:
         """A step of this worker was applied or skipped, and its new values are here."""
 
     def missed(self, step: int) -> bool:
-        """Whether the group has made this step without the worker.
-
-        It is called under the waiter's exclusive access.
-        """
+        """Whether the group made this step without the worker; called under the waiter."""
         return False
 
     def catch_up(self) -> StepOutcome:
@@ -54,8 +50,6 @@ class ClientExtension:
         self, slice_map: SliceMap, flats: FlatBuffers, adds: bool, held: Sequence[Bucket]
     ) -> BodyCodec | None:
         """The encoding of bodies, if this extension has one.
-
-        The client asks for it when the model is known.
 
         Args:
             slice_map: the map of the parameters.

@@ -1,7 +1,4 @@
-"""The client of the model's buffers, such as running averages.
-
-Server (0,0) collects them at a job's end.
-"""
+"""The client of the model's buffers, such as running averages, at a job's end."""
 
 from collections.abc import Sequence
 
@@ -55,6 +52,7 @@ class ModelBufferClient(ClientExtension):
         channel = self._channel
         for index, buffer in enumerate(buffers):
             if self._described[index].speaker == channel.me.index:
+                # A copy, because the script may change the buffer before the message is sent.
                 body = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
                 channel.send(channel.first_server, m.ModelBufferValue(channel.me.group, index, body=body))
         if channel.me.index == 0:
@@ -64,6 +62,7 @@ class ModelBufferClient(ClientExtension):
         """Worker (0,0): wait for the buffers of all groups: group -> index -> bytes."""
         self._channel.send(self._channel.first_server, m.BufferRequest())
         each = len(self._described)
+        # The number of groups may overtake the last buffer on a transport that reorders.
         self._channel.wait_until(lambda: self._groups > 0 and len(self._values) == self._groups * each)
         found: dict[int, dict[int, torch.Tensor]] = {}
         for (group, index), body in self._values.items():

@@ -33,6 +33,7 @@ class OptimizerStateClient(ClientExtension):
 
     def get(self) -> list[m.StatePart]:
         """All optimizer state, in parts."""
+        # Else the state of a lazily committed step could be in some parts, and not in others.
         self._values.settle()
         with self._channel.waiter.update():
             self._parts = {server: {} for server in self._channel.servers}
@@ -61,6 +62,7 @@ class OptimizerStateClient(ClientExtension):
             raise m.ProtocolError(f"{sender} sends optimizer state that was not requested")
         if message.key:
             self._parts[sender][(message.bucket, message.piece, message.key)] = message
+        # A float64 holds integers exactly up to here; NaN and the rest are no counts.
         elif 0 <= message.number <= 2**53:
             self._ended[sender] = int(message.number)
 
@@ -68,11 +70,9 @@ class OptimizerStateClient(ClientExtension):
         return all(self._ended.get(server) == len(self._parts[server]) for server in self._channel.servers)
 
     def put(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor) -> None:
-        """Load one entry: a number, or the piece's part of a tensor (1-D).
-
-        A server that is ahead of a restarted script keeps its state.
-        """
+        """Load one entry: a number or a 1-D tensor. A server that is ahead keeps its own."""
         server = self._model.server_of(bucket)
+        # A restarted script loads the state with which it began.
         if self._rejoin.is_ahead(server):
             return
         tensor = value if isinstance(value, torch.Tensor) else None

@@ -22,17 +22,15 @@ class Rejoin(ClientExtension):
         self._ahead: set[Address] = set()
 
     def announce(self) -> None:
-        """Tell all servers of the restart and wait for their replies. Raises JobError."""
+        """Announce the restart to all servers and wait for replies. Raises JobError."""
         # Sorted, so that a simulation of the same seed sends in the same order.
         for server in sorted(self._pending):
             self._channel.send(server, m.WorkerRejoined(self._incarnation))
         self._channel.wait_until(lambda: not self._pending)
 
     def admits(self, sender: Address, message: m.Message) -> bool:
-        """Whether a message is for this process.
-
-        Until a server knows of the restart, most of its messages are for the earlier process.
-        """
+        """Whether a message is for this process."""
+        # Until a server has replied, all but these may be for the earlier process.
         return sender not in self._pending or isinstance(message, m.WorkerRejoined | m.Fail)
 
     def handle(self, sender: Address, message: m.Message) -> None:
@@ -45,12 +43,7 @@ class Rejoin(ClientExtension):
                 self._ahead.add(sender)
 
     def is_ahead(self, server: Address) -> bool:
-        """Whether the server is ahead of a script that has just restarted.
-
-        Its values and state are newer then.
-
-        This ends with the worker's first step.
-        """
+        """Whether a server's values and state are newer than those of a restarted script."""
         return server in self._ahead
 
     def before_commit(self, step: int, end: StepEnd) -> None:

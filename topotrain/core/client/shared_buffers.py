@@ -1,7 +1,4 @@
-"""Memory that a worker shares with its servers.
-
-The servers provide the memory of the parameters, and may write into the worker's gradients.
-"""
+"""Memory that a worker shares with its servers: parameters and gradients."""
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m

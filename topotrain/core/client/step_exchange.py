@@ -66,7 +66,7 @@ class GradientExchange:
         raise NotImplementedError
 
     def before_commit(self, step: int, end: StepEnd) -> StepEnd:
-        """The worker is about to commit a step. Returns what the servers are told of it."""
+        """The worker is about to commit a step. Returns the commit that servers get."""
         return end
 
     def edit(self, step: int, bucket: Bucket, body: torch.Tensor) -> None:
@@ -112,6 +112,7 @@ class ServerReduction(GradientExchange):
         fresh: bool = False,
     ) -> None:
         """Send a bucket's local gradient to the server that adds it up."""
+        # Before the first message of this backward, whose means may come at any time from then on.
         self._backward = (step, ordinal)
         # Before the push: with gradients applied on arrival its values may come back at once.
         self.values.expect_early(step)
@@ -123,6 +124,7 @@ class ServerReduction(GradientExchange):
 
     def end_backward(self, step: int, ordinal: int, weight: float, pushed: int) -> None:
         """As `GradientExchange.end_backward`."""
+        # Again, for a backward without any push.
         self._backward = (step, ordinal)
         for server in self.model.reducers:
             lo, count = self.model.reduced_by(server)
@@ -134,6 +136,7 @@ class ServerReduction(GradientExchange):
         """As `GradientExchange.wait_means`."""
         with self.channel.spans.span("wait for means"):
             self.channel.wait_until(self._all_reduced)
+        # Under the waiter: a reader thread may handle a repeated mean in this moment.
         with self.channel.waiter.update():
             # From here on a mean that is delivered twice is dropped.
             self._backward = None
@@ -145,7 +148,7 @@ class ServerReduction(GradientExchange):
     def _all_reduced(self) -> bool:
         if len(self._reduced) < len(self.model.reducers):
             return False
-        # A bucket to which no worker contributed has no mean, so the servers say how many there are.
+        # A bucket to which no worker contributed has no mean, so the servers send the number of means.
         return len(self._means) == sum(bits_to_int(done.contributed).bit_count() for done in self._reduced.values())
 
     def _written(self) -> int:
@@ -158,10 +161,8 @@ class ServerReduction(GradientExchange):
     # --- messages ------------------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.ReducedGradient, viewable: bool) -> torch.Tensor | None:
-        """Where a mean is to be received.
-
-        A mean in memory that this worker can see needs no other place.
-        """
+        """Where a mean is to be received."""
+        # A mean in memory that this worker can see is read there.
         if viewable:
             return None
         bucket = self.model.bucket(sender, message.bucket)
@@ -216,22 +217,21 @@ class StepCommit:
 
     def begin(self, step: int, end: StepEnd) -> None:
         """Commit a step everywhere. `finish` or `finish_later` must follow."""
+        # A lazily committed step ends first: its replies and its values are kept in the same places.
         self._values.settle()
-        # Sums that are made only now must be complete before the servers learn of the step.
+        # Sums that are made only now must be complete before the servers get the commit.
         end = self._gradients.before_commit(step, end)
         for extension in self._hooks.before_commit:
             extension.before_commit(step, end)
         # Replies to earlier steps may arrive twice, and must not count for this one.
         self._applied.clear()
+        # Before the commit is sent, because values may come back at once.
         self._values.begin_step(step, end.fetch)
         for server in self._channel.servers:
             self._channel.send(server, self._commit_for(server, step, end))
 
     def finish_later(self, step: int, end: StepEnd, settled: Callable[[StepOutcome], None]) -> None:
-        """Go on at once.
-
-        `settled` gets the outcome when `ValuePull.settle` is called next, on its thread.
-        """
+        """Go on at once. `settled` gets the outcome in the next `ValuePull.settle`."""
         self._values.defer(lambda: settled(self.finish(step, end)))
 
     def finish(self, step: int, end: StepEnd) -> StepOutcome:
@@ -263,6 +263,7 @@ class StepCommit:
         return next((extension for extension in self._hooks.missed if extension.missed(step)), None)
 
     def _is_applied(self, step: int) -> bool:
+        # All shards, since a step is applied on all of them or on none.
         return sum(applied.step == step for applied in self._applied.values()) == len(self._channel.servers)
 
     def _outcome(self) -> StepOutcome:
@@ -274,6 +275,7 @@ class StepCommit:
             # All shards have the same norm: it is that of the decision.
             norm=replies[0].norm,
             snapshot=max(reply.snapshot for reply in replies),
+            # From the decision, too, so that one shard's reply has the pairs of all shards.
             refused=tuple(pairs(replies[0].refused)),
             leaves=any(reply.leaves for reply in replies),
         )

@@ -25,8 +25,7 @@ class ValueObserver:
 class ValuePull:
     """The values that one worker waits for.
 
-    A step's values are the round of its number; other rounds have negative numbers. Values of another round than the
-    awaited one are dropped, because a transport may deliver a message twice.
+    A step's values are the round of its number; other rounds have negative numbers.
     """
 
     def __init__(self, channel: ServerChannel, model: ClientModel) -> None:
@@ -46,8 +45,10 @@ class ValuePull:
         streams: gradients are applied on arrival, and values may come back before the step is committed.
         lazy: `pull: kLazy`, the servers announce each bucket when it is new.
         """
+        # In a split model the servers send a worker only the buckets that it holds.
         self._awaited = len(self._model.held)
         self._lazy = lazy
+        # In shared memory the reply to the commit announces the values, unless the pull is lazy.
         self._early = streams and (lazy or not self._model.windowed)
 
     def observe(self, observer: ValueObserver) -> None:
@@ -59,6 +60,7 @@ class ValuePull:
     def fetch(self) -> None:
         """Wait for current values of all slices that this worker holds, in "params"."""
         self.settle()
+        # Negative, so that no round is one of a step.
         self._fetches += 1
         with self.receive_round(-1 - self._fetches):
             for server in self._channel.servers:
@@ -106,10 +108,8 @@ class ValuePull:
             self._observer.after_values()
 
     def _arrives(self, fetch: bool) -> bool:
-        """Whether values of a step are awaited.
-
-        In shared memory the values are new when the step is applied. Lazily they are announced by bucket.
-        """
+        """Whether values of a step are awaited."""
+        # In shared memory the values are new when the step is applied. Lazily they are announced by bucket.
         return fetch and (self._lazy or not self._model.windowed)
 
     def _expect(self, number: int) -> None:
@@ -122,15 +122,13 @@ class ValuePull:
     def _wait(self) -> None:
         with self._channel.spans.span("wait for values"):
             self._channel.wait_until(lambda: len(self._here) == self._awaited)
+        # From here on a value that is delivered twice cannot overwrite the parameters.
         self._round = None
 
     # --- lazy pulls ----------------------------------------------------------------------------------------------
 
     def defer(self, end: Callable[[], None]) -> None:
-        """Values of a step may still come when its commit returns.
-
-        `settle` calls `end`, on its thread.
-        """
+        """Let a commit return before its values are here. `settle` calls `end`."""
         self._deferred = end
 
     def settle(self) -> None:
@@ -141,10 +139,8 @@ class ValuePull:
             end()
 
     def wait_for(self, buckets: Set[int]) -> None:
-        """Wait for the new values of these buckets only (numbers).
-
-        Returns at once unless a lazily committed step is still to bring them.
-        """
+        """Wait for new values of these buckets (numbers), if a lazy step is to bring them."""
+        # The first look takes no lock: until the round is over, buckets are only added.
         if self._deferred is not None and not buckets <= self._here:
             with self._channel.spans.span("wait for values"):
                 self._channel.wait_until(lambda: buckets <= self._here)

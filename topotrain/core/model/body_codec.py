@@ -21,17 +21,11 @@ class BodyCodec:
     """
 
     def push(self, bucket: Bucket, weight: float, present: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The body of a push.
-
-        `gradient` may change from here on, unless it is the body itself.
-        """
+        """The body of a push. `gradient` may change later, unless it is the body itself."""
         return gradient
 
     def is_coded(self, message: ReducedGradient | Values, bucket: Bucket) -> bool:
-        """Whether the body of this message is encoded.
-
-        Raises ProtocolError if it must not be.
-        """
+        """Whether the body is encoded. Raises ProtocolError if it must not be."""
         return not_coded(message, bucket)
 
     def landing(self, message: ReducedGradient | Values, bucket: Bucket) -> torch.Tensor:
@@ -76,11 +70,7 @@ class ServerBodyCodec:
         return None
 
     def push(self, worker: Address, message: Push, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
-        """A worker's gradient as elements like those of `like`.
-
-        Raises:
-            ProtocolError: it has another size.
-        """
+        """A push as elements like those of `like`. Raises ProtocolError for another size."""
         return typed(present_body(message), like)
 
     def mean(self, group: int, bucket: Bucket, present: int, mean: torch.Tensor) -> None:

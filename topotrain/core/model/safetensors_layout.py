@@ -1,9 +1,8 @@
 """Layout of a safetensors file that several processes write.
 
-This module is pure. Header and offsets follow from the descriptions of the tensors alone, so they are the same in every
-process. Each server writes its own elements at their offsets without coordination, and a reader knows the header that
-it must find. The file is an ordinary safetensors file that plain PyTorch loads (Hugging Face: 8 bytes of length, JSON,
-data).
+Header and offsets follow from the descriptions of the tensors alone. So each server writes its own elements at their
+offsets without coordination, and a reader knows the header that it must find. The file is an ordinary safetensors file
+(Hugging Face: 8 bytes of length, JSON, data).
 
 Elements are numbered in the order of a server's memory. A tensor with strides that are not row-major there
 (channels_last) is row-major in the file like all others, so its elements are scattered: `FileTensor.ordered` is false.
@@ -119,11 +118,10 @@ class FlatFile:
 def lay_out(tensors: Iterable[TensorDescription], metadata: Mapping[str, str]) -> FlatFile:
     """Lay out a file of tensors.
 
-    Tensors with larger elements come first, so that all are aligned, and otherwise in the given order.
-
     Raises:
         ValueError: a name is used twice, the format does not support a dtype, or the header is too long.
     """
+    # Larger elements first, so that all are aligned without gaps, which the format forbids.
     ordered = sorted(tensors, key=lambda told: -_ITEM_BYTES.get(told.dtype, 0))
     paired = [told.name for told in ordered if told.dtype == PAIRS]
     header: dict[str, object] = {"__metadata__": {**metadata, **said_of(paired)}}
@@ -157,10 +155,8 @@ def said_of(paired: Sequence[str]) -> dict[str, str]:
 
 
 def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether elements of these strides fill their memory exactly once.
-
-    The order of dimensions does not matter.
-    """
+    """Return whether elements of these strides fill their memory exactly once."""
+    # From the smallest stride up, whatever the order of the dimensions is.
     expected = 1
     for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
         if size != 1 and step != expected:

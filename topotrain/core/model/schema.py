@@ -1,8 +1,4 @@
-"""The description of a model, and the flat buffers of one shard.
-
-Buffers are allocated once, by name, and reused at every step, because fresh memory costs several times the copy.
-A `BufferMemory` decides whether they are ordinary memory, or memory shared with the workers of the host.
-"""
+"""The description of a model, and the flat buffers of one shard."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,10 +14,7 @@ from topotrain.core.protocol import MAX_TEXT, ProtocolError, SchemaPart
 
 
 class BufferMemory(Protocol):
-    """Where flat buffers are.
-
-    It is memory of this process alone, or memory that transports share.
-    """
+    """Where flat buffers are: in private memory, or in memory that transports share."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros, 1-D."""
@@ -52,8 +45,7 @@ come back. On a slow link, where a megabyte takes a tenth of a second, that wait
 class ModelBuffer:
     """A buffer of the model that is not a parameter, such as BatchNorm statistics.
 
-    It has `count` elements of `dtype` (torch's name). `owners` are the workers of each group that hold it, as in
-    `sharding.Parameter`. Empty means all.
+    `dtype` is torch's name. `owners` are the workers of each group that hold it, as in `sharding.Parameter`.
     """
 
     name: str
@@ -84,6 +76,7 @@ class Schema:
     def parts(self) -> list[SchemaPart]:
         """Return the description as messages."""
         text = self.text()
+        # A quarter, because a character has up to four bytes in UTF-8 and the limit is in bytes.
         cuts = [text[i : i + MAX_TEXT // 4] for i in range(0, len(text), MAX_TEXT // 4)]
         return [SchemaPart(i, len(cuts), part) for i, part in enumerate(cuts)]
 
@@ -94,11 +87,7 @@ class Schema:
 
 
 def parse_schema(text: str) -> Schema:
-    """Read the form of `Schema.text`.
-
-    Raises:
-        ProtocolError: it is not such a text, or the model is too large.
-    """
+    """Read a `Schema.text`. Raises ProtocolError for other texts and too large models."""
     try:
         parameters, buffers, optimizer, digest = json.loads(text)
         known = tuple(_buffer(*row) for row in buffers)
@@ -110,6 +99,7 @@ def parse_schema(text: str) -> Schema:
 
 
 def _check_sizes(schema: Schema) -> None:
+    # First, since negative sizes would make room for others in the sum.
     if min((buffer.count for buffer in schema.buffers), default=0) < 0:
         raise SchemaError("a buffer with a negative number of elements")
     nbytes = sum(buffer.nbytes for buffer in schema.buffers)
@@ -155,11 +145,7 @@ def _held(owners: tuple[int, ...]) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch.float32 for "float32".
-
-    Raises:
-        ProtocolError: the name is not a dtype.
-    """
+    """Return torch.float32 for "float32". Raises ProtocolError for another name."""
     # The name comes from a peer, and torch has attributes that are no dtypes.
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -220,6 +206,7 @@ class FlatBuffers:
 
     def flat(self, name: str, space: int) -> torch.Tensor:
         """Return the buffer of a name in a space. It is allocated and zeroed at first use."""
+        # Used again at every step: fresh memory costs several times the copy into it, for its pages must be mapped.
         flat = self._flat.get((name, space))
         if flat is None:
             lo, hi = self.range(space)
@@ -230,10 +217,7 @@ class FlatBuffers:
         return flat
 
     def raw(self, name: str, count: int) -> torch.Tensor:
-        """Return a buffer of `count` bytes, 1-D uint8, that belongs to no space.
-
-        It is allocated and zeroed at first use.
-        """
+        """Return a buffer of `count` bytes, 1-D uint8, zeroed, that belongs to no space."""
         held = self._flat.get((name, -1))
         return (
             held if held is not None else self._flat.setdefault((name, -1), self._memory.allocate(count, torch.uint8))
@@ -252,10 +236,8 @@ class FlatBuffers:
                 self._views.pop((name, bucket.id), None)
 
     def view(self, name: str, bucket: Bucket) -> torch.Tensor:
-        """Return a bucket's part of a buffer, 1-D.
-
-        Views are cached, because slicing costs more than a dictionary lookup.
-        """
+        """Return a bucket's part of a buffer, 1-D."""
+        # Cached, because slicing a tensor costs more than a dictionary lookup.
         view = self._views.get((name, bucket.id))
         if view is None:
             lo, _ = self.range(bucket.space)
@@ -296,13 +278,8 @@ class BucketValues:
 
 
 def typed(body: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a received body as elements of `like`'s dtype and size.
-
-    With shared memory a body arrives as bytes.
-
-    Raises:
-        ProtocolError: the sizes differ.
-    """
+    """Return a body as elements like `like`. Raises ProtocolError for another size."""
+    # A body that came as a view of shared memory is bytes. One that was placed has the dtype of its place.
     if body.nbytes != like.nbytes:
         raise ProtocolError(f"a body of {body.nbytes} bytes, expected {like.nbytes}")
     return body if body.dtype == like.dtype else body.view(like.dtype)
@@ -311,8 +288,6 @@ def typed(body: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def slice_map_for(parameters: Sequence[Parameter], topology: Topology) -> SliceMap:
     """Return the slice map of a job's model, the same for workers and servers.
 
-    Slices that are sent are smaller than slices in shared memory: a pipeline needs many pieces, a processor few calls.
-
     Raises:
         SchemaError: as `cut`, or an owner does not exist in a group.
     """
@@ -320,6 +295,7 @@ def slice_map_for(parameters: Sequence[Parameter], topology: Topology) -> SliceM
     groups = topology.server_groups if topology.synced else 1
     size = topology.cluster.slice_bytes or _slice_bytes(topology)
     nbytes = sum(parameter.count * torch_dtype(parameter.dtype).itemsize for parameter in parameters)
+    # Before the cut, which would make so many objects.
     if nbytes // size > MOST_BUCKETS:
         raise SchemaError(f"a model of {nbytes} bytes in slices of {size}: must be at most {MOST_BUCKETS}")
     return cut(parameters, topology.shards, groups, topology.cluster.slicing, bucket_bytes=size)
@@ -333,16 +309,14 @@ def _check_owners(parameters: Sequence[Parameter], workers: int) -> None:
 
 
 def effective(job: Job, parameters: Sequence[Parameter]) -> Job:
-    """Return the job as it is carried out on this model.
-
-    If a model is split over the workers of a group, gradients are pushed and not returned (`grads: kHidden`), because a
-    worker cannot get the mean of a parameter that it does not hold.
-    """
+    """Return the job as it is carried out on this model. Splitting means `kHidden`."""
+    # A worker cannot get the mean of a parameter that it does not hold.
     split = job.splits or any(parameter.owners for parameter in parameters)
     return replace(job, grads=Grads.kHidden) if split and job.grads is Grads.kVisible else job
 
 
 def _slice_bytes(topology: Topology) -> int:
+    # Larger in shared memory: a link needs many pieces to overlap them, a processor few calls.
     if all(topology.sees_memory(group) for group in range(topology.worker_groups)):
         return SEEN_BYTES
     link = topology.cluster.link

@@ -4,8 +4,7 @@ A *window* is a part of a process's flat buffer that another process maps. There
 
 - Parameters: one buffer for each worker group, or for several groups that share their values. The parameters of all its
   workers are views of it (in a split model, each in the spaces that it holds). Servers write it only while all workers
-  of the group wait in `step()` or for a fetch. If a single group uses a server group, the buffer is the servers' own
-  copy of the values. An update then appears in the workers' parameters without a copy.
+  of the group wait in `step()` or for a fetch.
 - Gradients: each worker's buffer "grad". The servers write a group's mean into it while the worker waits at the end of
   its backward. At `step()` they read it, with the changes of the script.
 
@@ -25,12 +24,11 @@ Flats = dict[tuple[str, int], torch.Tensor]  # (name, space) -> 1-D
 
 
 def buffer_of(topology: Topology, group: int) -> str:
-    """Return the name of the parameter buffer of a group's workers.
-
-    VALUES is the servers' own copy.
-    """
+    """Return the name of a group's parameter buffer; VALUES is the servers' own copy."""
     cluster = topology.cluster
     alone = len(topology.worker_groups_of(topology.server_group_of(group))) == 1 and not topology.synced
+    # The parameters of a single group are the servers' own values, so that updates need no copy. With n_fetch > 1 a
+    # worker changes its parameters by itself between fetches.
     if alone and cluster.n_push == cluster.n_fetch == 1:
         return VALUES
     first = topology.workers(group)[0]
@@ -41,10 +39,7 @@ def buffer_of(topology: Topology, group: int) -> str:
 
 
 def buffers_of(topology: Topology, server_group: int) -> dict[int, str]:
-    """Return the parameter buffers by worker group, for groups that see the memory.
-
-    These are groups of this server group that share its host.
-    """
+    """Return the parameter buffers by worker group, for groups on the servers' host."""
     groups = topology.worker_groups_of(server_group)
     return {group: buffer_of(topology, group) for group in groups if topology.sees_memory(group)}
 
@@ -57,14 +52,11 @@ def make(slice_map: SliceMap, topology: Topology, server_group: int, memory: Buf
 
 
 def part(flats: Flats, slice_map: SliceMap, shard: int) -> Flats:
-    """Return the range of a shard in buffers over the whole.
-
-    A shard may have no elements of a space.
-    """
+    """Return the range of a shard in buffers over the whole."""
     found: Flats = {}
     for (name, space), flat in flats.items():
         lo, hi = slice_map.ranges[space][shard]
-        if hi > lo:
+        if hi > lo:  # a shard may have no elements of a small space
             found[name, space] = flat[lo:hi]
     return found
 

@@ -8,10 +8,7 @@ if TYPE_CHECKING:  # a launcher finds the newest snapshot without torch
 
 
 def bytes_of(tensor: "Tensor") -> memoryview:
-    """Return the memory of a contiguous CPU tensor as writable bytes.
-
-    The tensor must live as long as the result.
-    """
+    """Return a contiguous CPU tensor's memory as writable bytes; it must outlive them."""
     if not tensor.nbytes:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -3,8 +3,6 @@
 Only the name and the hyper-parameters of an optimizer are sent, as JSON. A server makes the same class over views of
 its own values and steps it in place. An element-wise optimizer gives, bit for bit, the same result on a slice as on the
 whole parameter, if slices are cut at multiples of 64 elements from the parameter's start (tested for ELEMENTWISE).
-Other optimizers need whole tensors (`slicing: kTensor`) or are refused by name. Fused kernels are used where
-`kernel_choice` finds them correct.
 """
 
 import importlib
@@ -43,7 +41,7 @@ WHOLE = ("Adafactor", "Muon")  # they use rows, columns or the whole matrix
 REFUSED = {"LBFGS": "it evaluates the whole loss several times per step", "SparseAdam": "it needs sparse gradients"}
 
 _TORCH = "torch.optim."
-_BOOKKEEPING = ("params", "param_names")
+_BOOKKEEPING = ("params", "param_names")  # tensors and their names, which are no settings
 _DEVICE_ONLY = ("capturable",)  # applies to the script's own device, not to the server that computes the update
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
@@ -72,11 +70,7 @@ class OptimizerSpec:
 
     @staticmethod
     def from_text(text: str) -> "OptimizerSpec":
-        """Read the JSON form.
-
-        Raises:
-            ConfigError: `to_text` cannot have written this text.
-        """
+        """Read the JSON form. Raises ConfigError if `to_text` cannot have written it."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -154,10 +148,8 @@ def _find(module: object, name: str) -> Any:
 
 
 def _class(name: str, import_module: str) -> type[Optimizer]:
-    """Return the class of a spec's name.
-
-    It must be in the lists above, or in the job's own module. Nothing else is imported.
-    """
+    """Return the class of a spec's name."""
+    # The name comes from a peer: only a class of the lists above, or of the job's own module, is imported.
     short = name.removeprefix(_TORCH)
     if name.startswith(_TORCH):
         found = getattr(torch.optim, short, None) if short in ELEMENTWISE + WHOLE else None
@@ -177,8 +169,7 @@ def _class(name: str, import_module: str) -> type[Optimizer]:
 def hyper(optimizer: Optimizer) -> bytes:
     """Return the hyper-parameters of all groups as canonical JSON.
 
-    Equal values give equal bytes. A tensor of one element (a learning rate) counts as a number. Entries that a
-    scheduler adds to a group are included if they are plain, and otherwise left out.
+    Equal values give equal bytes. A tensor of one element (a learning rate) counts as a number.
 
     Raises:
         UnsupportedOptimizer: one of the class's own settings is not plain.
@@ -192,6 +183,7 @@ def hyper(optimizer: Optimizer) -> bytes:
             try:
                 plain[name] = _plain(value)
             except TypeError:
+                # Only the class's own settings matter to a server: a scheduler may leave any object in a group.
                 if name in optimizer.defaults:
                     raise UnsupportedOptimizer(
                         f"optimizer.{name}", value, "must be a number, text, bool, None or a flat list of these"
@@ -201,11 +193,7 @@ def hyper(optimizer: Optimizer) -> bytes:
 
 
 class HyperEncoder:
-    """Computes `hyper(optimizer)` at every step, and encodes it only after a change.
-
-    It compares values as long as all settings are immutable. A tensor or list may change in place, so with one of these
-    in a group nothing is cached.
-    """
+    """Computes `hyper(optimizer)` at every step, and encodes it only after a change."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -213,11 +201,7 @@ class HyperEncoder:
         self._text = b""
 
     def __call__(self) -> bytes:
-        """Return the text of `hyper`.
-
-        Raises:
-            UnsupportedOptimizer: as `hyper`.
-        """
+        """Return the text of `hyper`. Raises UnsupportedOptimizer as `hyper`."""
         groups = self._optimizer.param_groups
         if not self._known or len(groups) != len(self._known) or not self._same(groups):
             self._text = hyper(self._optimizer)
@@ -235,10 +219,8 @@ class HyperEncoder:
 
 
 def _snapshot(groups: Sequence[dict[str, Any]]) -> list[tuple[Callable[[Any], Any], int, Any]]:
-    """Return the values to which `HyperEncoder` compares.
-
-    The result is empty if a setting could change in place.
-    """
+    """Return the values to which `HyperEncoder` compares."""
+    # Empty if a setting is a tensor or list: that may change in place, and would still equal itself.
     known: list[tuple[Callable[[Any], Any], int, Any]] = []
     for group in groups:
         names = [name for name in group if name not in _BOOKKEEPING]
@@ -264,6 +246,7 @@ def _plain(value: Any, deep: bool = False) -> Any:
     if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:  # a tensor or a NumPy number
         return value.item()
     if isinstance(value, float | int | str):
+        # A subclass, such as NumPy's float64, becomes the plain type, which JSON and comparisons take.
         return {float: float, int: int, str: str}[next(k for k in (float, int, str) if isinstance(value, k))](value)
     raise TypeError(kind)
 
@@ -276,6 +259,7 @@ def _groups(data: Any) -> tuple[dict[str, Any], ...]:
 
 def _setting(name: str, value: Any) -> Any:
     if isinstance(value, list):  # torch has tuples there: betas, etas, step_sizes
+        # A list inside a list is refused as a dictionary is.
         return tuple(_setting(name, item) if not isinstance(item, list) else _setting(name, {}) for item in value)
     if isinstance(value, dict) or name in _BOOKKEEPING:
         raise ConfigError(
@@ -290,9 +274,9 @@ def _setting(name: str, value: Any) -> Any:
 class SliceUpdate:
     """One optimizer over the segments of one owner, with the only copy of their state.
 
-    `segments` are (key, index of the parameter, value). The value is a view of the owner's memory: 1-D for a slice, of
-    the parameter's shape for a whole tensor. Keys are chosen by the owner and unique. `clip` are the bounds of every
-    element of a gradient (SINGA's clip_low and clip_high). `correct` changes hyper-parameters. Not thread-safe.
+    `segments` are (unique key, index of the parameter, value). The value is a view of the owner's memory: 1-D for a
+    slice, of the parameter's shape for a whole tensor. `clip` are the bounds of every element of a gradient (SINGA's
+    clip_low and clip_high). `correct` changes hyper-parameters. Not thread-safe.
     """
 
     def __init__(
@@ -323,10 +307,9 @@ class SliceUpdate:
         self._hyper = b""
 
     def apply(self, hyper: bytes, grads: Mapping[int, torch.Tensor | None], staleness: int = 0) -> None:
-        """Do one step in place.
+        """Do one step in place. Gradients are only read, and not kept.
 
-        Gradients are only read, and not kept. A key without a gradient, or with None, is skipped, since Adam on None
-        differs from Adam on zero.
+        A key without a gradient, or with None, is skipped, since Adam on None differs from Adam on zero.
 
         Args:
             hyper: the result of `hyper(optimizer)`.
@@ -341,26 +324,27 @@ class SliceUpdate:
         if hyper != self._hyper:
             self._set(hyper)
         self._correct_rate(self._correct.rate(staleness))
+        # Keys that are not named keep `.grad` None, with which torch skips them.
         try:
             for key, grad in grads.items():
                 value = self._values[key]
                 value.grad = None if grad is None else self._clipped(grad).view_as(value)
             self._stepped(self._optimizer)
         finally:
+            # The gradients are views of buffers that the next step overwrites.
             _clear(self._values.values())
 
     def _stepped(self, optimizer: Optimizer) -> None:
+        # The class may be the user's own: its error ends the group with a message, and not the server.
         try:
             self._step(optimizer)
         except OWN_ERRORS as error:
             raise ConfigError("optimizer", type(optimizer).__name__, f"cannot go on: {error!r}") from error
 
     def _step(self, optimizer: Optimizer) -> None:
-        """Step the optimizer, values with a first gradient before the others.
-
-        torch's fused SGD fails if only some momentum buffers exist.
-        """
-        # A parameter that was frozen so far, or that no worker's batch has used.
+        """Step the optimizer, values with a first gradient before the others."""
+        # A parameter that was frozen so far, or that no worker's batch has used. torch's fused SGD fails if only some
+        # of its momentum buffers exist.
         late = list(_without_momentum(optimizer))
         if late:
             first = {id(value) for value in late}
@@ -379,6 +363,7 @@ class SliceUpdate:
         groups = _groups(json.loads(hyper))
         if len(groups) != self._count or self._optimizer is None:
             raise ConfigError("optimizer.groups", len(groups), f"must be {self._count} groups, as when the job began")
+        # New settings may have another fused kernel, so each change chooses again.
         for group, number, kinds in zip(self._optimizer.param_groups, self._numbers, self._kinds, strict=True):
             group.update(groups[number])
             group.update(kernel_choice.choose(type(self._optimizer), group, kinds))
@@ -390,6 +375,7 @@ class SliceUpdate:
 
     def _correct_rate(self, scale: float) -> None:
         if self._optimizer is not None and self._rates and scale != self._scale:
+            # From the rate that was sent, so that corrections do not multiply.
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * scale
             self._scale = scale
@@ -398,13 +384,11 @@ class SliceUpdate:
         """Return whether a segment is optimized."""
         value = self._values[key]
         groups = [] if self._optimizer is None else self._optimizer.param_groups
+        # By identity: `in` would compare the elements of tensors.
         return any(member is value for group in groups for member in group["params"])
 
     def state(self) -> Iterator[tuple[int, str, torch.Tensor | float]]:
-        """Yield (key, name, value) of the state.
-
-        Values are the optimizer's own tensors, of the segment's shape or 0-D, and plain numbers.
-        """
+        """Yield (key, name, value): the optimizer's own tensors, and plain numbers."""
         states = self._optimizer.state if self._optimizer is not None else {}
         for key, value in self._values.items():
             for name, item in states.get(value, {}).items():
@@ -415,10 +399,7 @@ class SliceUpdate:
                 yield key, name, item
 
     def load_state(self, key: int, name: str, value: torch.Tensor | float) -> None:
-        """Restore an entry of `state`. Restore all names of a key, or none.
-
-        Tensors are copied.
-        """
+        """Restore an entry of `state` from a copy. Restore all names of a key, or none."""
         place = self._values[key]
         if self._optimizer is None:
             raise KeyError(key)
@@ -430,10 +411,7 @@ class SliceUpdate:
         self._optimizer.state[place][name] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return hyper-parameters and the entries of `state`.
-
-        Each tensor is 1-D, in the order of its memory.
-        """
+        """Return hyper-parameters and `state`, each tensor 1-D in the order of its memory."""
         entries = [(key, name, _dense(value)) for key, name, value in self.state()]
         return {"hyper": self._hyper, "scale": self._scale, "entries": entries}
 
@@ -441,7 +419,7 @@ class SliceUpdate:
         """Restore the result of `state_dict`."""
         for key, name, value in state["entries"]:
             self.load_state(key, name, self._shaped(key, value))
-        if state["hyper"]:
+        if state["hyper"]:  # empty before the first step, which brings them
             self._set(state["hyper"])
             self._correct_rate(state["scale"])
 
@@ -473,11 +451,7 @@ class HyperCheck:
         self._good: tuple[dict[str, Any], ...] = spec.groups
 
     def check(self, hyper: bytes) -> None:
-        """Check new hyper-parameters.
-
-        Raises:
-            ConfigError: the text is not valid, has other groups, or the class itself refuses a setting.
-        """
+        """Check new hyper-parameters. Raises ConfigError for what the optimizer refuses."""
         try:
             groups = _groups(json.loads(hyper))
         except (ValueError, RecursionError) as error:
@@ -494,6 +468,7 @@ class HyperCheck:
         for name, value in group.items():
             if not _alike(value, made_with.get(name, value)):
                 raise ConfigError(f"optimizer.groups.{name}", value, f"must be such as {made_with[name]!r}")
+        # The class itself knows its limits, but making one at each step of a schedule would cost too much.
         if group | {"lr": 0.0} != good | {"lr": 0.0} or group.get("lr", 0.0) < 0:  # a schedule changes only the rate
             check_settings(_class(self._spec.name, self._import), made_with | group)
 
@@ -507,11 +482,7 @@ class HyperCheck:
 
 
 def check_settings(cls: Any, settings: Mapping[str, Any]) -> None:
-    """Check settings by making an optimizer of one element.
-
-    Raises:
-        ConfigError: the class refuses the settings.
-    """
+    """Make an optimizer of one element. Raises ConfigError if the class refuses."""
     try:
         _constructed(cls, [{**settings, "params": [torch.zeros(1)]}])
     except OWN_ERRORS as error:
@@ -519,10 +490,7 @@ def check_settings(cls: Any, settings: Mapping[str, Any]) -> None:
 
 
 def _alike(value: Any, other: Any) -> bool:
-    """Return whether two settings are of one kind.
-
-    Kinds are numbers (finite if the other is), bools or None, texts, and lists of these.
-    """
+    """Return whether two settings are of one kind, and finite numbers stay finite."""
     if isinstance(value, tuple) or isinstance(other, tuple):
         same = isinstance(value, tuple) and isinstance(other, tuple) and len(value) == len(other)
         return same and all(map(_alike, value, other))
@@ -540,10 +508,7 @@ def _clear(values: Iterable[torch.Tensor]) -> None:
 
 
 def _without_momentum(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield values of fused SGD that get their first gradient later than others.
-
-    Only groups with momentum have such values.
-    """
+    """Yield values of fused SGD with momentum that get a first gradient after others."""
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
@@ -555,12 +520,9 @@ def _without_momentum(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _make(cls: Any, groups: list[dict[str, Any]]) -> Optimizer | None:
-    """Make an optimizer, or return None if no segment is optimized here.
-
-    torch has no optimizer without parameters.
-    """
+    """Make an optimizer, or return None if no segment is optimized here."""
     if not groups:
-        return None
+        return None  # torch has no optimizer without parameters
     for group in groups:
         group.update(kernel_choice.choose(cls, group, kernel_choice.kinds(group["params"])))
     return _constructed(cls, groups)
@@ -628,20 +590,14 @@ def build(updater: Updater, named_parameters: Iterable[tuple[str, torch.nn.Param
 
 
 def set_lr(optimizer: Optimizer, updater: Updater, step: int) -> None:
-    """Set the learning rate of `step`, counted from 0, in all groups of an optimizer.
-
-    The optimizer must come from `build`.
-    """
+    """Set the learning rate of `step`, counted from 0, in an optimizer of `build`."""
     rate = lr_schedules.lr(updater, step)
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
 
 
 def follow_schedule(optimizer: Optimizer, updater: Updater, done: int = 0) -> Callable[..., None]:
-    """Set the learning rate of the step after `done` steps.
-
-    Returns a hook that sets the next rate after each step.
-    """
+    """Set the rate of the step after `done` steps. Returns a hook for after each step."""
     steps = count(done + 1)
 
     def after_step(*_: Any) -> None:
@@ -659,10 +615,8 @@ def clip_bounds(updater: Updater | None) -> tuple[float, float] | None:
 
 
 def clip(updater: Updater, parameters: Iterable[torch.Tensor]) -> None:
-    """Clip whole gradients in place as the servers of a job clip their parts.
-
-    The global norm is clipped first, then every element.
-    """
+    """Clip whole gradients in place as the servers of a job clip their parts."""
+    # The order of the servers: the norm of the whole gradient first, and then each element in the update.
     found = [parameter for parameter in parameters if parameter.grad is not None]
     if updater.clip_norm:
         torch.nn.utils.clip_grad_norm_(found, updater.clip_norm)

@@ -60,8 +60,6 @@ def kinds(params: Iterable[torch.Tensor]) -> tuple[Kind, ...]:
 def choose(cls: Any, group: Mapping[str, Any], kinds: Iterable[Kind]) -> dict[str, bool | None]:
     """Return the kernel options of a parameter group, {} if the script has chosen.
 
-    The fused kernel is used if it is correct, else torch's own default.
-
     Raises:
         ConfigError: the script has set fused=True, and that kernel is wrong.
     """
@@ -88,10 +86,8 @@ def check_named(cls: Any, group: Mapping[str, Any], kinds: Iterable[Kind]) -> No
 
 
 def verdict(cls: Any, group: Mapping[str, Any], dtype: torch.dtype, device: str) -> KernelVerdict:
-    """Return the verdict on the fused kernel of a class with a group's options.
-
-    It is tried once per process.
-    """
+    """Return the verdict on the fused kernel of a class with a group's options."""
+    # Tried once per process: `_try` is cached, and a schedule changes none of the values that are tried.
     known = _options(cls)
     settings = tuple((name, _tried(name, value)) for name, value in sorted(group.items()) if name in known)
     try:
@@ -123,6 +119,7 @@ def _try(cls: Any, settings: tuple[tuple[str, Any], ...], dtype: torch.dtype, de
             fused.step()
         if not plain.agrees(fused):
             return KernelVerdict.WRONG
+        # Values that have not moved would agree with a kernel that does nothing.
         return KernelVerdict.RIGHT if plain.moved() else KernelVerdict.UNSEEN
     # A class without such a kernel, or settings that it refuses: the user sees that error where the optimizer is made.
     except (*OWN_ERRORS, NotImplementedError):
@@ -132,12 +129,11 @@ def _try(cls: Any, settings: tuple[tuple[str, Any], ...], dtype: torch.dtype, de
 class _Trial:
     """An optimizer over a few small tensors.
 
-    It has its own random generator, so the script's random numbers do not change. All magnitudes are near 1 and the
-    rate is large, so a step is much larger than the rounding of the shortest dtype. Each element moves away from 0. So
-    there is no cancellation, and errors stay within the dtype's precision.
+    All magnitudes are near 1 and the rate is large, so a step is much larger than the rounding of the shortest dtype.
     """
 
     def __init__(self, cls: Any, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+        # A generator of its own: the script's random numbers must not change.
         self._chance = torch.Generator().manual_seed(1)
         self._dtype, self._device = dtype, device
         self._signs = [torch.rand(size, generator=self._chance).sub(0.5).sign() for size in SIZES]
@@ -151,6 +147,7 @@ class _Trial:
 
     def step(self) -> None:
         for value, signs in zip(self._values, self._signs, strict=True):
+            # Away from 0 in each step: no cancellation, so errors stay within the dtype's precision.
             value.grad = self._near_one(signs).mul_(self._uphill)
         self._optimizer.step()
 

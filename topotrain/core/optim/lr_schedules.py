@@ -1,7 +1,6 @@
 """SINGA's seven learning-rate schedules.
 
-A rate is a pure function of the step. Steps may repeat, jump or go back, after a restart or when groups of workers are
-at different steps. The same step always gives the same rate.
+A rate is a pure function of the step, because steps may repeat, jump or go back after a restart.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,11 +33,9 @@ def _fixed(schedule: LRGen, step: int) -> float:
 
 
 def _linear(schedule: LRGen, step: int) -> float:
-    """From base_lr to final_lr in change_freq steps, then final_lr.
-
-    SINGA continues below zero.
-    """
+    """From base_lr to final_lr in change_freq steps, then final_lr."""
     conf = _needed(schedule.linear_conf, "linear_conf")
+    # SINGA has no bound here, and goes on below zero.
     done = min(step / conf.change_freq, 1.0)
     return (1 - done) * schedule.base_lr + done * conf.final_lr
 

@@ -1,8 +1,8 @@
 """Optimizer state of parameters as plain data, and the layout of its files.
 
-This module is pure and does not import torch. State is discovered: a server reports the state that its optimizer holds
-at that moment, which is empty before the first gradient. All servers of a parameter must report the same. Numbers (a
-step count) are in the table itself, tensors in the file of the optimizer's state.
+This module does not import torch. A server reports the state that its optimizer holds at that moment, which is empty
+before the first gradient. All servers of a parameter must report the same. Numbers (a step count) are in the table
+itself, tensors in the file of the optimizer's state.
 """
 
 import json
@@ -18,7 +18,7 @@ ELEMENTS, WHOLE, NUMBER = "elements", "whole", "number"
 PLAIN = ("float", "int", "bool")
 """Types of numbers that are not tensors."""
 
-_MOST_DIMENSIONS = 64
+_MOST_DIMENSIONS = 64  # torch's own limit
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
@@ -51,10 +51,8 @@ Table = Mapping[int, State]
 
 
 def to_rows(table: Table) -> list[Any]:
-    """Return the JSON form of a table.
-
-    Parameters with equal state, usually all of them, share a row.
-    """
+    """Return the JSON form of a table."""
+    # Parameters with equal state share a row, usually all of them: the manifest stays small for large models.
     by_state: dict[str, list[int]] = {}
     for index in sorted(table):
         data = {name: held.as_data() for name, held in table[index].items()}
@@ -63,11 +61,7 @@ def to_rows(table: Table) -> list[Any]:
 
 
 def from_rows(rows: Any, parameters: Sequence[Parameter]) -> dict[int, State]:
-    """Read the JSON form of a table.
-
-    Raises:
-        StateError: `to_rows` cannot have written this for these parameters.
-    """
+    """Read the JSON form of a table. Raises StateError if `to_rows` did not write it."""
     if not isinstance(rows, list):
         raise StateError("the state of the optimizer must be a list of rows")
     table: dict[int, State] = {}
@@ -99,25 +93,16 @@ def merge(tables: Iterable[Table], parameters: Sequence[Parameter]) -> dict[int,
 
 
 def model_file(parameters: Sequence[Parameter]) -> FlatFile:
-    """Return the layout of the file of values.
-
-    Raises:
-        ValueError: as `lay_out`.
-    """
+    """Return the layout of the file of values. Raises ValueError as `lay_out`."""
     tied = {p.name: list(p.aliases) for p in parameters if p.aliases}
     told = (TensorDescription(p.name, p.dtype, p.shape, p.stride) for p in parameters)
     return lay_out(told, {"format": "pt", "tied": json.dumps(tied)})
 
 
 def state_file(parameters: Sequence[Parameter], table: Table) -> FlatFile:
-    """Return the layout of the file of optimizer state.
-
-    Tensors are named by `entry_name`.
-
-    Raises:
-        ValueError: as `lay_out`.
-    """
+    """Return the layout of the file of the state. Raises ValueError as `lay_out`."""
     told = []
+    # Sorted, because all servers compute this layout, and their optimizers may hold entries in another order.
     for index in sorted(table):
         parameter = parameters[index]
         for name, held in sorted(table[index].items()):

@@ -18,13 +18,11 @@ def sending(spans: Recorder, to: Address, message: m.Message) -> AbstractContext
 
 
 def _numbers(peer: Address, message: m.Message) -> dict[str, int]:
-    """Return the numbers of a span.
-
-    Steps count from 1, as users count them. A decision belongs to its group, not to its sender.
-    """
+    """Return the numbers of a span."""
     numbers = {name: getattr(message, name) for name in ("ordinal", "round", "bucket") if hasattr(message, name)}
-    if hasattr(message, "step"):
+    if hasattr(message, "step"):  # from 1, as users count steps
         numbers["step"] = message.step + 1
+    # These belong to a worker group, and come from a server.
     if isinstance(message, m.StepDecision | m.StepVote):
         numbers["group"] = message.group
     elif peer.role is Role.WORKER:

@@ -1,8 +1,7 @@
 """Spans of time in a process, kept for one step and written when the process ends.
 
-A recorder gets its clock and its thread names from a `Clock`, so this module uses neither itself. The first word of a
-span's name is its phase ("wait for means" is a wait), and PHASES has them all. Without a profile the recorder is
-SILENT, which does nothing. Times are nanoseconds of a clock that all processes of a host share.
+The first word of a span's name is its phase ("wait for means" is a wait). Without a profile the recorder is SILENT,
+which does nothing. Times are nanoseconds of a clock that all processes of a host share.
 """
 
 import json
@@ -25,10 +24,7 @@ ROLLING = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An activity on `track` from `start` to `end`, in nanoseconds.
-
-    The track is a thread or a server.
-    """
+    """An activity on a track (a thread or a server), in nanoseconds."""
 
     name: str
     track: str
@@ -99,13 +95,14 @@ SILENT: Recorder = _Silent()
 
 
 class _Open:
-    """A span in progress. It is stored in the rows that its recorder had at its begin."""
+    """A span in progress."""
 
     __slots__ = ("_name", "_numbers", "_recorder", "_rows", "_start")
 
     def __init__(
         self, recorder: "_Recording", rows: MutableSequence[Span], name: str, numbers: Mapping[str, int]
     ) -> None:
+        # The rows of its begin: a span of another thread may end after its step, when the recorder has new rows.
         self._recorder, self._rows, self._name, self._numbers = recorder, rows, name, numbers
 
     def __enter__(self) -> None:
@@ -174,21 +171,16 @@ class WorkerRecorder(_Recording):
         self.listening = step < self._wanted
 
     def kept(self) -> list[Span]:
-        """Return the spans of the step, with the step's own span last.
-
-        The list is empty if no step was finished.
-        """
+        """Return the spans of the last step that was finished, its own span last."""
         return list(self._kept)
 
 
 class ServerRecorder(_Recording):
-    """Keeps the last spans of a server.
-
-    It stops when every group is past the step `wanted` (counted from 1).
+    """Keeps the last spans of a server until every group is past the step `wanted`.
 
     Args:
         wanted, clock: as for `WorkerRecorder`.
-        name: the server's name. A server handles one message at a time, so its spans are nested.
+        name: the server's name.
         groups: the worker groups of the server.
     """
 
@@ -201,6 +193,7 @@ class ServerRecorder(_Recording):
 
     def track(self) -> str:
         """The server, whichever thread it runs on."""
+        # It handles one message at a time, so its spans are nested even if they are on several threads.
         return self._name
 
     def span(self, name: str, **numbers: int) -> AbstractContextManager[object]:
@@ -240,11 +233,7 @@ def to_json(process: ProcessSpans) -> str:
 
 
 def from_json(text: str) -> ProcessSpans:
-    """Read the form of `to_json`.
-
-    Raises:
-        ValueError: the text is something else.
-    """
+    """Read the form of `to_json`. Raises ValueError for another text."""
     try:
         data: dict[str, Any] = json.loads(text)
         spans = tuple(Span(str(n), str(t), int(a), int(b), dict(numbers)) for n, t, a, b, numbers in data["spans"])

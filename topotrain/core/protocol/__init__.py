@@ -1,8 +1,7 @@
 """Wire messages: every message is a frozen dataclass, with a codec for its bytes.
 
-Each message has a number on the wire that never changes. The messages of the core are grouped by topic here, and users
-import all of them from this package: `from topotrain.core import protocol as m`. The messages of an extension are
-imported from the extension's own module.
+Users import all messages of the core from this package: `from topotrain.core import protocol as m`. The messages of an
+extension are imported from the extension's own module.
 """
 
 # ruff: noqa: F403 - every name without an underscore is public

@@ -39,7 +39,7 @@ _FIXED_CODES = {int: "q", float: "d", bool: "?"}
 
 
 def _layout(cls: type[Message]) -> _Codec:
-    """Make the layout of a registered message class. It is made once."""
+    """Make the layout of a registered message class."""
     if KINDS.get(cls.KIND) is not cls:
         raise ProtocolError(f"{cls.__name__} is not a registered message")
     fixed, names, variable = "<", [], []
@@ -53,15 +53,14 @@ def _layout(cls: type[Message]) -> _Codec:
             variable.append((f.name, "text" if f.type is str else "bytes"))
         else:
             variable.append((f.name, "ints"))
+    # All fixed fields are one `struct` call. Both sides compute the layout from the class, so its order is the format.
     codec = _CODECS[cls] = _Codec(struct.Struct(fixed), tuple(names), _values_of(names), tuple(variable))
     return codec
 
 
 def _values_of(names: list[str]) -> Callable[[Message], tuple[Any, ...]]:
-    """Return a function that reads these attributes in one call.
-
-    Speed matters here: a message is read every few microseconds.
-    """
+    """Return a function that reads these attributes in one call."""
+    # A message is sent every few microseconds. `attrgetter` of a single name returns no tuple.
     if len(names) < 2:
         return lambda message: tuple(getattr(message, name) for name in names)
     return attrgetter(*names)
@@ -71,11 +70,7 @@ _U32 = struct.Struct("<I")
 
 
 def encode(message: Message) -> tuple[int, bytes]:
-    """Return the type number and the meta bytes of a message, without its body.
-
-    Raises:
-        ProtocolError: the meta is longer than MAX_META.
-    """
+    """Return type number and meta bytes. Raises ProtocolError for more than MAX_META."""
     # Layouts are made at the first use, because extensions register messages when they are imported.
     codec = _CODECS.get(type(message)) or _layout(type(message))
     parts = [codec.fixed.pack(*codec.fixed_values(message))]

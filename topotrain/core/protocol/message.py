@@ -1,9 +1,8 @@
 """Base class, registry and validation of messages.
 
-A message class declares everything that the protocol needs to know about it where it is defined: its number on the
-wire, its routes (sender and receiver), and the bounds of its numbers. A package registers its messages when its module
-of messages is imported, so the core names no extension. A process can decode only messages of modules that it has
-imported.
+A message class declares its number on the wire, its routes (sender and receiver), and the bounds of its numbers. It is
+registered when its module is imported, so the core names no extension, and a process can decode only messages of
+modules that it has imported.
 
 A peer is trusted to be a member of the job, and nothing else. A message that a correct peer never sends raises
 ProtocolError. This ends the connection of that peer and does not affect others. `MessageValidator` makes the checks
@@ -124,10 +123,7 @@ class Message:
     body: "torch.Tensor | None" = field(default=None, compare=False, repr=False, kw_only=True)
 
     def is_valid(self) -> bool:
-        """Return whether the numbers are possible.
-
-        Checks that need the model are made where the model is known.
-        """
+        """Return whether the numbers are possible, as far as this needs no model."""
         return True
 
 
@@ -150,6 +146,7 @@ def message(
 
     def register(cls: type[_M]) -> type[_M]:
         other = KINDS.setdefault(number, cls)
+        # At import, and not at the first message: two extensions must not share a number by chance.
         if other is not cls:
             raise ValueError(f"message number {number} of {_full_name(cls)} belongs to {_full_name(other)}")
         cls.KIND, cls.ROUTES, cls.NAMES_GROUP = number, routes, names_group
@@ -164,11 +161,7 @@ def _full_name(cls: type[Message]) -> str:
 
 
 def kind_of(number: int) -> type[Message]:
-    """Return the class of a type number.
-
-    Raises:
-        ProtocolError: there is no such type.
-    """
+    """Return the class of a type number. Raises ProtocolError if there is none."""
     cls = KINDS.get(number)
     if cls is None:
         raise ProtocolError(f"unknown message type {number}")
@@ -195,11 +188,7 @@ class MessageValidator:
         self._entries: dict[type[Message], _Entry] = {}
 
     def check(self, sender: Address, message: Message) -> None:
-        """Check a message.
-
-        Raises:
-            ProtocolError: this sender never sends such a message here, or not with these numbers.
-        """
+        """Raise ProtocolError for a message that this sender never sends here."""
         senders, groups = self._entries.get(type(message)) or self._entry(type(message))
         if sender not in senders:
             raise ProtocolError(f"{self._me} does not accept {type(message).__name__} from {sender}")
@@ -211,15 +200,14 @@ class MessageValidator:
         return (self._entries.get(kind) or self._entry(kind))[0]
 
     def _entry(self, kind: type[Message]) -> _Entry:
-        """Make the entry of a message type.
-
-        It is made at the first message of the type, because the module of an extension may be imported late.
-        """
+        """Make the entry of a message type."""
+        # At the first message of the type, because the module of an extension may be imported late.
         found = [
             self._peers(route.sender)
             for route in kind.ROUTES
             if route.receiver in self._roles() and self._holds(route.when)
         ]
+        # Without a route from anyone the set is empty, and every such message is refused.
         entry = frozenset[Address]().union(*found), self._groups() if kind.NAMES_GROUP else None
         self._entries[kind] = entry
         return entry
@@ -284,6 +272,7 @@ class MessageValidator:
     def _groups(self) -> frozenset[int]:
         """Return the groups that a message may name."""
         me, topology = self._me, self._topology
+        # Server (0,0) has the leases and model buffers of all worker groups.
         if me.role is Role.SERVER and me != (Role.SERVER, 0, 0):
             return frozenset(topology.worker_groups_of(me.group))
         return frozenset(range(topology.worker_groups))

@@ -172,10 +172,7 @@ class RingReply(Message):
 @message(34, _BETWEEN_GROUPS)
 @dataclass(frozen=True, slots=True)
 class Drained(Message):
-    """Server -> servers of the same shard in other groups: the sender has finished.
-
-    All its worker groups have ended, and it has sent all its updates.
-    """
+    """Server -> same shard in other groups: its groups ended, all updates are sent."""
 
 
 @message(35, Route(Sender.SAME_SHARD, Receiver.FIRST_GROUP, Condition.SERVER_GROUPS))
@@ -195,10 +192,9 @@ class FinalValue(Message):
 @message(40, TO_DATA_SERVICE, FROM_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class ModelBufferValue(Message):
-    """Worker -> server (0,0): a buffer of the model as raw bytes.
+    """Worker -> server (0,0): a buffer of the model (BatchNorm statistics), as bytes.
 
-    Such buffers are, for example, BatchNorm statistics. Server (0,0) also sends it to worker (0,0) in reply to
-    BufferRequest.
+    Server (0,0) also sends it to worker (0,0) in reply to BufferRequest.
 
     Attributes:
         group: the worker group of the buffer.
@@ -275,10 +271,7 @@ class AppliedBatchesRequest(Message):
 @message(27, FROM_COORDINATOR)
 @dataclass(frozen=True, slots=True)
 class AppliedBatchesReply(Message):
-    """Coordinator -> worker: the first `count` batches of the stream are applied.
-
-    No others of it are.
-    """
+    """Coordinator -> worker: exactly the first `count` batches of it are applied."""
 
     stream: int
     count: int
@@ -304,9 +297,7 @@ class StateRequest(Message):
 @message(61, TO_SERVER, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class StatePart(Message):
-    """One entry of the optimizer state of one piece of a parameter.
-
-    It is a tensor (body, float32 bytes), or a number.
+    """One entry of the optimizer state of a piece: a number, or a tensor as the body.
 
     The last message has no key. Its number is the number of entries before it.
     """

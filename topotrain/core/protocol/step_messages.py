@@ -1,7 +1,4 @@
-"""Messages of a step: gradients, commits, values, and the servers' decision.
-
-Some messages have bitmaps that say which buckets, pieces or parameters they are about.
-"""
+"""Messages of a step: gradients, commits, values, and the servers' decision."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +42,7 @@ def per_bucket(buckets: Sequence[Bucket], bits: int) -> list[tuple[Bucket, int]]
     found = []
     for bucket in buckets:
         found.append((bucket, bits & ((1 << len(bucket.pieces)) - 1)))
-        bits >>= len(bucket.pieces)
+        bits >>= len(bucket.pieces)  # one integer of Python's: a model has more pieces than a machine word has bits
     return found
 
 
@@ -209,6 +206,7 @@ class Commit(Message):
     def is_valid(self) -> bool:
         clips = self.clip_norm > 0
         return (
+            # Every bound is written so that NaN fails it.
             0 <= self.step < MOST
             and 0 <= self.backwards < MOST_EPOCHS
             and 0 <= self.weight <= MOST_SAMPLES

@@ -1,9 +1,8 @@
 """State of a server's components as plain data, for a second copy of the server.
 
-Every component with state has `state_dict()` and `load_state_dict(state)`. A state holds only None, numbers, texts,
-bytes, tensors, addresses, messages, and tuples, lists, sets, dictionaries and queues of these. A state is not a copy:
-its tensors are the component's own memory, so it is valid only until the component changes. Values that a new
-component has from its constructor are not part of the state.
+A state holds only None, numbers, texts, bytes, tensors, addresses, messages, and tuples, lists, sets, dictionaries and
+queues of these. A state is not a copy: its tensors are the component's own memory, so it is valid only until the
+component changes. Values that a new component has from its constructor are not part of the state.
 """
 
 from collections.abc import Mapping
@@ -32,6 +31,7 @@ class Component(Protocol):
 
 def states_of(components: Mapping[str, Component]) -> State | None:
     """Return the states of components by name. None: one of them is not possible now."""
+    # All or nothing: components name the same messages and steps, so a state of some of them has no meaning.
     states = {name: component.state_dict() for name, component in components.items()}
     return None if None in states.values() else states
 

@@ -59,6 +59,7 @@ class Clocks:
 
     def entry(self, group: int) -> int:
         """The clock at which a group that was away comes back: at least the slowest one."""
+        # Lower, it would hold up all others. Its own clock is kept, because clocks never fall.
         others = [self._clock[g] for g in self.live() if g != group]
         return max([self._clock[group], *([min(others)] if others else [])])
 
@@ -80,10 +81,10 @@ class Clocks:
         return self._bound is None or self.lead(group) <= self._bound
 
     def may_decide(self, group: int) -> bool:
-        """With a bound of 0 the updates of one clock are applied in group order."""
+        """Whether a step of the group may be decided now, with respect to other groups."""
         if self._bound != 0:
             return True
-        # A fixed order, so that a bulk-synchronous job has the same bits in every run.
+        # Updates of one clock in group order, so that a bulk-synchronous job has the same bits in every run.
         return all(self._clock[g] > self._clock[group] for g in self.live() if g < group)
 
     def state_dict(self) -> State:
@@ -95,10 +96,10 @@ class Clocks:
         self._clock, self._away = dict(state["clock"]), set(state["away"])
 
 
-RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS, REPLACED = 1, 2, 3, 4, 5, 6, 7  # Apply.change
+RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS, REPLACED = 1, 2, 3, 4, 5, 6, 7  # StepDecision.change
 
-MOST_DECISIONS = 1 << 16  # that some shard has not said it has applied: steps are decided one by one
-_MOST_EXITS = 1 << 14
+MOST_DECISIONS = 1 << 16  # that some shard has not reported as applied; each group has at most one step under way
+_MOST_EXITS = 1 << 14  # of one worker, that others of its group have not made: a faulty worker must not fill the memory
 
 
 @dataclass(slots=True)
@@ -144,12 +145,13 @@ class DecisionLog:
 
     def staged(self, shard: int, message: StepVote) -> None:
         """A shard has everything for a step. A repeated vote changes nothing."""
+        # Every vote reports the progress of its shard, also one that does not count.
         self._applied[shard] = max(self._applied[shard], message.applied)
         self._trim()
         if message.incarnation != self._incarnations.get(message.group, 0):
-            return  # said before the shard had carried the restart out: its gradients are forgotten by now
+            return  # sent before the shard carried out the restart: its gradients are forgotten by now
         if message.step < self._decided.get(message.group, 0):
-            return
+            return  # sent again over a new connection: the step is decided, and the shard asks for the decision
         vote = self._votes.setdefault((message.group, message.step), _Vote(set()))
         # With backup workers a shard votes again when more contributions have come.
         if shard in vote.shards and not message.members:
@@ -157,7 +159,9 @@ class DecisionLog:
         vote.shards.add(shard)
         if message.members:
             members = frozenset(worker for worker in message.members if self._holds(message, worker))
+            # United, because a vote with fewer workers may arrive after one with more.
             vote.members[shard] = vote.members.get(shard, frozenset()).union(members)
+        # At most once per shard, because the norm is a sum. Votes with members have none.
         vote.add_norm(message)
         for worker, parameter in pairs(message.refused):
             if self._holds(message, worker):
@@ -178,6 +182,7 @@ class DecisionLog:
 
         policy: which contributions make a step.
         """
+        # Sorted, and not in the order of arrival, so that runs and simulations decide alike.
         staged = {key: vote for key, vote in self._votes.items() if len(vote.shards) == self._shards}
         return sorted(key for key, vote in staged.items() if not vote.members or policy.enough(vote.common))
 
@@ -188,6 +193,7 @@ class DecisionLog:
         counts = {worker: at for worker, at in vote.refused.items() if not members or worker in members}
         refused = tuple(number for pair in sorted(counts.items()) for number in pair)
         apply = StepDecision(self._next, group, step, not vote.finite, vote.power, refused=refused, members=members)
+        # Kept until every shard has applied it: a shard that missed it asks for it by its number.
         self._log[self._next] = apply
         self._next += 1
         self._decided[group] = step + 1
@@ -211,21 +217,17 @@ class DecisionLog:
         return [self._log[i] for i in range(max(index, 0), self._next) if i in self._log]
 
     def restart(self, group: int, incarnation: int) -> StepDecision | None:
-        """Record that a group is started again. None: this is recorded already.
-
-        Its undecided steps are applied nowhere.
-        """
+        """Record that a group is started again. None: this is recorded already."""
         if not self.adopt(group, incarnation):
             return None
+        # No shard may apply what is undecided now: the new processes compute these steps again.
         self._votes = {key: vote for key, vote in self._votes.items() if key[0] != group}
+        # The new processes count their steps from 0.
         self._decided.pop(group, None)
         return self.decree(group, incarnation, RESTARTS)
 
     def replace(self, group: int, worker: int, incarnation: int) -> StepDecision | None:
-        """Record that one worker has another process. None: this is recorded already.
-
-        The undecided contributions of the former process do not count.
-        """
+        """Record that one worker has another process. None: this is recorded already."""
         if incarnation <= self._replaced.get((group, worker), (0, -1))[0]:
             return None
         # The number of the decision tells apart votes from before and after it, see `_holds`.
@@ -279,7 +281,7 @@ class ApplyOrder:
     def arrive(self, apply: StepDecision) -> list[StepDecision]:
         """A decision came; returns those that may be applied now, in order."""
         if apply.index < self.next:
-            return []
+            return []  # sent twice: it is applied already
         self._early[apply.index] = apply
         now = []
         # Decisions may overtake each other where connections were made anew.
@@ -300,8 +302,7 @@ class ApplyOrder:
 class LoopExits:
     """A check that the workers of a synchronous group leave loops at the same step.
 
-    A worker that leaves alone would go on with another epoch while the others wait for it. A place is (step, backward
-    of it); one that works at, or past, the place where another has left, and has not made that exit, was left alone.
+    A worker that leaves alone would go on with another epoch while the others wait for it. A place is (step, backward).
     """
 
     def __init__(self, workers: int) -> None:
@@ -311,11 +312,7 @@ class LoopExits:
         self._works: dict[int, tuple[int, tuple[int, float]]] = {}
 
     def left(self, worker: int, exits: int, place: tuple[int, float]) -> None:
-        """A worker left a loop, for the `exits`-th time.
-
-        Raises:
-            StepError: another worker went on there.
-        """
+        """Note an exit, and its number. Raises StepError if another worker went on there."""
         made = self._made.setdefault(worker, {})
         if len(made) >= _MOST_EXITS:
             raise StepError(f"worker {worker} left {len(made)} loops that others of its group have not left")
@@ -334,12 +331,14 @@ class LoopExits:
             self._compare(other, worker)
 
     def _forget(self, exits: int) -> None:
-        """Forget exits that all workers have made: only the next one is compared."""
+        """Forget exits that all workers have made."""
+        # Only the next exit of a worker is ever compared, and scripts may leave a loop in every epoch.
         for worker, made in self._made.items():
             self._made[worker] = {number: place for number, place in made.items() if number > exits}
 
     def _compare(self, leaver: int, other: int) -> None:
         exits, place = self._works[other]
+        # The other worker is at, or past, the place of an exit that it has not made, so it was left alone.
         exit_place = self._made[leaver].get(exits + 1)
         if exit_place is not None and place >= exit_place:
             raise StepError(
@@ -364,11 +363,8 @@ EVERYTHING = 1 << 62  # of a stream that is forgotten
 class AppliedBatches:
     """Exactly-once identity of pushes: one counter per data stream.
 
-    A step carries the batches it consumed as (stream, first, last). It counts if each range continues its stream.
-
-    A lease is one worker group's, any other stream is that of the reader with its number. Of each reader the
-    streams of two epochs are kept: it reads one epoch after the other, and a fresh process of it begins in the epoch
-    that the former one was in, or in the one before. All that came before that is known.
+    A step carries the batches it consumed as (stream, first, last). It counts if each range continues its stream. A
+    lease is a stream of one worker group, any other stream is that of the reader with its number.
 
     Args:
         first: all epochs before this one are read already.
@@ -382,16 +378,13 @@ class AppliedBatches:
         self._closed = EVERYTHING
 
     def keep_until_closed(self) -> None:
-        """Keep the counts of all epochs (`counts`) until `close`.
-
-        Without this call each reader's last epochs are kept.
-        """
+        """Keep the counts of all epochs (`counts`) until `close`, and not only the last."""
         self._closed = 0
 
     def verdict(self, marks: tuple[int, ...], group: int = 0) -> str:
         """ "new" to apply, "known" if all of it has been applied before.
 
-        Raises ValueError for a gap or for marks of which only a part is known: that push cannot be counted.
+        Raises ValueError for a gap, or for marks of which only a part is known.
         """
         states = set()
         for stream, first, last in _triples(marks):
@@ -404,6 +397,7 @@ class AppliedBatches:
                 raise ValueError(
                     f"batches {first} to {last} of stream {stream:#x} do not continue it: {done} was the last"
                 )
+        # A sum of gradients cannot be taken apart, so it can neither be applied nor left out.
         if len(states) > 1:
             raise ValueError("a push of which a part was applied before")
         return states.pop() if states else "new"
@@ -425,7 +419,8 @@ class AppliedBatches:
                 self._forget(reader)
 
     def _forget(self, reader: int) -> None:
-        # A snapshot that is under way may still need the counts of earlier epochs.
+        # Two epochs stay: a new process of the reader begins in the epoch of the former one, or in the one before. A
+        # snapshot that is under way may need earlier ones, until `close`.
         before = min(self._reads[reader] - 1, self._closed)
         if before > self._forgotten.get(reader, 0):
             self._forgotten[reader] = before
@@ -468,6 +463,7 @@ class AppliedBatches:
 
 
 def _reader(stream: int, group: int) -> int:
+    # The epoch is in the upper 32 bits of a stream, so that the reader is the same in all epochs.
     return stream & ~STATIC & 0xFFFF_FFFF if stream & STATIC else group
 
 

@@ -1,7 +1,4 @@
-"""The exchange of one server with the same shard of other server groups.
-
-It lasts from their common start to the final values.
-"""
+"""The exchange of a server with the same shard of other groups, up to the end."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,18 +14,17 @@ from topotrain.core.server.group_sync import Distance, GroupMessages
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server_context import Out, ServerContext
 
-_MOST_ASKS = 64
+_MOST_ASKS = 64  # held requests: one worker makes two, and restarted processes repeat them
 
 
 class Shutdown:
     """The end of the job on one server: the drain, and the final values.
 
     The result of a job is the values of the masters after the drain. A server that has applied its last update sends
-    Drained to the same shard of the other groups, when all its messages are answered. Nothing is under way once all
-    servers have sent it. Then each master's value of a bucket is final and goes to server group 0, where worker (0,0)
-    reads it. With ring averaging the values of all groups go there, and their mean is final. The model's buffers
-    (BatchNorm statistics) travel the same way: the first worker of each group that has them leaves them at server
-    (0,0), and worker (0,0) collects them.
+    Drained to the same shard of the other groups, when all its messages are answered. Then each master's value of a
+    bucket is final and goes to server group 0, where worker (0,0) reads it. With ring averaging the values of all
+    groups go there, and their mean is final. The workers send the model's buffers (BatchNorm statistics) to server
+    (0,0), where worker (0,0) collects them.
 
     Args:
         me: the server.
@@ -119,14 +115,16 @@ class Shutdown:
     def _keep_final(self, group: int, number: int, body: torch.Tensor, shard: ParameterShard) -> None:
         bucket = shard.buckets[number - shard.buckets[0].id]
         if self._ring:
-            # The body is a view of a receive buffer.
+            # The body is a view of a receive buffer, which the next message of this group overwrites.
             self._finals[(group, number)] = body.clone()
         elif (group, number) not in self._finals:
+            # Straight into the values: no update comes any more, and only the master sends this bucket.
             shard.values(bucket.id).copy_(body)
             self._finals[(group, number)] = None
 
     def _advance(self, shard: ParameterShard) -> Out:
         out: Out = []
+        # Once every server has sent Drained, no exchange is under way that could still change a value.
         if self._drained == self._groups and not self._handed_on:
             self._handed_on = True
             out += self._hand_on(shard)
@@ -145,6 +143,7 @@ class Shutdown:
     def _is_done(self) -> bool:
         if self._me.group != 0:
             return self._handed_on
+        # Worker (0,0) asks every server of group 0 for the values, and only server (0,0) for the buffers.
         wanted = {m.FinalRequest, m.BufferRequest} if self._me.index == 0 else {m.FinalRequest}
         return wanted <= self._answered
 
@@ -161,8 +160,10 @@ class Shutdown:
             return all((b.master, b.id) in self._finals for b in shard.buckets if b.master != 0)
         if not all((group, b.id) in self._finals for b in shard.buckets for group in others):
             return False
+        # Once only, because it changes the values in place: the caller keeps the result.
         for bucket in shard.buckets:
             total = shard.values(bucket.id)
+            # In group order, since the order of a floating-point sum is part of the result.
             for group in others:
                 theirs = self._finals[(group, bucket.id)]
                 assert theirs is not None
@@ -242,7 +243,7 @@ class GroupExchange:
         """Another server group sends what it has added, or what this one has to add."""
         body = self._state.known.body(message)
         if not self._state.common:
-            # The start of a group that is faster has come already.
+            # The other group has its start already. A copy, because the receive buffer is used again.
             self._early.append((sender, replace(message, body=body.clone())))
             return
         if any(extension.take_exchange(sender, message, body) for extension in self._hooks.take_exchange):
@@ -250,6 +251,7 @@ class GroupExchange:
         agreement = self._state.known.agreement
         taken = agreement.taken(sender.group, message.bucket)
         self.send(agreement.meet(sender.group, message, body))
+        # Not for a difference that came twice: a snapshot that is being cut adds it to its own values, too.
         if agreement.taken(sender.group, message.bucket) > taken:
             for extension in self._hooks.exchanged:
                 extension.exchanged(message, body)
@@ -272,18 +274,12 @@ class GroupExchange:
         self._end()
 
     def _end(self) -> None:
-        """Hand on the final values, once nothing more can change them.
-
-        That is when every worker group here has ended and every exchange is answered.
-        """
+        """Hand on the final values, once nothing more can change them."""
         if not self._groups.any_runs and self._state.known.agreement.drained():
             self._queue.send_all(self._shutdown.drained(self._state.known))
 
     def close(self, sender: Address, message: Any) -> None:
-        """Handle a message of the job's end (`Shutdown`).
-
-        Raises ProtocolError for a buffer that the sender does not have.
-        """
+        """Handle a message of the job's end. Raises ProtocolError for an unknown buffer."""
         model = self._state.known
         if isinstance(message, m.ModelBufferValue) and (
             message.group != sender.group or message.index >= len(model.schema.buffers)
@@ -291,6 +287,7 @@ class GroupExchange:
             raise m.ProtocolError(f"{sender} sends buffer {message.index} of group {message.group}")
         body = model.body(message) if isinstance(message, m.FinalValue) else message.body
         self._queue.send_all(self._shutdown.take(sender, message, body, model))
+        # A worker sends its last buffer when its script has ended.
         if isinstance(message, m.ModelBufferValue) and message.index < 0:
             self.end_group(message.group)
 

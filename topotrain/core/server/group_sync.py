@@ -8,13 +8,9 @@ the updates between request and reply no longer lost).
 
 `RingSync`: a group offers its value to its right neighbor, which moves to the average and replies with what the
 offerer has to add to be there, too. Both change by opposite amounts, so the sum over the groups is kept (pairwise
-averaging: Boyd et al., Randomized gossip algorithms, 2006). The neighbor remembers its reply: an offer said twice
-changes nothing.
+averaging: Boyd et al., Randomized gossip algorithms, 2006).
 
-One object per server. It owns no values: it is shown the bucket's current tensor and changes that in place.
-
-The distance of the groups is counted in updates, and measured by one pass over the bucket's difference and one over
-its values (`Distance`).
+One object per server. It owns no values: it reads and changes the shard's tensors in place.
 """
 
 import math
@@ -53,6 +49,7 @@ class Distance:
         self.exchanges += 1
         self.updates += updates
         self.most = max(self.most, updates)
+        # Two passes over the bucket's memory, which is little beside the exchange itself.
         self.moved += _square(difference)
         self.values += _square(value)
 
@@ -173,6 +170,7 @@ class MasterSync:
         self._draining = False
 
     def begin(self) -> None:
+        # The start is the same everywhere, so the first difference is what this group has added since.
         self._snap = {bucket: self._view(bucket).clone() for bucket in self._masters}
 
     def updated(self, buckets: Sequence[int]) -> GroupMessages:
@@ -182,12 +180,14 @@ class MasterSync:
                 self._made[bucket] += 1
             elif bucket in self._masters:
                 self._updates[bucket] += 1
+                # One exchange of a bucket at a time: `sent` and `snap` belong to the one under way.
                 if self._updates[bucket] >= self._freq and bucket not in self._waiting:
                     out.append(self._send(bucket))
         return out
 
     def _send(self, bucket: int) -> tuple[int, Message]:
         current = self._view(bucket)
+        # The values go on changing until the reply, which counts from this point.
         self._sent[bucket] = current.clone()
         self._round[bucket] += 1
         updates, self._updates[bucket] = self._updates[bucket], 0
@@ -215,12 +215,14 @@ class MasterSync:
         elif message.sync > self._taken.get(key, 0):
             return []  # an earlier one is still under way; it will be sent again
         others = self._made.get(message.bucket, 0) - self._made_by.get(key, 0)
+        # A copy of the present value, also in reply to a repeated request: the first reply may be lost.
         return [(group, MasterValue(message.bucket, message.sync, others, body=self._view(message.bucket).clone()))]
 
     def _merge(self, message: MasterValue, body: torch.Tensor) -> GroupMessages:
         bucket = message.bucket
         if bucket not in self._waiting or message.sync != self._round[bucket]:
-            return []
+            return []  # a reply that came twice
+        # All that the master has, and this group has not: local updates since the request stay in the values.
         missed = body - self._sent.pop(bucket)
         self._view(bucket).add_(missed)
         self.distance.add(message.updates - self._seen[bucket], missed, body)
@@ -228,6 +230,7 @@ class MasterSync:
         # The master's value, and not this group's: the next difference is this group's addition to it.
         self._snap[bucket].copy_(body)
         self._waiting.discard(bucket)
+        # Updates since the request may be due already, and at the end all of them are.
         if self._updates[bucket] and (self._draining or self._updates[bucket] >= self._freq):
             return [self._send(bucket)]
         return []
@@ -308,12 +311,14 @@ class RingSync:
                 self._updates[bucket] = 0
                 self._round[bucket] += 1
                 self._waiting.add(bucket)
+                # A copy: the next update may come before the offer is sent.
                 out.append((self._right, RingOffer(bucket, self._round[bucket], body=self._view(bucket).clone())))
         return out
 
     def meet(self, group: int, message: Message, body: torch.Tensor) -> GroupMessages:
         if isinstance(message, RingOffer):
             return self._average(group, message, body)
+        # A reply that came twice must not be added twice.
         awaited = isinstance(message, RingReply) and message.sync == self._round[message.bucket]
         if isinstance(message, RingReply) and awaited and message.bucket in self._waiting:
             self._waiting.discard(message.bucket)
@@ -335,7 +340,7 @@ class RingSync:
             # Kept for an offer that comes twice: this value has moved since.
             self._answers[key] = (message.sync, answer)
         elif message.sync < number:
-            return []
+            return []  # a repeated offer that was answered before the last one
         made = self._made.get(message.bucket, 0)
         return [(group, RingReply(message.bucket, message.sync, made, body=answer))]
 
@@ -344,6 +349,7 @@ class RingSync:
 
     def drain(self) -> GroupMessages:
         self._draining = True
+        # Nothing is sent, because the values of all groups are averaged at the end of the job (`Shutdown`).
         return []
 
     def drained(self) -> bool:

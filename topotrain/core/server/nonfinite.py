@@ -1,7 +1,7 @@
 """Gradients that are not finite: where they are, and which workers send them.
 
 A push never makes a server's value infinite or NaN. Each shard looks at the gradient of a step before it votes, and no
-shard applies a step in which another one found something. The worker at fault is looked for only then.
+shard applies a step in which another one found something.
 """
 
 import math
@@ -37,13 +37,14 @@ def all_finite(x: torch.Tensor) -> bool:
 
 
 NOBODY = -1  # instead of a worker: the sum is not finite; instead of a parameter: it is a table's
-_MOST_IN_A_ROW = 3
+_MOST_IN_A_ROW = 3  # one bad batch is no reason to end a group
 
 
 def spoiled(bucket: Bucket, present: int, gradient: torch.Tensor) -> int | None:
     """A segment of the bucket's present pieces that is not finite, or None."""
     if all_finite(gradient):
         return None
+    # Piece by piece only after a failure: most gradients are finite, and one pass is enough for them.
     for i, piece in enumerate(bucket.pieces):
         if present >> i & 1 and not all_finite(gradient[piece.lo - bucket.lo : piece.hi - bucket.lo]):
             return piece.segment
@@ -68,6 +69,7 @@ def suspects(bucket: Bucket, present: int, total: torch.Tensor, parts: Mapping[i
     segment = spoiled(bucket, present, total)
     if segment is None:
         return {}
+    # The parts are looked at only now, because a finite sum has only finite parts.
     found = {w: look(bucket, part)[0] for w, (weight, part) in parts.items() if weight > 0 and part is not None}
     return {worker: where for worker, where in found.items() if where is not None} or {NOBODY: segment}
 
@@ -92,6 +94,7 @@ class NonfiniteLimit:
         before = self._counts.get(group, {})
         # A worker that is not among them starts at 0 again: only steps in a row count.
         self._counts[group] = now = {worker: before.get(worker, 0) + 1 for worker in workers}
+        # From the highest number, so that a worker is named before NOBODY.
         return next((worker for worker, count in sorted(now.items(), reverse=True) if count >= self.most), None)
 
     def forget(self, group: int) -> None:

@@ -17,6 +17,7 @@ class ScratchBuffers:
     """Numbered buffers that are used again."""
 
     def __init__(self) -> None:
+        # One sum uses several at once: 0 for the sum of a unit, 1 for a weighted part, 2 for a result that is not kept.
         self._held: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def like(self, number: int, like: torch.Tensor) -> torch.Tensor:
@@ -51,16 +52,19 @@ def canonical_mean(
         weights, equal = [weight for weight, _ in parts.values() if weight > 0], False
     started = False
     for unit in tree:
+        # Workers with weight 0 repeat a sample so that all take part in the backward. Their gradients do not count.
         terms = [(parts[w][0], parts[w][1]) for w in unit if w in parts and parts[w][0] > 0]
         grads = [(weight, grad) for weight, grad in terms if grad is not None]
         if not grads:
             continue
         if not started:
+            # The first unit is summed in `out` itself, so that a group on one host needs no other buffer.
             _sum_unit(grads, equal, out, scratch)
             started = True
         elif len(grads) == 1:
             out.add_(_scaled(grads[0], equal, scratch))
         else:
+            # Apart from `out`: (a + b) + (c + d) has other bits than ((a + b) + c) + d.
             partial = scratch.like(0, out)
             _sum_unit(grads, equal, partial, scratch)
             out.add_(partial)
@@ -116,6 +120,7 @@ def _divide(out: torch.Tensor, by: float) -> None:
 
 def _sum_unit(grads: list[tuple[float, torch.Tensor]], equal: bool, out: torch.Tensor, scratch: ScratchBuffers) -> None:
     weight, first = grads[0]
+    # One pass over the memory: the first part is not copied before the second is added.
     if equal and len(grads) > 1:
         torch.add(first, grads[1][1], out=out)
         rest = grads[2:]

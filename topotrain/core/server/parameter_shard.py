@@ -1,7 +1,6 @@
 """One shard of a model: its values, its gradient sources, and the update.
 
-A server makes it when the first worker has described the model. `server` decides when the shard stages, votes and
-updates.
+A server makes it when the first worker has described the model.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from topotrain.core.server.group_sync import GroupSync, MasterSync, NoSync, Ring
 from topotrain.core.server.nonfinite import NOBODY, all_finite
 from topotrain.core.server.server_extension import ExtensionHooks
 
-_MOST_ENTRIES = 32  # of a parameter's state
+_MOST_ENTRIES = 32  # of a parameter's state: torch's optimizers have at most five, and a peer must not fill the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,7 @@ class StatePosition:
 class UpdateUnit:
     """The unit of an update: one bucket, or the shard where tensors are kept whole.
 
-    A single bucket stays in the processor's cache between the sum, the update and the transport. Element-wise
-    optimizers give the same bits either way.
+    Element-wise optimizers give the same bits either way.
     """
 
     def __init__(
@@ -67,22 +65,21 @@ class OptimizerState:
         self._names: dict[int, set[str]] = {}
 
     def tell(self, number: int, worker: int) -> Iterator[m.Message]:
-        """The entries of a worker's parameters, in reply to its request `number`.
-
-        The last part has the number of parts before it.
-        """
+        """The entries of a worker's parameters, in reply to its request `number`."""
         parts = 0
         for unit in self._units:
             for key, name, value in unit.update.state():
                 if not self._map.spaces[self._map.segments[key].space].on(worker):
                     continue
                 whole = isinstance(value, torch.Tensor) and value.dim() > 0
+                # Parts of such a state belong to no elements of the parameter, so a worker could not join them.
                 if isinstance(value, torch.Tensor) and whole and value.numel() != unit.places[key][-1].hi:
                     yield m.Fail(f"optimizer state {name!r} is not element-wise and cannot be gathered")
                     return
                 for place in unit.places[key]:
                     parts += 1
                     yield self._part(number, place, name, value, whole)
+        # The count tells the worker when all parts are here, also on a transport that reorders them.
         yield m.StatePart(number, -1, -1, float(parts), "")
 
     def _part(
@@ -92,6 +89,7 @@ class OptimizerState:
         index = bucket.pieces.index(place.piece)
         if not isinstance(value, torch.Tensor) or not whole:
             return m.StatePart(number, bucket.id, index, float(value), name)
+        # The elements in the order of memory, which is that of the parameter's flat slice, whatever its strides are.
         flat = value if value.dim() == 1 else value.as_strided((value.numel(),), (1,))
         body = flat[place.lo : place.hi].to(self._flats.view("values", bucket).dtype)
         return m.StatePart(number, bucket.id, index, 0.0, name, body=body)
@@ -102,6 +100,7 @@ class OptimizerState:
         unit, key, place = self._home[bucket.pieces[part.piece]]
         names = self._names.setdefault(key, set())
         names.add(part.key)
+        # The names come from a worker, and each would allocate memory of the size of the parameter.
         if len(names) > _MOST_ENTRIES or not unit.update.optimizes(key):
             raise m.ProtocolError(f"state {part.key!r} of a parameter that has none such")
         if part.body is None:
@@ -115,6 +114,7 @@ class OptimizerState:
         if held is None:
             held = self._loading[entry] = torch.empty(places[-1].hi, dtype=like.dtype)
         held[place.lo : place.hi] = typed(part.body, like)
+        # A worker sends the pieces in order, and real transports keep it: the last one completes the entry.
         if place is places[-1]:
             loaded = self._loading.pop(entry)
             if unit.whole:
@@ -167,11 +167,7 @@ class ParameterShard:
         return self.flats.view("values", self.bucket(number))
 
     def body(self, message: m.Message) -> torch.Tensor:
-        """The body of a message about a bucket, as elements.
-
-        Raises:
-            ProtocolError: there is no body, or it has another size.
-        """
+        """The body of a message as elements. Raises ProtocolError for another size."""
         return typed(present_body(message), self.values(getattr(message, "bucket", -1)))
 
     def gradients(self, group: int) -> list[torch.Tensor]:
@@ -181,6 +177,7 @@ class ParameterShard:
         for bucket in self.buckets:
             present = staging.present(bucket)
             for i, piece in enumerate(bucket.pieces):
+                # A segment may have pieces in several buckets, and `staging.segment` has all of them.
                 if present >> i & 1 and piece.segment not in found:
                     found[piece.segment] = staging.segment(self.map.segments[piece.segment])
         return list(found.values())
@@ -190,26 +187,26 @@ class ParameterShard:
         return [bucket.id for bucket in self.buckets if self.staging[group].present(bucket)]
 
     def vote(self, group: int, applied: int, incarnation: int = 0) -> m.StepVote:
-        """This shard's vote on the group's staged step.
-
-        applied: the number of decisions that are carried out here.
-        """
+        """This shard's vote on the staged step. applied: decisions carried out here."""
         staging = self.staging[group]
         members = staging.members
-        if members:
+        if members:  # which of these workers make the step is not decided, so nothing can be summed or measured yet
             refused = self._refused(staging) if self.checked else ()
             return m.StepVote(group, staging.step, True, 0.0, False, applied, incarnation, refused, members)
         commit = staging.commits[0]
+        # Under a GradScaler an overflow is normal: the step is skipped, and no worker is at fault.
         refused = self._refused(staging) if self.checked and not commit.check_finite else ()
         if refused and not self._may_go_on(staging, refused):
             return m.StepVote(group, staging.step, False, 0.0, False, applied, incarnation, refused)
         if not (commit.check_finite or commit.clip_norm > 0):
             return m.StepVote(group, staging.step, True, 0.0, False, applied, incarnation, refused)
+        # The norm and the check need the whole gradient. Other steps are summed bucket by bucket in the update.
         staging.sum_all()
         there = self.gradients(group)
         finite = not commit.check_finite or all(all_finite(gradient.reshape(-1)) for gradient in there)
         power, infinity = 0.0, commit.clip_type == float("inf")
         if commit.clip_norm > 0:
+            # Of each tensor first, as in torch's clipping. Powers can be added over tensors and shards, norms cannot.
             norms = [norm_of(g, commit.clip_type) * commit.inv_scale for g in there]
             power = max(norms, default=0.0) if infinity else sum(to_power(norm, commit.clip_type) for norm in norms)
         return m.StepVote(group, staging.step, finite, power, infinity, applied, incarnation)
@@ -228,6 +225,7 @@ class ParameterShard:
 
     def refuse(self, group: int, workers: Collection[int]) -> bool:
         """Leave these workers' gradients out of the group's step. False: nothing is left."""
+        # On arrival such a gradient was never applied, and all others have been.
         return self.on_arrival or self.staging[group].refuse(workers)
 
     def parameter(self, number: int) -> str:
@@ -235,13 +233,11 @@ class ParameterShard:
         return self.schema.parameters[number].name if number >= 0 else ""
 
     def apply(self, group: int, hyper: bytes, commit: m.Commit, norm: float, staleness: int = 0) -> Iterator[Bucket]:
-        """Update the values with the group's step. Yields each bucket once it is new.
-
-        staleness: versions since the group was sent values.
-        """
+        """Update the values with the group's step. Yields each bucket once it is new."""
         factor = step_factor(commit, norm)
         if self.on_arrival:  # the values are new already, and have been shown
             return
+        # One bucket at a time: it stays in the processor's cache between the sum, the update and the transport.
         for unit in self.units:
             if unit.whole:
                 self.staging[group].sum_all()
@@ -258,6 +254,7 @@ class ParameterShard:
             for i, piece in enumerate(bucket.pieces):
                 key = piece.segment
                 if not present >> i & 1 or gradient is None:
+                    # None, and not zeros: Adam on None leaves its state, and Adam on zeros does not.
                     grads.setdefault(key, None)
                 elif not unit.whole:
                     grads[key] = self._scaled(gradient[piece.lo - bucket.lo : piece.hi - bucket.lo], factor)
@@ -280,10 +277,12 @@ class ParameterShard:
 
     @staticmethod
     def _scaled(gradient: torch.Tensor, factor: float) -> torch.Tensor:
+        # Not in place: the gradient may be a worker's own memory, or the buffer of the group's mean.
         return gradient if factor == 1.0 else gradient * factor
 
     def state_dict(self) -> State | None:
         """Return the state, see `component_state`; None while optimizer state is loaded."""
+        # Half-loaded entries are in no optimizer yet. The last part of an entry comes soon.
         codec = self.codec.state_dict()
         if self.state.loading or codec is None:
             return None
@@ -377,12 +376,10 @@ def open_model(
     memory: ShardMemory,
     hooks: ExtensionHooks,
 ) -> ParameterShard:
-    """Make the shard of server `me`.
-
-    Raises what the optimizer's class raises for settings that it does not take.
-    """
+    """Make the shard of server `me`. Raises whatever the optimizer's class raises."""
     job = effective(job, schema.parameters)
     flats = FlatBuffers(slice_map, me.index, memory.buffers)
+    # Before the first view: a buffer that is not put here is allocated when it is first used.
     for (name, space), flat in memory.windows.items():
         flats.put(name, space, flat)
     buckets = slice_map.buckets_of(me.index)
@@ -397,9 +394,11 @@ def open_model(
             tree=topology.sum_tree(group),
             buckets=buckets,
             buffers=GroupBuffers(flats, group),
+            # With one worker its gradient is the mean already, so no backward has to come back.
             visible=job.apply is Apply.kOnArrival or (job.grads is Grads.kVisible and topology.workers_per_group > 1),
             divide=job.reduce is Reduce.kMean,
             checked=job.nonfinite is not NonFinite.kAllow,
+            # Any worker will do: all have the same mean, and make the same edits. Shards use different ones.
             reader=me.index % topology.workers_per_group if seen else None,
             codec=codec,
         )
@@ -444,7 +443,8 @@ def _unit(
     whole: bool,
     correct: Corrector,
 ) -> UpdateUnit:
-    """Keys are segment ids: a bucket has at most one piece of a segment."""
+    """The unit of these buckets. Its keys are segment ids."""
+    # A bucket has at most one piece of a segment, so an id is unique also where a unit is one bucket.
     places: dict[int, list[StatePosition]] = {}
     values: dict[int, torch.Tensor] = {}
     for bucket in buckets:

@@ -1,9 +1,8 @@
 """Replies to pulls: when they are sent, and which values each worker group gets.
 
 A reply waits until its group may go on (`consistency.Clocks`). All workers of a group get the values of the same
-moment, however far apart they are served. Where values change between two steps of the group, they come from a copy.
-Workers with a parameter buffer on the server's host find the values there (see `shared_windows`), and get a message
-without a body. A worker is sent the buckets that it holds. Without a split model these are all buckets.
+moment, however far apart they are served. Workers with a parameter buffer on the server's host find the values there
+(see `shared_windows`), and get a message without a body. A worker of a split model is sent the buckets that it holds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server_context import ServerContext
 from topotrain.core.server.server_extension import makes_partial_steps
 
-_MOST_HELD = 64  # replies to one worker
+_MOST_HELD = 64  # replies to one worker, which waits for each before it asks again
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,7 @@ class PullReplies:
         job = state.job
         self._warms_up = job.warmup_steps if state.me.group == 0 else 0
         self._barrier = job.cluster.max_staleness == 0
+        # A group with a bound may have to wait after its step, and values that it got early would be old by then.
         self._shows_early = job.cluster.max_staleness is None and not makes_partial_steps(job)
         # In partial steps a worker may still read one moment when the others have made the next.
         self._apart = makes_partial_steps(job)
@@ -78,7 +78,7 @@ class PullReplies:
         now = (message.round, step)
         before = self._fetched.get(worker, now)
         if message.round < before[0] or (message.round == before[0] and now != before):
-            return  # said twice, and answered long ago: another moment's values would falsify the staleness
+            return  # repeated, and answered long ago: another moment's values would falsify the staleness
         self._check_held(worker)
         # Remembered after the reply, too, because a transport may repeat the request.
         self._fetched[worker] = now
@@ -91,10 +91,7 @@ class PullReplies:
         self._held.append(_Held(worker, applied.step, applied, fetch))
 
     def repeat(self, worker: Address, fetch: bool) -> bool:
-        """A worker commits the last step of its group again.
-
-        Returns False if no step of the group was applied.
-        """
+        """Reply again to a commit of the group's last step. False: there was no step."""
         applied = self._applied.get(worker.group)
         if applied is None:
             return False
@@ -106,7 +103,7 @@ class PullReplies:
 
     def _check_held(self, worker: Address) -> None:
         """Raise ProtocolError for a worker with too many requests."""
-        # A worker waits for each reply. Only a transport that repeats messages makes two requests of one.
+        # Only a transport that repeats messages makes two requests of one.
         if sum(held.worker == worker for held in self._held) >= _MOST_HELD:
             raise ProtocolError(f"{worker} asks on and on for values: {_MOST_HELD} requests wait for replies")
 
@@ -129,11 +126,13 @@ class PullReplies:
         model = self._state.model
         if model is None:
             return
+        # Replies that still wait are put back in their order.
         waiting, self._held = self._held, []
         for held in waiting:
             if not self._may_read(held.worker.group) or not self._all_wait(held, waiting):
                 self._held.append(held)
                 continue
+            # The values come first: in shared memory a worker reads them as soon as it has the Applied of its step.
             if held.fetch:
                 self._send_values(model, held)
             if held.applied is not None:
@@ -141,6 +140,7 @@ class PullReplies:
 
     def _may_read(self, group: int) -> bool:
         clocks = self._groups.clocks
+        # Before the common start only group 0 trains, in its warm-up.
         if not self._state.common:
             return group == 0 and clocks.clock(0) < self._warms_up and self._state.complete
         # A barrier from the start: no group's first update may come before another group's first read.
@@ -149,10 +149,7 @@ class PullReplies:
         return clocks.may_start(group)
 
     def show_early(self, group: int, bucket: Bucket, version: int) -> None:
-        """Send a new bucket before the next one is computed.
-
-        Only for a group that waits for no other group.
-        """
+        """Send a new bucket before the next one is computed, if its group never waits."""
         if self._shows_early and self._state.common:
             model = self._state.known
             self._stream(model, group, bucket, model.staging[group].step, version)
@@ -171,6 +168,7 @@ class PullReplies:
             self._fill(model, self._buffers[group], bucket)
             values = Values(step, bucket.id, version)
         else:
+            # One message object for all owners: the difference to earlier values is encoded once per group.
             model.codec.show(group, bucket, model.values(bucket.id), anew=False)
             values = self._message(model, group, bucket, step, version, new=True)
         for index in self._owners(model, bucket):
@@ -189,8 +187,9 @@ class PullReplies:
         return model.map.spaces[bucket.space].owners or self._everybody
 
     def _all_wait(self, held: _Held, waiting: Sequence[_Held]) -> bool:
-        """A parameter buffer may be written only while all workers of the group wait."""
+        """Whether all workers of a group wait that must wait for this reply."""
         group = held.worker.group
+        # A parameter buffer is the workers' own parameters: it is written only while none of them computes.
         if not held.fetch or group not in self._buffers or self._shown.get(group) == held.round:
             return True
         return len({h.worker for h in waiting if h.worker.group == group and h.round == held.round}) == self._workers
@@ -205,6 +204,7 @@ class PullReplies:
         for bucket in model.buckets:
             if step == held.round and bucket.id in early:
                 continue
+            # After a fetch the worker may hold no earlier values, so an encoding starts from whole ones.
             if new:
                 model.codec.show(group, bucket, model.values(bucket.id), anew=held.applied is None)
             # The first of a group has everything shown, for the others too: their moment is this one.
@@ -219,6 +219,7 @@ class PullReplies:
         difference = model.codec.difference(group, bucket)
         if difference is not None:
             return Values(number, bucket.id, version, coded=True, body=difference)
+        # One copy per version for all workers: those that are late still read it when the values have moved on.
         if self._apart:
             return Values(number, bucket.id, version, body=self._copy(model, bucket, version))
         body = model.flats.view(VALUES if self._private else f"out {group}", bucket)
@@ -247,6 +248,7 @@ class PullReplies:
         if self._shown.get(group) == held.round:
             return False
         self._shown[group] = held.round
+        # Buckets that were sent early have fixed the version already.
         if self._fixed.get(group) != held.round:
             # The staleness of the group's next gradient counts from here.
             self.pulled[group] = self._state.version
@@ -263,6 +265,7 @@ class PullReplies:
             self._send(held.worker, Values(held.round, -1, self._state.version))
 
     def _fill(self, model: ParameterShard, name: str, bucket: Bucket) -> None:
+        # The buffer VALUES is the shard's own: its update has changed it already.
         if name != VALUES:
             model.flats.view(name, bucket).copy_(model.values(bucket.id))
 

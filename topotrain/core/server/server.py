@@ -1,9 +1,8 @@
 """A parameter server: messages in, messages out.
 
 One `Server` is one shard of one server group. It keeps the values and the optimizer state of its slice, stages what
-the worker groups send, and is the one place where a parameter changes its value. It knows no socket, thread or clock:
-the host hands it messages (one at a time) and carries its answers, and a simulation does the same with a pretended
-network.
+the worker groups send, and is the one place where a parameter changes its value. It uses no socket, thread or clock:
+a host, or a simulated network, gives it one message at a time and carries its answers.
 
 The parts of a server, in the order in which a message meets them: `startup` makes the model and starts it,
 `step_contributions` receives gradients and commits, `step_execution` decides on steps and carries them out,
@@ -45,6 +44,7 @@ from topotrain.core.server.step_contributions import HyperParameters, StepContri
 from topotrain.core.server.step_execution import Decisions, StepExecution
 from topotrain.core.transport_contract import MessageSender
 
+# Decisions are among them, because the members of a job may change before a model is known.
 _BEFORE_MODEL = frozenset({m.SchemaPart, m.SharedBuffer, m.StepDecision, m.StepDecisionRequest})
 """Messages that are handled before the model is known; others are held until then.
 
@@ -66,8 +66,7 @@ class Server:
         topology: its layout.
         memory: for values and means; transports can share it.
         shared: transports share memory: what both workers and servers of a host need exists there only once.
-        sender: sends each answer as soon as there is one, so that it is on its way while the next is computed. None:
-            `handle` returns the answers.
+        sender: sends each answer as soon as there is one. None: `handle` returns the answers.
         start: where the job starts.
     """
 
@@ -122,18 +121,17 @@ class Server:
     # --- messages in -------------------------------------------------------------------------------------------------
 
     def handle(self, sender: Address, message: m.Message) -> Out:
-        """Handle one message, and return the answers in order.
-
-        The list is empty where a sender sends the answers.
+        """Handle one message. Returns the answers in order, unless a sender sends them.
 
         Raises:
-            ProtocolError: no correct peer sends this message. It has changed nothing. Messages that waited are handled.
+            ProtocolError: no correct peer sends this message. It has changed nothing.
         """
         self.validator.check(sender, message)
         self.queue.begin()
         try:
             self._receive(sender, message)
         finally:
+            # Also after an error: a refused message must not delay the messages of other senders that were held.
             if self.queue.pending:
                 self._handle_pending()
         return self.queue.out
@@ -150,6 +148,7 @@ class Server:
                 self.queue.send(sender, m.Fail(f"{self.me} refuses what {sender} said: {error}"))
 
     def _receive(self, sender: Address, message: m.Message) -> None:
+        # First of all: a message of a process before a restart must be neither held nor refused, but dropped.
         for extension in self.hooks.accepts:
             if not extension.accepts(sender, message):
                 return
@@ -168,6 +167,7 @@ class Server:
                 with handling(self.spans, sender, message):
                     handler(sender, message)
         except (StepError, ConfigError) as error:
+            # The user's script or job is at fault, and not the peer: its group fails, and the connection stays.
             self.steps.fail(sender.group, str(error))
 
     def _handled_here(self) -> Mapping[type[m.Message], Handler]:
@@ -203,6 +203,7 @@ class Server:
 
     def _continue(self) -> None:
         """The clock of a group has moved, or no group waits for it any more."""
+        # The common start waits for the clock of group 0, which warms up.
         if not self.state.common:
             self.start.share()
         self.decisions.decide()
@@ -210,6 +211,7 @@ class Server:
 
     def _finish(self, sender: Address, message: m.Finish) -> None:
         self.worker_groups.finish(sender, message.steps)
+        # A worker that waits for this one in a step would wait for ever.
         if self.state.known.staging[sender.group].waits:
             self.contributions.check_all_continue(sender.group)
         for extension in self.hooks.on_finish:
@@ -225,6 +227,7 @@ class Server:
         for other in self.hooks.on_handled:
             other.on_handled(extension)
         model = self.state.model
+        # The message may be the last thing that the step of this group has waited for.
         if extension in self.hooks.may_stage and model is not None and sender.group in model.staging:
             self.contributions.try_stage(sender.group)
 
@@ -235,27 +238,34 @@ class Server:
         if extension is not None:
             return extension.place(sender, message, viewable)
         model = self.state.model
+        # Without a model no size is known: a view is held with its message, any other body is refused.
         if model is None or isinstance(message, m.SharedBuffer):
             return None
         if isinstance(message, m.ModelBufferValue):
             return self.shutdown.buffer_place(message, model.schema)
         bucket = model.bucket(getattr(message, "bucket", -1))
         if isinstance(message, m.Init):
+            # A repeated one must not overwrite values that have been updated since.
             return model.flats.view("unwanted" if self.state.has_values(message.bucket) else "values", bucket)
         if isinstance(message, m.StatePart):
             piece = model.piece(message.bucket, message.piece)
+            # The handler copies it at once, so all entries of all workers use one buffer.
             return model.flats.view("scratch", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+        # The sender's memory is read where it is: a view needs no buffer and no copy.
         if viewable:
             return None
         if sender.role is Role.WORKER and sender.group in self.groups:
             coded = model.codec.landing(sender, bucket) if isinstance(message, m.Push) else None
             if coded is not None or isinstance(message, m.Push | m.GradientOverride):
+                # A buffer per worker: the sum has a fixed order, so it waits for the parts of all. An override comes
+                # after the mean, when the worker's part is not needed any more.
                 return model.flats.view(f"push {sender.group}/{sender.index}", bucket) if coded is None else coded
         if isinstance(message, (*_EXCHANGES, m.FinalValue)):
+            # The next message of this group overwrites it, so handlers copy what they keep.
             return model.flats.view(f"from {sender.group}", bucket)
         return None
 
-    # --- what the host tells ---------------------------------------------------------------------------------------
+    # --- calls by the host -----------------------------------------------------------------------------------------
 
     def lost(self, worker: Address) -> Out:
         """The process of a worker is gone. Whether its script had ended is known here."""
@@ -266,10 +276,7 @@ class Server:
         return self.queue.out
 
     def reconnected(self) -> Out:
-        """Send the undecided votes again, over a new connection.
-
-        The server also asks for the decisions that it has missed.
-        """
+        """Send undecided votes again over a new connection, and ask for missed decisions."""
         self.queue.begin()
         for extension in self.hooks.on_reconnect:
             extension.on_reconnect()
@@ -280,14 +287,13 @@ class Server:
     # --- what extensions use ---------------------------------------------------------------------------------------
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """Forget the messages of a group's workers, which are gone.
-
-        Applied steps stay.
+        """Forget the messages of a group's workers, which are gone. Applied steps stay.
 
         ended: all their scripts had ended. The group may use other servers.
         """
         for extension in self.hooks.reset_group:
             extension.reset_group(group, ended)
+        # Server (0,0) collects the model's buffers of every group, also of one that uses other servers.
         self.shutdown.forget(group, ended)
         if group in self.groups:
             self.start.reset(self.worker_groups.workers[group])
@@ -337,20 +343,15 @@ class Server:
     # --- a second copy -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State | None:
-        """Return the state between two messages, see `component_state`.
-
-        None: this is not possible after this message.
-        """
+        """Return the state between two messages, see `component_state`. None: not now."""
         parts = states_of(self._components)
         if parts is None or self.queue.pending:
             return None
         return {"schema": "" if self.model is None else self.model.schema.text(), "parts": parts}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict` of another copy of this server.
-
-        Raises ProtocolError.
-        """
+        """Restore the result of `state_dict` of another copy. Raises ProtocolError."""
+        # Before the components are asked for: the shard is one of them once there is a model.
         if self.model is None and state["schema"]:
             self.start.make_model(state["schema"])
         load_states(self._components, state["parts"])

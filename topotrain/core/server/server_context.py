@@ -1,7 +1,4 @@
-"""The common context of one server's parts.
-
-It has the model, the worker groups, the messages to send, and the extensions.
-"""
+"""The context that all parts of a server use: model, groups, messages, extensions."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,10 +14,7 @@ from topotrain.core.transport_contract import MessageSender
 
 
 class StartPoint:
-    """The start of a job: with the values of worker (0,0).
-
-    A subclass starts with those of an earlier run.
-    """
+    """The start of a job: values of worker (0,0), or in a subclass of an earlier run."""
 
     first_epoch = 0
     """All epochs before this one are read."""
@@ -36,11 +30,7 @@ class StartPoint:
         return self.clocks is not None
 
     def restore(self, model: ParameterShard, shard: int) -> None:
-        """Fill a shard that was just made with its values and optimizer state.
-
-        Raises:
-            ConfigError: the earlier run had another model or optimizer.
-        """
+        """Fill a new shard from an earlier run. Raises ConfigError if its model differs."""
 
 
 class ShardState:
@@ -123,6 +113,7 @@ class WorkerGroups:
         self._paused: set[int] = set()
         self._returned: set[int] = set()  # groups that came back before all had the same start
         for group in self.groups:
+            # Only group 0 trains during the warm-up, and it must not wait for the others.
             if group != 0 and job.warmup_steps:
                 self.clocks.leave(group)
 
@@ -175,6 +166,7 @@ class WorkerGroups:
     def resume(self, group: int, clock: int) -> None:
         """Other groups wait for this one again, which is at `clock`."""
         self._paused.discard(group)
+        # Its scripts may have ended since the decision was made, and then no group may wait for it.
         if self.runs(group):
             self.clocks.join(group, clock)
 
@@ -185,18 +177,13 @@ class WorkerGroups:
     def restore_clocks(self, clocks: Mapping[int, int]) -> None:
         """Continue the clocks of an earlier start of the job."""
         ours = {group: clock for group, clock in clocks.items() if group in self.groups}
+        # Where a group is new here, all start at the slowest clock of the whole earlier run.
         self.clocks.go_on(ours if ours.keys() == set(self.groups) else clocks)
 
     def start_together(self, clock: int, earlier: Mapping[int, int] | None) -> list[int]:
-        """Start all groups at the same clock.
-
-        In a resumed job each starts where an earlier start of the job has left it.
-
-        Returns:
-            The groups that came back before, and join now.
-        """
+        """Start all groups at one clock. Returns those that came back before, and join."""
         self.clocks.set_all(clock)
-        if earlier is not None:
+        if earlier is not None:  # a resumed job: each group starts where the earlier run has left it
             self.restore_clocks(earlier)
         for group in self.groups:
             # Shards come to this between different decisions, so a pause has to outlast it.
@@ -206,6 +193,7 @@ class WorkerGroups:
 
     def reset(self, group: int, ended: bool) -> None:
         """The workers of the group are gone; ended: all their scripts had ended."""
+        # New processes of ended scripts run to the same end, so the group does not train again.
         if not ended:
             self._finished[group] = {}
 
@@ -245,12 +233,13 @@ class MessageQueue:
         self.out = []
 
     def send(self, to: Address, message: Message) -> None:
-        """Send a message; one to this server itself is handled after the message in hand."""
+        """Send a message; one to this server itself is handled after the present one."""
         for extension in self._hooks.may_send:
             if not extension.may_send(to, message):
                 return
         for extension in self._hooks.on_sent.get(type(message), ()):
             extension.on_sent(to, message)
+        # Handled later, and not here: the part that sends is in the middle of its own change of state.
         if to == self._me:
             self.pending.append((to, message))
         elif self._sender is not None:

@@ -1,11 +1,10 @@
 """The interface of features outside the core: messages, and hooks of a server.
 
 A server is given its extensions after it is made, and knows none of them by name. `launch.runtime.server_composition`
-is the one place that does. Every method of `ServerExtension` does nothing by default. A server looks once which
-extension overrides which method (`ExtensionHooks`), so that a hook without a user costs an empty loop.
+is the one place that does. Every method of `ServerExtension` does nothing by default.
 
-An extension returns what is to be sent. The server sends it at once, in the order of the list, and in the order of the
-extensions where several have something to send.
+An extension returns the messages to send. The server sends them at once, in the order of the list, and in the order of
+the extensions.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,10 +30,7 @@ def makes_partial_steps(job: Job) -> bool:
 
 
 class StepPolicy:
-    """A step needs the contributions of all workers of its group.
-
-    An extension of the server that is a StepPolicy, too, replaces this rule.
-    """
+    """The rule that a step needs all workers. An extension may be another StepPolicy."""
 
     def accepts_commit(self, sender: Address, message: Commit, step: int) -> bool:
         """Whether the server handles this commit while the group is in `step`."""
@@ -117,9 +113,7 @@ class ServerExtension:
     # --- a step --------------------------------------------------------------------------------------------------
 
     def may_stage(self, group: int, step: int) -> bool:
-        """Whether this extension has all that it needs for a step.
-
-        Every worker of the group has committed the step.
+        """Whether this extension has all it needs for a step that all workers committed.
 
         The server asks again after each message that the extension has handled.
         """
@@ -144,10 +138,7 @@ class ServerExtension:
         return applied
 
     def step_over(self, result: StepResult) -> Outbox:
-        """The step was applied or skipped.
-
-        The returned messages are sent before the replies to the step's workers.
-        """
+        """The step is over. The messages are sent before the replies to its workers."""
         return ()
 
     def on_decree(self, decision: m.StepDecision) -> Outbox:
@@ -166,9 +157,7 @@ class ServerExtension:
         """A connection to another server is new, and earlier messages may be lost."""
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """The workers of a group are gone.
-
-        Their messages count only as far as they are applied.
+        """The workers of a group are gone, and all of theirs that is not applied is void.
 
         ended: all their scripts had ended.
         """
@@ -177,10 +166,7 @@ class ServerExtension:
         """One worker is gone, and its group continues without it."""
 
     def group_over(self, group: int) -> Outbox:
-        """The workers of a group have left the job, or their scripts have ended.
-
-        This may be called twice.
-        """
+        """The workers of a group have left or ended. This may be called twice."""
         return ()
 
     def has_begun(self) -> bool:
@@ -188,10 +174,7 @@ class ServerExtension:
         return False
 
     def state_dict(self) -> State | None:
-        """The state for a second copy of the server, see `component_state`.
-
-        None: this is not possible now.
-        """
+        """The state for a second copy, see `component_state`. None: not possible now."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
@@ -206,10 +189,7 @@ class ServerExtension:
         return False
 
     def requested_states(self) -> int:
-        """The number under which workers leave their states on this server now.
-
-        0: they leave none.
-        """
+        """The number under which workers leave their states on this server now; 0: none."""
         return 0
 
 
@@ -219,14 +199,14 @@ class GradientExtension(ServerExtension):
     def server_codec(self, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> ServerBodyCodec | None:
         """The encoding of pushes, means and values, if this extension decides that.
 
-        The server asks when it knows the model. shard, flats: the server's part of the model, and its buffers.
+        shard, flats: the server's part of the model, and its buffers.
         """
         return None
 
     def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource | None:
         """The source of a worker group's gradients, if this extension decides that.
 
-        The server asks when it knows the model. job: as it is carried out on this model.
+        job: as it is carried out on this model.
         """
         return None
 
@@ -247,10 +227,7 @@ class RegroupExtension(ServerExtension):
     """An extension that takes part when worker groups restart, leave or join."""
 
     def refuses_regroup(self) -> str:
-        """Why no worker group can restart, leave or join while others go on.
-
-        Empty: they can.
-        """
+        """Why no group can restart, leave or join while others go on; empty: they can."""
         return ""
 
     def refuses_leave(self) -> str:
@@ -258,10 +235,7 @@ class RegroupExtension(ServerExtension):
         return ""
 
     def streams(self, group: int) -> Sequence[int]:
-        """The data streams of a group.
-
-        `group_restarted` needs to know how many of their batches are applied.
-        """
+        """The data streams of a group: `group_restarted` needs their applied batches."""
         return ()
 
     def group_restarted(self, group: int, applied: Mapping[int, int], ended: bool) -> Outbox:
@@ -284,10 +258,7 @@ class ExchangeExtension(ServerExtension):
     """An extension that takes part in the exchange of server groups."""
 
     def take_exchange(self, sender: Address, message: m.Message, body: torch.Tensor) -> bool:
-        """Another server group has sent this message.
-
-        True: the extension handles it, now or later.
-        """
+        """Take a message of another server group. True: this extension handles it."""
         return False
 
     def exchanged(self, message: m.Message, body: torch.Tensor) -> None:
@@ -302,16 +273,14 @@ class ExchangeExtension(ServerExtension):
 
 
 class ExtensionHooks:
-    """The extensions of one server, by the hooks that they override.
-
-    Each list has the order of the extensions.
-    """
+    """The extensions of one server by the hooks that they override, in their order."""
 
     def __init__(self, extensions: Sequence[ServerExtension] = ()) -> None:
         self.attach(extensions)
 
     def attach(self, extensions: Sequence[ServerExtension]) -> None:
         """Find once which extension overrides which method."""
+        # Hooks run for every message and step. A hook that no extension overrides costs an empty loop.
         self.extensions = tuple(extensions)
         self.policy = next((each for each in extensions if isinstance(each, StepPolicy)), ALL_WORKERS)
         self.handlers = {kind: extension for extension in extensions for kind in extension.messages}
@@ -344,6 +313,7 @@ class ExtensionHooks:
         self.gradient_sources = overriding(gradients, GradientExtension.gradient_source)
         self.backward_ended = overriding(gradients, GradientExtension.backward_ended)
         self.committed = overriding(gradients, GradientExtension.committed)
+        # One extension only: values that two of them route would arrive twice.
         self.route_values = next(iter(overriding(gradients, GradientExtension.route_values)), None)
         regroups = tuple(each for each in extensions if isinstance(each, RegroupExtension))
         self.refuses_regroup = overriding(regroups, RegroupExtension.refuses_regroup)

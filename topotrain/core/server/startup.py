@@ -1,7 +1,4 @@
-"""The start of the model, from the first message on.
-
-It has three steps: the model, its first values, and the same start for all server groups.
-"""
+"""The start of a server: model, first values, and one start for all groups."""
 
 from collections.abc import Collection, Iterable
 
@@ -77,11 +74,12 @@ class Startup:
         if first or self._map is None:
             try:
                 self._map = slice_map_for(schema.parameters, self._topology)
-            except ValueError as error:  # the worker has cut the same before it said so
+            except ValueError as error:  # a correct worker has made the same map before it described the model
                 raise m.ProtocolError(f"{sender} describes an impossible model: {error}") from error
             self.schema, self._who_first = schema, self._who(sender)
             self._look_through()
-        # A worker of ours has called on all of our servers; another group may know the model before they are there.
+        # A worker connects to all servers of its group before it describes the model, so they can receive windows.
+        # The description of another server group may come earlier.
         if self._me.index == 0 and self.buffers and not self._whole and sender.role is Role.WORKER:
             self._give_out(self._map)
             return True
@@ -93,7 +91,7 @@ class Startup:
         return difference(self.schema, schema, self._who_first, self._who(sender))
 
     def _who(self, sender: Address) -> str:
-        if sender.role is Role.SERVER:  # another server group says which model its workers have
+        if sender.role is Role.SERVER:  # another server group describes the model of its workers
             return str(self._topology.workers(self._topology.worker_groups_of(sender.group)[0])[0])
         return str(sender)
 
@@ -117,6 +115,7 @@ class Startup:
 
     def window(self, message: m.SharedBuffer) -> None:
         """The first server has sent this shard's part of a buffer."""
+        # Its size is known only with the map of the model, so it waits for a description.
         self._early.append(message)
         self._look_through()
 
@@ -154,10 +153,8 @@ class Startup:
         return self.open(hooks)
 
     def state_dict(self) -> State | None:
-        """Return the state, see `component_state`.
-
-        None: not possible while shared memory waits for the description.
-        """
+        """Return the state, see `component_state`."""
+        # A window is memory of another process, and a copy of its bytes would not be shared.
         if self._early:
             return None
         parts = {sender: parts.state_dict() for sender, parts in self._parts.items()}
@@ -171,7 +168,7 @@ class Startup:
             self._parts[sender].load_state_dict(parts)
 
 
-_MAX_HELD = 1 << 14
+_MAX_HELD = 1 << 14  # messages that a faulty worker could otherwise pile up without end
 
 
 class ModelStart:
@@ -222,10 +219,7 @@ class ModelStart:
             self._startup.show(sender)
 
     def shared_buffer(self, sender: Address, message: m.SharedBuffer) -> None:
-        """Use memory that the server shares with a process of its host.
-
-        The process is a worker, or the first server of its group.
-        """
+        """Use shared memory of a worker, or of the first server of the group."""
         if sender.role is Role.SERVER:
             self._startup.window(message)
             self._open(sender)
@@ -240,12 +234,13 @@ class ModelStart:
         model.flats.put(f"{message.name} {sender.index} {sender.group}", message.space, flat)
 
     def _open(self, sender: Address) -> None:
-        """Make the model once its description, and the memory that it lives in, are here."""
+        """Make the model once its description and its memory are here."""
         state = self._state
         if state.model is not None or not self._startup.complete:
             return
         try:
             model = self._startup.open(self._hooks)
+        # The optimizer may be a class of the user. Any of these errors is a refusal, and the server goes on.
         except (ValueError, TypeError, ImportError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
             self._queue.send(sender, m.Fail(f"{state.me} cannot build the optimizer: {error}", True))
             return
@@ -258,10 +253,12 @@ class ModelStart:
         if state.start.clocks is not None:
             self._groups.restore_clocks(state.start.clocks)
         self._exchange.expect_buffers(len(model.schema.buffers))
+        # Group 0 compares the models, and sends its values only when all other groups have described theirs.
         for part in model.schema.parts() if state.me.group != 0 else ():
             self._queue.send(Address(Role.SERVER, 0, state.me.index), part)
         self._queue.handle_later(self._held)
         self._held = []
+        # A snapshot has brought the values already, so no Init will come.
         if state.complete:
             self._values_here()
 
@@ -283,6 +280,7 @@ class ModelStart:
         if state.has_values(message.bucket):
             return  # sent twice; the group may be warming up already
         target, body = state.known.values(message.bucket), state.known.body(message)
+        # A body that came over a socket was received into the values themselves (`Server.place`).
         if body.data_ptr() != target.data_ptr():
             target.copy_(body)
         state.add_values(message.bucket)
@@ -308,26 +306,27 @@ class ModelStart:
         self._replies.release()
 
     def share(self) -> None:
-        """Give every server group the same start.
-
-        It is given at once, or after group 0's warm-up (`warmup_steps`).
-        """
+        """Give every server group the same start, after the warm-up (`warmup_steps`)."""
         state = self._state
         others = range(1, state.topology.server_groups)
         if state.common or state.me.group != 0 or not state.complete or self._ready_groups != set(others):
             return
+        # Group 0 may end before its warm-up is over, and then the others must not wait for ever.
         if self._groups.clocks.clock(0) < state.job.warmup_steps and self._groups.runs(0):
             return
         for group in others:
             for bucket in state.known.buckets:
+                # A copy: the next step may change the values before they are sent.
                 body = state.known.values(bucket.id).clone()
                 self._queue.send(Address(Role.SERVER, group, state.me.index), m.Init(bucket.id, body=body))
         self._start_together()
 
     def _start_together(self) -> None:
+        # First, because a group rejoins at once only where the start is common.
         self._state.start_together()
         for group in self._groups.start_together(self._state.job.warmup_steps, self._state.start.clocks):
             self._decisions.rejoin(group)
+        # Last: it keeps the present values as the common ones, and handles exchanges of faster groups.
         self._exchange.begin()
 
     def reset(self, workers: Collection[Address]) -> None:

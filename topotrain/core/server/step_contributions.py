@@ -36,10 +36,8 @@ class HyperParameters:
         self._checked = b""
 
     def check(self, hyper: bytes) -> None:
-        """Raise StepError for hyper-parameters that the optimizer refuses.
-
-        No value has changed yet.
-        """
+        """Raise StepError for hyper-parameters that the optimizer refuses."""
+        # At the commit, and not at the update: no value has changed yet.
         if not hyper or hyper == self._checked:
             return
         try:
@@ -108,6 +106,7 @@ class StepContributions:
             bucket = model.bucket(message.bucket)
             check_bits(message.present, len(bucket.pieces), sender, f"the pieces of bucket {bucket.id}")
             body = model.codec.push(sender, message, bucket, model.values(message.bucket))
+            # The source may return its means lazily, so they are sent, or applied, while it goes through its buckets.
             self._send_means(sender.group, message.ordinal, staging.push(sender.index, message, body))
 
     def backward_end(self, sender: Address, message: m.BackwardEnd) -> None:
@@ -118,6 +117,7 @@ class StepContributions:
             return
         self._check_together(sender, message)
         self._send_means(sender.group, message.ordinal, staging.end(sender.index, message))
+        # A backward that is still open waits for all workers, also for one with an ended script.
         if staging.waits:
             self.check_all_continue(sender.group)
         for extension in self._hooks.backward_ended:
@@ -130,6 +130,7 @@ class StepContributions:
             if model.on_arrival:
                 self.update_on_arrival(group, reduced)
                 continue
+            # The mean is in the workers' memory already, and BackwardReduced announces it.
             if reduced.mean is None:
                 continue
             bucket = model.bucket(reduced.bucket)
@@ -138,6 +139,7 @@ class StepContributions:
             mean = m.ReducedGradient(staging.step, ordinal, reduced.bucket, present, body=body)
             self._queue.send_each(workers, mean)
         closed = staging.closed(ordinal)
+        # With updates on arrival the workers wait for values, and for no means.
         if closed is not None and not model.on_arrival:
             bits = int_to_bits(closed[0], len(model.buckets))
             written = int_to_bits(closed[1], model.pieces) if closed[1] else b""
@@ -165,10 +167,8 @@ class StepContributions:
         self._exits[sender.group].works(sender.index, message.exits, (message.step, backward))
 
     def check_all_continue(self, group: int) -> None:
-        """Raise StepError if a script of a group has ended while others of it continue.
-
-        Only the workers of a synchronous group must take the same steps.
-        """
+        """Raise StepError if a script of a group has ended while others of it continue."""
+        # With backup workers a step is made without a worker that is late, so the numbers of steps differ.
         for index, steps in () if self._partial else self._groups.finished(group).items():
             raise StepError(
                 f"worker {index} ended its script after {steps} steps while others of its group go on; "
@@ -187,15 +187,18 @@ class StepContributions:
         staging = self._state.known.staging[sender.group]
         if not self._hooks.policy.accepts_commit(sender, message, staging.step):
             return
+        # A repeated commit of the step that is over gets its reply again, and is not counted.
         if message.step == staging.step - 1 and self._replies.repeat(sender, message.fetch):
             return
         if self.current_source(sender, message.step) is None:
             return
+        # First, so that a message that no correct worker sends leaves nothing here.
         self._check_commit(sender, message)
         self.check_all_continue(sender.group)
         if not self._partial:
             self._check_together(sender, message)
-        # A worker sends its hyper-parameters when they have changed; the group must agree about all of them.
+        # A worker sends its hyper-parameters only after a change. They are put into the commit, because the commits of
+        # a group are compared with each other.
         hyper = message.hyper or self._hyper.last_of(sender)
         self._hyper.receive(sender, hyper)
         staging.commit(sender.index, replace(message, hyper=hyper))
@@ -213,14 +216,13 @@ class StepContributions:
         self._hyper.check(message.hyper)
 
     def current_source(self, sender: Address, step: int) -> GradientSource | None:
-        """The group's staging, if `step` is its current step.
-
-        None: an older step, which is over.
+        """The group's source, if `step` is its current step. None: that step is over.
 
         Raises:
             StepError: the worker is ahead of its group.
         """
         staging = self._state.known.staging[sender.group]
+        # A correct worker begins a step only after the reply to the one before.
         if step > staging.step:
             raise StepError(f"worker {sender.index} is in step {step}, the group in step {staging.step}")
         return staging if step == staging.step else None
@@ -239,6 +241,7 @@ class StepContributions:
     def _vote(self, group: int) -> m.StepVote:
         model = self._state.known
         vote = model.vote(group, self._state.order.next)
+        # A vote with members is of a job with backup workers, in which no extension adds to votes.
         for extension in () if vote.members else self._hooks.amend_vote:
             vote = extension.amend_vote(vote, model.staging[group].commits)
         return vote
@@ -247,6 +250,7 @@ class StepContributions:
         """Vote again for each step that is staged and not decided."""
         model = self._state.model
         for group, staging in {} if model is None else model.staging.items():
+            # The coordinator ignores a vote that it has counted, so all are sent.
             if staging.staged or staging.members:
                 self._queue.send(self._coordinator, self._vote(group))
 

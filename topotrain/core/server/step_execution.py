@@ -1,7 +1,6 @@
 """The decisions of a server group, and the steps that are decided.
 
-`Decisions` calls `StepExecution.carry_out` once per decided step, on every shard in the same order. The step makes new
-values and the replies to the workers.
+`Decisions` calls `StepExecution.carry_out` once per decided step, on every shard in the same order.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,15 +25,13 @@ from topotrain.core.server.step_contributions import HyperParameters, StepContri
 class SampleCounts:
     """The number of each worker's samples that are in the values of one server group.
 
-    With each step a worker sends the number of samples of its gradient. They count once, when the step changes the
-    values: not with a gradient that was refused, and not with a step that is not decided. The counts outlive the
-    worker's process, and they are in snapshots.
+    The samples of a gradient count once, when its step changes the values. The counts outlive the worker's process, and
+    they are in snapshots.
 
     Args:
         topology: the job's layout.
         group: the server group.
-        before: the counts of an earlier start of the job. The counts of workers that exist no more are added to
-            those of worker (0,0), so that the sum stays the same.
+        before: the counts of an earlier start of the job.
     """
 
     def __init__(self, topology: Topology, group: int, before: Mapping[Address, int]) -> None:
@@ -42,6 +39,7 @@ class SampleCounts:
         mine = {who for g in topology.worker_groups_of(group) for who in topology.workers(g)}
         self.counts = {who: before.get(who, 0) for who in sorted(mine)}
         first = Address(Role.WORKER, 0, 0)
+        # A resumed job may have fewer workers. The sum over all of them stays the number of samples in the values.
         if first in mine:
             self.counts[first] += sum(count for who, count in before.items() if who not in there)
 
@@ -97,21 +95,20 @@ class StepExecution:
     # --- the decided step ----------------------------------------------------------------------------------------
 
     def carry_out(self, decision: m.StepDecision) -> None:
-        """Update the values, or skip the step.
-
-        The replies are held until their groups may read.
-        """
+        """Update the values, or skip the step, and make the replies to its workers."""
         group, step, model = decision.group, decision.step, self._state.model
         if model is None:
             raise m.ProtocolError(f"a decision about step {step} of group {group} before there is a model")
         staging = model.staging[group]
         self._hooks.policy.choose(staging, decision)
+        # The last commit of the group may be of a worker that is not in this step.
         if self._partial:
             self._hyper.use(group, staging.first.hyper)
         refused = dict(check_refused(decision, self._topology.workers_per_group, len(model.schema.parameters)))
         skipped = decision.found_inf or (bool(refused) and not model.refuse(group, refused.keys()))
         commit, staleness = staging.first, self._state.version - self._replies.pulled[group]
         norm = global_norm(decision.power, commit)
+        # Recorded also for a step that is skipped: its batches are used up, and no other worker must repeat them.
         new = self._record_batches(group, staging.marks)
         if new and not skipped:
             self._samples.applied(group, staging.commits, refused.keys())
@@ -135,12 +132,14 @@ class StepExecution:
     def _update(self, model: ParameterShard, group: int, commit: m.Commit, norm: float, staleness: int) -> None:
         state, staging = self._state, model.staging[group]
         for bucket in model.apply(group, self._hyper.of_group[group], commit, norm, staleness):
+            # The workers receive this bucket while the next one is computed.
             if commit.fetch:
                 self._replies.show_early(group, bucket, state.version + 1)
         for extension in self._hooks.apply_step:
             factor = step_factor(commit, norm)
             self._queue.send_all(extension.apply_step(group, staging.step, staging.commits, factor))
         state.count_update()
+        # Updates of the warm-up are no difference: the other groups start from these values.
         if state.common and self._topology.synced:
             self._exchange.send(model.agreement.updated(model.touched(group)))
 
@@ -150,10 +149,12 @@ class StepExecution:
         for worker in self._groups.workers[group]:
             if worker.index in staging.commits:
                 self._replies.reply(worker, applied, staging.commits[worker.index].fetch)
+        # Before the next step begins, which has commits of its own.
         result = StepResult(group, staging.step, staging.commits, applied)
         staging.next_step()
         self._groups.clocks.tick(group)
         self._taken[group] += 1
+        # The replies above are held until `release`, so these messages arrive before them.
         for each in self._hooks.step_over:
             self._queue.send_all(each.step_over(result))
 
@@ -203,14 +204,13 @@ class StepExecution:
 class Decisions:
     """Makes decisions on the coordinator, and carries them out on every shard.
 
-    Shards vote, the coordinator decides, and every shard carries out the same list of decisions in its order
-    (`consistency`). A decision is a step of a worker group, or a change that all shards make between the same two
-    steps.
+    `consistency` describes the protocol. A decision is a step of a worker group, or a change that all shards make
+    between the same two steps.
 
     Args:
         context: the parts of the server that all others use.
-        contributions: what the workers send for their steps.
-        steps: the steps that are decided.
+        contributions: gets the votes of this shard.
+        steps: carries out decided steps.
     """
 
     def __init__(self, context: ServerContext, contributions: StepContributions, steps: StepExecution) -> None:
@@ -236,8 +236,10 @@ class Decisions:
         """Decide every step that is ready."""
         if self.log is None:
             return
+        # A step that may not be decided yet stays in the log, and is tried again when a clock moves.
         for group, step in self.log.ready(self._hooks.policy):
             if self._groups.clocks.may_decide(group):
+                # Before the decision gets its number: extensions may send changes that all shards make first.
                 for extension in self._hooks.before_decision:
                     extension.before_decision(group)
                 self.send(self.log.decide(group, step))
@@ -261,6 +263,8 @@ class Decisions:
     def idle(self, sender: Address, message: m.GroupIdle) -> None:
         """A group waits at the end of an epoch, or does not wait any more."""
         group, wait = sender.group, (message.epoch, message.ordinal)
+        # All workers of a group send this. A "rests" of one of them may come after a "goes on" of another, and must
+        # not pause the group again.
         over = wait <= self._rested.get(group, (-1, -1))
         live = group in self._groups.clocks.live()
         if message.resting:
@@ -271,6 +275,7 @@ class Decisions:
             self._rested[group] = wait
             if not live and self._groups.runs(group):
                 self._decree_return(group)
+        # An echo for every worker: each waits for its own before it reads values.
         self._queue.send(sender, message)
 
     def rejoin(self, group: int) -> None:
@@ -301,6 +306,7 @@ class Decisions:
                 else:
                     self._steps.carry_out(decision)
             except (StepError, ConfigError) as error:
+                # The decisions after this one belong to other groups, too, and must be carried out.
                 self._steps.fail(decision.group, str(error))
 
     def _change(self, decision: m.StepDecision) -> None:
@@ -312,10 +318,7 @@ class Decisions:
             self._queue.send_all(extension.on_decree(decision))
 
     def catch_up(self) -> None:
-        """Send the votes again, over a new connection.
-
-        The server also asks for the decisions that it has missed.
-        """
+        """Send the votes again, and ask for decisions that this shard has missed."""
         self._contributions.repeat_votes()
         self._queue.send(self._shards[0], m.StepDecisionRequest(self._state.order.next))
 
@@ -337,10 +340,7 @@ class Decisions:
 def check_refused(message: m.StepVote | m.StepDecision, workers: int, parameters: int) -> list[tuple[int, int]]:
     """The (worker, parameter) pairs that a vote or a decision refuses.
 
-    workers, parameters: the numbers of them that a group and the model have.
-
-    Raises:
-        ProtocolError: workers that the group does not have, or parameters that the model does not have.
+    Raises ProtocolError for workers that a group, or parameters that the model, does not have.
     """
     numbers, members = message.refused, message.members if isinstance(message, m.StepVote) else ()
     if not numbers and not members:

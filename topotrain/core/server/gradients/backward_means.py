@@ -1,7 +1,6 @@
 """Gradient sources in which every backward is a reduction of its own.
 
-The sum of a bucket is taken in a fixed order (`ordered_sum`), so it is taken once the parts of all workers are there.
-That needs a buffer per worker, and is why parts are kept until then.
+The sum of a bucket has a fixed order (`ordered_sum`), so the parts are kept until those of all workers are here.
 
 `ReturnedMeans` sends each mean back to the workers. The step's gradient is the running sum of the means, with the
 script's edits written over it. `SharedMemoryMeans` writes the means into the memory of the workers. `ArrivalMeans`
@@ -51,6 +50,7 @@ class Backward:
 
     def take(self, bucket: int, bit: int) -> dict[int, tuple[Push, torch.Tensor]]:
         """Mark a bucket as reduced. Returns its pushes, by worker."""
+        # `done` stays when the pushes go: a push that comes twice must not begin a second sum.
         self.done |= bit
         return self.pushes.pop(bucket, {})
 
@@ -76,11 +76,7 @@ class BackwardsOfStep:
         return self._known.get(ordinal)
 
     def begin(self, step: int, ordinal: int) -> Backward:
-        """A backward, which may have begun.
-
-        Raises:
-            ProtocolError: too many others are not over.
-        """
+        """A backward, begun if it is new. Raises ProtocolError if too many are open."""
         known = self._known.get(ordinal)
         if known is None:
             # The bound keeps a faulty worker from filling the server's memory.
@@ -157,6 +153,7 @@ class BackwardMeans(GradientSource):
 
     def push(self, worker: int, message: Push, body: torch.Tensor) -> Iterable[ReducedBucket]:
         """As `GradientSource.push`. A second push of a bucket in a backward is ignored."""
+        # Before anything waits for it: a committed worker never joins a later backward.
         check_ordinal(self.commits, worker, message.ordinal)
         backward = self._backwards.begin(self.step, message.ordinal)
         if backward.done >> (message.bucket - self._first) & 1:
@@ -172,6 +169,7 @@ class BackwardMeans(GradientSource):
         if worker in backward.ends:
             return ()
         backward.ends[worker] = message
+        # All buckets, since the worker's part may be missing in those that it has not pushed.
         return self._ready(backward, [bucket.id for bucket in self._buckets])
 
     def commit(self, worker: int, message: Commit) -> None:
@@ -198,7 +196,7 @@ class BackwardMeans(GradientSource):
             for push, _ in pushes.values():
                 present |= bits_to_int(push.present)
             if not present:
-                continue
+                continue  # no worker has a gradient here: the optimizer skips the bucket, and none is sent
             reduced = self._sum(bucket, present, parts, [push for push, _ in pushes.values()])
             if reduced.mean is not None:
                 backward.contribute(bit)
@@ -257,6 +255,7 @@ class BackwardMeans(GradientSource):
     def _complete(self) -> bool:
         # Any commit will do: workers that disagree in these fields have failed by now.
         commit = self.commits[0]
+        # `done` has a bit also for buckets without a gradient, so a backward is complete when all are set.
         full = (1 << len(self._buckets)) - 1
         for ordinal in range(commit.backwards):
             backward = self._backwards.get(ordinal)
@@ -269,14 +268,12 @@ class BackwardMeans(GradientSource):
             per_bucket(self._buckets, edited), per_bucket(self._buckets, bits_to_int(commit.dropped)), strict=True
         )
         for at, ((_, new), (_, gone)) in enumerate(changes):
+            # A script may give a gradient to a parameter that no backward has reached.
             self._present[at] = (self._present[at] | new) & ~gone
         return True
 
     def _take_edits(self, edited: int) -> bool:
-        """Write the edits of the committed step over its gradient.
-
-        Returns False while one is not here. edited: a bit per piece.
-        """
+        """Write the edits (a bit per piece) over the gradient. False: one is not here."""
         return True
 
     def _find_spoilers(self, made_of: Mapping[int, Mapping[int, Part]]) -> dict[int, int]:
@@ -289,6 +286,7 @@ class BackwardMeans(GradientSource):
                 self._suspects |= suspects(bucket, present, self.gradient(bucket), parts)
                 found[NOBODY] = segment
         named = {worker: where for worker, where in self._suspects.items() if worker != NOBODY}
+        # Only if the gradient is not finite now: a script may have repaired a mean that was not.
         return (named or found) if found else {}
 
     def state_dict(self) -> State:
@@ -313,6 +311,7 @@ class ReturnedMeans(BackwardMeans):
 
     def edit(self, message: GradientOverride, body: torch.Tensor) -> None:
         """As `GradientSource.edit`."""
+        # The first one counts, as for pushes.
         self._edits.setdefault(message.bucket, body)
 
     def _sum(self, bucket: int, present: int, parts: Mapping[int, Part], pushes: Sequence[Push]) -> ReducedBucket:
@@ -325,6 +324,7 @@ class ReturnedMeans(BackwardMeans):
             self._buffers.view("total", described).copy_(mean)
             self._in_total.add(at)
         self._mean.write(parts, mean)
+        # A sum of finite means may be infinite, so such a bucket is looked at when the step is staged.
         if earlier or self._suspect(described, present, mean, parts):
             self._doubtful.add(at)
         # The server goes on with the mean that the workers decode, so that both have the same numbers.
@@ -423,17 +423,16 @@ class SharedMemoryMeans(BackwardMeans):
 
 
 class ArrivalMeans(BackwardMeans):
-    """Gives every mean to the update when it is there, and keeps none.
-
-    `push` and `end` give a mean before they take the next one, which overwrites it.
-    """
+    """Gives every mean to the update when it is there, and keeps none."""
 
     def _ready(self, backward: Backward, buckets: Sequence[int]) -> Iterable[ReducedBucket]:
-        return self._reduce(backward, buckets)  # lazily: the caller applies a mean before the next one is made
+        # Lazily: the caller applies a mean before the next one is made, which overwrites it.
+        return self._reduce(backward, buckets)
 
     def _sum(self, bucket: int, present: int, parts: Mapping[int, Part], pushes: Sequence[Push]) -> ReducedBucket:
         at = bucket - self._first
         mean = self._mean.passing(parts)
+        # Without pieces the update changes nothing, so this mean is never applied.
         if self._suspect(self._buckets[at], present, mean, parts):
             present = 0
         self._present[at] |= present

@@ -1,7 +1,4 @@
-"""The gradient source in which the sum is taken once per step.
-
-A push replaces the worker's earlier push of the bucket.
-"""
+"""The gradient source in which the sum is taken once per step."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -19,12 +16,12 @@ from topotrain.core.server.ordered_sum import Part
 class CommittedPushes(GradientSource):
     """Adds up the pushes that the workers' commits name, when all have committed.
 
-    Where no part of the server needs the whole gradient, each bucket is added up when the update reads it: the sum is
-    then still in the processor's cache.
+    A push replaces the worker's earlier push of the bucket.
     """
 
     def __init__(self, settings: SourceSettings) -> None:
-        # A script may still change a gradient that is read in its worker's memory.
+        # The script of a group of one may still change a gradient that is read in its memory. With several workers a
+        # changed gradient is an error.
         stays = settings.reader is None or settings.workers > 1
         self._looks_early = settings.checked and stays
         super().__init__(settings)
@@ -46,7 +43,7 @@ class CommittedPushes(GradientSource):
         """Keep a worker's gradient of a bucket, unless a later one is here."""
         pushes = self._pushes.setdefault(message.bucket, {})
         old = pushes.get(worker)
-        # Pushes may arrive in another order after a connection was made anew.
+        # The simulated transport delivers pushes in another order; the real ones never do.
         if old is None or old[0].ordinal < message.ordinal:
             pushes[worker] = (message, body)
             if self._looks_early:  # while it is in the processor's cache
@@ -62,6 +59,7 @@ class CommittedPushes(GradientSource):
     # --- the staged step -----------------------------------------------------------------------------------------
 
     def _complete(self) -> bool:
+        # On a transport that reorders, a commit may overtake its pushes.
         if not all(map(self._has_all, self.commits)):
             return False
         self._find_present(self.commits)
@@ -90,6 +88,7 @@ class CommittedPushes(GradientSource):
 
     def _parts(self, at: int) -> dict[int, Part]:
         held = self._pushes.get(self._buckets[at].id, {})
+        # A worker without a gradient in this bucket is a part, too: its weight counts in the divisor.
         parts: dict[int, Part] = {}
         for worker, commit in self.commits.items():
             has = commit.revisions[at] != NO_REVISION
@@ -132,6 +131,7 @@ class CommittedPushes(GradientSource):
 
     def sum_all(self) -> None:
         """As `GradientSource.sum_all`."""
+        # Only for a reader of the whole gradient: a norm, a check, or an optimizer of whole tensors.
         for at in self._unsummed:
             self._mean.write(self._parts(at), self._buffers.view("mean", self._buckets[at]))
         self._unsummed.clear()
@@ -140,6 +140,7 @@ class CommittedPushes(GradientSource):
         """As `GradientSource.gradient`."""
         at = bucket.id - self._first
         if at in self._unsummed:
+            # Summed when the update reads it, so that the sum is still in the processor's cache.
             return self._mean.passing(self._parts(at))
         return self._buffers.view("mean", bucket)
 

@@ -1,8 +1,8 @@
 """The gradient of a worker group's step on one shard: the contract of its sources.
 
-A source collects what the workers send for a step, tells when the step has all that it needs, and then gives the
-step's gradient bucket by bucket. `ParameterShard` has one source per worker group. The sources of the core are in
-`committed_pushes` and `backward_means`; an extension may bring another (`GradientExtension.gradient_source`).
+A source collects the contributions to a step until they are complete, and then gives the step's gradient bucket by
+bucket. `ParameterShard` has one source per worker group. The sources of the core are in `committed_pushes` and
+`backward_means`; an extension may bring another (`GradientExtension.gradient_source`).
 """
 
 from abc import ABC, abstractmethod
@@ -131,7 +131,7 @@ class GradientSource(ABC):
         """The workers with complete contributions, if a step may be made of some. Empty: a step needs all workers."""
 
     def next_step(self) -> None:
-        """Forget the parts of a step that was applied or skipped."""
+        """Begin the step after one that was applied or skipped."""
         self.step += 1
         self._reset()
 
@@ -147,21 +147,14 @@ class GradientSource(ABC):
     # --- arrivals ------------------------------------------------------------------------------------------------
 
     def check(self, sender: Address, message: BackwardEnd | Commit) -> None:
-        """Check the end of a backward, or a commit.
-
-        Raises:
-            ProtocolError: no correct worker sends it.
-        """
+        """Check an end or a commit. Raises ProtocolError if no correct worker sends it."""
         if isinstance(message, BackwardEnd):
             raise ProtocolError(f"{sender} ends a backward, where what is pushed counts when it is committed")
         check_revisions(sender, message, len(self._buckets))
 
     @abstractmethod
     def push(self, worker: int, message: Push, body: torch.Tensor) -> Iterable[ReducedBucket]:
-        """Keep a worker's gradient of a bucket.
-
-        Returns the means that became ready. The caller must read all of them.
-        """
+        """Keep a worker's gradient. The caller must read all means that are returned."""
 
     def end(self, worker: int, message: BackwardEnd) -> Iterable[ReducedBucket]:
         """End a worker's backward. It has no gradient in the buckets that were not pushed."""
@@ -172,13 +165,9 @@ class GradientSource(ABC):
         return
 
     def commit(self, worker: int, message: Commit) -> None:
-        """Keep a worker's commit of the step.
-
-        Raises:
-            StepError: the group's workers disagree.
-        """
+        """Keep a worker's commit. Raises StepError if the group's workers disagree."""
         if worker in self.commits:
-            return
+            return  # delivered twice: the first one counts
         self.commits[worker] = message
         first, theirs = next(iter(self.commits.items()))  # all others agree with it
         for name, words in (_MUST_AGREE | dict(self.words)).items():
@@ -189,9 +178,9 @@ class GradientSource(ABC):
                 )
 
     def closed(self, ordinal: int) -> tuple[int, int] | None:
-        """The end of a backward: buckets with a mean, and pieces in the workers' memory.
+        """The end of a backward: bitmaps of buckets with a mean, and of pieces in "grad".
 
-        Both are bitmaps. They are returned once per backward that all workers are in, when each bucket is reduced.
+        They are returned once per backward that all workers are in, when each bucket is reduced.
         """
         return None
 
@@ -246,9 +235,9 @@ class GradientSource(ABC):
         return
 
     def gradient(self, bucket: Bucket) -> torch.Tensor:
-        """The staged step's gradient of a bucket, 1-D.
+        """The staged step's gradient of a bucket, 1-D, until the next call.
 
-        It is valid for the pieces in `present`, and until the next call.
+        Only the pieces in `present` are valid.
         """
         return self._buffers.view(self._buffer, bucket)
 
