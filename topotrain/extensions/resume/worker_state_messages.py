@@ -14,8 +14,8 @@ class WorkerStatePart(Message):
     bytes. A reply has the states -1 and -2, and for a missing state one message with parts = 0. The body is a snapshot.
 
     Attributes:
-            number: -1: the state in which the worker's last epoch began. -2: the changes since then. From 1 on: the
-            state at this snapshot.
+        number: -1: the state in which the worker's last epoch began. -2: the changes since then. From 1 on: the state
+            at this snapshot.
     """
 
     group: int
