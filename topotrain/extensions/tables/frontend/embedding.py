@@ -138,7 +138,7 @@ class Embedding(RowModule):
         self._pulled.clear()
 
     def gradient(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradient since the last step: sorted ids (1-D int64), and rows."""
+        """Return the gradient since the last step: sorted int64 ids [n], rows [n, dim]."""
         parts = [(ids, rows.grad) for ids, rows in self._pulled if rows.grad is not None]
         if not parts:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, self.embedding_dim, dtype=self.dtype)
