@@ -74,7 +74,7 @@ def make_optimizer(rows: RowStorage, text: str, import_module: str = "", clip: C
             return DenseOptimizer(rows, text, import_module, clip)
         except ConfigError:
             raise
-        # A user's own class may raise anything, and must not end the server.
+        # Errors of a user's own class, which must not end the server.
         except OWN_ERRORS as error:
             raise ConfigError("table.optimizer", text[:80], f"cannot be made: {error}") from error
     return SparseOptimizer(rows, text, clip)

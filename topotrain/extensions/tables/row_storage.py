@@ -227,7 +227,6 @@ class RowStorage:
         """Return a copy of rows, (slots, width)."""
         blocks = self._columns[name]
         if len(blocks) == 1:
-            # One block is the usual case of small tables.
             return blocks[0].index_select(0, slots)
         rows = torch.empty(len(slots), self.spec.width, dtype=self.spec.torch_dtype)
         for number, which, inside in self._split(slots):

@@ -137,7 +137,7 @@ class RowPaths(WorkerExtension):
         self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
 
     def release(self) -> None:
-        """Detach from the model, whose weights become ordinary ones."""
+        """Detach from the model. Its weights become ordinary ones."""
         for hook in self._hooks:
             hook.remove()
 
