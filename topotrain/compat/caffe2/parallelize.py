@@ -171,10 +171,7 @@ def GetLearningRateBlobNames(net: Net) -> list[str]:
 
 
 def FetchBlob(net: Net, name: str) -> Any:
-    """Return a learning rate, or a value that a function has put into `model.blobs`.
-
-    Raises ConfigError if there is none.
-    """
+    """Return a learning rate, or a value in `model.blobs`. Raises ConfigError."""
     rates = GetLearningRateBlobNames(_net("FetchBlob", net))
     if net.optimizer is not None and name in rates:
         return net.optimizer.param_groups[rates.index(name)]["lr"]

@@ -103,11 +103,6 @@ def _text(field: str, value: object) -> str:
 class ShardStart:
     """The rendezvous of all shards of one start, with a store that only they use.
 
-    Args:
-        handler: where they meet.
-        shard_id, num_shards: of this process, and how many there are.
-        patience_s: how long to wait for the others.
-
     Raises:
         ConfigError: another process is this shard, or has another `num_shards`.
         StoreError: the store cannot be used, or not all shards came in time.

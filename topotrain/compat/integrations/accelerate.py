@@ -59,9 +59,9 @@ class Accelerator(PlacedAccelerator):
         self.take_place()
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare as accelerate, in any order. The first DataLoader is the one to train on.
+        """Prepare as accelerate, in any order. The first DataLoader is divided.
 
-        It is divided, and others stay whole.
+        That is the one to train on. Others stay whole.
 
         Raises:
             ConfigError: an optimizer comes without its model, or there are two models or optimizers, or

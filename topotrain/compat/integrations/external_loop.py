@@ -42,11 +42,7 @@ def missing(library: str, extra: str) -> ImportError:
 
 
 class ExternalAccounting(BatchAccounting):
-    """The accounting of a loader with read-ahead: draws are noted when used.
-
-    Args:
-        ledger: notes the draws.
-    """
+    """The accounting of a loader with read-ahead: draws are noted when used."""
 
     def __init__(self, ledger: BatchAccounting) -> None:
         self._ledger = ledger
@@ -65,10 +61,7 @@ class ExternalAccounting(BatchAccounting):
         self._ledger.lost(stream, batches)
 
     def hand_on(self) -> float:
-        """The first of the drawn batches goes to the model. Returns its weight.
-
-        0: the batch only keeps the worker in step.
-        """
+        """Note that a drawn batch goes to the model. Returns its weight (0: a spare one)."""
         if not self._drawn:
             return 0.0
         stream, seq, weight, samples = self._drawn.popleft()

@@ -48,13 +48,9 @@ else:
 class TopotrainStrategy(SingleDeviceStrategy):
     """One device in a job: `fit` ties model, optimizer and training loader to it.
 
-    Args:
-        device, more: as for `SingleDeviceStrategy`.
-
-    Raises:
-        ConfigError: at `fit`, for settings that fail in a job: several optimizers or training loaders, a training
-            loader
-            that is loaded again, clipping by Lightning where the script does not see the mean.
+    device, more: as for `SingleDeviceStrategy`. Raises ConfigError at `fit`, for settings that fail in a job: several
+    optimizers or training loaders, a training loader that is loaded again, clipping by Lightning where the script does
+    not see the mean.
     """
 
     strategy_name = "topotrain"

@@ -159,9 +159,7 @@ def from_values(values: Mapping[str, Any]) -> Flags:
 def parse(words: Sequence[str]) -> Flags:
     """Return flags from a command line, in the syntax of gflags.
 
-    That is --port=7164, --port 7164, --use_gpu, --nouse_gpu.
-
-    Raises ConfigError for an unknown flag, an invalid value, or a word that is not a flag.
+    That is --port=7164, --port 7164, --use_gpu, --nouse_gpu. Raises ConfigError for anything else.
     """
     values: dict[str, Any] = {}
     rest = list(words)

@@ -44,6 +44,7 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
+        """The names of the jobs."""
         return list(self._tasks)
 
     def num_tasks(self, job_name: str) -> int:
@@ -51,6 +52,7 @@ class ClusterSpec:
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
+        """Return the numbers of a job's tasks. Raises ValueError for an unknown job."""
         return list(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
@@ -63,6 +65,7 @@ class ClusterSpec:
     def job_tasks(self, job_name: str) -> list[str | None]:
         """Return HOST:PORT of each task of a job by number, None for missing numbers."""
         tasks = self._job(job_name)
+        # Numbers without a task are None, so that the place in the list is the number.
         return [tasks.get(number) for number in range(max(tasks, default=-1) + 1)]
 
     def _job(self, job_name: str) -> Mapping[int, str]:

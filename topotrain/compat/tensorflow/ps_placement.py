@@ -34,9 +34,7 @@ class RoundRobinStrategy:
 class GreedyLoadBalancingStrategy:
     """Places each parameter on the task with the least load so far.
 
-    Args:
-        num_tasks: how many there are.
-        load_fn: parameter -> its load, a number.
+    load_fn: parameter -> its load, a number.
     """
 
     def __init__(self, num_tasks: int, load_fn: Callable[[torch.Tensor], float]) -> None:

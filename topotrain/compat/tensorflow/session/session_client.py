@@ -123,10 +123,7 @@ class Session:
         return self._there(model, train, args, kwargs)
 
     def pull(self) -> None:
-        """Copy the cluster's values into the parameters and buffers of the model.
-
-        Raises JobError if a task is gone.
-        """
+        """Copy the cluster's values into the model. Raises JobError if a task is gone."""
         # Before the first run the cluster has no values.
         if not self._began or self._kept is None or self._over:
             return
@@ -221,7 +218,7 @@ class Session:
         parameters = [tensor for tensor in kept.tensors if isinstance(tensor, nn.Parameter)]
         if not parameters:
             raise ConfigError("model", None, "has no parameters: nothing to train")
-        # A session that only evaluates still needs an optimizer, for the servers' handshake.
+        # A session that only evaluates needs one as well: servers hold the values, and a server has an optimizer.
         optimizer = torch.optim.SGD(parameters, lr=0.0) if train is None else train.optimizer
         # Its state is in this process, and a session has no way to send it.
         if optimizer.state:
