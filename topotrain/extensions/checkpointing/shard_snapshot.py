@@ -137,6 +137,7 @@ class ShardFreezer:
                 yield TensorSlice(name, segment.start + piece.lo - segment.lo, body)
 
     def _copy(self) -> None:
+        # The server handles no message meanwhile, so the copy is of one moment. Another thread writes it.
         for space in {segment.space: None for segment in self._segments}:
             flat = self._model.flats.flat("values", space)
             self._room(("values", space), flat.numel(), flat.dtype).copy_(flat)
@@ -255,7 +256,6 @@ def restore(model: ParameterShard, source: SnapshotSource, shard: int) -> None:
     for segment in model.map.segments_of(shard):
         lo, _ = model.flats.range(segment.space)
         flat = model.flats.flat("values", segment.space)[segment.lo - lo : segment.hi - lo]
-        # Read straight into the shard's memory. The same file serves any number of shards.
         source.values(model.map.parameters[segment.parameter].name, segment.start, flat)
     for unit in model.units:
         for key, places in unit.places.items():

@@ -175,6 +175,7 @@ class ScriptResume(ScriptPosition):
             raise GroupLeaving
 
     def given(self) -> None:
+        # The script is about to get a batch, so everything that its last step changes has changed by now.
         if self._begins:
             self._begin()
         # A scheduler has stepped within the pass. Rates and schedulers are small, unlike the whole state.

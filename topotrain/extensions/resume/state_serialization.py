@@ -1,4 +1,7 @@
-"""Serialize `state_dict`s as JSON and tensors, without pickle. No type names code."""
+"""Serialize `state_dict`s as JSON and tensors, without pickle.
+
+Numbers, texts, lists, tuples, dicts, counters and tensors come back with their types. No stored type names code.
+"""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping

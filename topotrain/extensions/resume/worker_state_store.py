@@ -92,6 +92,7 @@ class _WorkerStates:
         if message.part and message.number not in self.coming:
             return
         whole = self.coming.setdefault(message.number, PartialState()).take(message, body)
+        # Until then the state before it counts.
         if whole is not None:
             del self.coming[message.number]
             self._keep(message.number, whole)

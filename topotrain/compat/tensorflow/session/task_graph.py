@@ -75,7 +75,7 @@ class SessionRendezvous:
             server_worker_separate=True,
             road=Road.kTcp,
         )
-        # `by_hand` sets what holds for processes without a launcher.
+        # `by_hand`: a loss ends the job, since no launcher can restart a process.
         return by_hand(Job(name=self.name, cluster=cluster))
 
 

@@ -1,7 +1,8 @@
 """`tt.Embedding`: a table only on the servers, with rows made at their first use.
 
-A worker holds the rows of its current batch and no others. `forward` pulls them, and `step()` pushes their gradients,
-which the servers apply with the table's own optimizer. In an ordinary process the table is in that process.
+A worker holds the rows of its current batch and no others. `forward` pulls them, and `step()` pushes their gradients.
+The servers update them with the table's own optimizer, by the mean over the worker group, as any parameter. In an
+ordinary process the table is in that process.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """`nn.Embedding(sparse=True)` in a prepared model: only touched rows are sent.
 
-The weight stays in the model at full size. In a job only rows that the last forward has read are up to date. Code that
-reads the weight elsewhere must call `state_dict()`, which pulls all rows.
+The weight stays in the model at full size, and the servers hold the table. In a job only rows that the last forward has
+read are up to date. Code that reads the weight elsewhere must call `state_dict()`, which pulls all rows.
 """
 
 from collections.abc import Iterator, Sequence
