@@ -113,8 +113,7 @@ class Net:
         here = process.current()
         if self._meets is not None:
             return 1.0 / self._meets.num_shards
-        # Under a launcher the job's own `reduce` decides whether gradients are summed or averaged. Averages need no
-        # scale.
+        # Under a launcher the job's own `reduce` decides: sums need the scale, and averages do not.
         sums = here is not None and here.place.job.reduce is Reduce.kSum
         return 1.0 / here.place.topology.workers_per_group if here is not None and sums else 1.0
 
@@ -138,8 +137,7 @@ class Net:
             # `prepare` serves one model per process.
             if process.prepared() or (self._meets is not None and process.current() is not None):
                 raise ConfigError("RunInitNet", None, "this process trains another net: finalize that one first")
-            # Before `join` does so: functions run in the opposite order, and the exit nets come after the end of the
-            # job.
+            # Before `join` does so: functions run in the opposite order, and the exit nets follow the end of the job.
             atexit.register(self._at_exit)
             if self._meets is not None:
                 self._join(self._meets)

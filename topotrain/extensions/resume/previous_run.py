@@ -45,9 +45,8 @@ class PreviousRun:
 
     def restores(self, epoch: int) -> bool:
         """Whether the state is restored at the begin of this pass."""
-        # Groups that do not wait for each other are in different passes, so the state may be of a later pass than
-        # `first`.
-        # It is then restored twice: for the first pass, and again for its own.
+        # Groups that do not wait for each other are in different passes, so the state may be of a later one.
+        # It is then restored twice: for the first pass that is not over, and again for its own.
         return self.condition is not None and epoch in (self.first, self.condition.passes)
 
     def opening(self, sight: EpochStart) -> ResumePoint:
@@ -69,8 +68,7 @@ class PreviousRun:
 
     def _drawn(self, sight: EpochStart, mine: WorkerState | None) -> tuple[Literal["dice", "seed"], WorkerState | None]:
         """Return how an epoch was first drawn, and the state with its generators."""
-        # A state of this run knows how its pass was drawn. A snapshot's is compared with that of worker (0,0), which
-        # draws.
+        # A state of this run knows how its pass was drawn. In a snapshot the state of worker (0,0) does.
         if mine is not None and self.alive:
             return mine.drawn, mine
         if self.main is None or self.past is None:

@@ -36,8 +36,7 @@ class RowIndex:
 
     def ids(self) -> Ids:
         """Return all rows by slot. The array must not be written."""
-        # Cached, since rows keep their slots. `_by_slot` is replaced and never written, so snapshots use it without a
-        # copy.
+        # Cached, since rows keep their slots. The array is replaced and never written: snapshots hold it.
         if len(self._by_slot) < self.count:
             used = self._keys != _FREE
             self._by_slot = np.empty(self.count, dtype=np.int64)
@@ -80,8 +79,7 @@ class RowIndex:
         while open_.size:
             places = at[open_]
             free = self._keys[places] == _FREE
-            # Of several rows for one position, the last write wins. The others are compared below, and go on to the
-            # next one.
+            # Of several rows for one position, the last write wins. The others go on to the next position.
             self._keys[places[free]] = ids[open_[free]]
             won = self._keys[places] == ids[open_]
             self._slots[places[won]] = slots[open_[won]]

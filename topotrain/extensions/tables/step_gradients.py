@@ -55,8 +55,7 @@ class StepGradients:
             return vote
         grads = [rows for _, rows in self._mean(vote.group, vote.step, commits).values()]
         if checked and not all(all_finite(g.reshape(-1)) for g in grads):
-            # With a GradScaler overflow is normal. Otherwise it counts against the group, and no single worker is
-            # known.
+            # With a GradScaler overflow is normal. Otherwise it counts against the group: no worker is known.
             refused = vote.refused if commit.check_finite else (*vote.refused, NOBODY, -1)
             return replace(vote, finite=False, power=0.0, refused=refused)
         # The rows of refused workers are in the means already, so the whole step is skipped.

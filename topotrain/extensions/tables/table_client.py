@@ -279,8 +279,7 @@ class TableClient(ClientExtension):
                 self._send(server, TableList, table.number, number, first)
                 self._channel.wait_until(lambda r=number: r in self._lists)  # type: ignore[misc]
                 ids = self._lists.pop(number)
-                # A full message may have more behind it. Slots keep their order, so rows that come meanwhile are at the
-                # end.
+                # A full message may have more behind it. Slots keep their order, so new rows are at the end.
                 first, more = first + len(ids), len(ids) == MAX_IDS
                 ids = np.sort(ids)
                 # As many at a time as one message of rows has.

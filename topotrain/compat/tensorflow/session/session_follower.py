@@ -133,8 +133,7 @@ class _Following:
         try:
             found = self._part.execute(said)
         except ConfigError as error:
-            # Only a description may be refused, and the session goes on. After another error the tasks are at different
-            # steps.
+            # Only a description may be refused. After another error the tasks are at different steps.
             if said["do"] != "learn":
                 raise
             self._connection.send(failed(self._me, error, None).told())

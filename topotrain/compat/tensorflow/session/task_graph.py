@@ -208,6 +208,7 @@ class SessionWorker:
 
     @property
     def dice(self) -> torch.Tensor:
+        """The state of the generator that masks are drawn with."""
         return self._dice.get_state()
 
     def values(self) -> dict[int, torch.Tensor]:

@@ -158,6 +158,7 @@ class RowPaths(WorkerExtension):
             self._kept.push_step(entry.table, *_rows(entry), step)
 
     def fetch(self) -> None:
+        """Pull all rows into the weights."""
         for entry in self._weights:
             for lo, hi in _chunks(entry.weight):
                 entry.weight.data[lo:hi] = self._kept.pull(entry.table, torch.arange(lo, hi)).to(entry.weight.device)
