@@ -98,7 +98,7 @@ class CrossGroupCut(ExchangeExtension):
         """Add a Remainder to the frozen values. A repeated one changes nothing."""
         assert isinstance(message, Remainder)
         body = self._server.state.known.body(message)
-        # A Remainder of a dropped snapshot, or for a shard whose freeze failed, has no frozen values to be added to.
+        # A Remainder of a dropped snapshot, or after a failed freeze, has no frozen values to be added to.
         if self.take_exchange(sender, message, body) or self._frozen is None or message.number != self.number:
             return ()
         key = (sender.group, message.bucket)

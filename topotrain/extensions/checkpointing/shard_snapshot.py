@@ -113,7 +113,7 @@ class ShardFreezer:
         # One model can have one optimizer state. That of server group 0 stands for all groups.
         units = () if self._group else self._model.units
         state = tuple(slab for unit in units for slab in self._state(unit, table))
-        # Before `_by_bucket` below, whose views are of the copies that this makes.
+        # Before `_by_bucket` below, which gives views of the copies that this makes.
         values = tuple(self._values() if self._group is None else self._mastered())
         return FrozenShard(self._model.map.parameters, values, state, table, self._by_bucket())
 

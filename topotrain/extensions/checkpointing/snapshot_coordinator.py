@@ -1,4 +1,4 @@
-"""The coordinator of snapshots: their schedule, and their exchange with the shards
+"""The coordinator of snapshots: their schedule, and their exchange with shards.
 
     host          SnapshotRequest      -> coordinator   it is time
     coordinator   StepDecision(change) -> shards        after the next step that is decided, freeze
@@ -216,7 +216,7 @@ class SnapshotCoordinator:
             self._now = None
             return []
         if now.publishing:
-            # Repeated by the standby of a shard whose host has written it. Its error would come too late.
+            # Repeated by the standby of a shard, after the shard's host has written it.
             return []
         if data.get("error"):
             now.fail(str(data["error"]))

@@ -1,7 +1,7 @@
 """Save and restore learning rates and LR schedulers of a worker's optimizer.
 
 The script does not hand over its schedulers, so they are found by their references to the optimizer. Two schedulers of
-one class, or one whose state is not plain data, are left out with a notice. For these the script calls `tt.keep`.
+one class, or one with state that is not plain data, are left out with a notice. For these the script calls `tt.keep`.
 """
 
 import gc

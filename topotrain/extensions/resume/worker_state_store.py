@@ -66,7 +66,7 @@ class PartialState:
         # Part 0 begins a new state: the worker was interrupted in the one before.
         if message.part == 0:
             self.nbytes, self.parts = message.nbytes, []
-        # A repeated part, or one of a state whose beginning was lost.
+        # A repeated part, or one of a state without its beginning.
         if message.nbytes != self.nbytes or message.part != len(self.parts):
             return None
         self.parts.append(body.view(torch.uint8))

@@ -53,7 +53,7 @@ class RowIndex:
         """Return the slot of each row, -1 for rows without one."""
         at, slots, open_ = self._first(ids), np.full(len(ids), -1, dtype=np.int64), np.arange(len(ids))
         while open_.size:
-            # `open_` are the ids whose position is not decided. Each round looks at the next position of all of them.
+            # `open_` are the ids without a decided position. Each round looks at the next position of all of them.
             keys = self._keys[at[open_]]
             hit = keys == ids[open_]
             slots[open_[hit]] = self._slots[at[open_[hit]]]

@@ -275,7 +275,7 @@ class TableServer(RegroupExtension, SnapshotParticipant):
     def step_over(self, result: StepResult) -> Outbox:
         self._replies.begin()
         self._pulls.step_over(result.group, result.step)
-        # Also of a skipped step, whose gradients were never applied.
+        # Also of a skipped step, with gradients that were never applied.
         self._gradients.drop(result.group, result.step)
         self._pulls.reply_ready()
         return self._replies.take_all()

@@ -111,7 +111,7 @@ class SessionWorker:
         division = self._model.divided(states, meet.workers)
         self._localised = localise(self._model, self._optimizer, division, index)
         self._graphs: dict[int, _Graph] = {}
-        # Masks are drawn with a generator of its own, whose state goes back to the client.
+        # Masks are drawn with a generator of its own. Its state goes back to the client.
         self._dice = torch.Generator()
         self._roads: WorkerConnections | None = None
         self._store: Store | None = None
