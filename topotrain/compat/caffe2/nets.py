@@ -1,8 +1,7 @@
 """A training loop in the form of a Caffe2 net, as `Parallelize` makes it.
 
-Caffe2's builder functions built a net; here the functions are the net. `input_builder_fun` and `optimizer_builder_fun`
-are called once, `forward_pass_builder_fun` in each iteration. As in Caffe2, gradients are summed over shards, and
-`loss_scale` turns the sum into a mean.
+Caffe2's builder functions built a net; here the functions are the net. As in Caffe2, gradients are summed over shards,
+and `loss_scale` turns the sum into a mean.
 """
 
 import atexit
@@ -50,16 +49,15 @@ class Model:
         return self.module(*args, **kwargs)
 
     def set_batch(self, batch: Any) -> None:
-        """Set the batch of this iteration, on the device of this shard."""
         self.batch = _moved(batch, self.device)
 
     def set_device(self, device: torch.device) -> None:
-        """Compute on a device."""
         self.device = device
         self.module.to(device)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not set yet, as while the object is being copied
+        # Not set yet, as while the object is being copied. The look-up below would not end.
+        if name == "module":
             raise AttributeError(name)
         return getattr(self.module, name)
 
@@ -82,10 +80,12 @@ class Net:
         self._placed = process.placed()
         self.model = model
         self.optimizer: Optimizer | None = None
+        # A launcher has placed this process already, and its job has a rendezvous of its own.
         self._meets = None if self._placed else meets
         self._patience_s, self._workspace = patience_s, workspace
         self._meeting: ShardStart | None = None
         self.started = self._over = False
+        # Of the given rendezvous, also where it is not used to meet.
         self._exit_nets = [] if meets is None else meets.exit_nets
         self._batches: Iterator[Any] = iter(())
 
@@ -96,6 +96,7 @@ class Net:
         if source is not None and not isinstance(source, Iterable):
             why = "must return batches, such as a DataLoader, or None"
             raise ConfigError("input_builder_fun", type(source).__name__, why)
+        # None: the function itself sets `model.batch`, before every iteration.
         self._batches = self._called() if source is None else _repeated(source)
         if optimizer is None:
             return
@@ -112,14 +113,14 @@ class Net:
         here = process.current()
         if self._meets is not None:
             return 1.0 / self._meets.num_shards
-        # Under a launcher the job's own `reduce` decides whether gradients are summed or averaged.
+        # Under a launcher the job's own `reduce` decides: sums need the scale, and averages do not.
         sums = here is not None and here.place.job.reduce is Reduce.kSum
         return 1.0 / here.place.topology.workers_per_group if here is not None and sums else 1.0
 
     # --- running -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Meet the other shards; after that all have the parameters of shard 0.
+        """Meet the other shards. Then all have the parameters of shard 0.
 
         The first `run` does the same.
 
@@ -133,9 +134,11 @@ class Net:
         if self.started:
             return
         if self.optimizer is not None:
+            # `prepare` serves one model per process.
             if process.prepared() or (self._meets is not None and process.current() is not None):
                 raise ConfigError("RunInitNet", None, "this process trains another net: finalize that one first")
-            atexit.register(self._at_exit)  # before `join` does so: functions run in the opposite order
+            # Before `join` does so: functions run in the opposite order, and the exit nets follow the end of the job.
+            atexit.register(self._at_exit)
             if self._meets is not None:
                 self._join(self._meets)
             prepare(self.model.module, self.optimizer)
@@ -148,11 +151,13 @@ class Net:
         self._meeting = ShardStart(meets.handler, number, count, self._patience_s)
         cluster = Cluster(
             nworkers_per_group=count,
+            # The AllReduce layout: one server beside each shard.
             nservers_per_group=count,
             engine=meets.engine,
             road=Road.kTcp,
             workspace=self._workspace,
         )
+        # Sum, as in Caffe2. `loss_scale` makes it a mean.
         job = Job(name="parallelize", cluster=cluster, reduce=Reduce.kSum)
         join(
             job,
@@ -185,13 +190,15 @@ class Net:
         return float(total)
 
     def _called(self) -> Iterator[Any]:
-        while True:  # the first call, in `build`, has set the first batch already
+        # The first call, in `build`, has set the first batch already.
+        while True:
             yield self.model.batch
             self._inputs(self.model)
 
     def _train(self, optimizer: Optimizer) -> torch.Tensor:
         optimizer.zero_grad()
         losses = self._losses()
+        # One backward from all losses, so that each parameter's gradient is complete once.
         torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
         optimizer.step()
         return _total(losses)
@@ -203,6 +210,7 @@ class Net:
             with torch.no_grad():
                 return _total(self._losses())
         finally:
+            # Back to the script's mode, also after an error.
             self.model.module.train(was)
 
     def _losses(self) -> list[torch.Tensor]:
@@ -225,9 +233,11 @@ class Net:
         if self._over:
             return
         try:
+            # Under a launcher the end of the script ends the worker's part.
             if self._meeting is not None:
                 leave()
         finally:
+            # Also after a failed job: the store is closed, and the exit nets run.
             self._at_exit()
 
     def _at_exit(self) -> None:
@@ -237,6 +247,7 @@ class Net:
         atexit.unregister(self._at_exit)
         if self._meeting is not None:
             self._meeting.close()
+        # An ordinary process may prepare another net after this one.
         if self.started and process.current() is None:
             process.forget()
         for net in self._exit_nets:
@@ -245,19 +256,19 @@ class Net:
 
 def _repeated(source: Iterable[Any]) -> Iterator[Any]:
     count = 0
+    # Iterations are counted and epochs are not, as in Caffe2.
     while True:
         before = count
         for batch in source:
             count += 1
             yield batch
-        # An exhausted iterator, which cannot be iterated again.
+        # An exhausted iterator cannot be iterated again, and would repeat an empty epoch for ever.
         if count == before:
             why = "has no more batches; return something that can be iterated again, such as a DataLoader"
             raise ConfigError("input_builder_fun", f"{count} batches", why)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """Return the batch on a device."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, torch.Tensor):

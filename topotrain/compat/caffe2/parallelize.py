@@ -1,7 +1,7 @@
 """Caffe2's interface as `tt.data_parallel`: Parallelize, on Gloo.
 
-This module only translates. A process is one shard with one device: worker `shard_id` of the AllReduce layout, with the
-server of the same number beside it (`nets`, `shard_rendezvous`).
+A process is one shard with one device: worker `shard_id` of the AllReduce layout, with the server of the same number
+beside it (`nets`, `shard_rendezvous`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,6 +74,7 @@ def Parallelize(
     Raises:
         ConfigError: an argument is invalid.
     """
+    # Named here instead of a TypeError: scripts of Caffe2 pass arguments that have no meaning any more.
     for name, value in others.items():
         why = "is not an argument of Parallelize here; docs/data-parallel.md lists the accepted ones"
         raise ConfigError(name, value, why)
@@ -86,6 +87,7 @@ def Parallelize(
     if optimizer_builder_fun is not None and not callable(optimizer_builder_fun):
         raise ConfigError("optimizer_builder_fun", optimizer_builder_fun, "must be a function or None")
     meets = ShardRendezvous(rendezvous) if rendezvous is not None else None
+    # Without an optimizer no gradients are exchanged, so there is nothing to meet for.
     if meets is not None and optimizer_builder_fun is None:
         raise ConfigError("rendezvous", None, "a net without optimizer_builder_fun runs in this process alone")
     if meets is not None and meets.engine is Engine.kNccl and cpu_device:
@@ -96,6 +98,7 @@ def Parallelize(
     if not isinstance(workspace, str | Path):
         raise ConfigError("workspace", workspace, "must be the path of a directory")
     helper = model if isinstance(model, Model) else Model(model)
+    # Before the builder functions, which may put data or other modules on the same device.
     helper.set_device(_device(devices, cpu_device))
     net = Net(helper, meets, float(patience), str(workspace))
     net.build(input_builder_fun, forward_pass_builder_fun, optimizer_builder_fun)
@@ -116,6 +119,7 @@ def _device(devices: Sequence[int], cpu: bool) -> torch.device:
     numbers = list(devices) if isinstance(devices, list | tuple | range) else None
     if not numbers or any(type(number) is not int or number < 0 for number in numbers):
         raise ConfigError("devices", devices, "must be a list with the number of one device, such as [0]")
+    # Caffe2 ran one process over several GPUs. Here each GPU is a shard with a process of its own.
     if len(numbers) > 1:
         why = "must be one device: start a process for each, with a shard_id of its own, and count all in num_shards"
         raise ConfigError("devices", numbers, why)
@@ -151,12 +155,11 @@ def RunNet(net: Net, num_iterations: int = 1) -> float:
 def FinalizeAfterCheckpoint(net: Net) -> None:
     """Give all shards the parameters of shard 0, after it loaded a checkpoint.
 
-    Raises:
-        ConfigError: the net runs already.
-        Exception: the errors of `Net.start`.
+    Raises ConfigError if the net runs already, and the errors of `Net.start`.
     """
     if _net("FinalizeAfterCheckpoint", net).started and net.optimizer is not None:
         raise ConfigError("FinalizeAfterCheckpoint", None, "must come before RunInitNet and the first RunNet")
+    # Shards get the values of shard 0 when they meet. Values that it loads later would stay on shard 0.
     net.start()
 
 
@@ -168,10 +171,7 @@ def GetLearningRateBlobNames(net: Net) -> list[str]:
 
 
 def FetchBlob(net: Net, name: str) -> Any:
-    """Return a learning rate, or a value that a function has put into `model.blobs`.
-
-    Raises ConfigError if there is none.
-    """
+    """Return a learning rate, or a value in `model.blobs`. Raises ConfigError."""
     rates = GetLearningRateBlobNames(_net("FetchBlob", net))
     if net.optimizer is not None and name in rates:
         return net.optimizer.param_groups[rates.index(name)]["lr"]

@@ -26,7 +26,8 @@ from topotrain.launch.by_hand.manual_server import WaitNotice
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _DEFAULT = "parallelize"
-_LINGER = 4  # beats of a claim
+# Beats of a claim.
+_LINGER = 4
 
 
 class FileStoreHandler:
@@ -44,7 +45,6 @@ class FileStoreHandler:
         self._url = f"file://{quote(str(Path(path).absolute()))}"
 
     def url(self, job: str) -> str:
-        """Return the store's URL for the keys of one job."""
         return f"{self._url}?job={job}"
 
 
@@ -78,6 +78,7 @@ class RedisStoreHandler:
             port = 0
         if not 0 < port < 1 << 16:
             raise ConfigError("RedisStoreHandler port", port, "must be 1 to 65535")
+        # An IPv6 address needs brackets before its port.
         at = f"[{host}]" if ":" in host else host
         login = f"{quote(user, safe='')}:{quote(password, safe='')}@" if user or password else ""
         self._url = f"{'rediss' if tls else 'redis'}://{login}{at}:{port}"
@@ -93,6 +94,7 @@ StoreHandler = FileStoreHandler | RedisStoreHandler
 
 def _text(field: str, value: object) -> str:
     if not isinstance(value, str):
+        # A wrong type of password may still hold the password, and errors are printed.
         shown = type(value).__name__ if field.endswith("password") else value
         raise ConfigError(field, shown, "must be a text")
     return value
@@ -101,32 +103,32 @@ def _text(field: str, value: object) -> str:
 class ShardStart:
     """The rendezvous of all shards of one start, with a store that only they use.
 
-    Args:
-        handler: where they meet.
-        shard_id, num_shards: of this process, and how many there are.
-        patience_s: how long to wait for the others.
-
     Raises:
         ConfigError: another process is this shard, or has another `num_shards`.
         StoreError: the store cannot be used, or not all shards came in time.
     """
 
     def __init__(self, handler: StoreHandler, shard_id: int, num_shards: int, patience_s: float) -> None:
+        # A prefix is any text, and the name of a job in a store's URL is not.
         job = encode(handler.prefix) if handler.prefix else _DEFAULT
         self._whole = open_store(handler.url(job))
         self._opened: Store | None = None
         try:
+            # Before the rendezvous: a live process with the same `shard_id` must be found and not be met.
             self._seat = RankClaim(self._whole, shard_id, str(num_shards))
         except RankTaken:
             why = "must be another number in each process: a live process is this shard already"
             raise ConfigError("shard_id", shard_id, why) from None
         try:
             room = self._meet(shard_id, num_shards, patience_s)
+        # Also after Ctrl-C: the claim's thread would go on renewing it.
         except BaseException as error:
             if isinstance(error, ConfigError):
-                time.sleep(_LINGER * rank_claims.BEAT_S)  # so that the processes that do not match see it, too
+                # The claim stays readable for some beats, so that the processes that do not match see it, too.
+                time.sleep(_LINGER * rank_claims.BEAT_S)
             self.close()
             raise
+        # A part of the store for this start alone: no value of an earlier start is read again.
         self.url = handler.url(f"{job}.{room}")
         self._opened = open_store(self.url)
 
@@ -145,9 +147,10 @@ class ShardStart:
             raise StoreError(f"{missing} did not come within {patience_s:g} s") from None
 
     def close(self) -> None:
-        """Leave; shard 0 deletes the values that this start has written."""
+        """Leave. Shard 0 deletes the values that this start has written."""
         self._seat.close()
         if self._opened is not None and self._seat.number == 0:
+            # The job is over, and values that stay behind are under a name that is not used again.
             with suppress(StoreError):
                 for key in self._opened.keys(""):
                     self._opened.delete(key)
@@ -167,6 +170,7 @@ class _Lobby(PollingStore):
     """The store in which shards wait for each other, and check that they match."""
 
     def __init__(self, store: Store, seat: RankClaim, num_shards: int) -> None:
+        # By size: shards with another `num_shards` never meet, and see the difference in the claims.
         super().__init__(store, f"lobby/{num_shards}", seat)
         self._size, self._waiting = num_shards, WaitNotice(shard_name)
         self.missing = [number for number in range(num_shards) if number != seat.number]
@@ -185,11 +189,13 @@ def address_of(interface: str) -> str:
     """Return the IPv4 address of a network interface. Raises ConfigError without one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
+            # Python has no call for the address of an interface. The name has at most 15 bytes (IFNAMSIZ).
             answer = fcntl.ioctl(asking.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
         except OSError:
             names = ", ".join(name for _, name in socket.if_nameindex())
             why = f"must be a network interface of this machine with an IPv4 address, here are {names}"
             raise ConfigError("rendezvous['interface']", interface, why) from None
+    # `struct ifreq`: 16 bytes of name, two of family and two of port, then the address.
     return socket.inet_ntoa(answer[20:24])
 
 
@@ -200,13 +206,12 @@ ENGINES = {"GLOO": Engine.kGloo, "NCCL": Engine.kNccl}
 
 
 class ShardRendezvous:
-    """The checked content of the dictionary `rendezvous`."""
-
     NAMES = ("kv_handler", "shard_id", "num_shards", "engine", "exit_nets", "interface", "transport")
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         if not isinstance(given, Mapping):
             raise ConfigError("rendezvous", given, f"must be a dictionary with {', '.join(self.NAMES)}")
+        # A mistyped key must not fall back to a default.
         for name in given:
             if name not in self.NAMES:
                 raise ConfigError("rendezvous", name, f"its keys must be among {', '.join(self.NAMES)}")
@@ -224,6 +229,7 @@ class ShardRendezvous:
         if str(given.get("transport") or "tcp").lower() != "tcp":
             raise ConfigError("rendezvous['transport']", given["transport"], 'must be "tcp"')
         self.exit_nets = _callables(given.get("exit_nets"))
+        # Only this machine by default. Shards on others need an interface that those can reach.
         self.host = address_of(str(given.get("interface") or "lo"))
 
 

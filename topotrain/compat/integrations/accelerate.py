@@ -33,14 +33,12 @@ class PlacedAccelerator(accelerate.Accelerator):
     """An Accelerator that knows its worker's rank, and that servers may clip."""
 
     def take_place(self) -> None:
-        """Make only the job's main worker a main process.
-
-        The others log, print and save nothing.
-        """
+        """Make only the job's main worker a main process, which logs, prints and saves."""
         if self.num_processes > 1:
             external_loop.refuse(
                 "accelerate's number of processes", self.num_processes, "must be 1: topotrain starts them"
             )
+        # `self.state` copies the numbers of PartialState when it is made, so both are set.
         for state in (PartialState(), self.state):
             state.process_index = state.local_process_index = api.rank()
 
@@ -48,6 +46,7 @@ class PlacedAccelerator(accelerate.Accelerator):
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
         """Clip as accelerate; with `grads: kHidden` the servers clip, at the step."""
+        # As accelerate does: the norm is that of the gradients without the loss scale.
         self.unscale_gradients()
         return api.clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -60,7 +59,7 @@ class Accelerator(PlacedAccelerator):
         self.take_place()
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare as accelerate, in any order; the first DataLoader is divided.
+        """Prepare as accelerate, in any order. The first DataLoader is divided.
 
         That is the one to train on. Others stay whole.
 
@@ -70,6 +69,7 @@ class Accelerator(PlacedAccelerator):
         """
         made = super().prepare(*args, **kwargs)
         found = list(made) if isinstance(made, tuple) else [made]
+        # A call without an optimizer prepares something that is not trained, such as a loader to validate on.
         if process.current() is None or not any(isinstance(each, AcceleratedOptimizer) for each in found):
             return made
         model = _only("model", [each for each in found if isinstance(each, nn.Module)])
@@ -107,7 +107,8 @@ class ForwardingLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # not set yet: this object is being copied or unpickled
+        # Not set yet: this object is being copied or unpickled.
+        if name == "_loader":
             raise AttributeError(name)
         return getattr(self._loader, name)
 

@@ -38,39 +38,30 @@ def hide_launcher() -> None:
 
 
 def missing(library: str, extra: str) -> ImportError:
-    """Return the error for a library that is not installed."""
     return ImportError(f"{library} is not installed: pip install 'topotrain[{extra}]'")
 
 
 class ExternalAccounting(BatchAccounting):
-    """The accounting of a loader with read-ahead: draws are noted when used.
-
-    Args:
-        ledger: notes the draws.
-    """
+    """The accounting of a loader with read-ahead: draws are noted when used."""
 
     def __init__(self, ledger: BatchAccounting) -> None:
         self._ledger = ledger
+        # Batches that the library has read ahead, oldest first.
         self._drawn: deque[tuple[int, int, float, int]] = deque()
 
     def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
-        """Remember that the library has drawn a batch."""
         self._drawn.append((stream, seq, weight, samples))
 
     def left_early(self, epoch: int, batches: int) -> None:
-        """Forget the drawn batches, because the library has left the loop."""
+        # The library has drawn these and never used them, so they must not count for the next step.
         self._drawn.clear()
         self._ledger.left_early(epoch, batches)
 
     def lost(self, stream: int, batches: int) -> None:
-        """Note lost batches, as the loader reports them."""
         self._ledger.lost(stream, batches)
 
     def hand_on(self) -> float:
-        """Note that the first of the drawn batches goes to the model now.
-
-        Returns its weight. 0: the batch only keeps the worker in step.
-        """
+        """Note that a drawn batch goes to the model. Returns its weight (0: a spare one)."""
         if not self._drawn:
             return 0.0
         stream, seq, weight, samples = self._drawn.popleft()
@@ -84,8 +75,7 @@ def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = Fal
     This is `topotrain.prepare`, and works only in a job.
 
     Args:
-        counted: the library takes `len(loader)` as the length of an epoch, and validates, or ends, by it. A group with
-            fewer batches than that, or none, would do neither. So each group gets a fixed part.
+        counted: the library takes `len(loader)` as the length of an epoch, and validates, or ends, by it.
 
     Raises:
         ConfigError: as `prepare`, and with `counted` for leases, and for a group without a batch.
@@ -93,6 +83,7 @@ def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = Fal
     here = process.current()
     assert here is not None
     groups = here.place.topology.worker_groups
+    # A group with fewer batches than `len(loader)` would neither validate nor end, so each group gets a fixed part.
     if counted and groups > 1 and here.place.job.shard is Shard.kLease:
         accepted = "must be kAuto or kStatic: the library's loop counts an epoch's batches before it begins"
         raise ConfigError("shard", Shard.kLease.value, accepted)
@@ -100,12 +91,15 @@ def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = Fal
     if here.resumed is not None or here.place.identity.incarnation:
         accepted = "must not happen here: the library's loop has a state of its own, and would start from the beginning"
         raise ConfigError("restart", str(here.me), accepted)
+    # After a death the launcher ends the job with this text instead of a restart.
     here.emit(Unrepeatable(str(here.me), "the loop is another library's, and its state cannot be restored", job=True))
     here.count_by_length(counted)
     _, _, share = api.prepare(model, optimizer, loader)
     assert isinstance(share, ShardedLoader)
+    # `prepare` has set a position. The library's loop cannot go on from one.
     here.resume_at(None)
-    if counted and length_hint(share, 1) == 0:  # a stream may have no length
+    # A stream may have no length, and then this is not known.
+    if counted and length_hint(share, 1) == 0:
         raise ConfigError("len(loader)", 0, f"must be at least {groups} batches, one for each worker group")
     accounting = ExternalAccounting(share.accounting)
     share.account_to(accounting)
@@ -125,7 +119,7 @@ def has_final_values_only_at_the_end() -> bool:
 
 
 def with_final_values(saving: WorkerExtension) -> None:
-    """On worker (0,0), attach an extension that saves the job's result at its end."""
+    """Let worker (0,0) save the job's result at its end."""
     here = process.current()
     assert here is not None
     if here.is_main and here.worker is not None:

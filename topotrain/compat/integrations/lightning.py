@@ -28,6 +28,7 @@ _NAMES = ("pytorch_lightning", "lightning.pytorch")
 
 def _package() -> str:
     """Return the name of the package that the script uses."""
+    # Objects of one package are refused by the other, so the imported one comes first.
     there = [name for name in _NAMES if name in sys.modules]
     there += [name for name in _NAMES if find_spec(name.split(".")[0]) is not None]
     if not there:
@@ -35,6 +36,7 @@ def _package() -> str:
     return there[0]
 
 
+# The base class is known only when the script runs.
 if TYPE_CHECKING:
     from lightning_utilities.core.rank_zero import rank_zero_only
     from pytorch_lightning.strategies import SingleDeviceStrategy
@@ -46,20 +48,16 @@ else:
 class TopotrainStrategy(SingleDeviceStrategy):
     """One device in a job: `fit` ties model, optimizer and training loader to it.
 
-    Args:
-        device: where this worker computes, as for `SingleDeviceStrategy`.
-        more: the same.
-
-    Raises:
-        ConfigError: at `fit`, for settings that fail in a job: several optimizers or training loaders, a training
-        loader
-            that is loaded again, clipping by Lightning where the script does not see the mean.
+    device, more: as for `SingleDeviceStrategy`. Raises ConfigError at `fit`, for settings that fail in a job: several
+    optimizers or training loaders, a training loader that is loaded again, clipping by Lightning where the script does
+    not see the mean.
     """
 
     strategy_name = "topotrain"
 
     def __init__(self, device: torch.device | str = "cpu", **more: Any) -> None:
         super().__init__(device, **more)
+        # Lightning's `rank_zero_only` reads its own attribute, and not the strategy's.
         self.global_rank = self.local_rank = rank_zero_only.rank = api.rank()
         self._handing: external_loop.ExternalAccounting | None = None
 
@@ -69,14 +67,12 @@ class TopotrainStrategy(SingleDeviceStrategy):
         return api.is_main()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Divide the first loader of a fit, after the sanity check's.
-
-        That is the training loader. The others stay whole.
-        """
+        """Divide the first loader of a fit, after the sanity check's. Others stay whole."""
         trainer = self.lightning_module.trainer
         if process.current() is None or trainer.state.fn != "fit" or trainer.sanity_checking:
             return dataloader
         if self._handing is not None:
+            # Only set when the training loaders are complete: before that, this is a second training loader.
             if trainer.fit_loop._combined_loader is None:
                 raise ConfigError("train_dataloaders", "several", "one DataLoader, divided among the workers")
             return dataloader
@@ -89,6 +85,7 @@ class TopotrainStrategy(SingleDeviceStrategy):
         assert here is not None
         if not isinstance(loader, DataLoader):
             raise ConfigError("train_dataloaders", type(loader).__name__, "must be a torch.utils.data.DataLoader")
+        # The hook runs early if `configure_optimizers` asks for the number of steps, which needs the loader.
         if not self.optimizers:
             accepted = "is not known yet in configure_optimizers: give Trainer(max_steps=...)"
             raise ConfigError("trainer.estimated_stepping_batches", None, accepted)
@@ -101,7 +98,7 @@ class TopotrainStrategy(SingleDeviceStrategy):
             external_loop.refuse("gradient_clip_val", trainer.gradient_clip_val, accepted)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step as Lightning, which may have read a batch ahead."""
+        # Lightning may have read a batch ahead: the oldest one goes to the model now.
         if self._handing is not None:
             self._handing.hand_on()
         return super().training_step(*args, **kwargs)

@@ -38,8 +38,8 @@ class Trainer(transformers.Trainer):
     _handing: external_loop.ExternalAccounting | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Do as transformers, then give the accelerator this worker's rank."""
         super().create_accelerator_and_postprocess()
+        # transformers has no hook for the class of its accelerator.
         self.accelerator.__class__ = accelerate.PlacedAccelerator
         self.accelerator.take_place()
 
@@ -60,12 +60,10 @@ class Trainer(transformers.Trainer):
         return loader
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Take a step as transformers.
-
-        A loss that is a sum over items counts by this worker's number of items.
-        """
+        """Take a step as transformers."""
         if self._handing is not None:
             counted = self._handing.hand_on()
+            # A loss that is a sum over items counts by this worker's number of items.
             if num_items_in_batch is not None and counted:
                 api.weight(float(num_items_in_batch))
             elif num_items_in_batch is not None and self.current_gradient_accumulation_steps > 1:
@@ -85,6 +83,7 @@ class Trainer(transformers.Trainer):
         """Whether a metric may change training, on all workers alike."""
         if self.args.metric_for_best_model is not None or isinstance(self.lr_scheduler, ReduceLROnPlateau):
             return True
+        # A callback of the script may do anything with a metric, such as stop the training.
         return any(
             type(callback).on_evaluate is not transformers.TrainerCallback.on_evaluate
             for callback in self.callback_handler.callbacks
@@ -92,16 +91,13 @@ class Trainer(transformers.Trainer):
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as transformers.
-
-        Where groups end one after the other, it saves once more with the job's final parameters.
-        """
+        """Save as transformers."""
         super().save_model(output_dir, _internal_call)
+        # Where groups end one after the other, the final parameters come later, and are saved once more then.
         if not _internal_call and external_loop.has_final_values_only_at_the_end():
             external_loop.with_final_values(_FinalSave(self, output_dir))
 
     def save_final(self, output_dir: str | None) -> None:
-        """Save the parameters once more, at the end of the job."""
         self._save(output_dir)
 
 
@@ -112,5 +108,4 @@ class _FinalSave(WorkerExtension):
         self._trainer, self._output_dir = trainer, output_dir
 
     def job_over(self) -> None:
-        """As `WorkerExtension.job_over`."""
         self._trainer.save_final(self._output_dir)

@@ -55,6 +55,7 @@ class KVStore:
     def __init__(self, kind: str, kept: TableBackend) -> None:
         self._kind = kind
         self._kept = kept
+        # Part of the tables' names: several stores may use the same keys.
         self._number = kept.next_number()
         self._keys: dict[Key, KeyLayout] = {}
         self._optimizer: Optimizer | None = None
@@ -97,6 +98,7 @@ class KVStore:
         """
         for each, one in pairs(key, value):
             self._init(each, tensor_of(each, one))
+        # No worker pulls a key before worker 0 has assigned it.
         self._kept.barrier()
 
     def _init(self, key: Key, value: torch.Tensor) -> None:
@@ -106,13 +108,15 @@ class KVStore:
                 said = f"{tuple(value.shape)} of {value.dtype}"
                 has = f"{known.layout.shape} of {known.dtype}"
                 raise ConfigError(f"kv.init {key!r}", said, f"is there already with shape {has}")
-            return  # as in MXNet, the first value stays
+            # As in MXNet, the first value stays.
+            return
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise ConfigError(f"kv.init {key!r}", dtype, f"must be one of {', '.join(DTYPES)}")
         layout = ValueLayout.of(tuple(value.shape))
         if not layout.rows:
             raise ConfigError(f"kv.init {key!r}", tuple(value.shape), "must have a row")
+        # A sparse value may have millions of rows, and only those in use take memory.
         dense = value.layout is torch.strided or value.dim() < 2
         made = KeyLayout(
             TableSpec(
@@ -124,6 +128,7 @@ class KVStore:
                 self._rule_now(),
                 "given" if dense else "zeros",
                 dense=dense,
+                # Small keys begin on different servers, instead of all on the first.
                 first=len(self._keys),
             ),
             layout,
@@ -141,7 +146,7 @@ class KVStore:
 
         Without an optimizer the sum replaces the value ("dist_async": is added to it). With one it is the gradient. A
         sparse COO tensor sends, and changes, its rows alone, except in a key that was dense at `init` and has an
-        optimizer: the optimizer moves all rows. Returns at once, and the value may be changed afterwards.
+        optimizer. Returns at once, and the value may be changed afterwards.
 
         Raises:
             ConfigError: an unknown key, or another shape or dtype than the key's.
@@ -151,6 +156,7 @@ class KVStore:
             if isinstance(values, list | tuple) and not values:
                 raise ConfigError(f"kv.push {each!r}", values, "must have a value")
             total = summed([self._checked(each, kept, one) for one in as_list(values)])
+            # Before the push for which the settings count: messages of a worker are handled in order.
             self._tell_rule()
             # An optimizer of whole keys moves all rows, also those with a zero gradient.
             ids, rows = rows_of(kept, total.to_dense() if kept.spec.dense and self._rule.text else total)
@@ -166,6 +172,7 @@ class KVStore:
             ConfigError: an unknown key, or an `out` of another shape or dtype.
         """
         wanted = [(each, self._known(each), targets) for each, targets in pairs(key, out, lists=True)]
+        # All keys at once: one round trip instead of one for each key.
         pulled = self._kept.pull_all([(kept.table, torch.arange(kept.layout.rows)) for _, kept, _ in wanted])
         found = []
         for (each, kept, targets), rows in zip(wanted, pulled, strict=True):
@@ -202,11 +209,13 @@ class KVStore:
             rows = kept.layout.join(self._kept.pull(kept.table, kept.layout.expand(numbers)))
             rows = rows.reshape(len(numbers), *kept.layout.shape[1:])
             if isinstance(target, torch.Tensor) and target.layout is torch.strided:
+                # The rows that were not asked for stay as they are in a dense target.
                 self._checked(each, kept, target)
                 with torch.no_grad():
                     target[numbers] = rows
                 found.append(target)
                 continue
+            # The numbers are unique and sorted, so torch need not coalesce or check them.
             made = torch.sparse_coo_tensor(
                 numbers[None], rows, kept.layout.shape, is_coalesced=True, check_invariants=False
             )
@@ -226,7 +235,8 @@ class KVStore:
         except (TypeError, ValueError, RuntimeError):
             raise ConfigError(f"kv.row_sparse_pull {key!r}", ids, "row_ids must be whole numbers") from None
         if not given.numel():
-            given = given.long()  # no rows at all, of any type
+            # No rows at all, of any type: an empty list becomes float32.
+            given = given.long()
         if given.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
             raise ConfigError(f"kv.row_sparse_pull {key!r}", str(given.dtype), "row_ids must be whole numbers")
         numbers: torch.Tensor = torch.unique(given.long())
@@ -262,7 +272,8 @@ class KVStore:
             )
         text = optimizer_text(optimizer)
         for kept in self._keys.values():
-            check_optimizer(kept.spec, text, self._kept.import_module)  # refuses here what servers would refuse
+            # Refused here, at the line of the script, and not by a server.
+            check_optimizer(kept.spec, text, self._kept.import_module)
         self._optimizer, self._factor = optimizer, float(rescale_grad)
         self._tell_rule()
 
@@ -270,7 +281,6 @@ class KVStore:
         return "" if self._optimizer is None else optimizer_text(self._optimizer)
 
     def _tell_rule(self) -> None:
-        """Send changed numbers of the optimizer before the push for which they count."""
         # For a sync push the servers take those of worker 0. Other workers may be some pushes ahead of it.
         speaks = self._kept.rank == 0 or self._kind == "dist_async"
         self._rule.send_changes(self._kept, (kept.table for kept in self._keys.values() if speaks))

@@ -21,30 +21,23 @@ class KeyLayout:
 
     @property
     def table(self) -> str:
-        """The table's name."""
         return self.spec.name
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the value."""
         return self.spec.torch_dtype
 
 
 def is_list(key: Any) -> bool:
-    """Whether the argument is a list of keys."""
     return isinstance(key, list | tuple)
 
 
 def as_list(values: Any) -> list[Any]:
-    """Return one value or several as a list."""
     return list(values) if isinstance(values, list | tuple) else [values]
 
 
 def pairs(key: Any, value: Any, lists: bool = False) -> list[tuple[Key, Any]]:
-    """Return keys with their values.
-
-    One key has one value (with `lists`, perhaps several); many keys have as many.
-    """
+    """Return keys with their values. With `lists`, one key may have several values."""
     if not is_list(key):
         if isinstance(value, list | tuple) and not lists:
             raise ConfigError(f"kv key {key!r}", f"{len(value)} values", "one key has one value")
@@ -67,10 +60,8 @@ def _check_key(key: Any) -> None:
 
 
 def tensor_of(key: Key, value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a value as a CPU tensor without history.
-
-    A Python number has the dtype of the key, at first float32.
-    """
+    """Return a value as a CPU tensor without history."""
+    # A number has the dtype of its key. At `init` there is no key yet.
     if isinstance(value, bool | int | float):
         value = torch.tensor(value, dtype=dtype or torch.float32)
     if not isinstance(value, torch.Tensor):
@@ -84,12 +75,10 @@ def tensor_of(key: Key, value: Any, dtype: torch.dtype | None = None) -> torch.T
 
 
 def rows_of(kept: KeyLayout, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a value's row numbers in the table, and the rows.
-
-    A dense value has all rows, a sparse one only some.
-    """
+    """Return row numbers and rows of a value. A sparse value has only some of them."""
     if value.layout is torch.strided or value.dim() < 2:
         return torch.arange(kept.layout.rows), kept.layout.split(value.to_dense())
+    # Before it, an index may occur several times, and `index_put_` would keep one of its values.
     value = value.coalesce()
     first, *others = value.indices()
     slices, places = torch.unique(first, return_inverse=True)
@@ -99,8 +88,9 @@ def rows_of(kept: KeyLayout, value: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def summed(values: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum, from left to right."""
     total: torch.Tensor = values[0]
+    # Always in the same order, for the same bits.
     for value in values[1:]:
+        # Not in place: the first value is the caller's.
         total = total + value
     return total

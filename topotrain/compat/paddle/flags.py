@@ -72,16 +72,16 @@ class Flags:
         hosts = self.hosts
         if not all(hosts) or len(set(hosts)) < len(hosts):
             raise ConfigError("pservers", self.pservers, "must be different hosts, separated by commas")
+        # A colon may also be part of an IPv6 address, which has more than one.
         if any("/" in host or (host.rpartition(":")[2].isdigit() and host.count(":") == 1) for host in hosts):
             raise ConfigError("pservers", self.pservers, "must be hosts alone: `port` is the same for all of them")
 
     @property
     def hosts(self) -> list[str]:
-        """The pservers' hosts."""
         return [host.strip() for host in self.pservers.split(",")]
 
     def job(self) -> Job:
-        """Return the job: one synchronous group, or asynchronous groups of one trainer."""
+        # One synchronous group, or asynchronous groups of one trainer.
         groups = self.num_of_gradient_servers if self.async_sgd else 1
         cluster = Cluster(
             nworker_groups=groups,
@@ -92,6 +92,7 @@ class Flags:
             road=Road.kTcp,
             workspace=self.save_dir,
         )
+        # Refuses an impossible layout here, before anything is opened.
         layout(cluster)
         return Job(name="pserver", cluster=cluster)
 
@@ -101,9 +102,9 @@ class Flags:
         return StaticStore([_joined(host, port) for host in self.hosts for port in ports])
 
     def name(self, address: Address) -> str:
-        """Return Paddle's name of a worker or a server."""
         if address.role is Role.WORKER:
-            return f"trainer {address.group + address.index}"  # one of them is 0
+            # Synchronous trainers differ by their index, and asynchronous ones by their group. The other number is 0.
+            return f"trainer {address.group + address.index}"
         host, port = divmod(address.index, self.ports_num)
         return f"pserver {_joined(self.hosts[host], self.port + port)}"
 
@@ -114,10 +115,7 @@ class Flags:
         return f"{self.num_of_gradient_servers} trainers, {len(self.hosts)} x {self.ports_num} ports, {how}"
 
     def servers_here(self) -> list[Address]:
-        """Return the servers of this pserver.
-
-        Raises ConfigError where it is not clear which one of the hosts this is.
-        """
+        """Return the servers of this pserver. Raises ConfigError if its host is not clear."""
         here = self.hosts.index(self._own_host())
         return [Address(Role.SERVER, 0, here * self.ports_num + port) for port in range(self.ports_num)]
 
@@ -125,12 +123,14 @@ class Flags:
         if self.host in self.hosts:
             return self.host
         if self.host:
+            # The same host may be listed by its name and given by its address.
             alike = [host for host in self.hosts if _address(host) == _address(self.host)]
             if not alike:
                 raise ConfigError("host", self.host, f"must be one of the pservers {self.pservers}")
             return alike[0]
         if len(self.hosts) == 1:
             return self.hosts[0]
+        # Without `host`: the listed address that belongs to this machine.
         mine = [host for host in self.hosts if _is_here(host)]
         if len(mine) != 1:
             found = "none of them is" if not mine else f"{' and '.join(mine)} are"
@@ -159,10 +159,7 @@ def from_values(values: Mapping[str, Any]) -> Flags:
 def parse(words: Sequence[str]) -> Flags:
     """Return flags from a command line, in the syntax of gflags.
 
-    That is --port=7164, --port 7164, --use_gpu, --nouse_gpu.
-
-    Raises:
-        ConfigError: an unknown flag, an invalid value, or a word that is not a flag.
+    That is --port=7164, --port 7164, --use_gpu, --nouse_gpu. Raises ConfigError for anything else.
     """
     values: dict[str, Any] = {}
     rest = list(words)
@@ -190,6 +187,7 @@ def _one(name: str, value: str | None, rest: list[str]) -> tuple[str, str]:
         return off, "false"
     if value is not None:
         return name, value
+    # A switch needs no value, but `--use_gpu true` is accepted, too.
     if switch and (not rest or rest[0].lower() not in (*_TRUE, *_FALSE)):
         return name, "true"
     if not rest and name in (*known, *_ALIASES):
@@ -208,6 +206,7 @@ def _value(name: str, value: Any, kind: str) -> Any:
             raise ConfigError(name, value, "must be a text")
         return str(value)
     try:
+        # `int(str())` refuses 1.5, which `int` would cut to 1.
         number = float(value) if kind == "float" else int(str(value))
     except ValueError:
         raise ConfigError(name, value, f"must be a {'whole ' * (kind == 'int')}number") from None
@@ -227,6 +226,7 @@ def _joined(host: str, port: int) -> str:
 def _address(host: str) -> str:
     try:
         return numeric(host)
+    # A name that this machine cannot resolve is still compared as text.
     except StoreError:
         return host
 

@@ -1,6 +1,6 @@
 """Paddle's interface: `tt.init` for trainers, and the command `topotrain pserver`.
 
-This module only translates. See `flags` for the settings, `manual_worker` and `manual_server` for the processes.
+See `flags` for the settings, `manual_worker` and `manual_server` for the processes.
 """
 
 import os

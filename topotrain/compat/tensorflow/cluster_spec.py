@@ -37,6 +37,7 @@ class ClusterSpec:
     def as_dict(self) -> dict[str, Any]:
         """Return plain data: a list per job, or a dictionary with missing numbers."""
         return {
+            # Without gaps in the numbers a list says the same, as in TensorFlow.
             job: list(tasks.values()) if list(tasks) == list(range(len(tasks))) else dict(tasks)
             for job, tasks in self._tasks.items()
         }
@@ -64,6 +65,7 @@ class ClusterSpec:
     def job_tasks(self, job_name: str) -> list[str | None]:
         """Return HOST:PORT of each task of a job by number, None for missing numbers."""
         tasks = self._job(job_name)
+        # Numbers without a task are None, so that the place in the list is the number.
         return [tasks.get(number) for number in range(max(tasks, default=-1) + 1)]
 
     def _job(self, job_name: str) -> Mapping[int, str]:
@@ -75,6 +77,7 @@ class ClusterSpec:
         return isinstance(other, ClusterSpec) and self.as_dict() == other.as_dict()
 
     def __hash__(self) -> int:
+        # The dictionaries inside have no hash. `str` shows all that `__eq__` compares.
         return hash(str(self))
 
     def __bool__(self) -> bool:
@@ -98,9 +101,11 @@ def _tasks_of(job: str, tasks: Any) -> dict[int, str]:
             if type(number) is not int or number < 0:
                 raise StoreError(f"task number {number!r}: must be a whole number >= 0")
             found[number] = without_scheme(str(address))
+            # Only to refuse an address that is not HOST:PORT.
             split_address(found[number])
         except StoreError as error:
             raise ConfigError(f"cluster[{job!r}]", tasks, str(error)) from None
+    # By number, so that equal clusters are equal however they were written.
     return dict(sorted(found.items()))
 
 
@@ -113,4 +118,5 @@ def task_name(address: Address) -> str:
     """Return TensorFlow's name of a worker's or a server's task."""
     if address.role is Role.SERVER:
         return f"/job:ps/task:{address.index}"
-    return f"/job:worker/task:{address.group + address.index}"  # one of them is 0
+    # Synchronous workers differ by their index, and asynchronous ones by their group. The other number is 0.
+    return f"/job:worker/task:{address.group + address.index}"

@@ -26,7 +26,6 @@ class RoundRobinStrategy:
         self._tasks, self._next = _counted(num_tasks), 0
 
     def __call__(self, parameter: torch.Tensor) -> int:
-        """Return the number of its task."""
         chosen = self._next
         self._next = (chosen + 1) % self._tasks
         return chosen
@@ -35,18 +34,14 @@ class RoundRobinStrategy:
 class GreedyLoadBalancingStrategy:
     """Places each parameter on the task with the least load so far.
 
-    Of several with equal load it takes the first.
-
-    Args:
-        num_tasks: how many there are.
-        load_fn: parameter -> its load, a number.
+    load_fn: parameter -> its load, a number.
     """
 
     def __init__(self, num_tasks: int, load_fn: Callable[[torch.Tensor], float]) -> None:
         self._loads, self._load_of = [0.0] * _counted(num_tasks), load_fn
 
     def __call__(self, parameter: torch.Tensor) -> int:
-        """Return the number of its task."""
+        # `index` takes the first of several with equal load, so all workers choose alike.
         chosen = self._loads.index(min(self._loads))
         self._loads[chosen] += self._load_of(parameter)
         return chosen
@@ -60,23 +55,18 @@ def byte_size_load_fn(parameter: torch.Tensor) -> float:
 class ReplicaDeviceSetter:
     """Places every parameter that it is called with on one of `tasks` ps tasks.
 
-    Args:
-        tasks: how many there are.
-        ps_device: prefix of the names of places.
-        strategy: parameter -> number of the task.
+    ps_device: prefix of the names of places. strategy: parameter -> number of the task.
     """
 
     def __init__(self, tasks: int, ps_device: str, strategy: Strategy) -> None:
         self._tasks, self._device, self._strategy = tasks, ps_device, strategy
 
     def __call__(self, parameter: torch.Tensor) -> str:
-        """Choose a task; return its name, such as "/job:ps/task:1".
-
-        Raises ConfigError if the strategy gives an invalid number.
-        """
+        """Choose a task; return its name, such as "/job:ps/task:1". Raises ConfigError."""
         task = self._strategy(parameter)
         if type(task) is not int or not 0 <= task < self._tasks:
             raise ConfigError("ps_strategy", task, f"must give a whole number from 0 to {self._tasks - 1}")
+        # `prepare` reads this attribute when it divides the parameters over the servers.
         setattr(parameter, HOME, task)
         return f"{self._device}/task:{task}"
 

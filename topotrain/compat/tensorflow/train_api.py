@@ -1,7 +1,7 @@
 """TensorFlow 1's interface as `tt.train`: ClusterSpec, Server, placement.
 
-This module only translates. A "ps" task is a server, and a "worker" task joins the job (`manual_server`,
-`manual_worker`). Every worker is a group of its own unless all tasks have `sync=True`.
+A "ps" task is a server, and a "worker" task joins the job (`manual_server`, `manual_worker`). Every worker is a group
+of its own unless all tasks have `sync=True`.
 """
 
 import os
@@ -53,7 +53,7 @@ byte_size = byte_size_load_fn
 
 
 def __getattr__(name: str) -> Any:
-    """Import the client session, a package of its own, when it is used."""
+    # The client session is a package of its own, imported when it is used.
     if name in ("TrainOp", "minimize"):
         return getattr(import_module("topotrain.compat.tensorflow.session.session_client"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -107,6 +107,7 @@ class Server:
             raise ConfigError("job_name", job_name, 'must be "ps" or "worker"')
         if len(set(self._ps)) < len(self._ps):
             raise ConfigError("cluster['ps']", self._ps, "must be different addresses")
+        # With sessions the workers listen, too. Without them their addresses only name them.
         if session and len({*self._ps, *workers}) < len(self._ps) + len(workers):
             raise ConfigError("cluster", self.cluster.as_dict(), "must have an address of its own for every task")
         for name, value in (("sync", sync), ("session", session)):
@@ -124,7 +125,9 @@ class Server:
         self._terms = SharedSettings(
             f"{len(self._ps)} ps, {len(workers)} workers, {how}", COMPARE, wait_s, task_name, apart
         )
+        # Under `topotrain run` the process has its place already.
         self._placed = process.placed()
+        # As in TensorFlow, a worker belongs to the cluster from here on, and a ps task only from `join` on.
         if job_name == "worker" and not self._placed and not session:
             self._join()
 
@@ -157,6 +160,7 @@ class Server:
             return
         if self.job_name == "worker":
             here = process.current()
+            # A worker without a model has nothing to train. Most likely it was to wait for clients.
             if here is not None and here.worker is None and here.tables is None:
                 accepted = "must be True on every task where a worker only joins, and waits for the session of a client"
                 raise ConfigError("session", False, accepted)
@@ -189,11 +193,12 @@ def _stopped_by_user(job: str, index: int) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         tell(f"/job:{job}/task:{index}: stopped (Ctrl-C)")
+        # 128 + SIGINT, as shells report it.
         raise SystemExit(130) from None
 
 
 def _complete(cluster: ClusterSpec, job: str) -> list[str]:
-    """Return the addresses of all tasks of a job; ConfigError if one is missing."""
+    """Return the addresses of all tasks of a job. Raises ConfigError."""
     if job not in cluster.jobs or not cluster.num_tasks(job):
         raise ConfigError("cluster", cluster.as_dict(), f'must have at least one task of the job "{job}"')
     tasks = cluster.job_tasks(job)
@@ -220,8 +225,8 @@ def SyncReplicasOptimizer(
 ) -> Optimizer:
     """Check that every step sums the gradients of all workers.
 
-    This is `tf.train.SyncReplicasOptimizer`. The ps tasks decide which steps belong together, so every task must give
-    `sync=True` to `Server`. The optimizer is returned unchanged.
+    This is `tf.train.SyncReplicasOptimizer`. Every task must give `sync=True` to `Server`. The optimizer is returned
+    unchanged.
 
     Raises:
         ConfigError: the job is asynchronous, or not all of its workers would count: there are no backup workers here.
@@ -231,6 +236,7 @@ def SyncReplicasOptimizer(
         return opt
     topology = here.place.topology
     workers = topology.workers_per_group
+    # The ps tasks decide which steps belong together, so a worker alone cannot make its steps synchronous.
     if topology.worker_groups > 1:
         raise ConfigError("sync", False, "must be True in tt.train.Server, on every task, for SyncReplicasOptimizer")
     for name, value in (("replicas_to_aggregate", replicas_to_aggregate), ("total_num_replicas", total_num_replicas)):
@@ -270,6 +276,7 @@ def replica_device_setter(
         raise ConfigError("ps_strategy", ps_strategy, "must be a function from a parameter to the number of a ps task")
     if cluster is not None:
         spec = ClusterSpec(cluster)
+        # "/job:ps" or "/job:ps/task:3" names the job "ps".
         name = ps_device.lstrip("/").partition("/")[0].removeprefix("job:")
         ps_tasks = spec.num_tasks(name) if name in spec.jobs else 0
     if not ps_tasks:
@@ -300,6 +307,7 @@ def device(setter: object) -> Iterator[None]:
         if parameter is not None and not hasattr(parameter, HOME):
             setter(parameter)
 
+    # torch calls this for every parameter that a module registers, in any thread of the process.
     hook = register_module_parameter_registration_hook(place)
     try:
         yield

@@ -47,7 +47,6 @@ class SnapshotStart(StartPoint):
         self.samples, self.clocks, self.version = source.samples, source.clocks, source.version
 
     def restore(self, model: ParameterShard, shard: int) -> None:
-        """As `StartPoint.restore`."""
         restore(model, self._source, shard)
 
 
@@ -76,6 +75,7 @@ class CheckpointExtension(ExchangeExtension):
     ) -> None:
         self._server = server
         self._synced = topology.synced
+        # With backup workers each worker has data streams of its own, so epochs are counted by worker.
         self._apart = makes_partial_steps(job)
         self.cut = CrossGroupCut(server, topology.server_groups) if topology.synced else None
         """The extension for jobs with several server groups."""
@@ -100,6 +100,7 @@ class CheckpointExtension(ExchangeExtension):
             self._receive_part(sender, message)
         elif isinstance(message, SnapshotRequest) and message.last:
             self._request_last()
+        # A request at an inconvenient moment is dropped: the host repeats it every `snapshot_s` seconds.
         elif self._schedule is not None and not self.snapshots.obstacle and self._has_start:
             self._announce(self._schedule.request(self._states()))
         return ()
@@ -107,19 +108,18 @@ class CheckpointExtension(ExchangeExtension):
     @property
     def _has_start(self) -> bool:
         state = self._server.state
+        # Several groups have one model only after all of them took the values of group 0.
         return state.complete and (state.common or not self._synced)
 
     def _request_last(self) -> None:
-        """The job is to end, behind one more snapshot.
-
-        Once all scripts have ended, a job ends by itself.
-        """
         if self._coordinator is None:
             return
         if self.snapshots.obstacle:
+            # The host waits for Saved or Unsaved, so a refusal needs a reply, too.
             self._coordinator.refuse(self.snapshots.obstacle)
         elif not self._server.state.common or not any(self.snapshots.steps.values()):
             self._coordinator.refuse("no step was taken yet")
+        # Once all scripts have ended, the job ends by itself, with its final parameters.
         elif self._server.running and self._schedule is not None:
             self._schedule.request_last()
 
@@ -129,9 +129,11 @@ class CheckpointExtension(ExchangeExtension):
         if schedule is None or coordinator is None:
             return
         # The schedule counts the steps of the first worker group.
+        # The step that is about to be decided is not in `steps` yet.
         steps = self.snapshots.steps[group] + 1 if group == self._server.groups[0] else 0
         if not schedule.is_due(steps) or self.snapshots.obstacle:
             return
+        # A snapshot that waits for a worker alone ends now, so that the next one can begin.
         if schedule.is_late(steps):
             coordinator.stop_waiting(self._states())
         else:
@@ -139,6 +141,7 @@ class CheckpointExtension(ExchangeExtension):
 
     def _announce(self, number: int) -> None:
         if number and self._coordinator is not None:
+            # The number travels as the `step` of the decision, which the log delivers to all shards at the same place.
             self._server.decisions.decree(self._server.groups[0], number, SNAPSHOT)
             self._server.queue.send_all(self._coordinator.announce(number))
 
@@ -146,6 +149,7 @@ class CheckpointExtension(ExchangeExtension):
         if sender.role is not Role.SERVER:
             raise m.ProtocolError(f"{sender} has no part in a snapshot")
         if message.stage == CUT:
+            # Each group has a log of its own: its first shard repeats the announcement there.
             self._server.decisions.decree(self._server.groups[0], message.number, SNAPSHOT)
             return
         self.snapshots.receive(sender, message)
@@ -154,6 +158,7 @@ class CheckpointExtension(ExchangeExtension):
     def on_decree(self, decision: m.StepDecision) -> Outbox:
         """All shards take a snapshot behind their next step."""
         self.snapshots.announce(decision.step)
+        # If no worker of this group trains any more, the next step never comes.
         self._freeze_without_steps()
         return ()
 
@@ -161,6 +166,7 @@ class CheckpointExtension(ExchangeExtension):
 
     def amend_reply(self, group: int, applied: m.Applied, first: m.Commit) -> m.Applied:
         """The workers of a step learn of the snapshot behind it."""
+        # `marks` are triples (stream, first, last). The upper half of a stream's number is its epoch.
         number = self.snapshots.count_step(group, max(first.marks[::3], default=0) >> 32)
         return replace(applied, snapshot=number) if number else applied
 
@@ -168,18 +174,16 @@ class CheckpointExtension(ExchangeExtension):
         """Freeze if a snapshot is due behind this step."""
         # All shards have `closed` from the same layout, so they forget the same epochs.
         self._server.steps.batches.close(self.snapshots.closed)
+        # Before any later message is handled, so that all shards freeze the values of the same step.
         self._freeze()
         return ()
 
     def on_drain(self) -> None:
-        """As `ExchangeExtension.on_drain`."""
         self._freeze_without_steps()
 
     def _freeze_without_steps(self) -> None:
-        """Freeze if no worker trains here any more, so that no step follows.
-
-        Other server groups still train.
-        """
+        """Freeze if no worker trains here any more, so that no step follows."""
+        # Other server groups still train, and their snapshot needs the buckets that this group masters.
         if self._server.state.model is not None and not self._server.worker_groups.any_runs:
             self.snapshots.end_steps()
             self._freeze()
@@ -190,17 +194,16 @@ class CheckpointExtension(ExchangeExtension):
         facts = _facts(self._server, self._synced, self._apart)
         self.snapshots.freeze(self._server.state.known, facts, self._server.steps.batches.counts())
         if self.cut is not None:
+            # Changes from behind the other groups' freezes were held back. From here on they are not in this snapshot.
             self.cut.handle_early()
 
     # --- the states of the workers -------------------------------------------------------------------------------
 
     def on_sent(self, to: Address, message: m.Message) -> None:
-        """A lease is sent to a worker.
-
-        The snapshot lists the batches of a lease by their place in the epoch.
-        """
+        """A lease is sent to a worker."""
         if self._coordinator is None or not isinstance(message, Lease):
             return
+        # Commits count batches from the lease's begin, and manifests list them by their place in the epoch.
         if self._listed and message.last > message.first:
             self._coordinator.position.add_lease(message.epoch, message.lease, message.first)
 
@@ -225,16 +228,17 @@ class CheckpointExtension(ExchangeExtension):
         if self._coordinator.number:
             self._coordinator.proceed(self._states())
             return
+        # No snapshot is under way, so states for past ones (dropped, or published without them) only take memory.
         for keeper in self._keepers:
             keeper.forget_snapshots(self._coordinator.next - 1)
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """As `ServerExtension.reset_group`."""
+        # The new processes may not have the state that the snapshot waits for.
         if self._schedule is not None and self.requested_states():
             self._schedule.restart(group, self._states())
 
     def requested_states(self) -> int:
-        """As `ServerExtension.requested_states`: the snapshot that is under way."""
+        """The snapshot that is under way."""
         return 0 if self._coordinator is None else self._coordinator.number
 
     def _states(self) -> WorkerStates:
@@ -245,9 +249,12 @@ class CheckpointExtension(ExchangeExtension):
         for keeper in self._keepers:
             older.update(keeper.epoch_states())
             present.update(keeper.snapshot_states(0 if coordinator is None else coordinator.number))
+        # The state at an epoch's begin announces that a worker will leave states at snapshots, too.
         here = [worker for worker in older if worker.group in groups.groups and not groups.is_away(worker)]
+        # A finished worker sends nothing more: the snapshot must not wait for it.
         expected = {worker for worker in here if not server.has_finished(worker)}
         if self._synced and coordinator is not None:
+            # Only the coordinators of the other groups know which of their workers had ended. Their facts say it.
             ended = coordinator.ended()
             others = (worker for worker in older if worker.group not in groups.groups)
             expected |= {worker for worker in others if (worker.group, worker.index) not in ended}
@@ -256,31 +263,23 @@ class CheckpointExtension(ExchangeExtension):
     # --- a second copy -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State | None:
-        """As `ServerExtension.state_dict`."""
         snapshots = self.snapshots.state_dict()
         schedule = None if self._schedule is None else self._schedule.state_dict()
         return None if snapshots is None else {"snapshots": snapshots, "schedule": schedule}
 
     def load_state_dict(self, state: State) -> None:
-        """As `ServerExtension.load_state_dict`."""
         self.snapshots.load_state_dict(state["snapshots"])
         if self._schedule is not None:
             self._schedule.load_state_dict(state["schedule"])
 
 
 def snapshots_of(server: Server) -> ServerSnapshots:
-    """A server's part of snapshots.
-
-    Raises LookupError if it has no `CheckpointExtension`.
-    """
+    """A server's part of snapshots, or LookupError without `CheckpointExtension`."""
     return server.extension(CheckpointExtension).snapshots
 
 
 def _facts(server: Server, synced: bool, apart: bool) -> dict[str, Any]:
-    """The entries of the manifest about this moment.
-
-    synced: there are several server groups. apart: each worker has data streams of its own.
-    """
+    """Entries of the manifest. apart: each worker has data streams of its own."""
     groups = server.worker_groups
     clocks = {group: groups.clocks.clock(group) for group in groups.groups}
     facts: dict[str, Any] = {
@@ -296,13 +295,11 @@ def _facts(server: Server, synced: bool, apart: bool) -> dict[str, Any]:
 
 
 def _epochs(server: Server, apart: bool) -> Mapping[int, int]:
-    """The epoch that each group reads.
-
-    Where workers read apart, the earliest one of its workers.
-    """
+    """The epoch that each group reads, or the earliest one of its workers (`apart`)."""
     groups, reads = server.worker_groups, server.steps.batches.reads
     return {
         group: min(map(reads, range(len(workers)) if apart else (group,)))
         for group, workers in groups.workers.items()
+        # A group that has left reads nothing, and must not keep its last epoch open for ever.
         if not groups.is_away(workers[0])
     }

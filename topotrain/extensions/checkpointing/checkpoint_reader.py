@@ -6,10 +6,8 @@
                                tables-0.safetensors   rows of tables, where there are any (`table_file_layout`)
                                manifest.json          written last: without it there is no snapshot
 
-A damaged snapshot is refused. manifest.json has its own hash, and a checksum of every byte of the other files. Headers
-are not parsed. They are compared with the header that the manifest implies. A length in a file decides how much memory
-is allocated only after the size of the file has been compared with it. Values are read on demand, and torch is
-imported only then, since a launcher reads manifests, too.
+A damaged snapshot is refused. manifest.json has its own hash, and a checksum of every byte of the other files. torch is
+imported only when values are read, since a launcher reads manifests, too.
 """
 
 import json
@@ -42,15 +40,15 @@ FILES = (MODEL, STATE, WORKERS)
 """The files that every snapshot has."""
 FORMAT, WITH_TABLES = 1, 2
 """Formats of a manifest. A program that knows only the first must refuse a snapshot with tables."""
+# A manifest grows with the number of tensors and batch ranges. A larger file is damage, and is not read into memory.
 _MOST_MANIFEST = 1 << 28
 _CHUNK = 4 << 20
+# Errors that parsing damaged JSON data can raise. Each becomes a ConfigError that names the snapshot.
 _WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 def latest(workspace: Path | str, notifier: Notifier = NO_NOTICES) -> "Manifest | None":
-    """The newest complete snapshot of a workspace. All checksums are compared.
-
-    None: there is no snapshot.
+    """The newest complete snapshot of a workspace, or None. Checksums are compared.
 
     notifier: shows a text about each newer snapshot that is damaged.
 
@@ -64,11 +62,13 @@ def latest(workspace: Path | str, notifier: Notifier = NO_NOTICES) -> "Manifest 
             found = Manifest.open(folder / name_of(number))
             found.verify()
         except ConfigError as error:
+            # Two snapshots are kept, so one damaged file does not lose the job.
             damaged.append(f"{name_of(number)} {error.accepted}")
             continue
         for text in damaged:
             notifier.notify(f"snapshot {text}; the job goes on from {name_of(number)}")
         return found
+    # To begin at the beginning would silently discard the work in the damaged snapshots.
     if damaged:
         raise ConfigError("resume", str(folder), "no snapshot in it can be read: " + "; ".join(damaged))
     return None
@@ -80,24 +80,20 @@ def numbers(folder: Path, whole: bool = True) -> list[int]:
         found = [entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name.isdecimal()]
     except OSError:
         return []
+    # A folder without a manifest holds a snapshot that was never completed.
     return sorted(int(name) for name in found if not whole or (folder / name / MANIFEST).exists())
 
 
 def name_of(number: int) -> str:
-    """The name of a snapshot's folder."""
     return f"{number:06d}"
 
 
 def hashed(data: Mapping[str, Any]) -> str:
-    """The hash of a manifest's data."""
     return sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def workers_file(sizes: Mapping[Address, int]) -> FlatFile:
-    """The layout of the file with the states of the workers.
-
-    sizes: bytes of each state.
-    """
+    """The layout of the file with workers' states. sizes: bytes of each."""
     told = (TensorDescription(str(worker), "uint8", (size,), (1,)) for worker, size in sorted(sizes.items()))
     return lay_out(told, {"format": "pt"})
 
@@ -106,11 +102,12 @@ def as_manifest(resumed: object) -> "Manifest | None":
     """The snapshot that a process's configuration carries (`RouterConfig.resumed`)."""
     if resumed is None or isinstance(resumed, Manifest):
         return resumed
+    # `RouterConfig` is below this package and cannot name the type, so it is checked here.
     raise TypeError(f"resumed = {resumed!r}: must be a Manifest or None")
 
 
 class Manifest:
-    """One snapshot. Make it with `open`. Values are read on demand.
+    """One snapshot. Make it with `open`.
 
     Attributes:
         path: its folder.
@@ -121,7 +118,7 @@ class Manifest:
         tables: the part of each server of the tables that scripts had opened.
         first_epoch: the epoch of the first batch that is not in the values. None: no worker has read further.
         closed: all epochs before this one are in the values.
-        samples: the number of samples of each worker that are in the values. Older snapshots do not have it.
+        samples: the number of samples of each worker that are in the values.
     """
 
     def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
@@ -134,10 +131,12 @@ class Manifest:
         self._steps = {int(group): int(steps) for group, steps in data["steps"]}
         first = data["first_epoch"]
         self.first_epoch = None if first is None else int(first)
+        # Manifests of older versions lack `closed` and `samples`. `tables` is left out where there are none.
         self.closed = int(data.get("closed", 0))
         self.samples: Mapping[Address, int] = {
             Address(Role.WORKER, int(g), int(i)): int(count) for g, i, count in data.get("samples", ())
         }
+        # `merged` again: a reader relies on sorted ranges, and a file may hold anything.
         self._runs: dict[int, Runs] = {
             int(epoch): merged((int(lo), int(hi)) for lo, hi in runs) for epoch, runs in data["epochs"]
         }
@@ -147,6 +146,7 @@ class Manifest:
         self.table: Table = from_rows(data["optimizer"], self.parameters)
         self._sizes = {Address(Role.WORKER, int(g), int(i)): int(size) for g, i, size in data["workers"]}
         self.tables = tuple(tuple(map(StoredTable.from_data, kept)) for kept in data.get("tables", ()))
+        # The layouts follow from the manifest. Headers on disk are only compared with them and never parsed.
         self.files: Mapping[str, FlatFile] = {
             MODEL: model_file(self.parameters),
             STATE: state_file(self.parameters, self.table),
@@ -159,11 +159,11 @@ class Manifest:
     def open(path: Path | str) -> "Manifest":
         """Read manifest.json, and check the sizes and headers of the other files.
 
-        Raises:
-            ConfigError: it is damaged or missing.
+        Raises ConfigError.
         """
         path = Path(path)
         try:
+            # One byte more than allowed, to tell a file of the largest size from a longer one.
             text = read_bytes(path / MANIFEST, _MOST_MANIFEST + 1)
         except OSError as error:
             raise _damaged(path, f"has no readable {MANIFEST} ({error.strerror})") from None
@@ -175,6 +175,7 @@ class Manifest:
             if data["format"] not in (FORMAT, WITH_TABLES):
                 raise _damaged(path, f"is of format {data['format']}, must be {FORMAT} or {WITH_TABLES}")
             made = Manifest(path, data)
+        # _WRONG has ValueError, a base of ConfigError. A precise error must not become "damaged".
         except ConfigError:
             raise
         except _WRONG as error:
@@ -186,6 +187,7 @@ class Manifest:
     def _check_header(self, name: str) -> None:
         with self._opened(name) as fd:
             layout = self.files[name]
+            # The size first: lengths from a file decide about memory only after the file was seen to have them.
             if os.fstat(fd).st_size != layout.size:
                 raise _damaged(self.path, f"has {os.fstat(fd).st_size} bytes of {name}, not {layout.size}")
             header = bytearray(len(layout.header))
@@ -206,6 +208,7 @@ class Manifest:
                         found = zlib.crc32(part, found)
                     if found != told:
                         raise _damaged(self.path, f"has damaged bytes {first} to {last} of {name}")
+            # A shard's slice of such a tensor is not contiguous in the file, so its checksum is over the memory order.
             for tensor, lo, hi, told in self._sums[name].scattered:
                 if zlib.crc32(self._in_memory_order(name, tensor)[lo:hi]) != told:
                     raise _damaged(self.path, f"has damaged elements of {tensor} in {name}")
@@ -218,17 +221,11 @@ class Manifest:
         return tuple(self._runs)
 
     def runs(self, epoch: int) -> Runs:
-        """The batches of an epoch that are in the values.
-
-        They are ranges [first, last) of the loader's full list.
-        """
+        """The batches of an epoch in the values, as ranges of the loader's full list."""
         return self._runs.get(epoch, ())
 
     def steps(self, group: int) -> int:
-        """The number of steps of a worker group.
-
-        A group that the job did not have gets the average.
-        """
+        # A group that the job did not have gets the average of the others.
         return self._steps.get(group, sum(self._steps.values()) // max(1, len(self._steps)))
 
     @property
@@ -248,10 +245,7 @@ class Manifest:
         return bytes(data)
 
     def values(self, name: str, lo: int, out: "torch.Tensor") -> None:
-        """Read elements of a parameter, from `lo` on in memory order, into a 1-D tensor.
-
-        Raises ConfigError.
-        """
+        """Read elements of a parameter, from `lo` on in memory order. Raises ConfigError."""
         self._read(MODEL, name, lo, out)
 
     def state(self, parameter: str, entry: str, lo: int, out: "torch.Tensor") -> None:
@@ -259,16 +253,14 @@ class Manifest:
         self._read(STATE, f"{parameter}/{entry}", lo, out)
 
     def rows(self, shard: int, table: str, column: str, lo: int, out: "torch.Tensor") -> None:
-        """Read ids, values or a state column of a server's part of a table.
-
-        Raises ConfigError.
-        """
+        """Read ids, values or a state column of a table's part. Raises ConfigError."""
         self._read(file_of(shard), entry_of(table, column), lo, out)
 
     def _read(self, file: str, name: str, lo: int, out: "torch.Tensor") -> None:
         entry = self.files[file].entries.get(name)
         if entry is None:
             raise _damaged(self.path, f"has no {name} in {file}")
+        # A server of another model or layout asks for other elements. Nothing is converted silently.
         if str(out.dtype).removeprefix("torch.") != entry.told.dtype or not 0 <= lo <= entry.count - out.numel():
             raise _damaged(self.path, f"has {entry.count} elements of {entry.told.dtype} of {name}")
         if not entry.ordered:
@@ -287,6 +279,7 @@ class Manifest:
         with self._opened(file) as fd:
             self._fill(fd, file, bytes_of(rows), entry.begin)
         flat = torch.empty(entry.count, dtype=rows.dtype)
+        # The file is row-major. A copy through the memory's strides gives the order of a server's memory.
         flat.as_strided(entry.told.shape, entry.told.stride).copy_(rows)
         return bytes(bytes_of(flat))
 
@@ -300,6 +293,7 @@ class Manifest:
                 count = os.preadv(fd, [target[done:]], at + done)
             except OSError as error:
                 raise _damaged(self.path, f"has an unreadable {name} ({error.strerror})") from None
+            # The file was truncated after its size had been compared.
             if count == 0:
                 raise _damaged(self.path, f"has a {name} that is cut short")
             done += count
@@ -325,9 +319,8 @@ class _Opened:
 class _Sums:
     """The checksums of one file: of `ranges` of bytes, and of scattered tensors.
 
-    The elements of a scattered tensor have another order in the file than in memory.
-
-    Together they cover each byte after the header once.
+    The elements of a scattered tensor have another order in the file than in memory. Together both cover each byte
+    after the header once.
 
     Raises:
         ValueError: they do not.
@@ -341,8 +334,10 @@ class _Sums:
             if run != ((0, layout.entries[name].count * layout.entries[name].itemsize),):
                 raise ValueError(f"not every element of {name} has a checksum")
             pieces.append((layout.entries[name].begin, layout.entries[name].end))
+        # Equal sums and a gapless union together exclude overlaps: every byte has exactly one checksum.
         if sum(last - first for first, last in pieces) != layout.size - len(layout.header):
             raise ValueError("checksums of other bytes than there are")
+        # A file without elements, such as that of SGD's state, has a header and no range.
         body = ((len(layout.header), layout.size),) if layout.size > len(layout.header) else ()
         if merged(pieces) != body:
             raise ValueError("not every byte has a checksum")

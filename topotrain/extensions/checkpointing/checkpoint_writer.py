@@ -1,8 +1,7 @@
 """Writes the files of snapshots on a thread of their host.
 
-Training never waits for a disk. The frozen shard does not change until this thread has replied. The thread writes,
-computes checksums and waits for the disk at a low priority. The manifest is written last, and renamed when all else is
-on disk. Older snapshots are removed after that. So at any moment the last snapshot or the new one is complete.
+Training never waits for a disk: the frozen shard does not change until this thread has replied. At any moment the last
+snapshot or the new one is complete.
 """
 
 import contextlib
@@ -70,33 +69,28 @@ _SUMMED = 16 << 20  # bytes that one checksum covers at most
 
 
 class SnapshotFiles:
-    """The folder of a job's snapshots. Every method may raise OSError.
-
-    Args:
-        folder: WORKSPACE/manifests.
-    """
+    """The folder WORKSPACE/manifests of a job. Every method may raise OSError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._origin: int | None = None  # processes that restart alone read it, however old it is
+        # The snapshot that the job resumed from. Processes that restart alone read it, however old it is.
+        self._origin: int | None = None
 
     def begin(self, resumed: Path | None, again: bool, notifier: Notifier = NO_NOTICES) -> int:
-        """Prepare the folder for a start of the job.
+        """Prepare the folder for a start of the job. Returns the first snapshot's number.
 
-        Returns the number of its first snapshot.
-
-        Snapshots of an earlier run are moved to another folder, unless this start resumes from one of them
-        (`resumed`), or is the same run `again`. Snapshots that are newer than the resumed one are moved, too.
-
-        notifier: shows texts about files that are moved or removed.
+        Snapshots of an earlier run are moved to another folder, unless this start resumes from one of them (`resumed`),
+        or is the same run `again`. notifier: shows texts about what is moved or removed.
         """
         ours = resumed is not None and resumed.parent.resolve() == self.folder.resolve()
         self._origin = int(resumed.name) if ours and resumed is not None and resumed.name.isdecimal() else None
         goes_on = again or ours
         found = numbers(self.folder, whole=False)
+        # The job continues from the resumed snapshot, so the newer ones are of a course of training that is given up.
         undone = [] if again or self._origin is None else [number for number in found if number > (self._origin or 0)]
         if not goes_on and self.folder.exists():
             aside = self._aside(resumed, notifier)
+            # Moved and not removed: a start without `--resume` may be a mistake.
             os.replace(self.folder, aside)
             if found:
                 notifier.notify(f"the snapshots of the earlier run ({_names(found)}) are in {aside} from now on")
@@ -111,16 +105,13 @@ class SnapshotFiles:
                     os.replace(self.folder / link, aside / link)
             notifier.notify(f"the snapshots after {self._origin} ({_names(undone)}) are in {aside} from now on")
         self._links()
+        # Above unfinished snapshots, too, so that files of different attempts never share a folder.
         return max(found, default=0) + 1
 
     def _aside(self, resumed: Path | None, notifier: Notifier) -> Path:
-        """A name for a folder of older snapshots.
-
-        Another folder with that name is removed.
-
-        A folder with a snapshot that is kept by its step, or that the job resumes from, stays.
-        """
+        """A name for a folder of older snapshots. A folder with that name is removed."""
         aside, more = self.folder.with_name(ASIDE), 1
+        # A folder with a snapshot that is kept by its step, or that the job resumes from, stays.
         while _links(aside) or (resumed is not None and resumed.parent.resolve() == aside.resolve()):
             more += 1
             aside = self.folder.with_name(f"{ASIDE}-{more}")
@@ -136,11 +127,10 @@ class SnapshotFiles:
     ) -> dict[str, Any]:
         """Write slices at their places, and wait for the disk.
 
-        Returns the checksums by file, for the manifest.
-
-        first: this shard writes the headers, too.
+        Returns the checksums by file, for the manifest. first: this shard writes the headers, too.
         """
         path = self.folder / name_of(number)
+        # No other user may read a model, whatever the umask was when the folder was made.
         close_folder(self.folder)
         make_folder(path)
         sums = {}
@@ -151,20 +141,20 @@ class SnapshotFiles:
                 if first:
                     write_at(fd, layout.header, 0)
                 sums[name] = _slabs(fd, layout, slabs)
+                # Before the reply: the manifest must not be durable earlier than the bytes that it describes.
                 os.fsync(fd)
         return sums
 
     def publish(self, number: int, data: Mapping[str, Any], step: int | None = None) -> Path:
         """Write the manifest of a snapshot, and remove older snapshots but one.
 
-        The other files of the snapshot are on disk already.
-
-        The snapshot that the job resumed from stays. A snapshot with a `step` stays until the user removes the link
-        with this name. Returns the path of the snapshot.
+        The other files are on disk already. A snapshot with a `step` stays until the user removes the link with this
+        name. Returns the path of the snapshot.
         """
         path = self.folder / name_of(number)
         link = path if step is None else self.folder / f"{STEPS}{step}"
-        if step is not None:  # first, so that nothing prunes it
+        # The link first: `_prune` removes a snapshot that no link keeps.
+        if step is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(link)
             os.symlink(path.name, link)
@@ -174,16 +164,14 @@ class SnapshotFiles:
             os.fsync(fd)
         # Renaming is atomic: a manifest is there as a whole, or not at all.
         os.replace(path / f"{MANIFEST}.tmp", path / MANIFEST)
+        # The names of the manifest, of the snapshot's folder and of the folder around it reach the disk separately.
         for each in (path, self.folder, self.folder.parent):
             sync_folder(each)
         self._prune(number)
         return link
 
     def _links(self) -> set[int]:
-        """The snapshots that are kept by their steps.
-
-        Links to removed snapshots are removed.
-        """
+        """The snapshots that are kept by their steps. Links to removed ones are removed."""
         for link in self.folder.glob(f"{STEPS}*"):
             if link.is_symlink() and not (link / MANIFEST).exists():
                 link.unlink()
@@ -191,6 +179,7 @@ class SnapshotFiles:
 
     def _prune(self, newest: int) -> None:
         whole = [number for number in numbers(self.folder) if number <= newest][-KEPT:]
+        # The previous snapshot stays as well, in case that the newest one is damaged on the disk.
         kept = {*whole, *self._links(), self._origin}
         for number in numbers(self.folder, whole=False):
             if number < newest and number not in kept:
@@ -200,6 +189,7 @@ class SnapshotFiles:
     def drop(self, number: int) -> None:
         """Remove a snapshot, its manifest first."""
         path = self.folder / name_of(number)
+        # Without its manifest a snapshot does not count, so an interrupted removal leaves nothing that looks complete.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path / MANIFEST)
         shutil.rmtree(path, ignore_errors=True)
@@ -209,10 +199,7 @@ class PortReader(Protocol):
     """The host of a server, which reads the messages of a port."""
 
     def poke(self) -> None:
-        """The port has messages.
-
-        Called on a thread of the writer, or of the caller of `SnapshotWriter.end`.
-        """
+        """The port has messages. Any thread may call it."""
         ...
 
 
@@ -220,11 +207,8 @@ class SnapshotWriter:
     """Writes the snapshots of the servers of one process.
 
     Args:
-        job, topology: the job.
-        files: the folder.
-        first: number of the first snapshot.
-        name: the name of the server in events.
-        sink: gets the events about snapshots that are written or failed.
+        files: the folder. first: number of the first snapshot.
+        name: the name of the server in events, which `sink` gets.
     """
 
     def __init__(
@@ -239,30 +223,27 @@ class SnapshotWriter:
         self._refusal = ""
 
     def attach(self, snapshots: ServerSnapshots, reader: PortReader | None, replaces: bool = False) -> "SnapshotPort":
-        """Write the snapshots of a server.
+        """Write the snapshots of a server. Returns the port for messages to the server.
 
-        Returns the port by which this host sends messages to its server.
-
-        reader: woken when the port has messages; None: it reads them without that. replaces: another process was the
-        host before.
+        reader: woken when the port has messages. replaces: another process was the host before.
         """
         leads = snapshots.coordinator is not None
         port = SnapshotPort(self, self._job.snapshot_s if leads else 0.0, reader)
         if leads:
             self._leader, self._refusal = port, snapshots.refusal
+        # `snapshot_s` is on by default, so only the explicit `checkpoint_freq` gets a notice.
         if leads and snapshots.refusal and self._job.checkpoint_freq:
             self._notifier.notify(f"checkpoint_freq: no snapshots are taken, since {snapshots.refusal}")
         if replaces:
+            # The replicas count snapshots alike. The new host must not set the number back.
             snapshots.replace_host(port)
         elif not snapshots.refusal:
             snapshots.attach_host(port, self._first)
         return port
 
     def end(self) -> None:
-        """The job is to end: request one more snapshot. Emits Saved or Unsaved.
-
-        Any thread may call it.
-        """
+        """Request a last snapshot, from any thread. Emits Saved or Unsaved."""
+        # The launcher waits for one of the two events before it ends the processes.
         if self._leader is None or self._refusal:
             self._sink.emit(Unsaved(self._name, self._refusal or "its server has not begun"))
         else:
@@ -275,6 +256,7 @@ class SnapshotWriter:
 
     def _start_threads(self) -> None:
         # A thread of low priority must not hold a server's lock, so another thread sends the replies.
+        # Only when there is something to write: many jobs end before their first snapshot.
         if not self._begun:
             self._begun = True
             for run in (self._execute_orders, self._send_replies):
@@ -282,6 +264,7 @@ class SnapshotWriter:
 
     def _execute_orders(self) -> None:
         with contextlib.suppress(OSError):
+            # On Linux a priority belongs to a thread. Training keeps the cores, and checksums take what is left.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             port, order = self._orders.get()
@@ -298,6 +281,7 @@ class SnapshotWriter:
             return []
         if isinstance(order, DropSnapshot):
             self._notifier.notify(f"snapshot {order.number} was not written: {order.why}; training goes on")
+            # A snapshot without a manifest does not count. `_prune` tries again after the next one.
             with contextlib.suppress(OSError):
                 self._files.drop(order.number)
             return []
@@ -305,8 +289,10 @@ class SnapshotWriter:
         reply: dict[str, Any] = {}
         try:
             reply = self._write(order) if isinstance(order, WriteSnapshot) else self._publish(order)
+        # A full disk costs this snapshot and not the job. The coordinator drops it when all hosts have replied.
         except (OSError, ValueError) as error:
             reply = {"error": str(error)}
+            # For the coordinator PUBLISHED is the end, with or without an error, so the files are removed here.
             if isinstance(order, PublishSnapshot):
                 self._notifier.notify(f"snapshot {order.number} was not written: {error}; training goes on")
                 with contextlib.suppress(OSError):
@@ -319,9 +305,11 @@ class SnapshotWriter:
             MODEL: (model_file(frozen.parameters), frozen.values),
             STATE: (state_file(frozen.parameters, order.table), frozen.state),
         }
+        # All shards share these files. One of them writes the headers, which are the same for all.
         reply = self._files.write(order.number, parts, first=order.server == LEADER)
         if frozen.tables:
             own = {file_of(order.server.index): (tables_file(frozen.tables), frozen.rows)}
+            # Each server has a file of its own for rows, since no server knows how many rows the others have.
             reply |= self._files.write(order.number, own, first=True)
             reply["tables"] = [table.to_data() for table in frozen.tables]
         return reply
@@ -338,6 +326,7 @@ class SnapshotWriter:
         path = self._files.publish(
             order.number,
             {
+                # A version without tables must refuse such a snapshot instead of ignoring its rows.
                 "format": WITH_TABLES if tables else FORMAT,
                 "number": order.number,
                 "job": self._job.name,
@@ -348,9 +337,11 @@ class SnapshotWriter:
                 "workers": [[worker.group, worker.index, data.numel()] for worker, data in order.deposits.items()],
                 "files": {**files, **kept},
             },
+            # Only snapshots by steps are kept for the user. Those by time replace each other.
             step if order.why == STEP else None,
         )
         self._sink.emit(Saved(self._name, order.number, step, str(path), order.why))
+        # The job ends here, so no worker will report its samples.
         if order.why == END:
             counts = {str(Address(Role.WORKER, group, index)): count for group, index, count in order.facts["samples"]}
             self._sink.emit(Counted(self._name, counts))
@@ -360,10 +351,7 @@ class SnapshotWriter:
 class SnapshotPort:
     """Connects a server with the writer of its process, in both directions.
 
-    Args:
-        writer: carries out the orders.
-        every_s: seconds from one snapshot to the next. 0: no snapshots by time.
-        reader: see `SnapshotWriter.attach`.
+    every_s: seconds from one snapshot to the next. 0: no snapshots by time.
     """
 
     def __init__(self, writer: SnapshotWriter, every_s: float, reader: PortReader | None) -> None:
@@ -372,27 +360,29 @@ class SnapshotPort:
         self._messages: SimpleQueue[Message] = SimpleQueue()
 
     def execute(self, order: SnapshotOrder) -> None:
-        """As `SnapshotHost.execute`."""
         self._writer.submit(self, order)
 
     def send(self, messages: Iterable[Message]) -> None:
         """Send messages to the server, in its own name. Any thread may call it."""
         for message in messages:
             self._messages.put(message)
+        # After the messages are in the queue, or the reader would find it empty and wait.
         if self._reader is not None:
             self._reader.poke()
 
     def messages(self) -> Iterator[Message]:
         """The messages that the server is to handle now."""
+        # There is one reader, so `get` cannot block after `empty` was false.
         while not self._messages.empty():
             yield self._messages.get()
         if self._every_s and time.monotonic() >= self._due:
+            # From now and not from the last due time: a process that was stopped requests one snapshot, not several.
             self._due = time.monotonic() + self._every_s
             yield SnapshotRequest()
 
 
 def _links(folder: Path) -> dict[int, list[str]]:
-    """The snapshots of a folder that are kept by their steps, with their links."""
+    """The snapshots that are kept by their steps, with their links."""
     found: dict[int, list[str]] = {}
     for link in folder.glob(f"{STEPS}*"):
         target = link.resolve().name
@@ -419,16 +409,15 @@ def _created(path: Path) -> Iterator[int]:
 
 
 def _slabs(fd: int, layout: FlatFile, slabs: Sequence[TensorSlice]) -> dict[str, Any]:
-    """Write slices.
-
-    Returns [first, last, checksum] of ranges of bytes, and of scattered tensors with names.
-    """
+    """Write slices. Returns [first, last, checksum] of ranges and scattered tensors."""
     ranges: list[list[int]] = []
     scattered: list[list[Any]] = []
+    # In file order, so that neighbors join into one range and the manifest stays short.
     for slab in sorted(slabs, key=lambda slab: (layout.entries[slab.name].begin, slab.lo)):
         entry, data = layout.entries[slab.name], bytes_of(slab.body)
         if not data:
             continue
+        # The bytes of this slice are scattered over the file, so the checksum covers them in memory order.
         if not entry.ordered:
             _scatter(fd, layout, slab)
             first = slab.lo * entry.itemsize
@@ -448,6 +437,7 @@ def _scatter(fd: int, layout: FlatFile, slab: TensorSlice) -> None:
     import torch
 
     entry = layout.entries[slab.name]
+    # `places[i]` becomes the place in the file of element i in memory order.
     rows = torch.arange(entry.count).view(entry.told.shape)
     places = torch.empty(entry.count, dtype=rows.dtype)
     places.as_strided(entry.told.shape, entry.told.stride).copy_(rows)
@@ -466,12 +456,10 @@ def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _tables(written: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The tables that each server has written.
-
-    Raises ValueError if servers have different tables.
-    """
+    """The tables that each server has written. Raises ValueError if they differ."""
     tables = [part.get("tables", []) for part in written]
     names = [sorted(StoredTable.from_data(table).name for table in own) for own in tables]
+    # A table that is opened during the freeze may be on some servers only. Such a snapshot would lose rows.
     if any(own != names[0] for own in names):
         raise ValueError(f"the servers had frozen different tables: {names}")
     return tables if names[0] else []
@@ -489,8 +477,10 @@ def writer_for(
     files = SnapshotFiles(Path(job.workspace).absolute() / FOLDER)
     notifier = EventNotifier(sink, str(servers[0]))
     try:
-        any_may = job.cluster.replicas > 1  # the coordinator may move to this process
+        # With replicas the coordinator may move to this process, which then needs the next number.
+        any_may = job.cluster.replicas > 1
         leads = LEADER in servers
+        # Only the coordinator's process may move an earlier run aside. Another one would move the new run's snapshots.
         first = files.begin(resumed, again or not leads, notifier) if leads or any_may else 1
     except OSError as error:
         notifier.notify(f"no snapshots are written: {error}")

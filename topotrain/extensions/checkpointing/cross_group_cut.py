@@ -1,10 +1,10 @@
 """A snapshot of several server groups: the updates of all groups in one model.
 
-Each group freezes behind a step of its own. The changes that it sends to a master afterwards are marked
-(`Delta.cut`), and wait until the master's group has frozen, too. Changes that were sent before, and arrive after the
-master has frozen, are added to the frozen values. So is the rest that a group had not sent yet, which it sends as a
-`Remainder`. Then each master has, for its buckets, the start and every update that the groups had applied when they
-froze, each of them once. No message crosses this cut backwards (Lai and Yang, On distributed snapshots, 1987).
+Each group freezes behind a step of its own. The changes that it sends to a master afterwards are marked (`Delta.cut`),
+and wait until the master's group has frozen, too. Changes from before are added to the frozen values, and so is the
+rest that a group had not sent yet (`Remainder`). Then each master has, for its buckets, the start and every update that
+the groups had applied when they froze, each of them once. No message crosses this cut backwards (Lai and Yang, On
+distributed snapshots, 1987).
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,12 @@ from topotrain.core.server.server_extension import ExchangeExtension, Outbox
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard
 from topotrain.extensions.checkpointing.snapshot_messages import Remainder, SnapshotPart
 
+# Bounds the memory that a faulty group can fill with early messages.
 _MAX_HELD = 1 << 14
 
 
 class CrossGroupCut(ExchangeExtension):
-    """The changes that cross a snapshot, on one shard.
-
-    Args:
-        server: the server.
-        groups: the number of server groups.
-    """
+    """The changes that cross a snapshot, on one shard, with `groups` server groups."""
 
     messages = (Remainder,)
 
@@ -48,26 +44,22 @@ class CrossGroupCut(ExchangeExtension):
     @property
     def _agreement(self) -> MasterSync:
         agreement = self._server.state.known.agreement
+        # Jobs with RingSync take no snapshots (`server_snapshots.refusal`).
         assert isinstance(agreement, MasterSync)
         return agreement
 
     # --- the moment of the snapshot ------------------------------------------------------------------------------
 
     def send_remainders(self, number: int) -> None:
-        """The shard freezes now.
-
-        Send the masters the changes that they do not have, which they wait for.
-        """
+        """The shard freezes now: send the masters the changes that they do not have."""
         self.number = number
+        # Also for buckets without a change: a master's snapshot is complete only with every group's Remainder.
         for master, bucket, sync, body in self._agreement.remainders():
             to = Address(Role.SERVER, master, self._server.me.index)
             self._server.queue.send(to, Remainder(number, bucket, sync, body=body))
 
     def begin(self, frozen: FrozenShard, report: Sequence[tuple[Address, SnapshotPart]]) -> None:
-        """Add the changes of the other groups to what is frozen.
-
-        report: sent once all of them are in it.
-        """
+        """Add the changes of the other groups to the frozen shard; then send `report`."""
         mastered = [b.id for b in self._server.state.known.buckets if b.master == self._server.me.group]
         self._wanted = {(other, bucket) for other in self._others for bucket in mastered}
         self._frozen, self._report, self._sent = frozen, report, {}
@@ -75,13 +67,13 @@ class CrossGroupCut(ExchangeExtension):
         self._report_if_complete()
 
     def handle_early(self) -> None:
-        """Handle the messages of groups that froze before this one."""
         self._server.queue.handle_later(self._early)
         self._early = []
 
     @property
     def complete(self) -> bool:
         """Whether all changes before the snapshot are in what is frozen."""
+        # A Remainder names the last exchange before the freeze. The Deltas up to that one may still be on their way.
         return self._sent.keys() == self._wanted and all(
             self._agreement.taken(group, bucket) >= sync for (group, bucket), sync in self._sent.items()
         )
@@ -89,6 +81,7 @@ class CrossGroupCut(ExchangeExtension):
     def _report_if_complete(self) -> None:
         if self._frozen is not None and self.complete:
             self._server.queue.send_all(self._report)
+            # From here on the writer may read the frozen values, so nothing is added to them.
             self._frozen, self._report = None, ()
 
     # --- changes of the other groups -----------------------------------------------------------------------------
@@ -98,12 +91,14 @@ class CrossGroupCut(ExchangeExtension):
         model = self._server.state.model
         if model is None or viewable or not isinstance(message, Remainder):
             return None
+        # The same buffer as for the group's Deltas: a body is handled before the next one arrives.
         return model.flats.view(f"from {sender.group}", model.bucket(message.bucket))
 
     def handle(self, sender: Address, message: Message) -> Outbox:
         """Add a Remainder to the frozen values. A repeated one changes nothing."""
         assert isinstance(message, Remainder)
         body = self._server.state.known.body(message)
+        # A Remainder of a dropped snapshot, or after a failed freeze, has no frozen values to be added to.
         if self.take_exchange(sender, message, body) or self._frozen is None or message.number != self.number:
             return ()
         key = (sender.group, message.bucket)
@@ -125,10 +120,12 @@ class CrossGroupCut(ExchangeExtension):
 
     def _is_early(self, message: Message) -> bool:
         mark = message.cut if isinstance(message, Delta) else message.number if isinstance(message, Remainder) else 0
+        # This group's freeze is still to come, and the change must not be in its frozen values.
         return mark > self.number
 
     def exchanged(self, message: Message, body: torch.Tensor) -> None:
         """The values have taken a Delta, which its group may have sent before it froze."""
+        # `cut` below the number: the change was applied before its group froze, so the snapshot must have it.
         if self._frozen is not None and isinstance(message, Delta) and message.cut < self.number:
             self._add_late(message, body)
             self._report_if_complete()
@@ -138,6 +135,7 @@ class CrossGroupCut(ExchangeExtension):
 
     def _add(self, bucket: int, body: torch.Tensor) -> None:
         assert self._frozen is not None
+        # The writer's slices are views of these flats, and the order to write follows the report.
         self._frozen.flats[bucket].add_(body)
 
     def amend_exchange(self, message: Message) -> Message:
@@ -147,12 +145,8 @@ class CrossGroupCut(ExchangeExtension):
     # --- a second copy -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """As `ServerExtension.state_dict`.
-
-        `ServerSnapshots` has none while something is frozen.
-        """
+        # The other fields matter only while something is frozen, and then `ServerSnapshots` gives no state.
         return {"number": self.number, "early": self._early}
 
     def load_state_dict(self, state: State) -> None:
-        """As `ServerExtension.load_state_dict`."""
         self.number, self._early = state["number"], list(state["early"])

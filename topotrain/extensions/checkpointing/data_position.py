@@ -1,8 +1,7 @@
 """The batches that are in the values, from the applied units of each data stream.
 
 A stream counts units from 0, as the workers of this start of the job form them. A snapshot lists batches of an epoch's
-full list, because another start may form other units. Batches that an earlier start has applied are left out of the
-list before units are formed, so both counts are added up here.
+full list, because another start may form other units.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,8 +34,10 @@ class DataPosition:
     @staticmethod
     def of(job: Job, topology: Topology, source: SnapshotSource | None) -> "DataPosition":
         """The position at the start of a job. source: the snapshot that it resumes from."""
+        # With `per_worker_batch` a unit is one loader batch for each worker of the group.
         groups, unit = topology.worker_groups, topology.workers_per_group if job.per_worker_batch else 1
-        if job.cluster.backup:  # each worker has a stream of its own, in batches instead of rounds of them
+        # With backup workers each worker has a stream of its own, in batches instead of rounds of them.
+        if job.cluster.backup:
             groups, unit = groups * topology.workers_per_group, 1
         if source is None:
             return DataPosition(groups, unit, {})
@@ -44,6 +45,7 @@ class DataPosition:
 
     def add_lease(self, epoch: int, lease: int, first: int) -> None:
         """Note that a lease begins with this unit of its epoch."""
+        # A repeated lease of an epoch that is over would never be forgotten.
         if epoch >= self.closed:
             self._first[epoch << 32 | lease] = first
 
@@ -55,10 +57,8 @@ class DataPosition:
             self._before = {known: runs for known, runs in self._before.items() if known >= epoch}
 
     def applied(self, counts: Mapping[int, int]) -> dict[int, Runs]:
-        """The applied batches by epoch.
-
-        counts: the number of applied units of each stream.
-        """
+        """The applied batches by epoch. counts: applied units of each stream."""
+        # Also epochs of which only an earlier start has applied something.
         units: dict[int, list[tuple[int, int]]] = {epoch: [] for epoch in self._before}
         static: dict[int, dict[int, int]] = {}
         for stream, count in counts.items():
@@ -75,25 +75,22 @@ class DataPosition:
         return {epoch: self._batches(epoch, runs) for epoch, runs in sorted(units.items())}
 
     def _interleaved(self, counts: Mapping[int, int]) -> Iterable[tuple[int, int]]:
-        """The units of groups that take turns.
-
-        Units that all groups have applied are one range.
-        """
+        """The units of groups that take turns."""
         groups = self._groups
         least = min(counts.get(group, 0) for group in range(groups))
+        # Units that all groups have applied are one range, so that a manifest stays short.
         yield 0, least * groups
         for group, count in counts.items():
             for turn in range(least, count):
                 yield turn * groups + group, turn * groups + group + 1
 
     def _batches(self, epoch: int, units: Iterable[tuple[int, int]]) -> Runs:
+        # Batches that an earlier start applied were left out before units were formed, so both counts are joined here.
         before = self._before.get(epoch, ())
         return origin(before, ((first * self._unit, last * self._unit) for first, last in units))
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {"before": self._before, "first": self._first, "closed": self.closed}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._before, self._first, self.closed = dict(state["before"]), dict(state["first"]), state["closed"]

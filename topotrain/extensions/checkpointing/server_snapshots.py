@@ -1,7 +1,4 @@
-"""The snapshots of one shard: announced, frozen, and written by its host.
-
-The files, the clock and the thread that writes are the host's.
-"""
+"""The snapshots of one shard: announced, frozen, and written by its host."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -59,7 +56,6 @@ class ServerSnapshots:
     Args:
         me, job, topology: the server.
         source: the snapshot that the job resumes from, if any.
-        queue: sends messages.
         participants: extensions of the server that have a part of their own in every snapshot.
         cut: what other server groups add, where there are some.
     """
@@ -82,6 +78,7 @@ class ServerSnapshots:
         shards = tuple(server for group in together for server in topology.servers(group))
         # Shards send to the first one of their group, and these to the coordinator.
         self._receiver = shards[0] if me.index == 0 else self._servers[0]
+        # Groups that go on by themselves have workers in different steps when the shard freezes.
         apart = len(groups) > 1 or topology.synced
         position = DataPosition.of(job, topology, source)
         self.coordinator = SnapshotCoordinator(shards, position, apart) if me == shards[0] else None
@@ -99,16 +96,12 @@ class ServerSnapshots:
         self._unsent: dict[int, int] = {}  # worker group -> the snapshot of which its workers are to be told
 
     def attach_host(self, host: SnapshotHost, first: int = 1) -> None:
-        """From here on snapshots may be taken, from number `first` on.
-
-        The host gets the orders.
-        """
+        """From here on snapshots may be taken, from number `first` on."""
         self._host = host
         if self.coordinator is not None:
             self.coordinator.attach_host(host, first)
 
     def replace_host(self, host: SnapshotHost) -> None:
-        """Another process is the host from here on."""
         self._host = host
         if self.coordinator is not None:
             self.coordinator.attach_host(host)
@@ -116,6 +109,7 @@ class ServerSnapshots:
     def failed_replies(self) -> list[SnapshotPart]:
         """The replies in the place of a host that has died: its orders have failed."""
         error = {"error": f"the process of {self._me} has died"}
+        # Without them the coordinator would wait for ever, and take no later snapshot.
         replies = snapshot_parts(self._laid_out, WRITTEN, error) if self._laid_out else []
         if self.coordinator is not None and self.coordinator.publishing:
             replies += snapshot_parts(self.coordinator.number, PUBLISHED, error)
@@ -129,29 +123,25 @@ class ServerSnapshots:
     # --- from the announcement to the frozen shard ---------------------------------------------------------------
 
     def announce(self, number: int) -> None:
-        """The log of decisions has a snapshot behind the next step.
-
-        An announcement may be repeated.
-        """
+        """The log of decisions has a snapshot behind the next step."""
+        # An announcement may be repeated, and a freeze happens once.
         if number > max(self._last, self._due):
             self._announced = number
 
     def count_step(self, group: int, epoch: int = 0) -> int:
-        """A step of a group is carried out.
-
-        Returns the snapshot of which its workers are to be told, or 0.
-
-        epoch: the epoch of its batches.
-        """
+        """A step is done. Returns the snapshot at which its workers leave states, or 0."""
         self.steps[group] += 1
+        # A step may have no batches of a loader, and then no epoch.
         self._reading[group] = max(epoch, self._reading[group])
         if self._announced:
             self._due, self._announced = self._announced, 0
+            # Each worker group learns it with the reply to its own next step.
             self._unsent = dict.fromkeys(self.steps, self._due)
         return self._unsent.pop(group, 0)
 
     def end_steps(self) -> None:
         """No step will follow, so an announced snapshot is due."""
+        # With one server group the job is at its end, which needs no snapshot.
         if self._cut is not None and self._announced:
             self._due, self._announced = self._announced, 0
 
@@ -165,7 +155,7 @@ class ServerSnapshots:
         number, self._due = self._due, 0
         self._last = number
         if self._cut is not None:
-            # Also if freezing fails below: the masters in other groups wait for these.
+            # Also if freezing fails below: the masters in other groups wait for these messages.
             self._cut.send_remainders(number)
         if self._host is None:
             # All shards reply, so that the coordinator can drop the snapshot.
@@ -173,8 +163,10 @@ class ServerSnapshots:
             return
         facts = {**facts, "steps": sorted(self.steps.items()), "reading": sorted(self._reading.items())}
         reply: dict[str, Any] = {}
+        # Before the shard's own FROZEN, because the coordinator completes these facts with those of other groups.
         if self.coordinator is not None:
             self.coordinator.set_facts(number, facts, dict(counts))
+        # The first shard of each other group sends its facts with FROZEN. Other shards know nothing more.
         elif self._me.index == 0:
             reply = {"facts": {**facts, "counts": sorted(counts.items())}}
         if self._freezer is None:
@@ -192,6 +184,7 @@ class ServerSnapshots:
             self._send(number, FROZEN, {"rows": to_rows(frozen.table)})
         else:
             report = snapshot_parts(number, FROZEN, {"rows": to_rows(frozen.table), **reply}, self._me.index)
+            # FROZEN is sent when the changes under way are in the frozen values.
             self._cut.begin(frozen, [(self._receiver, part) for part in report])
 
     # --- texts of the other shards, and of the hosts -------------------------------------------------------------
@@ -201,19 +194,20 @@ class ServerSnapshots:
             self._queue.send(self._receiver, part)
 
     def receive(self, sender: Address, message: SnapshotPart) -> None:
-        """Handle a text of another server or of the host.
-
-        A host sends in the name of its server.
-        """
+        """Handle a text of another server, or of the host in its server's name."""
         if sender == self._me:
+            # A host does not set the shard, which the coordinator needs if the text is forwarded.
             message = replace(message, shard=self._me.index)
         down = message.stage in (LAYOUT, CUT)
+        # Replies go up, from the shards of a group over its first shard to the coordinator.
         if not down and self.coordinator is None:
             self._queue.send(self._receiver, message)
             return
         if not down and sender.group != self._me.group:
+            # Forwarded by the first shard of another group. The text names the shard that it is from.
             sender = self._shard_of(sender.group, message.shard)
         if message.stage == LAYOUT and self._me.index == 0 and self.coordinator is None:
+            # The coordinator sends LAYOUT to the first shard of each other group, which passes it on.
             self._queue.send_each(self._servers[1:], message)
         data = self._texts.add(sender, message)
         if data is None:
@@ -232,11 +226,14 @@ class ServerSnapshots:
     def _write(self, number: int, layout: Mapping[str, Any]) -> None:
         """Have the host write the frozen shard: the place of each element is known."""
         if number <= self._laid_out:
-            return  # repeated by the transport, or by a standby
+            # Repeated by the transport, or by a standby. The frozen shard is given away, so this would report an error.
+            return
         self._laid_out = number
+        # All shards take this from the same layout, so they forget the counts of the same epochs.
         self.closed = max(self.closed, int(layout.get("closed", 0)))
         frozen = self._frozen.pop(number, None)
         if frozen is None or layout.get("error"):
+            # A reply also after a failure: the coordinator waits for all shards before it drops the snapshot.
             self._send(number, WRITTEN, {"error": layout.get("error") or f"{self._me} had frozen nothing"})
             return
         try:
@@ -250,10 +247,7 @@ class ServerSnapshots:
     # --- a second copy -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State | None:
-        """Return the state, see `component_state`.
-
-        None: not possible while a frozen shard waits for its layout.
-        """
+        """Return the state. None: a frozen shard waits for its layout."""
         if self._frozen:
             return None
         return {
@@ -270,7 +264,6 @@ class ServerSnapshots:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._last, self.closed, self._laid_out = state["last"], state["closed"], state["laid_out"]
         self._reading, self.steps, self._unsent = dict(state["reading"]), dict(state["steps"]), dict(state["unsent"])
         self._texts.load_state_dict(state["texts"])

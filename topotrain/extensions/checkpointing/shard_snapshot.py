@@ -1,10 +1,7 @@
 """The frozen state of one shard, and the start of a shard from a snapshot.
 
 All shards of a server group freeze behind the same decision, so together they freeze a state that the job has been in.
-This is a consistent cut (Chandy and Lamport, 1985), which the log of decisions gives without markers. To freeze is to
-copy into memory that is kept from one snapshot to the next. The server handles no message meanwhile, and another thread
-writes. Elements are counted by parameter, in the order of their memory, and not by shard. So a job with another number
-of servers reads the same files.
+This is a consistent cut (Chandy and Lamport, 1985), which the log of decisions gives without markers.
 """
 
 from abc import ABC, abstractmethod
@@ -33,15 +30,13 @@ from topotrain.core.optim.state_table import (
 from topotrain.core.server.parameter_shard import ParameterShard, UpdateUnit
 from topotrain.extensions.checkpointing.table_file_layout import StoredTable
 
+# Only these names become types: a snapshot must not name code.
 _PLAIN_TYPES: Mapping[str, type] = {"float": float, "int": int, "bool": bool}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Elements from `lo` on of the tensor `name` of a file, 1-D.
-
-    The next snapshot overwrites the memory.
-    """
+    """Elements from `lo` on of a file's tensor, 1-D. The next snapshot overwrites it."""
 
     name: str
     lo: int
@@ -78,10 +73,7 @@ class SnapshotParticipant:
         return ""
 
     def freeze(self, frozen: FrozenShard) -> FrozenShard:
-        """Return the frozen shard with this extension's part.
-
-        Raises StateError if it has none now.
-        """
+        """Return the frozen shard with this extension's part, or raise StateError."""
         return frozen
 
 
@@ -102,7 +94,7 @@ class WorkerStateKeeper(ABC):
 
 
 class ShardFreezer:
-    """Copies a shard's values and optimizer state into memory that is kept.
+    """Copies a shard's values and optimizer state into memory that all snapshots use.
 
     Args:
         model, shard: the shard.
@@ -116,31 +108,28 @@ class ShardFreezer:
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
 
     def freeze(self) -> FrozenShard:
-        """Copy the shard.
-
-        Raises StateError for state that does not belong to parameters and elements.
-        """
+        """Copy the shard. Raises StateError for state without a place in parameters."""
         table: dict[int, dict[str, StateValue]] = {}
+        # One model can have one optimizer state. That of server group 0 stands for all groups.
         units = () if self._group else self._model.units
         state = tuple(slab for unit in units for slab in self._state(unit, table))
+        # Before `_by_bucket` below, which gives views of the copies that this makes.
         values = tuple(self._values() if self._group is None else self._mastered())
         return FrozenShard(self._model.map.parameters, values, state, table, self._by_bucket())
 
     def _by_bucket(self) -> dict[int, torch.Tensor]:
         spaces = {b.space: self._model.flats.range(b.space)[0] for b in self._model.buckets}
         return {
+            # Views and no copies: `CrossGroupCut` adds late changes of other groups to the slices that are written.
             b.id: self._kept["values", b.space][b.lo - spaces[b.space] : b.hi - spaces[b.space]]
             for b in self._model.buckets
         }
 
     def _mastered(self) -> Iterator[TensorSlice]:
-        """The values of the buckets that this group masters.
-
-        A bucket may have parts of several segments.
-        """
         self._copy()
         by_bucket = self._by_bucket()
         for bucket in self._model.buckets:
+            # A bucket may have parts of several segments, and another group's master writes the other buckets.
             for piece in bucket.pieces if bucket.master == self._group else ():
                 segment = self._model.map.segments[piece.segment]
                 name = self._model.map.parameters[segment.parameter].name
@@ -148,6 +137,7 @@ class ShardFreezer:
                 yield TensorSlice(name, segment.start + piece.lo - segment.lo, body)
 
     def _copy(self) -> None:
+        # The server handles no message meanwhile, so the copy is of one moment. Another thread writes it.
         for space in {segment.space: None for segment in self._segments}:
             flat = self._model.flats.flat("values", space)
             self._room(("values", space), flat.numel(), flat.dtype).copy_(flat)
@@ -158,6 +148,7 @@ class ShardFreezer:
         for segment in self._segments:
             lo, _ = model.flats.range(segment.space)
             held = self._kept["values", segment.space][segment.lo - lo : segment.hi - lo]
+            # Numbered by parameter in memory order and not by shard, so that any number of servers reads the files.
             yield TensorSlice(model.map.parameters[segment.parameter].name, segment.start, held)
 
     def _state(self, unit: UpdateUnit, table: dict[int, dict[str, StateValue]]) -> Iterator[TensorSlice]:
@@ -167,15 +158,18 @@ class ShardFreezer:
             first, last = unit.places[key][0], unit.places[key][-1]
             held, body = self._entry(unit, key, name, value, parameter, last.hi)
             known = table.setdefault(segment.parameter, {}).setdefault(name, held)
+            # The manifest has one entry per parameter, so all parts of it must agree, also on a step count.
             if known != held:
                 raise StateError(f"parts of {parameter.name} hold different state {name!r}: {known} and {held}")
             if body is not None:
+                # With whole tensors the unit has the tensor from its first element on.
                 start = 0 if unit.whole else segment.start + first.piece.lo - segment.lo
                 yield TensorSlice(entry_name(parameter, name), start, body)
 
     def _entry(
         self, unit: UpdateUnit, key: int, name: str, value: torch.Tensor | float, parameter: Parameter, count: int
     ) -> tuple[StateValue, torch.Tensor | None]:
+        # The name of the type keeps apart what torch treats differently: a float, an int and a bool.
         if not isinstance(value, torch.Tensor):
             return StateValue(NUMBER, type(value).__name__, (), value), None
         dtype = str(value.dtype).removeprefix("torch.")
@@ -183,6 +177,7 @@ class ShardFreezer:
             return StateValue(NUMBER, dtype, (), value.item()), None
         room = self._room((unit.buckets[0].id, key, name), value.numel(), value.dtype)
         if unit.whole and tuple(value.shape) == parameter.shape:
+            # The optimizer's tensor may have other strides. The file counts in the parameter's memory order.
             room.as_strided(parameter.shape, parameter.stride).copy_(value)
             return StateValue(ELEMENTS, dtype), room
         if value.numel() == count and not unit.whole:
@@ -195,6 +190,7 @@ class ShardFreezer:
 
     def _room(self, key: tuple[object, ...], count: int, dtype: torch.dtype) -> torch.Tensor:
         room = self._kept.get(key)
+        # Fresh memory costs several times the copy. State may appear, grow or change its type between snapshots.
         if room is None or room.numel() != count or room.dtype != dtype:
             room = self._kept[key] = torch.empty(count, dtype=dtype)
         return room
@@ -204,94 +200,58 @@ class ShardFreezer:
 
 
 class SnapshotSource(Protocol):
-    """A snapshot that a job resumes from."""
+    """A snapshot that a job resumes from. `checkpoint_reader.Manifest` explains it."""
 
     @property
     def number(self) -> int: ...
     @property
-    def version(self) -> int:
-        """The version of the values."""
-        ...
+    def version(self) -> int: ...
 
     @property
-    def clocks(self) -> Mapping[int, int]:
-        """The clocks of the worker groups of that job."""
-        ...
+    def clocks(self) -> Mapping[int, int]: ...
 
     @property
     def parameters(self) -> tuple[Parameter, ...]: ...
     @property
-    def optimizer(self) -> str:
-        """`adapter.OptimizerSpec.to_text`."""
-        ...
+    def optimizer(self) -> str: ...
 
     @property
-    def table(self) -> Table:
-        """The optimizer's state of each parameter."""
-        ...
+    def table(self) -> Table: ...
 
-    def steps(self, group: int) -> int:
-        """The number of steps of a worker group."""
-        ...
+    def steps(self, group: int) -> int: ...
 
-    def runs(self, epoch: int) -> Sequence[tuple[int, int]]:
-        """The batches of an epoch that are in the values, as ranges [first, last)."""
-        ...
+    def runs(self, epoch: int) -> Sequence[tuple[int, int]]: ...
 
     @property
-    def epochs(self) -> Sequence[int]:
-        """The epochs with such ranges."""
-        ...
+    def epochs(self) -> Sequence[int]: ...
 
     @property
-    def first_epoch(self) -> int | None:
-        """The epoch of the first batch that is not in the values.
-
-        None: no worker had read further.
-        """
-        ...
+    def first_epoch(self) -> int | None: ...
 
     @property
-    def closed(self) -> int:
-        """All epochs before this one were read to their end. They are not in `epochs`."""
-        ...
+    def closed(self) -> int: ...
 
     @property
-    def samples(self) -> Mapping[Address, int]:
-        """The number of samples of each worker of that job that are in the values."""
-        ...
+    def samples(self) -> Mapping[Address, int]: ...
 
-    def values(self, name: str, lo: int, out: torch.Tensor) -> None:
-        """Read elements of a parameter, from `lo` on, into a 1-D tensor.
+    def values(self, name: str, lo: int, out: torch.Tensor) -> None: ...
 
-        Raises ConfigError.
-        """
-        ...
-
-    def state(self, parameter: str, entry: str, lo: int, out: torch.Tensor) -> None:
-        """Read elements of a tensor of the optimizer's state. Raises ConfigError."""
-        ...
+    def state(self, parameter: str, entry: str, lo: int, out: torch.Tensor) -> None: ...
 
     @property
-    def tables(self) -> Sequence[Sequence[StoredTable]]:
-        """The parts of each server of the tables that scripts had opened."""
-        ...
+    def tables(self) -> Sequence[Sequence[StoredTable]]: ...
 
-    def rows(self, shard: int, table: str, column: str, lo: int, out: torch.Tensor) -> None:
-        """Read elements of a server's part of a table, from `lo` on. Raises ConfigError."""
-        ...
+    def rows(self, shard: int, table: str, column: str, lo: int, out: torch.Tensor) -> None: ...
 
 
 def unread(source: SnapshotSource) -> int:
     """The first epoch that was not read to its end when the snapshot was taken."""
+    # Without a `first_epoch` no worker had read further than the listed epochs.
     return min(source.epochs, default=source.closed) if source.first_epoch is None else source.first_epoch
 
 
 def restore(model: ParameterShard, source: SnapshotSource, shard: int) -> None:
-    """Fill a new shard.
-
-    Raises ConfigError if the snapshot belongs to another model or optimizer.
-    """
+    """Fill a new shard. Raises ConfigError for a snapshot of another model."""
     check_same(model.map.parameters, model.schema.optimizer, source)
     for segment in model.map.segments_of(shard):
         lo, _ = model.flats.range(segment.space)
@@ -312,9 +272,11 @@ def _loaded(
 ) -> Iterator[tuple[str, torch.Tensor | float]]:
     for name, held in state.items():
         if held.kind == NUMBER:
+            # A tensor without dimensions comes back as one: optimizers change it in place.
             plain = _PLAIN_TYPES.get(held.dtype) if held.dtype in PLAIN else None
             yield name, plain(held.value) if plain else torch.tensor(held.value, dtype=torch_dtype(held.dtype))
             continue
+        # Such state cannot be cut. A job with sliced tensors has no server that could hold it.
         if held.kind == WHOLE and not whole:
             accepted = "needs whole tensors: cluster { slicing: kTensor }"
             raise ConfigError("resume", f"{parameter.name}/{name}", accepted)
@@ -322,14 +284,12 @@ def _loaded(
         stride = None if held.kind == WHOLE or not whole else parameter.stride
         flat = torch.empty(torch.Size(shape).numel(), dtype=torch_dtype(held.dtype))
         source.state(parameter.name, name, start, flat)
+        # The strides of the parameter, as the optimizer would have made it.
         yield name, flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
 
 def check_same(parameters: Sequence[Parameter], optimizer: str, source: SnapshotSource) -> None:
-    """Raise ConfigError for a snapshot of another model or kind of optimizer.
-
-    Settings may differ.
-    """
+    """Raise ConfigError for another model or kind of optimizer. Settings may differ."""
     theirs = {p.name: p for p in source.parameters}
     for mine in parameters:
         there = theirs.get(mine.name)
@@ -342,6 +302,7 @@ def check_same(parameters: Sequence[Parameter], optimizer: str, source: Snapshot
     more = theirs.keys() - {p.name for p in parameters}
     if more:
         raise ConfigError("resume", min(more), f"is in snapshot {source.number}, and not in the model")
+    # The optimizer's state is stored by the parameter's number.
     if [p.name for p in parameters] != [p.name for p in source.parameters]:
         raise ConfigError("resume", parameters[0].name, f"stands elsewhere in snapshot {source.number}: another order")
     new, old = OptimizerSpec.from_text(optimizer), OptimizerSpec.from_text(source.optimizer)

@@ -1,4 +1,4 @@
-"""The coordinator of snapshots: their schedule, and their exchange with the shards
+"""The coordinator of snapshots: their schedule, and their exchange with shards.
 
     host          SnapshotRequest      -> coordinator   it is time
     coordinator   StepDecision(change) -> shards        after the next step that is decided, freeze
@@ -10,8 +10,7 @@
 Several server groups take a snapshot together (`cross_group_cut`). The first coordinator sends CUT to the others. They
 announce the snapshot to their shards, and forward the messages in both directions.
 
-One snapshot is taken at a time, since there is memory for one. A failure ends this snapshot and nothing else. All
-shards reply first. Then the files of the snapshot are dropped, and the snapshot before it stays.
+A failure ends one snapshot and nothing else: its files are dropped, and the snapshot before it stays.
 """
 
 from collections.abc import Mapping
@@ -52,13 +51,13 @@ class PublishSnapshot:
     The host replies with PUBLISHED.
 
     Attributes:
-        why: TIME, STEP or END.
         facts: entries of the manifest.
         written: the WRITTEN of each shard's host.
         deposits: the states of the workers.
     """
 
     number: int
+    # TIME, STEP or END.
     why: str
     facts: Mapping[str, Any]
     written: tuple[Mapping[str, Any], ...]
@@ -67,10 +66,7 @@ class PublishSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class DropSnapshot:
-    """Order to the coordinator's host: this snapshot has failed, for this reason.
-
-    number: 0 if no snapshot was begun, since none can be taken.
-    """
+    """Order to the coordinator's host: the snapshot has failed (0: none was begun)."""
 
     number: int
     why: str
@@ -83,10 +79,7 @@ class SnapshotHost(Protocol):
     """The process of a server, which has its files."""
 
     def execute(self, order: SnapshotOrder) -> None:
-        """Start to carry out an order.
-
-        The reply is a message to the server, from the server itself.
-        """
+        """Start to carry out an order. The reply is a message from the server to itself."""
         ...
 
 
@@ -116,10 +109,7 @@ class WorkerStates:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A snapshot that has been announced.
-
-    `counts` are those of the data streams when it was frozen.
-    """
+    """A snapshot that has been announced. `counts`: of the data streams at the freeze."""
 
     number: int
     reason: str = TIME
@@ -132,20 +122,23 @@ class _UnderWay:
     why: str = ""
 
     def set_facts(self, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
-        """Set what the coordinator knows at the moment its own shard freezes."""
         self.facts, self.counts = dict(facts), counts
 
     def add_facts(self, facts: Any) -> None:
-        """Add the facts of another server group's coordinator. Other shards have none."""
+        """Add the facts of another server group's coordinator."""
+        # Only the first shard of each group sends facts.
         if not facts:
             return
         for name in ("steps", "clocks", "reading", "reads", "samples", "ended"):
+            # JSON makes lists of tuples, so both sides are lists before they are compared.
             self.facts[name] = sorted([*map(list, self.facts.get(name, ())), *facts[name]])
+        # The values of the one model have the updates of all groups.
         self.facts["version"] += facts["version"]
+        # Streams belong to worker groups, so those of two server groups are different ones.
         self.counts = {**self.counts, **dict(facts["counts"])}
 
     def fail(self, why: str) -> None:
-        """Note the reason of a failure. The first reason stays."""
+        # Later failures are mostly consequences of the first one.
         self.why = self.why or why
 
     def lay_out(self) -> None:
@@ -153,7 +146,6 @@ class _UnderWay:
         self.laid_out = True
 
     def publish(self) -> None:
-        """The manifest is ordered."""
         self.publishing = True
 
 
@@ -169,6 +161,7 @@ class SnapshotCoordinator:
     def __init__(self, servers: tuple[Address, ...], position: DataPosition, apart: bool) -> None:
         self._servers, self._apart = servers, apart
         group = servers[0].group
+        # Only these are sent to directly. The first shard of another group forwards to the rest of its group.
         self._near = [server for server in servers if server.group == group or server.index == 0]
         self._others = [server for server in self._near if server.group != group]
         self._host: SnapshotHost = NoFiles()
@@ -196,9 +189,11 @@ class SnapshotCoordinator:
 
     def begin(self, why: str = TIME) -> int:
         """Begin a snapshot. Returns its number, or 0 while another is under way."""
+        # There is memory for one frozen shard.
         if self._now is not None:
             return 0
         self._now = _UnderWay(self.next, why)
+        # A failed snapshot keeps its number, so late replies about it are never taken for those of another one.
         self.next += 1
         return self._now.number
 
@@ -207,10 +202,7 @@ class SnapshotCoordinator:
         return [(other, part) for other in self._others for part in snapshot_parts(number, CUT, {})]
 
     def set_facts(self, number: int, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
-        """The coordinator's own shard is about to freeze.
-
-        The others freeze at the same decision.
-        """
+        """The coordinator's own shard is about to freeze, at the decision of all shards."""
         if self._now is not None and self._now.number == number:
             self._now.set_facts(facts, counts)
 
@@ -220,10 +212,12 @@ class SnapshotCoordinator:
         if now is None or now.number != number:
             return []
         if stage == PUBLISHED:
+            # With or without an error: the host has removed the files of a manifest that could not be written.
             self._now = None
             return []
         if now.publishing:
-            return []  # repeated by the standby of a shard whose host has written it
+            # Repeated by the standby of a shard, after the shard's host has written it.
+            return []
         if data.get("error"):
             now.fail(str(data["error"]))
         if stage == WRITTEN:
@@ -236,8 +230,10 @@ class SnapshotCoordinator:
         now.frozen[shard] = data
         if len(now.frozen) < len(self._servers) or now.laid_out:
             return []
-        now.lay_out()  # the coordinator's own shard has replied, so it is frozen
+        # The coordinator's own shard has replied as well, so it is frozen and its facts are set.
+        now.lay_out()
         merged: Table = {}
+        # After a failure the layout is sent all the same, so that every shard replies and drops its frozen state.
         if own is not None and not now.why:
             known = own.parameters
             try:
@@ -248,6 +244,7 @@ class SnapshotCoordinator:
         now.facts["optimizer"] = rows
         for reply in now.frozen.values() if self._others else ():
             now.add_facts(reply.get("facts"))
+        # An epoch that every group has left is read to its end, and manifests stop listing it.
         self.position.close(min((epoch for _, epoch in now.facts.get("reads", ())), default=0))
         now.facts["closed"] = self.position.closed
         layout = {"rows": rows, "error": now.why, "closed": self.position.closed}
@@ -286,25 +283,21 @@ class SnapshotCoordinator:
             self._publish(now, workers.present, workers.counts, exact=True)
 
     def stop_waiting(self, workers: WorkerStates) -> None:
-        """The next snapshot is due: publish this one with older states, or drop it.
-
-        Older states are as good where groups go on by themselves. Within a group all states belong to one step.
-        """
+        """The next snapshot is due: publish this one with older states, or drop it."""
         now = self._waiting
         missing = set() if now is None else workers.expected - workers.present.keys()
         if now is None or not missing:
             return
+        # Where groups go on by themselves, a state from the begin of an epoch is as good.
         if self._apart and missing <= workers.older.keys():
             older = {worker: workers.older[worker] for worker in missing}
             self._publish(now, {**workers.present, **older}, workers.counts, exact=False)
         else:
+            # Within a synchronous group all states belong to one step, and an older one would not fit.
             self._drop(now, "the state of " + ", ".join(map(str, sorted(missing))) + " never came")
 
     def abandon(self, group: int, workers: WorkerStates) -> str:
-        """Drop the snapshot if it waits for a worker that has restarted.
-
-        Returns the reason for which the dropped snapshot was taken, or an empty text.
-        """
+        """Drop a snapshot that waits for a restarted worker. Returns its reason, or ""."""
         now = self._now
         # Several groups have older states. Before the shard is frozen, the new workers leave the state themselves.
         if now is None or self._apart or not now.facts:
@@ -312,6 +305,7 @@ class SnapshotCoordinator:
         missing = sorted(w for w in workers.expected - workers.present.keys() if w.group == group)
         if not missing:
             return ""
+        # The manifest is ordered already, with the states that it needs.
         if now.publishing:
             return ""
         now.fail(f"{', '.join(map(str, missing))} had to start again")
@@ -321,17 +315,18 @@ class SnapshotCoordinator:
     def _publish(
         self, now: _UnderWay, deposits: Mapping[Address, torch.Tensor], counts: Mapping[int, int], exact: bool
     ) -> None:
-        """Order the manifest. counts: of the streams now.
-
-        exact: no state is older than the snapshot.
-        """
+        """Order the manifest. counts: of the streams now. exact: no state is older."""
         now.publish()
+        # Epochs of which something was applied after the freeze: workers read there now.
         since = [stream >> 32 for stream, count in counts.items() if count > now.counts.get(stream, 0)]
-        reading = dict(now.facts.get("reading", ())).values()  # the epoch that each group read then, or an earlier one
-        if self._others:  # what those groups have applied since is not known here
+        # The epoch that each group read at the freeze, or an earlier one.
+        reading = dict(now.facts.get("reading", ())).values()
+        # The batches that other server groups have applied since are not known here.
+        if self._others:
             since, exact = list(reading), False
         elif len(reading) > 1 and any(stream & STATIC for stream in counts):
-            since += reading  # no group waits at the end of an epoch for one that reads its part of it, or has died
+            # No group waits at the end of an epoch for one that still reads its part of it, or has died.
+            since += reading
         first = min(since, default=None)
         applied = self.position.applied(now.counts)
         if first is not None and exact:
@@ -344,12 +339,10 @@ class SnapshotCoordinator:
     # --- a second copy -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         now = None if self._now is None else field_values(self._now)
         return {"next": self.next, "now": now, "position": self.position.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self.next, now = state["next"], state["now"]
         self._now = None if now is None else _UnderWay(*now)
         self.position.load_state_dict(state["position"])
@@ -360,13 +353,13 @@ class SnapshotSchedule:
 
     Args:
         coordinator: takes the snapshots.
-        rhythm: the steps of the first worker group behind which one is taken.
-        steps: the number of steps that this group has done.
+        rhythm, steps: of the first worker group: the steps to take one behind, and the steps done.
     """
 
     def __init__(self, coordinator: SnapshotCoordinator, rhythm: Rhythm, steps: int) -> None:
         self._coordinator, self._rhythm = coordinator, rhythm
-        self._begun = self._due = rhythm.passed(steps)  # of the snapshots by steps: how many were begun, and were due
+        # Of the snapshots by steps: how many were begun, and were due. A resumed job has had those before its step.
+        self._begun = self._due = rhythm.passed(steps)
         self._timed = 0  # the snapshot that was under way when the last one by time was requested
         self._ends = False
 
@@ -375,6 +368,7 @@ class SnapshotSchedule:
         coordinator = self._coordinator
         if not coordinator.has_host:
             return 0
+        # It was under way at the last request already, so it has had a whole interval.
         if coordinator.number and coordinator.number == self._timed:
             coordinator.stop_waiting(workers)
         number = coordinator.begin()
@@ -386,10 +380,7 @@ class SnapshotSchedule:
         self._ends = True
 
     def _count(self, steps: int) -> int:
-        """The number of snapshots that are due by this step of the first worker group.
-
-        0: a step of another group.
-        """
+        """The snapshots due by this step of the first worker group (0: another group's)."""
         return self._rhythm.passed(steps) if steps else self._begun
 
     def is_due(self, steps: int) -> bool:
@@ -397,38 +388,31 @@ class SnapshotSchedule:
         return self._coordinator.has_host and (self._ends or self._count(steps) > self._begun)
 
     def is_late(self, steps: int) -> bool:
-        """Whether another snapshot is under way, and two more are due.
-
-        True once per snapshot.
-        """
+        """Whether another snapshot is under way, and two more are due (once for each)."""
         late = self._coordinator.number > 0 and self._count(steps) > self._due + 1
         if late:
+            # Once per interval: a snapshot that waits for a disk is not given up, and asking again changes nothing.
             self._due = self._count(steps)
         return late
 
     def begin(self, steps: int) -> int:
-        """Begin the snapshot that is due.
-
-        Returns its number, or 0 while another is under way.
-        """
+        """Begin the due snapshot. Returns its number, or 0 while another is under way."""
+        # `_begun` stays, so this one is still due behind the next step.
         if self._coordinator.number:
             return 0
         why, self._ends = END if self._ends else STEP, False
+        # Several intervals that passed meanwhile make one snapshot.
         self._begun = self._due = self._count(steps)
         return self._coordinator.begin(why)
 
     def restart(self, group: int, workers: WorkerStates) -> None:
-        """The workers of a group have restarted.
-
-        The last snapshot is taken again, behind their first step.
-        """
+        """The workers of a group have restarted."""
+        # The launcher still waits for the last snapshot: it is taken again, behind their first step.
         self._ends = self._coordinator.abandon(group, workers) == END or self._ends
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {"begun": self._begun, "due": self._due, "timed": self._timed, "ends": self._ends}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._begun, self._due = state["begun"], state["due"]
         self._timed, self._ends = state["timed"], state["ends"]

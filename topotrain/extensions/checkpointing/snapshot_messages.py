@@ -21,9 +21,12 @@ from topotrain.core.server.component_state import State
 FROZEN, LAYOUT, WRITTEN, PUBLISHED, CUT = 0, 1, 2, 3, 4
 """Values of SnapshotPart.stage."""
 
+# Bounds of the memory that texts of other servers can take.
 _MOST_PARTS = 4096
+# MAX_TEXT is in bytes, and a character of UTF-8 has at most four.
 _PART = MAX_TEXT // 4
-_MOST_OPEN = 4096  # texts of which some parts have not arrived
+# Texts of which some parts have not arrived.
+_MOST_OPEN = 4096
 
 
 @message(64, Route(Sender.SELF, Receiver.COORDINATOR))
@@ -90,23 +93,22 @@ class TextParts:
         self._parts: dict[tuple[Address, int, int], dict[int, str]] = {}
 
     def add(self, sender: Address, message: SnapshotPart) -> dict[str, Any] | None:
-        """Keep a part. Returns the data with the last part.
-
-        Raises:
-            ProtocolError: a part that no correct server sends.
-        """
+        """Keep a part. Returns the data with the last part. Raises ProtocolError."""
+        # These numbers come from a peer and decide about memory.
         if not 0 <= message.part < message.parts <= _MOST_PARTS:
             raise ProtocolError(f"part {message.part} of {message.parts} about a snapshot")
         key = (sender, message.number, message.stage)
         if key not in self._parts and len(self._parts) >= _MOST_OPEN:
             raise ProtocolError(f"{sender} begins too many texts about snapshots")
         parts = self._parts.setdefault(key, {})
+        # By number: a repeated part changes nothing, and parts may overtake each other on new connections.
         parts[message.part] = message.text
         if len(parts) < message.parts:
             return None
         del self._parts[key]
         try:
             data = json.loads("".join(parts[i] for i in range(message.parts)))
+        # KeyError: parts with different totals. RecursionError: deeply nested JSON.
         except (ValueError, KeyError, RecursionError) as error:
             raise ProtocolError(f"not about a snapshot: {error}") from error
         if not isinstance(data, dict):
@@ -114,9 +116,7 @@ class TextParts:
         return data
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {"parts": self._parts}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._parts = {key: dict(parts) for key, parts in state["parts"].items()}

@@ -4,7 +4,7 @@
                                ...                    kind of the optimizer's state of rows: "TABLE/exp_avg"
 
 This module is pure and does not import torch. The layout of a file follows from the descriptions of its tables, which
-are in the manifest. So a reader knows the header that it must find, as with the other files (`safetensors_layout`).
+are in the manifest, so a reader knows the header that it must find.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 from topotrain.core.model.safetensors_layout import FlatFile, TensorDescription, lay_out
 
 IDS = "ids"
+# Refuses the number of a damaged manifest before sizes are computed from it.
 _MOST_ROWS = 1 << 48
 
 
@@ -38,12 +39,10 @@ class StoredTable:
     columns: Mapping[str, float]
 
     def field(self, name: str) -> Any:
-        """Return a field of the description."""
         return json.loads(self.spec)[name]
 
     @property
     def name(self) -> str:
-        """The table's name."""
         return str(self.field("name"))
 
     def to_data(self) -> list[Any]:
@@ -52,26 +51,23 @@ class StoredTable:
 
     @staticmethod
     def from_data(data: Any) -> "StoredTable":
-        """Read the form of `to_data`.
-
-        Raises:
-            ValueError: `to_data` cannot have written this.
-        """
+        """Read the form of `to_data`. Raises ValueError for anything else."""
         try:
             spec, optimizer, pushes, rows, columns = data
             made = StoredTable(
                 str(spec), str(optimizer), int(pushes), int(rows), {str(n): float(f) for n, f in columns}
             )
             fine = made.field("width") >= 1 and type(made.field("dtype")) is str and made.name != ""
+        # Without ValueError, which passes as it is. The text is cut, since damaged data may be long.
         except (KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"not a table: {error!r}"[:120]) from error
+        # "ids" names the row numbers in the file, so no column may have this name.
         if not fine or not 0 <= made.rows < _MOST_ROWS or made.pushes < 0 or IDS in made.columns:
             raise ValueError(f"not a valid table: {made.name[:80]!r}")
         return made
 
 
 def file_of(shard: int) -> str:
-    """Return the name of a server's file."""
     return f"tables-{shard}.safetensors"
 
 
@@ -81,15 +77,12 @@ def entry_of(table: str, column: str) -> str:
 
 
 def tables_file(kept: Iterable[StoredTable]) -> FlatFile:
-    """Return the layout of one server's file.
-
-    Raises:
-        ValueError: as `lay_out`.
-    """
+    """Return the layout of one server's file. Raises ValueError as `lay_out`."""
     told = []
     for table in kept:
         width, dtype = int(table.field("width")), str(table.field("dtype"))
         told.append(TensorDescription(entry_of(table.name, IDS), "int64", (table.rows,), (1,)))
+        # Sorted as in the manifest, so that writers and readers lay out alike.
         for column in sorted(table.columns):
             told.append(TensorDescription(entry_of(table.name, column), dtype, (table.rows, width), (width, 1)))
     return lay_out(told, {"format": "pt"})

@@ -1,8 +1,7 @@
 """Save and restore learning rates and LR schedulers of a worker's optimizer.
 
-The script does not hand over its schedulers, so they are found by their references to the optimizer. A scheduler is
-identified by its class, because the next process has other objects. Two schedulers of one class, or a scheduler with a
-state that is not plain data, are left out with a notice. For these the script calls `tt.keep`.
+The script does not hand over its schedulers, so they are found by their references to the optimizer. Two schedulers of
+one class, or one with state that is not plain data, are left out with a notice. For these the script calls `tt.keep`.
 """
 
 import gc
@@ -18,16 +17,14 @@ from topotrain.core.events import Notifier
 from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
 from topotrain.extensions.resume.worker_state import WorkerState
 
+# Entries of a parameter group that name its parameters, and are not settings.
 _APART = frozenset({"params", "param_names"})
 
 
 class OptimizerRates:
     """Parameter groups and schedulers of one optimizer.
 
-    Args:
-        optimizer: the script's.
-        kept: the objects of `tt.keep` by name. A scheduler among them is identified by its name.
-        notifier: shows each notice once.
+    kept: the objects of `tt.keep` by name. notifier: shows each notice once.
     """
 
     def __init__(self, optimizer: Optimizer, kept: Mapping[str, object], notifier: Notifier) -> None:
@@ -51,17 +48,20 @@ class OptimizerRates:
         self._seen = seen
 
     def _search(self) -> None:
+        # PyTorch has no list of an optimizer's schedulers.
         owners = gc.get_referrers(self._optimizer)
         found = [o for o in owners if isinstance(o, LRScheduler)]
         # Before Python 3.13 the attributes of an object may be in a dict, which then is the referrer.
         dicts = [o for o in owners if isinstance(o, dict)]
         found += [o for o in gc.get_referrers(*dicts) if isinstance(o, LRScheduler)] if dicts else []
         self._all = list({id(o): o for o in found if self.has(o)}.values())
+        # SequentialLR and ChainedScheduler have the states of their inner schedulers in their own.
         inner = {id(i) for o in self._all for i in getattr(o, "_schedulers", ())}
         names = {id(thing): f"tt.keep {name}" for name, thing in self._kept.items()}
         by_name: dict[str, list[Any]] = {}
         for one in self._all:
             if id(one) not in inner:
+                # By class, because the next process has other objects. An object of `tt.keep` has a name of its own.
                 by_name.setdefault(names.get(id(one), type(one).__qualname__), []).append(one)
         self._named = {name: ones[0] for name, ones in by_name.items() if len(ones) == 1}
         for name in by_name.keys() - self._named.keys():
@@ -91,6 +91,7 @@ class OptimizerRates:
                 if name not in _APART:
                     try:
                         pairs[name] = pack(value, tensors)
+                    # A setting that is not plain data. The script sets it again.
                     except UnserializableState:
                         continue
             groups.append(pairs)
@@ -103,15 +104,12 @@ class OptimizerRates:
         return groups, schedulers
 
     def restore(self, state: WorkerState) -> None:
-        """Restore groups and schedulers.
-
-        Raises:
-            ConfigError: the script has another optimizer.
-        """
+        """Restore groups and schedulers. Raises ConfigError for another optimizer."""
         groups = self._optimizer.param_groups
         if len(groups) != len(state.groups):
             raise ConfigError("optimizer.param_groups", len(groups), f"must be {len(state.groups)}, as before")
         if state.schedulers:
+            # `find` looks at the begin of an epoch, and this is earlier.
             self._search()
         for name, packed in state.schedulers.items():
             one = self._named.get(name)
@@ -121,6 +119,7 @@ class OptimizerRates:
                 )
                 continue
             one.load_state_dict(unpack(packed, state.tensors))
+        # After the schedulers: loading one does not set the rates, and its constructor has changed them.
         for group, packed in zip(groups, state.groups, strict=True):
             if not isinstance(packed, dict):
                 raise ConfigError("optimizer.param_groups", repr(packed)[:80], "must be packed groups")

@@ -1,7 +1,4 @@
-"""The earlier processes of a worker, for its fresh process.
-
-They ran in this run of the job, or in an earlier run that the job continues.
-"""
+"""The earlier processes of a worker, in this run of the job or in an earlier one."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -47,21 +44,21 @@ class PreviousRun:
     main: WorkerState | None = None
 
     def restores(self, epoch: int) -> bool:
-        """Whether the state is restored at the begin of this pass.
-
-        The state may be of a later pass than the first one that is not over, because groups that do not wait for each
-        other are in different passes. It is then restored for the first pass, and again for its own pass.
-        """
+        """Whether the state is restored at the begin of this pass."""
+        # Groups that do not wait for each other are in different passes, so the state may be of a later one.
+        # It is then restored twice: for the first pass that is not over, and again for its own.
         return self.condition is not None and epoch in (self.first, self.condition.passes)
 
     def opening(self, sight: EpochStart) -> ResumePoint:
         """Return where a pass of this epoch begins."""
         begun = self.condition if self.restores(sight.epoch) else None
+        # Generators of another worker, or of another pass, would draw other masks.
         mine = begun if begun is not None and self.own and begun.passes == sight.epoch else None
         drawn, source = self._drawn(sight, mine)
         return ResumePoint(
             done=() if self.past is None else self.past.runs(sight.epoch),
             returned=self.returned and sight.epoch == self.first,
+            # "": in the plan's own way, with the generators as they are.
             drawn="" if drawn == sight.drawn else drawn,
             dice=None if source is None else source.draw or source.begin,
             fresh=True if source is None else source.fresh,
@@ -71,6 +68,7 @@ class PreviousRun:
 
     def _drawn(self, sight: EpochStart, mine: WorkerState | None) -> tuple[Literal["dice", "seed"], WorkerState | None]:
         """Return how an epoch was first drawn, and the state with its generators."""
+        # A state of this run knows how its pass was drawn. In a snapshot the state of worker (0,0) does.
         if mine is not None and self.alive:
             return mine.drawn, mine
         if self.main is None or self.past is None:
@@ -78,6 +76,7 @@ class PreviousRun:
         if sight.epoch == self.main.passes:
             return self.main.drawn, self.main
         # Only groups without a common draw are in several epochs at once.
+        # A pass that was begun must be drawn again in the same order, or its applied batches would be other samples.
         begun = sight.epoch < self.main.passes or bool(self.past.runs(sight.epoch))
         return ("seed" if begun else sight.drawn), None
 
@@ -85,16 +84,17 @@ class PreviousRun:
 def find(here: Context, worker: Worker) -> PreviousRun:
     """Find the saved state of this worker, and its steps that are applied since.
 
-    Raises:
-        ConfigError: the state cannot be read.
+    Raises ConfigError if the state cannot be read.
     """
     past: Manifest | None = here.resumed
     returned = here.place.identity.incarnation > 0
     conditions = {} if past is None else {who: _read(past, *who) for who in past.workers}
     main = conditions.get((0, 0))
     before = conditions.get((here.me.group, here.me.index))
+    # A worker that the earlier job did not have takes the model's buffers and schedulers of worker (0,0).
     own, before = before is not None, before or main
     steps = 0 if before is None else before.steps
+    # A pass is over when it is over for all groups. Those that were ahead find it empty.
     first = min((condition.passes for condition in conditions.values()), default=0)
     # A worker may have saved its state one step before the values.
     if past is not None and past.first_epoch is not None:
@@ -103,8 +103,10 @@ def find(here: Context, worker: Worker) -> PreviousRun:
     later, alive, taken = None, False, 0
     if returned:
         taken = worker.client.extension(DataClient).applied(-1)
+        # The servers count commits, and each is `n_push` calls of `optimizer.step()`.
         steps += taken * here.place.job.cluster.n_push
         left, since = worker.client.extension(WorkerStateClient).load()
+        # A state of this run is newer than the snapshot's.
         if left is not None:
             before, own, alive = WorkerState.from_bytes(_bytes(left)), True, True
             first = before.passes

@@ -1,12 +1,11 @@
 """Resume of a worker's script in a fresh process.
 
-The fresh process runs the script again from its first line. The servers know which batches are applied. Everything else
-is known only to the worker (`worker_state`).
+The fresh process runs the script again from its first line. The servers know which batches are applied, and everything
+else is known only to the worker (`worker_state`).
 
-* A worker saves its state at server (0,0) when its script is about to get a batch. Everything that a step changes has
-  changed by then.
+* A worker saves its state at server (0,0) when its script is about to get a batch.
 * A fresh process restores buffers and the objects of `tt.keep` in `tt.prepare`. It restores schedulers and random
-  number generators at the begin of the pass that was under way, so that the same order is drawn again.
+  number generators at the begin of the pass that was under way.
 * Passes that were over are empty. Batches that are applied are left out by the data loader, not here.
 * Work of the script between its last save and its death is done again. One thing is not known: a scheduler's last
   step, if it came after the last request of a batch.
@@ -39,24 +38,17 @@ from topotrain.training.worker import Worker
 
 
 def _saves(here: Context) -> bool:
-    """Whether this worker saves its state at the begin of each pass.
-
-    For a snapshot it also tells server (0,0) of which workers a state will come.
-    """
+    """Whether this worker saves its state at the begin of each pass."""
     job, topology = here.place.job, here.place.topology
     restarts = job.on_failure is OnFailure.kContinue and topology.regroups(here.me.group)
+    # For snapshots, too: from this state server (0,0) knows which workers will leave one.
     return restarts or takes_snapshots(job, topology)
 
 
 class ScriptResume(ScriptPosition):
     """Records the position of a worker's script, and restores it in a fresh process.
 
-    Args:
-        here: this process.
-        worker, optimizer: those that `tt.prepare` has made.
-
-    Raises:
-        ConfigError: the saved state does not fit this script.
+    Raises ConfigError if the saved state does not fit this script.
     """
 
     def __init__(self, here: Context, worker: Worker, optimizer: Optimizer) -> None:
@@ -68,10 +60,14 @@ class ScriptResume(ScriptPosition):
         self._turns = 0
         self.in_epochs = False
         """Whether the script is in the middle of a loop over `tt.epochs`."""
-        self._at = WorkerState(self._earlier.first, self._earlier.steps)  # the part that is the same for the whole pass
-        self._begins = False  # the script has not got the first batch of the pass
-        self._now: Stand = {}  # generators before the requested batch
-        self._moment: Stand = {}  # generators at the saved position of the earlier process
+        # The part that is the same for the whole pass.
+        self._at = WorkerState(self._earlier.first, self._earlier.steps)
+        # The script has not got the first batch of the pass.
+        self._begins = False
+        # Generators before the requested batch.
+        self._now: Stand = {}
+        # Generators at the saved position of the earlier process.
+        self._moment: Stand = {}
         self._marked: tuple[object, ...] = ()
         self._latest: WorkerState | None = None
         self._latest_step = -1
@@ -80,6 +76,7 @@ class ScriptResume(ScriptPosition):
             worker.rejoin(self._earlier.taken)
         if self._earlier.condition is not None:
             self._restore_buffers(self._earlier.condition.buffers)
+            # Objects that the script gives to `tt.keep` later are restored there, by `restore_kept`.
             for name in here.kept:
                 self.restore_kept(name)
 
@@ -99,6 +96,7 @@ class ScriptResume(ScriptPosition):
         parts = self._worker.parts
         for described, buffer in zip(parts.buffers, parts.buffer_tensors, strict=True):
             found = left.get(described.name)
+            # A meta buffer has no values: the layer is on another worker.
             if buffer.is_meta or found is None:
                 continue
             if (found.shape, found.dtype) != (buffer.shape, buffer.dtype):
@@ -119,10 +117,12 @@ class ScriptResume(ScriptPosition):
         self._generators, kept_iterator = sight.generators, False
         begin, fresh = {}, sight.fresh
         if condition is not None and earlier.restores(sight.epoch):
+            # Again at the begin of the pass: the script may have changed the objects since `tt.prepare`.
             for name in self._here.kept:
                 self.restore_kept(name)
             self._rates.restore(earlier.later or condition)
             if opening.restored:
+                # The loader draws the pass from these generators, so it gets the same order of samples.
                 put_back(condition.begin, sight.generators, device)
                 begin, fresh, kept_iterator = condition.begin, condition.fresh, not condition.fresh
                 self._moment = condition.now
@@ -133,12 +133,14 @@ class ScriptResume(ScriptPosition):
             drawn=opening.drawn or sight.drawn,
             fresh=opening.fresh if opening.drawn else fresh,
             begin=begin or stand(sight.generators, device),
+            # Stored only where they differ: generator states take kilobytes in every saved state.
             draw={} if drawn_by is None or drawn_by is begin else drawn_by,
         )
         self._begins = True
         return opening, kept_iterator
 
     def opened(self) -> None:
+        # After the draw of the pass: from here on masks continue at the saved position within it.
         if self._moment:
             put_back(self._moment, self._generators, self._worker.device)
         self._moment = {}
@@ -152,6 +154,7 @@ class ScriptResume(ScriptPosition):
             GroupLeaving: the worker's group leaves the job.
         """
         self._check_whether_it_leaves()
+        # Only for a state that will be saved: reading all generators takes time in every step.
         if self._worker.snapshot or self._worker.lazy:
             self._now = self._generator_state()
 
@@ -172,22 +175,25 @@ class ScriptResume(ScriptPosition):
             raise GroupLeaving
 
     def given(self) -> None:
+        # The script is about to get a batch, so everything that its last step changes has changed by now.
         if self._begins:
             self._begin()
+        # A scheduler has stepped within the pass. Rates and schedulers are small, unlike the whole state.
         elif self._saves and (mark := self._rates.mark()) != self._marked:
             self._marked = mark
             self._save(SINCE, self._rated(WorkerState(self._at.passes, self._worker.tally.steps)))
         if self._worker.snapshot:
             self._save_for_snapshot()
         if self._worker.lazy and self._latest_step != self._worker.tally.steps:
-            # A lazy step is known to be applied only in the next one. The state is then no longer that of the step.
+            # A lazy step is known to be applied only in the next one. By then the state is no longer that of the step.
             self._latest, self._latest_step = self._whole(self._now), self._worker.tally.steps
 
     def _begin(self) -> None:
         self._begins = False
         self._rates.find()
         self._marked = self._rates.mark()
-        self._now = {}  # for this batch the generators are those at the begin of the pass
+        # For the first batch the generators are those at the begin of the pass.
+        self._now = {}
         if self._saves:
             self._save(EPOCH, self._whole({}))
 
@@ -195,14 +201,17 @@ class ScriptResume(ScriptPosition):
         """Save the state at the end of the script, with no pass under way."""
         if self._worker.snapshot and self._worker.lazy:
             self._save_for_snapshot()
+        # The last lazy step may bring another snapshot's number.
         self._worker.client.values.settle()
         if self._worker.snapshot:
+            # A job that continues from here finds all passes over.
             passes = self._here.loader.passes if self._here.loader is not None else self._at.passes
             self._at = replace(self._at, passes=max(passes, self.first), begin=self._generator_state(), draw={})
             self._now, self._latest = {}, None
             self._save_for_snapshot()
 
     def _save_for_snapshot(self) -> None:
+        # One state per snapshot: the number is taken with the save.
         number, self._worker.snapshot = self._worker.snapshot, 0
         late = self._latest if self._worker.lazy else None
         self._save(number, late or self._whole(self._now))
@@ -215,6 +224,7 @@ class ScriptResume(ScriptPosition):
         tensors: dict[str, torch.Tensor] = {}
         kept = {}
         for name, thing in self._here.kept.items():
+            # Schedulers are in the part that `_rated` adds.
             if self._rates.has(thing):
                 continue
             try:
@@ -224,6 +234,7 @@ class ScriptResume(ScriptPosition):
                 raise ConfigError(f"tt.keep {name}", str(error), accepted) from None
         parts = self._worker.parts
         buffers = {
+            # A copy: the state of a lazy step is held while BatchNorm changes the buffers.
             described.name: buffer.detach().cpu().contiguous().clone()
             for described, buffer in zip(parts.buffers, parts.buffer_tensors, strict=True)
             if not buffer.is_meta
@@ -237,6 +248,7 @@ class ScriptResume(ScriptPosition):
         return replace(condition, groups=groups, schedulers=schedulers)
 
     def _save(self, number: int, condition: WorkerState) -> None:
+        # `frombuffer` needs writable memory. `bytes` would give a warning, and warnings are errors in tests.
         data = torch.frombuffer(bytearray(condition.to_bytes()), dtype=torch.uint8)
         with self._worker.client.channel.spans.span("deposit"):
             self._worker.client.extension(WorkerStateClient).save(number, data)
@@ -245,10 +257,12 @@ class ScriptResume(ScriptPosition):
 
     def remaining(self, count: int) -> range:
         was = self._earlier.condition
+        # Loops are identified by their order: the script runs again from its first line.
         if was is None or self._turns > was.turn:
             return range(count)
         if self._turns < was.turn:
             return range(count, count)
+        # If passes before the saved epoch are not over for all groups, their epochs are repeated, too.
         return range(max(0, was.epoch - max(0, was.epoch_pass - self.first)), count)
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -259,6 +273,7 @@ class ScriptResume(ScriptPosition):
         if was is not None and turn < was.turn:
             return
         if was is not None and turn == was.turn and isinstance(loader, ShardedLoader):
+            # Passes of epochs that are not repeated count as begun.
             loader.skip_to(min(was.epoch_pass, self.first))
         try:
             for number in numbers:
@@ -272,13 +287,12 @@ class ScriptResume(ScriptPosition):
             # Also if the script leaves the loop early.
             self.in_epochs = False
             self._loop_ended()
+        # A death after the loop must not repeat it.
         self._at = replace(self._at, turn=turn + 1, epoch=0, epoch_pass=self._at.passes)
 
     def _begin_unseen(self, was: WorkerState | None) -> None:
-        """Begin an epoch of a script that divides its data itself.
-
-        Its batches are not known, so a repeated epoch is read as a whole.
-        """
+        """Begin an epoch of a script that divides its data itself."""
+        # Its batches are not known, so a repeated epoch is read as a whole, from the generators of its begin.
         if was is not None:
             self._rates.restore(self._earlier.later or was)
             if self._earlier.own:

@@ -1,7 +1,6 @@
 """Serialize `state_dict`s as JSON and tensors, without pickle.
 
-Restored values have the types that were stored: numbers, texts, lists, tuples, dicts, counters and tensors. No stored
-type names code.
+Numbers, texts, lists, tuples, dicts, counters and tensors come back with their types. No stored type names code.
 """
 
 from collections import Counter, OrderedDict
@@ -19,6 +18,7 @@ _MAKERS: Mapping[str, Callable[[list[Any]], Any]] = {
     "ordered": OrderedDict,
     "counter": lambda p: Counter(dict(p)),
 }
+# Far below Python's recursion limit, for states that contain themselves as well.
 _DEPTH = 32
 
 
@@ -27,13 +27,11 @@ class UnserializableState(Exception):
 
 
 def pack(value: Any, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
-    """Return a value for JSON.
+    """Return a value for JSON. Its tensors go to `tensors`, as copies on the CPU.
 
-    Its tensors are added to `tensors`, as copies on the CPU.
-
-    Raises:
-        UnserializableState: the value has a part that cannot be stored.
+    Raises UnserializableState for a part that cannot be stored.
     """
+    # By exact type: a subclass would come back as its base.
     if value is None or type(value) in _PLAIN:
         return value
     if depth > _DEPTH:
@@ -42,22 +40,20 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
         if value.layout is not torch.strided or value.is_meta:
             raise UnserializableState(f"a {value.layout} tensor on {value.device}")
         name = f"t{len(tensors)}"
+        # A copy: the state is sent later, while training goes on.
         tensors[name] = value.detach().cpu().contiguous().clone()
         return {"tensor": name}
     if type(value) in (list, tuple):
         return {type(value).__name__: [pack(item, tensors, depth + 1) for item in value]}
     if type(value) in _KINDS:
+        # Pairs and not an object, because JSON has only texts as keys.
         pairs = [[pack(k, tensors, depth + 1), pack(v, tensors, depth + 1)] for k, v in value.items()]
         return {_KINDS[type(value)]: pairs}
     raise UnserializableState(f"a {type(value).__name__}")
 
 
 def unpack(packed: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the value that `pack` has stored.
-
-    Raises:
-        ConfigError: `pack` has not made this.
-    """
+    """Return the value that `pack` has stored. Raises ConfigError for anything else."""
     try:
         return _unpacked(packed, tensors, 0)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -69,8 +65,10 @@ def _unpacked(packed: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> A
         return packed
     if depth > _DEPTH:
         raise ValueError("it is nested too deeply")
+    # Each packed container is an object with one key, so nothing else is accepted.
     ((kind, inside),) = packed.items()
     if kind == "tensor":
+        # The same state may be restored twice (`PreviousRun.restores`), and a scheduler keeps what it loads.
         return tensors[inside].clone()
     if kind in ("list", "tuple"):
         items = [_unpacked(item, tensors, depth + 1) for item in inside]

@@ -1,7 +1,6 @@
 """State of a worker's process that no server knows, as bytes for a fresh process.
 
-The bytes are a safetensors file. Its tensor "json" has everything that is not a tensor. Nothing in it names code. Any
-other bytes raise ConfigError.
+The bytes are a safetensors file, which names no code. Its tensor "json" has everything that is not a tensor.
 """
 
 import json
@@ -56,7 +55,6 @@ class WorkerState:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Return the state as bytes."""
         plain = {name: getattr(self, name) for name in _TYPES}
         text = json.dumps({"version": VERSION, **plain}).encode()
         tensors = {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
@@ -66,11 +64,8 @@ class WorkerState:
 
     @staticmethod
     def from_bytes(data: bytes) -> "WorkerState":
-        """Read the form of `to_bytes`.
-
-        Raises:
-            ConfigError: `to_bytes` of this version cannot have written this.
-        """
+        """Read the form of `to_bytes`. Raises ConfigError for anything else."""
+        # The bytes come from a server or a file, so each field is checked.
         found = from_bytes(data, _WHAT)
         try:
             text = found.pop("json")
@@ -90,6 +85,7 @@ class WorkerState:
         return WorkerState(**{**plain, **tensors})
 
 
+# The types of a default state are those that `_check` accepts.
 _SAMPLE = asdict(WorkerState(0, 0))
 _TYPES = {name: type(value) for name, value in _SAMPLE.items() if name not in _TENSORS}
 

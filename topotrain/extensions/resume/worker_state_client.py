@@ -22,23 +22,19 @@ class WorkerStateClient(ClientExtension):
         self._loaded: dict[int, torch.Tensor | None] = {}
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
-        """As `ClientExtension.bind`."""
         self._channel = channel
 
     def save(self, number: int, data: torch.Tensor) -> None:
         """Save this worker's state under a number (see `WorkerStatePart`).
 
-        Args:
-            data: 1-D uint8. It is sent later, so it must not change any more.
+        data: 1-D uint8. It is sent later, so it must not change any more.
         """
         for part in cut(self._channel.me, number, data):
             self._channel.send(self._channel.first_server, part)
 
     def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the state when the last epoch began, and its changes since.
-
-        Either is None if there is none.
-        """
+        """Return the state when the last epoch began, and its changes since, or None each."""
+        # Replies of an earlier call must not count as those of this one.
         with self._channel.waiter.update():
             self._arrivals.clear()
             self._loaded.clear()
@@ -47,16 +43,12 @@ class WorkerStateClient(ClientExtension):
         return self._loaded[EPOCH], self._loaded[SINCE]
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
-        """Return memory for a part.
-
-        Raises:
-            ProtocolError: it is a part of another worker's state.
-        """
+        """Return memory for a part. Raises ProtocolError for another worker's state."""
         return room(self._channel.me, message) if isinstance(message, WorkerStatePart) else None
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """Receive a part of the state, or the reply that there is none."""
         assert isinstance(message, WorkerStatePart)
+        # The reply that there is no such state.
         if not message.parts:
             if message.number in (EPOCH, SINCE):
                 self._loaded[message.number] = None

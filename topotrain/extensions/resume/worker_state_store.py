@@ -1,9 +1,7 @@
 """Store of worker states on server (0,0), for fresh processes of workers.
 
-* A state counts when all of its parts are here. Until then the one before it counts.
-* The store does not interpret states.
-* It has up to three kinds of each worker: the state at the begin of its last epoch (`EPOCH`), the changes since
-  (`SINCE`, dropped when another epoch begins), and the states at the snapshots that are being taken.
+It has up to three kinds of each worker: the state at the begin of its last epoch (`EPOCH`), the changes since
+(`SINCE`), and the states at the snapshots that are being taken. The store does not interpret them.
 """
 
 from dataclasses import dataclass, field
@@ -22,21 +20,18 @@ PART = 16 << 20
 LARGEST = 1 << 32
 """Bytes of a deposit, at most."""
 EPOCH, SINCE = -1, -2
-_SNAPSHOTS = 2  # of one worker at a time: one that is being written, and the next
+# Snapshots of one worker at a time: one that is being written, and the next.
+_SNAPSHOTS = 2
 
 Replies = list[tuple[Address, Message]]
 
 
 def parts_of(nbytes: int) -> int:
-    """Return the number of parts of a state."""
     return -(-nbytes // PART)
 
 
 def cut(worker: Address, number: int, data: torch.Tensor) -> list[WorkerStatePart]:
-    """Return the messages of a state, 1-D uint8.
-
-    Their bodies are views of `data`, so it must not change any more.
-    """
+    """Return the messages of a state, 1-D uint8. Their bodies are views of `data`."""
     count = parts_of(data.numel())
     return [
         WorkerStatePart(
@@ -47,13 +42,11 @@ def cut(worker: Address, number: int, data: torch.Tensor) -> list[WorkerStatePar
 
 
 def room(worker: Address, message: WorkerStatePart) -> torch.Tensor:
-    """Return memory for a part of the state of a worker.
-
-    Raises:
-        ProtocolError: no correct process sends such a message.
-    """
+    """Return memory for a part of a worker's state. Raises ProtocolError."""
+    # A worker saves and loads only its own state, so none can change that of another.
     if worker != Address(Role.WORKER, message.group, message.index):
         raise ProtocolError(f"the state of worker ({message.group},{message.index}) where that of {worker} was due")
+    # The sizes come from a peer, and memory is made for them part by part.
     if not 0 < message.nbytes <= LARGEST or message.parts != parts_of(message.nbytes):
         raise ProtocolError(f"a worker's state of {message.nbytes} bytes in {message.parts} parts")
     if not 0 <= message.part < message.parts or (message.number <= 0 and message.number not in (EPOCH, SINCE)):
@@ -69,12 +62,11 @@ class PartialState:
     parts: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, message: WorkerStatePart, body: torch.Tensor) -> torch.Tensor | None:
-        """Add a part. The last one returns the whole state, 1-D uint8.
-
-        A repeated part is ignored.
-        """
+        """Add a part. The last one returns the whole state, 1-D uint8."""
+        # Part 0 begins a new state: the worker was interrupted in the one before.
         if message.part == 0:
             self.nbytes, self.parts = message.nbytes, []
+        # A repeated part, or one of a state without its beginning.
         if message.nbytes != self.nbytes or message.part != len(self.parts):
             return None
         self.parts.append(body.view(torch.uint8))
@@ -96,9 +88,11 @@ class _WorkerStates:
         # The worker begins another state, so its partial states for snapshots will not be completed.
         if message.part == 0:
             self.coming = {number: partial for number, partial in self.coming.items() if number <= 0}
+        # The rest of a state that was given up above.
         if message.part and message.number not in self.coming:
             return
         whole = self.coming.setdefault(message.number, PartialState()).take(message, body)
+        # Until then the state before it counts.
         if whole is not None:
             del self.coming[message.number]
             self._keep(message.number, whole)
@@ -108,6 +102,7 @@ class _WorkerStates:
         # The changes since belong to the state before.
         if number == EPOCH:
             self.kept.pop(SINCE, None)
+        # Bounds the memory if snapshots are requested faster than they are published.
         old = sorted(n for n in self.kept if n > 0)[:-_SNAPSHOTS]
         for each in old:
             del self.kept[each]
@@ -122,13 +117,11 @@ class WorkerStateStore(ServerExtension, WorkerStateKeeper):
         self._states: dict[Address, _WorkerStates] = {}
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """See `ServerExtension`: a worker sends only its own state."""
         if isinstance(message, WorkerStatePart):
             return room(sender, message)
         return super().place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> Replies:
-        """Receive a part of a state, or reply with the states of the sender."""
         if not isinstance(message, WorkerStatePart):
             return [(sender, reply) for number in (EPOCH, SINCE) for reply in self._saved(sender, number)]
         if message.body is None:
@@ -139,6 +132,7 @@ class WorkerStateStore(ServerExtension, WorkerStateKeeper):
     def _saved(self, worker: Address, number: int) -> list[WorkerStatePart]:
         states = self._states.get(worker)
         data = None if states is None else states.kept.get(number)
+        # The body is a view of the stored tensor, which is replaced and never written again.
         return (
             [WorkerStatePart(worker.group, worker.index, number, 0, 0, 0)]
             if data is None
@@ -146,21 +140,17 @@ class WorkerStateStore(ServerExtension, WorkerStateKeeper):
         )
 
     def snapshot_states(self, number: int) -> dict[Address, torch.Tensor]:
-        """Return the states at a snapshot so far, 1-D uint8 each."""
         return {worker: states.kept[number] for worker, states in self._states.items() if number in states.kept}
 
     def epoch_states(self) -> dict[Address, torch.Tensor]:
-        """Return the states of all workers at the begin of their last epochs."""
         return {worker: states.kept[EPOCH] for worker, states in self._states.items() if EPOCH in states.kept}
 
     def forget_snapshots(self, number: int) -> None:
-        """Drop the states for this snapshot and for all before it."""
         for states in self._states.values():
             for each in [n for n in states.kept if 0 < n <= number]:
                 del states.kept[each]
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         workers = {
             worker: (states.kept, {number: field_values(partial) for number, partial in states.coming.items()})
             for worker, states in self._states.items()
@@ -168,7 +158,6 @@ class WorkerStateStore(ServerExtension, WorkerStateKeeper):
         return {"workers": workers}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._states = {
             worker: _WorkerStates(
                 dict(kept), {number: PartialState(size, list(parts)) for number, (size, parts) in coming.items()}

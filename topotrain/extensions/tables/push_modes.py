@@ -1,7 +1,6 @@
 """Modes of table pushes: with their step, together with all workers, or at once.
 
-All shards decide alike, because every worker sends each of its pushes to every shard, also without rows for it. The
-parts of a push are kept until it is complete. Rows change only in `TableShard.apply`.
+All shards decide alike, because every worker sends each of its pushes to every shard, also without rows for it.
 """
 
 from bisect import insort
@@ -28,8 +27,10 @@ from topotrain.extensions.tables.row_optimizers import (
 from topotrain.extensions.tables.row_storage import RowStorage
 from topotrain.extensions.tables.table_spec import Ids, TableSpec
 
-_MOST_OPEN = 64  # pushes of one worker that are not complete, or belong to a step that is not over
-_MOST_RULES = 1 << 12  # optimizer settings that a group has sent for future turns
+# Pushes of one worker that are not complete, or belong to a step that is not over.
+_MOST_OPEN = 64
+# Optimizer settings that a group has sent for future turns.
+_MOST_RULES = 1 << 12
 
 
 @dataclass(slots=True)
@@ -39,10 +40,7 @@ class PendingPush:
     parts: list[tuple[Ids, torch.Tensor]] = field(default_factory=list)
 
     def joined(self, width: int, dtype: torch.dtype) -> tuple[Ids, torch.Tensor]:
-        """Return the whole push, each row once, ascending.
-
-        Rows that occur more than once are added.
-        """
+        """Return the whole push, each row once, ascending. Equal rows are added up."""
         if not self.parts:
             return np.empty(0, dtype=np.int64), torch.empty(0, width, dtype=dtype)
         ids = np.concatenate([part for part, _ in self.parts])
@@ -58,10 +56,7 @@ class TableShard:
     """One shard of a table. Subclasses implement the modes.
 
     Args:
-        spec: the table.
-        shard, shards: the index of the shard, and the number of shards.
         workers: all workers of the job, in rank order.
-        import_module: the job's `import`.
         clip: bounds of every element of a gradient of a step.
         most: this number of consecutive changes that are not finite is an error, and fewer are left out. 0: all are
             applied.
@@ -83,6 +78,7 @@ class TableShard:
         self._most, self._left_out = most, 0
         self.rows = RowStorage(spec, shard, shards)
         self._workers = workers
+        # The clipping of the job's updater is for steps of the model. Other pushes have no step.
         self._import, self._clip = import_module, clip if spec.mode == "step" else None
         self._pushes: dict[tuple[Address, int], PendingPush] = {}
         self._rules: dict[
@@ -97,9 +93,7 @@ class TableShard:
     def push(self, sender: Address, turn: int, last: bool, ids: Ids, rows: torch.Tensor | None) -> None:
         """Receive a part of a push.
 
-        Raises:
-            LookupError: a row must be given a value first.
-            ConfigError: the optimizer refuses the push.
+        Raises LookupError if a row must be given a value first, ConfigError if the optimizer refuses the push.
         """
         # A correct worker has few pushes under way, and each of them holds memory.
         if (sender, turn) not in self._pushes and sum(worker == sender for worker, _ in self._pushes) >= _MOST_OPEN:
@@ -111,14 +105,11 @@ class TableShard:
             self._complete(sender, turn)
 
     def set_optimizer(self, sender: Address, since: int, text: str) -> None:
-        """Set the optimizer of pushes from turn `since` on.
-
-        Raises:
-            ConfigError: the table cannot have this optimizer.
-        """
+        """Set the optimizer of pushes from turn `since` on. Raises ConfigError."""
         check_optimizer(self.spec, text, self._import)
         if len(self._rules.get(self._group(sender), ())) >= _MOST_RULES:
             raise ProtocolError(f"{sender} sets the optimizer of table {self.spec.name!r} for too many future turns")
+        # Sorted by turn alone. Of several settings for one turn, the last to arrive comes last and counts.
         insort(self._rules.setdefault(self._group(sender), []), (self._since(since), text), key=itemgetter(0))
 
     def may_read(self, sender: Address, seen: int) -> bool:
@@ -126,10 +117,7 @@ class TableShard:
         return True
 
     def ended(self, sender: Address) -> str:
-        """Handle a worker that will not push any more.
-
-        Returns, in words, which worker waits for it in vain, or "".
-        """
+        """Handle a worker that pushes no more. Returns which worker waits in vain, or ""."""
         return ""
 
     # --- snapshots (`table_snapshot`) ---------------------------------------------------------------------------------
@@ -141,7 +129,6 @@ class TableShard:
 
     @property
     def optimizer(self) -> str:
-        """The optimizer of the last update, in the form of `TableSpec.optimizer`."""
         return self._text
 
     @property
@@ -150,13 +137,8 @@ class TableShard:
         return self._rule.pushes if isinstance(self._rule, SparseOptimizer) else 0
 
     def restore(self, optimizer: str, pushes: int) -> None:
-        """Continue from the rows and state of a snapshot.
-
-        Settings of the optimizer are those of the script, as for the model's own optimizer.
-
-        Raises:
-            ConfigError: the snapshot is of another optimizer.
-        """
+        """Continue from the rows and state of a snapshot. Raises ConfigError."""
+        # Only the kind must be the same. The settings are those of the script, as for the model's own optimizer.
         then, now = (OptimizerSpec.from_text(text).name for text in (optimizer, self._text))
         if then != now or not isinstance(self._rule, SparseOptimizer):
             raise ConfigError("resume", f"table {self.spec.name}", f"is updated by {now} now, but was by {then}")
@@ -175,14 +157,15 @@ class TableShard:
         return turn
 
     def _use_optimizer_of(self, group: int, turn: int) -> None:
-        """Use the optimizer of a turn: the last one set for it or for an earlier turn."""
         # Settings for later turns may be here already: a fast worker of the group sends them ahead of its pushes.
         known = self._rules.get(group, [])
         while len(known) > 1 and known[1][0] <= turn:
             del known[0]
+        # The last setting for this turn or an earlier one.
         self._use_optimizer(known[0][1] if known and known[0][0] <= turn else self.spec.optimizer)
 
     def _use_optimizer(self, text: str) -> None:
+        # `set` keeps the state of the rows. Another class begins without state.
         if text and text != self._text and (self._rule is None or not self._rule.set(text)):
             self._rule = make_optimizer(self.rows, text, self._import, self._clip)
         self._text = text or self._text
@@ -193,11 +176,8 @@ class TableShard:
     def apply(self, ids: Ids, rows: torch.Tensor, adds: bool) -> None:
         """Change rows. No other code changes them.
 
-        Args:
-            adds: without an optimizer, add the rows instead of assigning them.
-
-        Raises:
-            LookupError: a row must be given a value first, or too many pushes were not finite.
+        adds: without an optimizer, add the rows instead of assigning them. Raises LookupError if a row must be given a
+        value first, or too many pushes were not finite.
         """
         if self._most and not all_finite(rows.reshape(-1)):
             self._left_out += 1
@@ -215,7 +195,6 @@ class TableShard:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's state."""
         return 0 if self._rule is None else self._rule.state_bytes
 
 
@@ -223,7 +202,8 @@ class AsyncTable(TableShard):
     """Applies each push when it is complete."""
 
     def _since(self, turn: int) -> int:
-        return 0  # turns of different workers have no order, so the last setting counts
+        # Turns of different workers have no order, so the last setting counts.
+        return 0
 
     def _complete(self, sender: Address, turn: int) -> None:
         self._use_optimizer_of(0, 0)
@@ -241,7 +221,6 @@ class SyncTable(TableShard):
         self._counts: dict[Address, int] = dict.fromkeys(self._workers, 0)
 
     def may_read(self, sender: Address, seen: int) -> bool:
-        """Return whether `seen` pushes of all workers are applied."""
         return self._applied >= seen
 
     def _complete(self, sender: Address, turn: int) -> None:
@@ -250,6 +229,7 @@ class SyncTable(TableShard):
             raise ProtocolError(f"push {turn} of table {self.spec.name!r}, {self._counts[sender] + 1} was due")
         self._counts[sender] = turn
         self._turns.setdefault(turn, {})[sender] = self._joined(sender, turn)
+        # A fast worker may have pushed several turns ahead of the slowest one.
         while len(self._turns.get(self._applied + 1, {})) == len(self._workers):
             self._use_optimizer_of(0, self._applied + 1)
             self.apply(*self._sum(self._turns.pop(self._applied + 1)), adds=False)
@@ -261,6 +241,7 @@ class SyncTable(TableShard):
         # Workers that push a whole key name the same rows. Then no union of the ids is needed.
         if all(np.array_equal(ids, first) for ids, _ in ordered[1:]):
             for _, more in ordered[1:]:
+                # In place: the rows of a push belong to this shard, and are not used again.
                 rows.add_(more)
             return first, rows
         # In rank order, so that the bits of the sum do not depend on the order of arrival.
@@ -271,10 +252,7 @@ class SyncTable(TableShard):
         return union, total
 
     def ended(self, sender: Address) -> str:
-        """Handle a worker that will not push any more.
-
-        Workers that push more often than it did would wait forever.
-        """
+        # Workers that push more often than it did would wait for ever.
         self._ended[sender] = self._counts[sender]
         return self.waits_in_vain()
 
@@ -295,7 +273,7 @@ class StepTable(TableShard):
 
     @property
     def snapshot_obstacle(self) -> str:
-        """See `TableShard`."""
+        # Rows of a dense table have state outside of the columns that snapshots store.
         return f"table {self.spec.name!r} is dense" if self.spec.dense else ""
 
     def _group(self, sender: Address) -> int:
@@ -309,7 +287,7 @@ class StepTable(TableShard):
     ) -> tuple[Ids, torch.Tensor] | None:
         """Return the group's mean (or sum) of a step, or None without any push.
 
-        It is computed as for dense gradients: a row that a worker has not pushed counts as zero.
+        As for dense gradients: a row that a worker has not pushed counts as zero.
         """
         pushed = {
             key[0].index: self._joined(*key) for key in list(self._pushes) if key[0].group == group and key[1] == step
@@ -317,6 +295,7 @@ class StepTable(TableShard):
         if not pushed:
             return None
         # The mean of one worker is its own push.
+        # Weight 0: the worker had no batch, and its rows must not count.
         if len(commits) == 1 and commits[0].weight > 0:
             return pushed[0]
         union = np.unique(np.concatenate([ids for ids, _ in pushed.values()]))
@@ -329,6 +308,7 @@ class StepTable(TableShard):
         return union, mean.view(len(union), self.spec.width)
 
     def _spread(self, union: Ids, ids: Ids, rows: torch.Tensor) -> torch.Tensor:
+        # Unique ids out of the union, and as many: they are the union.
         if len(ids) == len(union):
             return rows.reshape(-1)
         spread = torch.zeros(len(union), self.spec.width, dtype=self.spec.torch_dtype)

@@ -1,8 +1,7 @@
 """Optimizers of table rows: sparse ones by torch's rules, and dense ones.
 
-A sparse update gives, bit for bit, the result of torch for a coalesced sparse gradient, on the rows alone. The step
-count belongs to the table, as in torch: it grows with every push, also with a push that has no rows on this shard.
-Dense tables can have any element-wise optimizer.
+A sparse update gives, bit for bit, the result of torch for a coalesced sparse gradient, on the rows alone. Dense tables
+can have any element-wise optimizer.
 """
 
 import json
@@ -33,13 +32,8 @@ Clip = tuple[float, float] | None
 def optimizer_text(optimizer: Optimizer, group: int = 0, cls: type | None = None) -> str:
     """Return the text for `TableSpec.optimizer` of a parameter group of an optimizer.
 
-    A user's own class is named by its module, which must be the job's `import`.
-
-    Args:
-        cls: the original class of the optimizer, if `optimizer.adopt` has changed it.
-
-    Raises:
-        ConfigError: servers cannot run the optimizer.
+    A user's own class is named by its module, which must be the job's `import`. cls: the original class of the
+    optimizer, if `optimizer.adopt` has changed it. Raises ConfigError if servers cannot run the optimizer.
     """
     cls = cls or type(optimizer)
     name = cls.__qualname__
@@ -47,6 +41,7 @@ def optimizer_text(optimizer: Optimizer, group: int = 0, cls: type | None = None
     full = f"torch.optim.{name}" if known else f"{cls.__module__}:{name}"
     groups = json.loads(hyper(optimizer))
     spec = OptimizerSpec(full, (groups[group],), (0,))
+    # There and back: the text is checked as a server would, and equal settings give equal texts.
     return OptimizerSpec.from_text(spec.to_text()).to_text()
 
 
@@ -54,39 +49,24 @@ class RowOptimizer(Protocol):
     """Applies pushes to rows."""
 
     def set(self, text: str) -> bool:
-        """Take new settings. Returns False if the text is of another optimizer.
-
-        Raises:
-            ConfigError: the settings are not valid.
-        """
+        """Take new settings (or raise ConfigError). False: the text is of another one."""
         ...
 
     def apply(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Apply one push.
+        """Apply one push, or raise ConfigError.
 
-        Args:
-            slots: each slot occurs once.
-            rows: (slots, width). They may be changed.
-
-        Raises:
-            ConfigError: the push does not fit the table.
+        slots: each occurs once. rows: (slots, width). They may be changed.
         """
         ...
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's state."""
-        ...
+    def state_bytes(self) -> int: ...
 
 
 def make_optimizer(rows: RowStorage, text: str, import_module: str = "", clip: Clip = None) -> RowOptimizer:
     """Make the optimizer of a table. Existing state of its rows is dropped.
 
-    Args:
-        clip: bounds of every element of a gradient.
-
-    Raises:
-        ConfigError: the table cannot have this optimizer.
+    clip: bounds of every element of a gradient. Raises ConfigError.
     """
     rows.drop_columns()
     if rows.spec.dense:
@@ -94,17 +74,14 @@ def make_optimizer(rows: RowStorage, text: str, import_module: str = "", clip: C
             return DenseOptimizer(rows, text, import_module, clip)
         except ConfigError:
             raise
+        # Errors of a user's own class, which must not end the server.
         except OWN_ERRORS as error:
             raise ConfigError("table.optimizer", text[:80], f"cannot be made: {error}") from error
     return SparseOptimizer(rows, text, clip)
 
 
 def check_optimizer(spec: TableSpec, text: str, import_module: str = "") -> None:
-    """Check that the table can have this optimizer.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError if the table cannot have this optimizer."""
     # To make the optimizer for a table of one element is the check.
     small = TableSpec(spec.name, 1, 1, spec.dtype, "async", init="zeros", dense=spec.dense)
     make_optimizer(RowStorage(small, 0, 1), text, import_module)
@@ -116,6 +93,7 @@ Update = Callable[[RowStorage, torch.Tensor, torch.Tensor, Settings, int], None]
 
 
 def _sgd(rows: RowStorage, slots: torch.Tensor, grad: torch.Tensor, settings: Settings, step: int) -> None:
+    # One operation, as in torch's sparse SGD, for the same bits.
     rows.scatter(slots, rows.gather(slots).add_(grad, alpha=-settings["lr"]))
 
 
@@ -125,6 +103,7 @@ def _adagrad(rows: RowStorage, slots: torch.Tensor, grad: torch.Tensor, settings
     rate = settings["lr"] / (1 + (step - 1) * settings["lr_decay"])
     total = rows.gather(slots, "sum").add_(grad.pow(2))
     rows.scatter(slots, total, "sum")
+    # `total` is in the column already, so its memory can be reused for the root.
     change = grad.div_(total.sqrt_().add_(settings["eps"]))
     rows.scatter(slots, rows.gather(slots).add_(change, alpha=-rate))
 
@@ -154,13 +133,7 @@ _MUST_BE_ZERO = ("momentum", "weight_decay")  # these would change rows without 
 class SparseOptimizer:
     """SGD, Adagrad (Duchi, Hazan and Singer, 2011) or SparseAdam on the pushed rows.
 
-    Args:
-        rows: the rows of the shard.
-        text: the optimizer.
-        clip: bounds of every element of a gradient.
-
-    Raises:
-        ConfigError: another optimizer, or settings that would change rows without a gradient.
+    Raises ConfigError for another optimizer, or settings that would change rows without a gradient.
     """
 
     def __init__(self, rows: RowStorage, text: str, clip: Clip = None) -> None:
@@ -170,15 +143,9 @@ class SparseOptimizer:
         """Number of pushes applied."""
 
     def restore(self, pushes: int) -> None:
-        """Continue after this number of pushes."""
         self.pushes = pushes
 
     def set(self, text: str) -> bool:
-        """Take new settings. Returns False if the text is of another optimizer.
-
-        Raises:
-            ConfigError: the settings are not valid.
-        """
         name, settings = _sparse_settings(text)
         if name != self._name:
             return False
@@ -186,7 +153,7 @@ class SparseOptimizer:
         return True
 
     def apply(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Apply one push."""
+        # Also without rows on this shard, since torch counts the steps of the whole tensor.
         self.pushes += 1
         if not len(slots):
             return
@@ -196,13 +163,13 @@ class SparseOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's state."""
         return self._rows.state_bytes
 
 
 def _sparse_settings(text: str) -> tuple[str, Settings]:
     spec = OptimizerSpec.from_text(text)
     name = spec.name.removeprefix("torch.optim.")
+    # `name == spec.name`: a user's own class of this name, without the prefix.
     if name not in _UPDATES or name == spec.name:
         raise UnsupportedOptimizer(
             "table.optimizer",
@@ -230,10 +197,7 @@ def _one_group(spec: OptimizerSpec) -> Settings:
 
 
 class DenseOptimizer:
-    """Any optimizer of `SliceUpdate` on all values of a shard at once.
-
-    Arguments are those of `SparseOptimizer`.
-    """
+    """Any optimizer of `SliceUpdate` on all values of a shard at once."""
 
     def __init__(self, rows: RowStorage, text: str, import_module: str = "", clip: Clip = None) -> None:
         spec = OptimizerSpec.from_text(text)
@@ -247,15 +211,11 @@ class DenseOptimizer:
         if values is None:
             SliceUpdate(spec, [(0, 0, torch.zeros(1, dtype=rows.spec.torch_dtype))], import_module)
         self._update = SliceUpdate(spec, segments, import_module, clip)
+        # Settings that change later are checked against torch's constructor, as the first ones were.
         self._check = HyperCheck(spec, import_module)
         self._hyper = _hyper(spec)
 
     def set(self, text: str) -> bool:
-        """Take new settings. Returns False if the text is of another optimizer.
-
-        Raises:
-            ConfigError: the settings are not valid.
-        """
         spec = OptimizerSpec.from_text(text)
         if spec.name != self._name:
             return False
@@ -275,7 +235,6 @@ class DenseOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's state."""
         return sum(item.nbytes for _, _, item in self._update.state() if isinstance(item, torch.Tensor))
 
 

@@ -1,8 +1,7 @@
 """Storage of one shard's rows: an index of rows, and columns of memory that grow.
 
 Rows get slots in the order of their first use. Values and each kind of optimizer state are columns. A column is a list
-of blocks of (slots, width) elements. A new block is as large as all blocks before it, up to BLOCK_BYTES. So rows are
-never moved and little memory is unused. No loop runs over single rows.
+of blocks of (slots, width) elements, so rows are never moved. No loop runs over single rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,10 +19,7 @@ _FREE = -1
 
 
 class RowIndex:
-    """Row -> slot, by open addressing with linear probing, for many rows at a time.
-
-    At most two thirds of the table are in use.
-    """
+    """Row -> slot, by open addressing with linear probing, for many rows at a time."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -36,12 +32,12 @@ class RowIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the index."""
         return self._keys.nbytes + self._slots.nbytes + self._by_slot.nbytes
 
     def ids(self) -> Ids:
         """Return all rows by slot. The array must not be written."""
-        if len(self._by_slot) < self.count:  # cached, since rows keep their slots
+        # Cached, since rows keep their slots. The array is replaced and never written: snapshots hold it.
+        if len(self._by_slot) < self.count:
             used = self._keys != _FREE
             self._by_slot = np.empty(self.count, dtype=np.int64)
             self._by_slot[self._slots[used]] = self._keys[used]
@@ -49,6 +45,7 @@ class RowIndex:
 
     def _first(self, ids: Ids) -> npt.NDArray[np.int64]:
         # All rows of a shard are equal modulo the number of shards, so the low bits alone would collide.
+        # Multiplicative hashing with 2**64 over the golden ratio (Knuth). The upper bits are the well mixed ones.
         mixed = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         return ((mixed >> np.uint64(20)) & np.uint64(len(self._keys) - 1)).astype(np.int64)
 
@@ -56,7 +53,7 @@ class RowIndex:
         """Return the slot of each row, -1 for rows without one."""
         at, slots, open_ = self._first(ids), np.full(len(ids), -1, dtype=np.int64), np.arange(len(ids))
         while open_.size:
-            # `open_` are the ids whose position is not decided. Each round looks at the next position of all of them.
+            # `open_` are the ids without a decided position. Each round looks at the next position of all of them.
             keys = self._keys[at[open_]]
             hit = keys == ids[open_]
             slots[open_[hit]] = self._slots[at[open_[hit]]]
@@ -68,6 +65,7 @@ class RowIndex:
         """Give slots to rows without one. Each row must occur once."""
         slots = np.arange(self.count, self.count + len(ids), dtype=np.int64)
         if 3 * (self.count + len(ids)) > 2 * len(self._keys):
+            # Before the table is replaced, since the ids are read out of it.
             known = self.ids()
             # A power of two, so that a mask of the hash is a position. Above two thirds probing becomes slow.
             self._make(1 << int(3 * (self.count + len(ids))).bit_length())
@@ -81,7 +79,8 @@ class RowIndex:
         while open_.size:
             places = at[open_]
             free = self._keys[places] == _FREE
-            self._keys[places[free]] = ids[open_[free]]  # of several rows for one position, one wins
+            # Of several rows for one position, the last write wins. The others go on to the next position.
+            self._keys[places[free]] = ids[open_[free]]
             won = self._keys[places] == ids[open_]
             self._slots[places[won]] = slots[open_[won]]
             open_ = open_[~won]
@@ -89,16 +88,12 @@ class RowIndex:
 
 
 class RowStorage:
-    """The rows of one shard.
-
-    Args:
-        spec: the table.
-        shard, shards: the index of the shard, and the number of shards.
-    """
+    """The rows of one shard: number `shard` of `shards`."""
 
     def __init__(self, spec: TableSpec, shard: int, shards: int) -> None:
         self.spec = spec
         self._residue, self._shards = spec.residue(shard, shards), shards
+        # Rows below spec.rows with this remainder. Not used with -1 for no bound.
         here = spec.rows // shards + (self._residue < spec.rows % shards)
         self._limit = here if spec.rows >= 0 else None
         self._ends: list[int] = []  # of the blocks, in slots
@@ -108,19 +103,16 @@ class RowStorage:
         self._given = torch.zeros(here if spec.dense else 0, dtype=torch.bool) if spec.init == "given" else None
         if spec.dense and here:
             self._grow(here)
+            # A dense table has the slots in the order of the rows, without an index.
             ids = np.arange(here, dtype=np.int64) * shards + self._residue
             self._columns[VALUES][0].copy_(initial_rows(spec, ids))
 
     # --- rows ----------------------------------------------------------------------------------------------------
 
     def check(self, ids: Ids, unique: bool) -> None:
-        """Refuse rows that the table does not have or this shard does not hold.
+        """Raise ProtocolError for rows that the table or this shard does not have.
 
-        Args:
-            unique: also refuse rows that do not ascend.
-
-        Raises:
-            ProtocolError: a row is refused.
+        unique: also for rows that do not ascend.
         """
         name, rows = self.spec.name, self.spec.rows
         if not len(ids):
@@ -136,7 +128,6 @@ class RowStorage:
 
     @property
     def count(self) -> int:
-        """Number of rows on this shard."""
         return (self._limit or 0) if self._index is None else self._index.count
 
     def ids(self) -> Ids:
@@ -148,8 +139,7 @@ class RowStorage:
     def slots(self, ids: Ids) -> torch.Tensor:
         """Return the slots of rows. New rows are made.
 
-        Raises:
-            LookupError: a row has no value yet, and the table's rows must be given first.
+        Raises LookupError if a row has no value yet, and must be given one first.
         """
         if self._index is None:
             slots = torch.from_numpy(ids // self._shards)
@@ -176,7 +166,6 @@ class RowStorage:
         return torch.from_numpy(slots)
 
     def assign(self, ids: Ids, rows: torch.Tensor) -> None:
-        """Set rows to these values."""
         if self._index is None:
             slots = torch.from_numpy(ids // self._shards)
             if self._given is not None:
@@ -184,6 +173,7 @@ class RowStorage:
         else:
             missing = ids[self._index.find(ids) < 0]
             if len(missing):
+                # Without initial values, which are overwritten below.
                 self._make(missing)
             slots = torch.from_numpy(self._index.find(ids))
         self.scatter(slots, rows)
@@ -203,17 +193,18 @@ class RowStorage:
             blocks.append(self._block(name, slots))
 
     def _block(self, name: str, slots: int) -> torch.Tensor:
+        # Filled when it is made, so that a new row needs no initialization of its state.
         return torch.full((slots, self.spec.width), self._fills[name], dtype=self.spec.torch_dtype)
 
     def column(self, name: str, fill: float) -> None:
         """Add a column of state, if it is missing. Existing rows start with `fill`."""
         if name not in self._columns:
             self._fills[name] = fill
+            # Blocks of the same sizes as those of the other columns: a slot has one place in all of them.
             sizes = np.diff([0, *self._ends]).tolist()
             self._columns[name] = [self._block(name, size) for size in sizes]
 
     def drop_columns(self) -> None:
-        """Drop all state."""
         self._columns = {VALUES: self._columns[VALUES]}
 
     def columns(self) -> Mapping[str, float]:
@@ -266,11 +257,9 @@ class RowStorage:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the columns of state."""
         return sum(b.nbytes for name, blocks in self._columns.items() if name != VALUES for b in blocks)
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the index of rows."""
         given = 0 if self._given is None else self._given.nbytes
         return given + (0 if self._index is None else self._index.nbytes)

@@ -18,19 +18,12 @@ Means = dict[str, tuple[Ids, torch.Tensor]]
 
 
 def nonfinite_limit(job: Job) -> int:
-    """Return the number of consecutive non-finite changes at which a table fails.
-
-    0: the job does not check them.
-    """
+    """Return how many consecutive non-finite changes are an error (0: not checked)."""
     return 0 if job.nonfinite is NonFinite.kAllow else NonfiniteLimit(job.nonfinite).most
 
 
 class StepGradients:
-    """The gradients of the rows of one server.
-
-    Args:
-        tables: the server's tables by name, also those that are opened later.
-    """
+    """The gradients of the rows of one server, with its tables by name."""
 
     def __init__(self, job: Job, topology: Topology, tables: Mapping[str, TableShard]) -> None:
         self._topology = topology
@@ -57,10 +50,12 @@ class StepGradients:
     def amend_vote(self, vote: m.StepVote, commits: Mapping[int, m.Commit]) -> m.StepVote:
         """Return the shard's vote with the rows of the step taken into account."""
         commit, checked = commits[0], self._checks or commits[0].check_finite
+        # Without checks and clipping the mean is computed when the step is applied.
         if not self._tables or not (checked or commit.clip_norm > 0):
             return vote
         grads = [rows for _, rows in self._mean(vote.group, vote.step, commits).values()]
         if checked and not all(all_finite(g.reshape(-1)) for g in grads):
+            # With a GradScaler overflow is normal. Otherwise it counts against the group: no worker is known.
             refused = vote.refused if commit.check_finite else (*vote.refused, NOBODY, -1)
             return replace(vote, finite=False, power=0.0, refused=refused)
         # The rows of refused workers are in the means already, so the whole step is skipped.
@@ -68,6 +63,7 @@ class StepGradients:
             return replace(vote, finite=False, power=0.0)
         finite, power = vote.finite, vote.power
         if commit.clip_norm > 0:
+            # The global norm is over parameters and rows, as if both were parameters.
             norms = [norm_of(g, commit.clip_type) * commit.inv_scale for g in grads if len(g)]
             if vote.infinity:
                 power = max([power, *norms])
@@ -78,19 +74,18 @@ class StepGradients:
     def apply(self, group: int, step: int, commits: Mapping[int, m.Commit], factor: float) -> Iterator[str]:
         """Apply a step to its rows, and yield the errors in words.
 
-        Args:
-            factor: of every gradient, for loss scaling and clipping.
+        factor: of every gradient, for loss scaling and clipping.
         """
         for name, found in self._mean(group, step, commits).items() if self._tables else ():
             table = self._tables[name]
             assert isinstance(table, StepTable)
             try:
                 table.apply_step(group, step, found, factor)
+            # Errors of a script. The other tables still take the step, and the job ends with all texts.
             except (ConfigError, LookupError) as error:
                 yield str(error)
 
     def drop(self, group: int, step: int) -> None:
-        """Drop the gradients of a step that is over."""
         self._means.pop((group, step), None)
         for table in self._step_tables():
             table.drop(group, step)

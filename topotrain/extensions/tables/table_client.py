@@ -56,8 +56,6 @@ from topotrain.extensions.tables.table_spec import Ids, TableSpec, pack_ids, unp
 
 @dataclass(frozen=True, slots=True)
 class TableSize:
-    """Size of one shard of a table: rows, and bytes of values, state and index."""
-
     rows: int
     value_bytes: int
     state_bytes: int
@@ -85,18 +83,14 @@ class PendingPull:
 
     buffer: torch.Tensor
     order: torch.Tensor | None = None
-    rounds: dict[int, tuple[int, int]] = field(default_factory=dict)  # round -> rows of the buffer
+    # Round -> rows of the buffer. Empty: all are here.
+    rounds: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class TableClient(ClientExtension):
     """The tables of a job for one worker; see above.
 
-    Args:
-        client: the worker's client of the servers.
-        topology, job: its job.
-
-    Raises:
-        ConfigError: the layout has not just one server group.
+    Raises ConfigError if the layout has not just one server group.
     """
 
     messages = TABLE_REPLIES
@@ -111,7 +105,8 @@ class TableClient(ClientExtension):
         self._servers = client.channel.servers
         self._shards = topology.shards
         self._tables: dict[str, _Open] = {}
-        self._lock = threading.Lock()  # numbers go out in order, also from autograd's threads
+        # Numbers go out in order, also from autograd's threads.
+        self._lock = threading.Lock()
         self._numbers = dict.fromkeys(self._servers, 0)
         self._round = 0
         self._steps = 0
@@ -127,16 +122,15 @@ class TableClient(ClientExtension):
     # --- messages of servers --------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
-        """Return the memory for rows, or None for a repeated reply."""
         number = message.round if isinstance(message, TableRows) else -1
         pull = self._under_way.get(number)
+        # A repeated reply. Its rows must not be written into a buffer that the caller has by now.
         if pull is None or number not in pull.rounds:
             return None
         lo, hi = pull.rounds[number]
         return pull.buffer[lo:hi].view(-1)
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """Record a reply."""
         if isinstance(message, TableOpen):
             self._opened.add((sender, message.table))
         elif isinstance(message, TableRows):
@@ -154,6 +148,7 @@ class TableClient(ClientExtension):
 
     def before_commit(self, step: int, end: StepEnd) -> None:
         """Tell the servers that this step has no more pushes."""
+        # A push or pull from here on belongs to the next step.
         self._steps = step + 1
         if any(table.spec.mode == "step" for table in self._tables.values()):
             # Every server counts the step, also a server without any of its rows.
@@ -165,11 +160,8 @@ class TableClient(ClientExtension):
     def open(self, spec: TableSpec) -> None:
         """Open a table on all servers, and wait for them.
 
-        A table may be opened again with the same description.
-
-        Raises:
-            ConfigError: the table cannot have this optimizer, or is open with another description.
-            JobError: another worker describes the table differently.
+        A table may be opened again with the same description. Raises ConfigError if the table cannot have this
+        optimizer, or is open with another description, JobError if another worker describes it differently.
         """
         known = self._tables.get(spec.name)
         if known is not None:
@@ -186,20 +178,17 @@ class TableClient(ClientExtension):
         self._tables[spec.name] = table
 
     def spec(self, name: str) -> TableSpec:
-        """Return the description of an open table. Raises KeyError."""
         return self._table(name).spec
 
     def set_optimizer(self, name: str, text: str) -> None:
         """Set the optimizer of all later pushes (`row_optimizers.optimizer_text`).
 
         Another class drops the state of the rows. The same class only changes settings. In "sync" tables one worker
-        calls this, in "step" tables one worker of each group.
-
-        Raises:
-            ConfigError: the table cannot have this optimizer.
+        calls this, in "step" tables one worker of each group. Raises ConfigError.
         """
         table = self._table(name)
         check_optimizer(table.spec, text, self._job.import_)
+        # The turn of the next push. Other workers may be some turns behind, and keep the old settings until then.
         since = self._steps if table.spec.mode == "step" else table.pushes + 1
         for server in self._servers:
             self._send(server, TableRule, table.number, since, text)
@@ -209,15 +198,12 @@ class TableClient(ClientExtension):
         return self.wait(self.pull_async(name, ids))
 
     def pull_async(self, name: str, ids: torch.Tensor | Iterable[int]) -> PendingPull:
-        """Request rows, and return at once. `wait` returns their values.
-
-        Raises:
-            IndexError: the table cannot have such a row.
-        """
+        """Request rows, and return at once: `wait` returns them. Raises IndexError."""
         table, wanted = self._table(name), self._ids(name, ids)
         spec = table.spec
         shards = (wanted + spec.first) % self._shards
         sorts = bool(np.any(shards[1:] < shards[:-1]))  # false with one shard: nothing is copied then
+        # Stable, so that the ids of a shard stay in order. The replies then fill contiguous parts of the buffer.
         by_shard = np.argsort(shards, kind="stable") if sorts else np.arange(len(wanted))
         order = None
         if sorts:
@@ -227,6 +213,7 @@ class TableClient(ClientExtension):
         pull = PendingPull(torch.empty(len(wanted), spec.width, dtype=spec.torch_dtype), order)
         ordered = wanted[by_shard]
         ends = np.searchsorted(shards[by_shard], np.arange(self._shards), side="right").tolist()
+        # The servers hold the request until so many turns of this worker are applied.
         seen = self._steps if spec.mode == "step" else table.pushes
         asks: list[tuple[Address, int, bytes]] = []
         # A reply may arrive as soon as its request is sent, so all of them are known before.
@@ -245,21 +232,15 @@ class TableClient(ClientExtension):
     def wait(self, pull: PendingPull) -> torch.Tensor:
         """Wait for the rows of a pull, and return them in the order of its ids.
 
-        Raises:
-            JobError: the job has failed.
-            PeerLost: a server is lost.
+        Raises JobError if the job has failed, PeerLost if a server is lost.
         """
         self._channel.wait_until(lambda: not pull.rounds)
         return pull.buffer if pull.order is None else pull.buffer.index_select(0, pull.order)
 
     def push(self, name: str, ids: torch.Tensor | Iterable[int], rows: torch.Tensor) -> None:
-        """Send rows, (number of ids, width), to their servers.
+        """Send rows, (number of ids, width), to their servers. They are copied here.
 
-        They are copied before this returns.
-
-        Raises:
-            IndexError: the table cannot have such a row.
-            ValueError: the rows have another size.
+        Raises IndexError if the table cannot have such a row, ValueError if the rows have another size.
         """
         table = self._table(name)
         named, values = self._sorted(table.spec, self._ids(name, ids), rows)
@@ -274,10 +255,10 @@ class TableClient(ClientExtension):
         named, values = self._sorted(table.spec, self._ids(name, ids), rows)
         for server, _, raw, body in self._parts(table.spec, named, values):
             self._send(server, TableAssign, table.number, raw, body=body)
-        self.stats(name)  # a server replies to it after the rows that were sent before
+        # A server replies to this after the rows that were sent before.
+        self.stats(name)
 
     def stats(self, name: str) -> list[TableSize]:
-        """Return the size of the table on each shard."""
         table = self._table(name)
         rounds = {}
         for server in self._servers:
@@ -288,10 +269,7 @@ class TableClient(ClientExtension):
         return [self._sizes.pop(rounds[server]) for server in self._servers]
 
     def touched(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the rows that exist, shard by shard, as many at a time as one message has.
-
-        They are 1-D int64, ascending.
-        """
+        """Yield the rows that exist, shard by shard: 1-D int64, ascending."""
         table = self._table(name)
         for server in self._servers:
             first, more = 0, True
@@ -301,18 +279,17 @@ class TableClient(ClientExtension):
                 self._send(server, TableList, table.number, number, first)
                 self._channel.wait_until(lambda r=number: r in self._lists)  # type: ignore[misc]
                 ids = self._lists.pop(number)
+                # A full message may have more behind it. Slots keep their order, so new rows are at the end.
                 first, more = first + len(ids), len(ids) == MAX_IDS
                 ids = np.sort(ids)
+                # As many at a time as one message of rows has.
                 for at in range(0, len(ids), table.spec.part_rows):
                     yield torch.from_numpy(ids[at : at + table.spec.part_rows])
 
     def barrier(self, last: bool = False) -> None:
-        """Wait for all workers of the job.
+        """Wait for all workers of the job. `last`: the barrier at the end of all scripts.
 
         The servers have then handled all earlier messages about tables.
-
-        Args:
-            last: this is the barrier at the end of all scripts.
         """
         self._barriers_met += 0 if last else 1
         count = -1 if last else self._barriers_met
@@ -351,10 +328,7 @@ class TableClient(ClientExtension):
         return found
 
     def _sorted(self, spec: TableSpec, ids: Ids, rows: torch.Tensor) -> tuple[Ids, torch.Tensor]:
-        """Return ascending rows.
-
-        Rows that are named twice are added up as torch coalesces a sparse gradient.
-        """
+        """Return ascending rows. Rows that are named twice are added up."""
         if rows.numel() != len(ids) * spec.width:
             raise ValueError(
                 f"{rows.numel()} elements for {len(ids)} rows of table {spec.name!r}, which has rows of {spec.width}"
@@ -364,18 +338,17 @@ class TableClient(ClientExtension):
             return ids, values
         known, place = np.unique(ids, return_inverse=True)
         index = torch.from_numpy(place)[None]
+        # By torch's own `coalesce`, so that the bits are those of a sparse gradient.
         summed = torch.sparse_coo_tensor(index, values, (len(known), spec.width), check_invariants=False).coalesce()
         return known, summed.values()
 
     def _parts(
         self, spec: TableSpec, ids: Ids, rows: torch.Tensor
     ) -> Iterator[tuple[Address, bool, bytes, torch.Tensor | None]]:
-        """Yield (server, whether it is the server's last, ids, rows) of each message.
-
-        Every server gets at least one message, which may be empty, because all servers count the same pushes.
-        """
+        """Yield (server, whether it is the server's last, ids, rows) of each message."""
         for server in self._servers:
             mine = np.flatnonzero((ids + spec.first) % self._shards == server.index)
+            # At least one message, which may be empty: all servers count the same pushes.
             for at in range(0, max(1, len(mine)), spec.part_rows):
                 which = mine[at : at + spec.part_rows]
                 # Copied when its message is sent: the rows may be too large to be in memory twice.

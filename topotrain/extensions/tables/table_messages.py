@@ -1,9 +1,8 @@
 """Messages about embedding tables (see `table_client`).
 
 In the messages of a worker, `number` counts the worker's messages about tables to this server, from 0. The server
-handles them in this order and once, even if the transport reorders or repeats them. `table` is the worker's own number
-of a table. `ids` are rows, each 8 bytes (little-endian), at most MAX_IDS. The body has one row for each of them, and is
-a snapshot.
+handles them in this order and once. `table` is the worker's own number of a table. `ids` are rows, each 8 bytes
+(little-endian), at most MAX_IDS. The body has one row for each of them, and is a snapshot.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ _ANY_WORKER = Route(Sender.ALL_WORKERS, Receiver.SERVER)
 @message(80, _ANY_WORKER, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class TableOpen(Message):
-    """Worker -> server: `table` is the worker's number of the table of this spec.
+    """Worker -> server: the worker's number of the table of this spec.
 
     The server echoes the message without the description when the table exists.
     """
@@ -33,13 +32,9 @@ class TableOpen(Message):
 @message(81, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TablePush(Message):
-    """Worker -> server: a part of a push.
+    """Worker -> server: a part of a push. Every server gets one, also without ids.
 
-    A push goes to every server, without ids where the server has no such rows, so that all count the same pushes.
-
-    Attributes:
-        turn: the step number, or the index of the push of the table.
-        last: this is the last part of the push.
+    turn: the step number, or the index of the push of the table. last: this is the last part of the push.
     """
 
     number: int
@@ -104,10 +99,7 @@ class TableAssign(Message):
 @message(86, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TableRule(Message):
-    """Worker -> server: the optimizer of pushes from turn `since` on.
-
-    optimizer: the text of `OptimizerSpec.to_text`.
-    """
+    """Worker -> server: the optimizer of pushes from turn `since` on, as text."""
 
     number: int
     table: int
@@ -146,15 +138,13 @@ class TableStats(Message):
 @message(89, _ANY_WORKER, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class TableBarrier(Message):
-    """Worker -> server: the worker is at barrier number `round`.
-
-    The server echoes it when all workers of the job are there.
-    """
+    """Worker -> server: the worker is at barrier number `round`. Echoed when all are."""
 
     number: int
     round: int
 
     def is_valid(self) -> bool:
+        # The barrier at the end of all scripts has number -1.
         return 0 <= self.number < MOST and -MOST < self.round < MOST
 
 
@@ -172,10 +162,7 @@ class TablesFinished(Message):
 @message(91, _ANY_WORKER)
 @dataclass(frozen=True, slots=True)
 class TableList(Message):
-    """Worker -> server: request for the rows that exist, from number `first` on.
-
-    The reply is TableIds.
-    """
+    """Worker -> server: request for the rows that exist, from number `first` on."""
 
     number: int
     table: int
@@ -190,10 +177,7 @@ class TableList(Message):
 @message(92, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class TableIds(Message):
-    """Server -> worker: rows in the order of first use, at most MAX_IDS.
-
-    Fewer come only at the end.
-    """
+    """Server -> worker: rows in the order of first use. Fewer than MAX_IDS at the end."""
 
     round: int
     ids: bytes

@@ -1,10 +1,6 @@
 """The tables of one server: opens, pushes, pulls and barriers of all workers.
 
-* The messages of one worker about tables are handled in the order in which they were sent, each once. A message that
-  overtakes another one on its way is kept until its turn.
-* The server asks four things in a step: whether all of its rows are here, what they add to the vote, to apply them, and
-  to drop them.
-* A mistake of a script is reported to all workers. ProtocolError is for messages that no correct worker sends.
+A mistake of a script is reported to all workers. ProtocolError is for messages that no correct worker sends.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,6 +39,7 @@ from topotrain.extensions.tables.table_snapshot import StoredRows, TableCopier
 from topotrain.extensions.tables.table_spec import Ids, TableSpec, difference, pack_ids, unpack_ids
 from topotrain.extensions.tables.table_waits import TableBarriers, TableReplies, WaitingPulls
 
+# Early messages of one worker take memory until the missing one comes.
 _MAX_EARLY, _MAX_EARLY_BYTES = 1 << 12, 1 << 26
 _MAX_TABLES = 1 << 12
 
@@ -54,12 +51,13 @@ class _WorkerTables:
     worker: Address
     next: int = 0
     early: dict[int, m.Message] = field(default_factory=dict)
-    early_bytes: int = 0  # of the bodies of these
+    # Of the bodies of the early messages.
+    early_bytes: int = 0
     tables: dict[int, TableShard] = field(default_factory=dict)
-    steps: int = 0  # steps with all of their rows here
+    # Steps with all of their rows here.
+    steps: int = 0
 
     def table(self, number: int) -> TableShard:
-        """Return the table with the worker's own number."""
         table = self.tables.get(number)
         if table is None:
             raise m.ProtocolError(f"{self.worker} has not opened a table number {number}")
@@ -71,28 +69,25 @@ class _WorkerTables:
             self.early_bytes += 0 if message.body is None else message.body.nbytes
             if len(self.early) >= _MAX_EARLY or self.early_bytes > _MAX_EARLY_BYTES:
                 raise m.ProtocolError(f"{self.worker}: message {self.next} about tables never came")
+        # The messages of a worker are handled in the order in which they were sent, each once.
         self.early.setdefault(number, message)
 
     def next_message(self) -> m.Message | None:
-        """Return the next message in order, if it is here."""
         message = self.early.pop(self.next, None)
         if message is not None:
             self.next += 1
+            # Reset when none is held. Until then it is an upper bound.
             self.early_bytes = self.early_bytes if self.early else 0
         return message
 
     def commit_rows(self, step: int) -> None:
-        """Record that all rows of a step are here."""
         self.steps = step + 1
 
 
 class TableServer(RegroupExtension, SnapshotParticipant):
     """The tables of one server.
 
-    Args:
-        me: the server.
-        job, topology: its job.
-        source: the snapshot that the job goes on from.
+    source: the snapshot that the job goes on from.
     """
 
     messages = before_model = TABLE_REQUESTS
@@ -114,32 +109,25 @@ class TableServer(RegroupExtension, SnapshotParticipant):
     # --- the job -------------------------------------------------------------------------------------------------
 
     def is_done(self) -> bool:
-        """See `ServerExtension`: no worker uses tables any more."""
         return self._barriers.all_finished
 
     def scripts_over(self) -> bool:
-        """See `ServerExtension`: all scripts have come to the barrier at their end."""
         return self._barriers.last_passed
 
     def has_begun(self) -> bool:
-        """Whether any script has a table."""
         return bool(self._tables)
 
     def refuses_regroup(self) -> str:
-        """See `ServerExtension`: the rows that a group has pushed stay in the table."""
+        # The rows that a group has pushed stay in the table, and a fresh process would push them again.
         return TABLES if self._tables else ""
 
     @property
     def snapshot_obstacle(self) -> str:
-        """Why no snapshot can be taken now, or ""."""
         return next((table.snapshot_obstacle for table in self._tables.values() if table.snapshot_obstacle), "")
 
     def freeze(self, frozen: FrozenShard) -> FrozenShard:
-        """Add the rows as they are now to the frozen shard.
-
-        Raises:
-            StateError: no snapshot can have them.
-        """
+        """Add the rows as they are now to the frozen shard. Raises StateError."""
+        # A table may have been opened after the snapshot was announced.
         if self.snapshot_obstacle:
             raise StateError(self.snapshot_obstacle)
         return self._copier.freeze(frozen, self._tables.values())
@@ -151,15 +139,14 @@ class TableServer(RegroupExtension, SnapshotParticipant):
         if not isinstance(message, TablePush | TableAssign):
             return super().place(sender, message, viewable)
         table = self._worker(sender).table(message.table)
+        # New memory and no shared buffer: a message may be kept until its turn.
         return torch.empty(len(_ids(table, message.ids)) * table.spec.width, dtype=table.spec.torch_dtype)
 
     def handle(self, sender: Address, message: m.Message) -> Outbox:
-        """Handle a message about tables, and the later ones that came before it.
-
-        A repeated message is ignored.
-        """
+        """Handle a message about tables, and the later ones that came before it."""
         worker = self._worker(sender)
         number = getattr(message, "number", -1)
+        # A repeated message.
         if number < worker.next:
             return []
         self._replies.begin()
@@ -167,6 +154,7 @@ class TableServer(RegroupExtension, SnapshotParticipant):
         while (now := worker.next_message()) is not None:
             try:
                 self._handle(sender, worker, now)
+            # The mistake of a script ends the job with its text. A ProtocolError goes on to the host.
             except ConfigError as error:
                 self._replies.fail(f"tables: {error}", config=True)
             except LookupError as error:
@@ -211,12 +199,13 @@ class TableServer(RegroupExtension, SnapshotParticipant):
             known = _make(spec, self._me.index, self._topology.shards, list(self._workers), self._job)
             self._restored.refill(known)
             self._tables[spec.name] = known
-        # The first worker that opens a table describes it.
+        # The first worker that opens a table describes it. All others must agree.
         text = difference(known.spec, spec)
         if text:
             self._replies.fail(text, config=True)
             return
         worker.tables[message.table] = known
+        # Without the description, which may be long.
         self._replies.send(worker.worker, TableOpen(0, message.table, ""))
 
     def _push(self, sender: Address, table: TableShard, message: TablePush) -> None:
@@ -237,6 +226,7 @@ class TableServer(RegroupExtension, SnapshotParticipant):
             table.rows.assign(ids, rows)
 
     def _pull(self, sender: Address, table: TableShard, message: TablePull) -> None:
+        # Before it may wait: wrong ids are the sender's fault, and are refused with this message.
         table.rows.check(_ids(table, message.ids), unique=False)
         self._pulls.add(sender, table, message)
         self._pulls.reply_ready()
@@ -265,17 +255,17 @@ class TableServer(RegroupExtension, SnapshotParticipant):
         """Whether all rows of this step are here."""
         for address in self._topology.workers(group) if self._tables else ():
             worker = self._workers[address]
+            # TableStep follows the pushes of a step, and messages of a worker are handled in order.
             if worker.steps <= step and any(isinstance(table, StepTable) for table in worker.tables.values()):
                 return False
         return True
 
     def amend_vote(self, vote: m.StepVote, commits: Mapping[int, m.Commit]) -> m.StepVote:
-        """Return the shard's vote with the rows of the step taken into account."""
         return self._gradients.amend_vote(vote, commits)
 
     def apply_step(self, group: int, step: int, commits: Mapping[int, m.Commit], factor: float) -> Outbox:
-        """Apply the rows of a step. `factor` is that of every gradient."""
         self._replies.begin()
+        # Only at the first step is it clear which tables the scripts have.
         if text := self._restored.missed:
             self._replies.fail(f"tables: {text}", config=True)
         for text in self._gradients.apply(group, step, commits, factor):
@@ -283,15 +273,15 @@ class TableServer(RegroupExtension, SnapshotParticipant):
         return self._replies.take_all()
 
     def step_over(self, result: StepResult) -> Outbox:
-        """Drop the rows of a step that is over, and reply to the pulls that waited for it."""
         self._replies.begin()
         self._pulls.step_over(result.group, result.step)
+        # Also of a skipped step, with gradients that were never applied.
         self._gradients.drop(result.group, result.step)
         self._pulls.reply_ready()
         return self._replies.take_all()
 
     def state_dict(self) -> State | None:
-        """Return the state, see `component_state`. None: there is a table."""
+        """Return the state, or None if there is a table."""
         if self._tables:
             return None
         workers = {
@@ -300,7 +290,6 @@ class TableServer(RegroupExtension, SnapshotParticipant):
         return {"workers": workers, "pulls": self._pulls.state_dict(), "barriers": self._barriers.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._workers = {
             worker: _WorkerTables(worker, number, dict(early), early_bytes, steps=steps)
             for worker, (number, early, early_bytes, steps) in state["workers"].items()
@@ -314,18 +303,15 @@ def _make(spec: TableSpec, shard: int, shards: int, workers: Sequence[Address], 
         clip, most = clip_bounds(job.updater), nonfinite_limit(job)
         return KINDS[spec.mode](spec, shard, shards, workers, job.import_, clip, most)
     except (MemoryError, RuntimeError, OverflowError) as error:
-        # torch reports missing memory as RuntimeError.
+        # torch reports missing memory as RuntimeError. The job ends with a text instead of a lost server.
         size = f"{spec.rows} rows of {spec.row_bytes} bytes"
         raise ConfigError("table.rows", size, f"do not fit into memory: {error}") from error
 
 
 def _ids(table: TableShard, raw: bytes) -> Ids:
-    """Return the rows that a message names.
-
-    Raises:
-        ProtocolError: there are more than fit into one message, and memory is made for them.
-    """
+    """Return the rows that a message names. Raises ProtocolError for too many."""
     ids = unpack_ids(raw)
+    # Memory is made for the rows of each message.
     if len(ids) > table.spec.part_rows:
         most = table.spec.part_rows
         raise m.ProtocolError(f"{len(ids)} rows of table {table.spec.name!r} in a message, at most {most}")

@@ -1,9 +1,7 @@
 """Tables in snapshots: copies of their rows, and rows that are read back.
 
-* Rows are copied after the same step as the parameters of the shard.
-* The copy has memory of its own, which all snapshots use, as in `shard_snapshot.ShardFreezer`. So a server with tables
-  needs twice their size.
-* A server that continues from a snapshot reads the rows of its own shard, also if they were on other servers.
+Rows are copied after the same step as the parameters of the shard. The copy has memory of its own, which all snapshots
+use. So a server with tables needs twice their size.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,11 +28,7 @@ class TableCopier:
         self._copies: dict[tuple[str, str, int], torch.Tensor] = {}
 
     def freeze(self, frozen: FrozenShard, tables: Iterable[TableShard]) -> FrozenShard:
-        """Return the frozen shard with the present rows of these tables.
-
-        Raises:
-            StateError: there is no memory for a copy.
-        """
+        """Return the frozen shard with the rows of these tables. Raises StateError."""
         kept, slabs = list[StoredTable](), list[TensorSlice]()
         for table in tables:
             name, rows = table.spec.name, table.rows
@@ -48,9 +42,11 @@ class TableCopier:
     def _column(self, table: str, column: str, rows: RowStorage) -> Iterator[TensorSlice]:
         at = 0
         for number, (block, used) in enumerate(rows.blocks(column)):
+            # Blocks never change their size, so the copy of a block fits in every later snapshot.
             key = table, column, number
             if key not in self._copies:
                 self._copies[key] = _memory_like(table, block)
+            # Only the slots in use. The rest of the last block has no rows.
             copy = self._copies[key][:used].copy_(block[:used])
             yield TensorSlice(entry_of(table, column), at, copy.view(-1))
             at += copy.numel()
@@ -67,9 +63,7 @@ def _memory_like(table: str, block: torch.Tensor) -> torch.Tensor:
 class StoredRows:
     """The tables of the snapshot from which a job continues, for one server.
 
-    Args:
-        source: the snapshot. None: the job does not continue from one.
-        shard, shards: the index of the server, and the number of servers.
+    source: None if the job does not continue from one. shard, shards: the index of the server, and their number.
     """
 
     def __init__(self, source: SnapshotSource | None, shard: int, shards: int) -> None:
@@ -81,17 +75,15 @@ class StoredRows:
         self._wanted = set(self._parts)
 
     def refill(self, table: TableShard) -> None:
-        """Restore the rows of a new table, if the snapshot has it.
-
-        Raises:
-            ConfigError: the snapshot has another table of this name, or cannot be read.
-        """
+        """Restore the rows of a new table, if the snapshot has it. Raises ConfigError."""
         parts = self._parts.get(table.spec.name)
         if self._source is None or parts is None:
             return
+        # All parts are compared before any row changes.
         for _, kept in parts:
             _check_same(table.spec, kept, self._source.number)
         for number, kept in parts:
+            # All servers have counted the same pushes, since each push goes to all of them.
             table.restore(kept.optimizer, max(part.pushes for _, part in parts))
             # With the same number of servers each part has exactly the rows of one server.
             if len(self._source.tables) != self._shards or number == self._shard:
@@ -100,13 +92,16 @@ class StoredRows:
 
     def _read(self, source: SnapshotSource, number: int, kept: StoredTable, rows: RowStorage) -> None:
         for column, fill in kept.columns.items():
+            # Before the rows: a new row then has a place in each column.
             rows.column(column, fill)
         width, step = rows.spec.width, max(1, _CHUNK_BYTES // rows.spec.row_bytes)
         for first in range(0, kept.rows, step):
             ids = torch.empty(min(step, kept.rows - first), dtype=torch.int64)
             source.rows(number, kept.name, IDS, first, ids)
+            # With another number of servers each row moves to its new server.
             mine = ids % self._shards == rows.spec.residue(self._shard, self._shards)
             found = ids[mine].numpy()
+            # Values first: `assign` makes the slots, and without it `slots` would compute initial values.
             for column in [VALUES, *(name for name in kept.columns if name != VALUES)]:
                 part = torch.empty(len(ids) * width, dtype=rows.spec.torch_dtype)
                 source.rows(number, kept.name, column, first * width, part)
@@ -125,17 +120,14 @@ class StoredRows:
 
 
 def _check_same(now: TableSpec, kept: StoredTable, number: int) -> None:
-    """Check that a snapshot has this table. Only its optimizer may be another one.
-
-    Raises:
-        ConfigError: another field differs.
-    """
+    """Raise ConfigError if the snapshot has another table of this name."""
     try:
         then = TableSpec.from_text(kept.spec)
     except ProtocolError as error:
         raise ConfigError("resume", f"table {now.name}", f"snapshot {number} has {error}") from error
     for field in fields(now):
         mine, theirs = getattr(now, field.name), getattr(then, field.name)
+        # `TableShard.restore` compares the optimizer's kind. Its settings may differ.
         if mine != theirs and field.name != "optimizer":
             accepted = f"has {field.name} {mine!r} now, and {theirs!r} in snapshot {number}; it must be the same"
             raise ConfigError("resume", f"table {now.name}", accepted)

@@ -1,8 +1,6 @@
 """Description of a table: rows on the servers only, made at their first use.
 
-Row r is on shard (r + first) mod the number of shards. Its initial value depends only on the seed and name of the
-table, the number of the row, and the column. So every layout of a job makes the same rows, in any order of use.
-
+Row r is on shard (r + first) mod the number of shards. Every layout of a job makes the same rows, in any order of use.
 `row_storage` stores rows, `row_optimizers` updates them, and `push_modes` decides when a push counts. Workers use
 `table_client`.
 """
@@ -36,8 +34,10 @@ INITS = {"zeros": 0, "given": 0, "uniform": 2, "normal": 2}
 
 MAX_NAME = 200
 MAX_ROW = 1 << 62
+# Parts of 1 MB are pipelined: a server handles one while the next is on its way.
 PART_BYTES = 1 << 20
-_CELLS = 1 << 20  # initial values that are computed at a time
+# Initial values that are computed at a time: 8 MB of float64.
+_CELLS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +105,10 @@ class TableSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of the rows."""
         return DTYPES[self.dtype]
 
     @property
     def row_bytes(self) -> int:
-        """Size of a row's values."""
         return self.width * self.torch_dtype.itemsize
 
     @property
@@ -128,14 +126,11 @@ class TableSpec:
 
     @staticmethod
     def from_text(text: str) -> "TableSpec":
-        """Read the form of `to_text`.
-
-        Raises:
-            ProtocolError: `to_text` cannot have written this.
-        """
+        """Read the form of `to_text`. Raises ProtocolError for anything else."""
         try:
             data: Any = json.loads(text)
             return TableSpec(**data)
+        # ConfigError is a ValueError: a description with wrong fields comes from no correct worker.
         except (ValueError, TypeError, RecursionError) as error:
             raise ProtocolError(f"not the description of a table: {error}") from error
 
@@ -150,16 +145,11 @@ def difference(mine: TableSpec, theirs: TableSpec) -> str:
 
 
 def pack_ids(ids: Ids) -> bytes:
-    """Return row numbers as bytes of a message."""
     return ids.astype("<i8", copy=False).tobytes()
 
 
 def unpack_ids(raw: bytes) -> Ids:
-    """Return the row numbers of a message.
-
-    Raises:
-        ProtocolError: the bytes are not row numbers, or are too many.
-    """
+    """Return the row numbers of a message. Raises ProtocolError."""
     if len(raw) % 8 or len(raw) > 8 * MAX_IDS:
         raise ProtocolError(f"{len(raw)} bytes of row numbers: must be a multiple of 8, at most {8 * MAX_IDS}")
     return np.frombuffer(raw, dtype="<i8").astype(np.int64, copy=False)
@@ -189,6 +179,7 @@ def initial_rows(spec: TableSpec, ids: Ids) -> torch.Tensor:
     rows = torch.zeros(len(ids), spec.width, dtype=spec.torch_dtype)
     if word in ("zeros", "given"):
         return rows
+    # `hash` of Python differs from process to process.
     raw = blake2b(f"{spec.seed} {spec.name}".encode(), digest_size=8).digest()
     key = np.frombuffer(raw, dtype="<u8").astype(np.uint64)
     step = max(1, _CELLS // spec.width)
@@ -216,6 +207,7 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def _unit(rows: npt.NDArray[np.uint64], columns: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Return numbers in [0, 1), with 53 bits each."""
     bits = _mixed(rows + (columns + _ONE) * _GOLDEN) >> _SHIFTS[3:4]
+    # float64 has 53 bits of precision.
     return bits.astype(np.float64) * 2.0**-53
 
 

@@ -9,43 +9,35 @@ from topotrain.extensions.tables.push_modes import StepTable, TableShard
 from topotrain.extensions.tables.table_messages import TableBarrier, TablePull, TableRows
 from topotrain.extensions.tables.table_spec import unpack_ids
 
+# Bounds of the memory that a faulty worker can take.
 _MAX_BARRIERS = 1 << 10
-_MAX_WAITING = 1 << 13  # pulls of one worker that wait: as many parts as a pull of millions of rows has
+# Pulls of one worker that wait: as many parts as a pull of millions of rows has.
+_MAX_WAITING = 1 << 13
 
 
 class TableReplies:
-    """Messages to send, collected while a server handles one message or one step.
-
-    Args:
-        workers: all workers of the job.
-    """
+    """Messages to send, collected while a server handles one message or one step."""
 
     def __init__(self, workers: Sequence[Address]) -> None:
         self._workers = workers
         self._out: list[tuple[Address, m.Message]] = []
 
     def begin(self) -> None:
-        """Drop the replies to a message that was refused halfway."""
+        """Begin with no messages."""
+        # A message that was refused halfway leaves replies behind, which must not be sent with the next one's.
         self._out = []
 
     def send(self, to: Address, message: m.Message) -> None:
-        """Add a message."""
         self._out.append((to, message))
 
     def broadcast(self, message: m.Message) -> None:
-        """Add a message to every worker."""
         self._out += [(worker, message) for worker in self._workers]
 
     def fail(self, text: str, config: bool = False) -> None:
-        """End the job: report an error of a script to every worker.
-
-        Args:
-            config: the error is one of configuration.
-        """
+        """End the job: report an error of a script (of its configuration) to every worker."""
         self.broadcast(m.Fail(text, config))
 
     def take_all(self) -> list[tuple[Address, m.Message]]:
-        """Return the collected messages, and begin again."""
         out, self._out = self._out, []
         return out
 
@@ -63,21 +55,16 @@ class WaitingPulls:
         return self._steps.get(group, 0)
 
     def step_over(self, group: int, step: int) -> None:
-        """Record that a step of a worker group is over."""
         self._steps[group] = step + 1
 
     def add(self, sender: Address, table: TableShard, message: TablePull) -> None:
-        """Let a pull wait.
-
-        Raises:
-            ProtocolError: too many pulls of this worker wait.
-        """
+        """Let a pull wait. Raises ProtocolError if too many of this worker wait."""
         if sum(worker == sender for worker, _, _ in self._pulls) >= _MAX_WAITING:
             raise m.ProtocolError(f"{sender} sent more than {_MAX_WAITING} pulls of rows that are not there yet")
         self._pulls.append((sender, table, message))
 
     def reply_ready(self) -> None:
-        """Reply to every pull that may be read now."""
+        # All are tried: a pull of one table may be ready while an older one of another table is not.
         waiting, self._pulls = self._pulls, []
         for sender, table, message in waiting:
             if not self._may_read(sender, table, message.seen):
@@ -91,11 +78,10 @@ class WaitingPulls:
             self._replies.send(sender, TableRows(message.round, body=rows.view(-1) if rows.numel() else None))
 
     def state_dict(self) -> State:
-        """Return the state of a server without tables, on which no pull waits."""
+        # A server with a table has no state at all (`TableServer`), so no pull waits here.
         return {"steps": self._steps}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._steps = dict(state["steps"])
 
     def _may_read(self, sender: Address, table: TableShard, seen: int) -> bool:
@@ -105,13 +91,7 @@ class WaitingPulls:
 
 
 class TableBarriers:
-    """Barriers of all workers of a job.
-
-    The barrier at the end of all scripts has a number below 0.
-
-    Args:
-        workers: all workers of the job.
-    """
+    """Barriers of all workers. That at the end of all scripts has a number below 0."""
 
     def __init__(self, workers: Sequence[Address], replies: TableReplies) -> None:
         self._workers, self._replies = workers, replies
@@ -122,15 +102,10 @@ class TableBarriers:
 
     @property
     def all_finished(self) -> bool:
-        """Whether no worker uses tables any more."""
         return len(self._finished) == len(self._workers)
 
     def arrive(self, sender: Address, number: int) -> None:
-        """Record that a worker is at a barrier. The last worker opens it.
-
-        Raises:
-            ProtocolError: too many barriers are not passed.
-        """
+        """A worker is at a barrier. The last one opens it. Raises ProtocolError."""
         if number not in self._arrived and len(self._arrived) >= _MAX_BARRIERS:
             raise m.ProtocolError(f"{sender} is at barrier {number}, while {len(self._arrived)} are not passed")
         arrived = self._arrived.setdefault(number, set())
@@ -142,21 +117,19 @@ class TableBarriers:
             self._replies.broadcast(TableBarrier(0, number))
 
     def finish(self, sender: Address) -> None:
-        """Record that a worker uses no table any more. It still comes to the last barrier."""
         self._finished.add(sender)
         self._check()
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {"arrived": self._arrived, "finished": self._finished, "last_passed": self.last_passed}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._arrived = {number: set(arrived) for number, arrived in state["arrived"].items()}
         self._finished, self.last_passed = set(state["finished"]), state["last_passed"]
 
     def _check(self) -> None:
         for number, arrived in self._arrived.items():
             missing = [worker for worker in self._workers if worker in self._finished and worker not in arrived]
+            # A finished worker still comes to the last barrier, which has a number below 0.
             if missing and number >= 0:
                 self._replies.fail(f"{missing[0]} ended while {min(arrived)} waits for all workers at a barrier")

@@ -33,6 +33,7 @@ from topotrain.parallel.remote.argument_codec import CallInput, ReferenceBounds,
 from topotrain.parallel.remote.graph_recorder import record
 from topotrain.parallel.remote.state_numbers import ModelState, TaskCluster
 
+# Functions with this word draw masks, and need the client's generator.
 _DRAWS = "dropout"
 
 
@@ -79,10 +80,13 @@ class Session:
         self._connection: SessionConnection | None = None
         self._kept: ModelState | None = None
         self._trained: TrainOp | None = None
+        # Kind of call -> the number of its description, and whether it draws. A description is sent once.
         self._graphs: dict[object, tuple[int, bool]] = {}
         self._count = 0
+        # The optimizer's settings that the cluster has.
         self._settings = ""
         self._began = False
+        # Why the session has ended. "": it has not.
         self._over = ""
         if target:
             self._connection = _connected(target)
@@ -119,11 +123,8 @@ class Session:
         return self._there(model, train, args, kwargs)
 
     def pull(self) -> None:
-        """Copy the cluster's values into the parameters and buffers of the model.
-
-        Raises:
-            JobError: a task is gone.
-        """
+        """Copy the cluster's values into the model. Raises JobError if a task is gone."""
+        # Before the first run the cluster has no values.
         if not self._began or self._kept is None or self._over:
             return
         told, tensors = self._ask({"do": "pull"})
@@ -132,16 +133,14 @@ class Session:
                 self._kept.tensors[number].copy_(tensor)
 
     def close(self) -> None:
-        """Pull the values and leave the cluster to the next client.
-
-        Does nothing the second time.
-        """
+        """Pull the values and leave the cluster to the next client. May be called twice."""
         if self._connection is None or self._over:
             return
         try:
             self.pull()
             self._ask({"do": "close"})
         finally:
+            # Also if the pull has failed: the cluster goes back to waiting when the connection ends.
             self._end("it was closed")
 
     def __enter__(self) -> Self:
@@ -153,6 +152,7 @@ class Session:
         if kind is None:
             self.close()
         else:
+            # Without a pull, which would wait for a cluster that may be the cause.
             self._end("its block was left with an error")
 
     # --- on the cluster ------------------------------------------------------------------------------------------
@@ -163,17 +163,21 @@ class Session:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         settings = self._news(train)
         if draws:
+            # Masks continue the client's own sequence of random numbers, as if it computed them here.
             tensors.insert(0, torch.get_rng_state())
         said = {"do": "run", "number": number, "draws": draws, "settings": settings}
         told, found = self._ask(said, tensors)
         if draws:
+            # Where the cluster has stopped drawing.
             torch.set_rng_state(found[0])
         if train is not None:
-            train.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
+            # A scheduler warns if the optimizer has made no step, and the step was made on the cluster.
+            train.optimizer._opt_called = True  # type: ignore[attr-defined]
         output = decode(told["output"], ReferenceBounds(0, len(found), 0))
         return replaced(output, lambda ref: found[ref.number], (CallInput,))
 
     def _check(self, model: nn.Module, train: TrainOp | None, args: Any, kwargs: Any) -> None:
+        # The cluster records and runs with the defaults of its own processes.
         if torch.get_default_dtype() is not torch.float32:
             raise ConfigError("torch.set_default_dtype", torch.get_default_dtype(), "must be torch.float32")
         if torch.is_autocast_enabled("cpu"):
@@ -193,13 +197,16 @@ class Session:
 
     def _graph(self, model: nn.Module, train: TrainOp | None, args: Any, kwargs: Any) -> tuple[int, bool]:
         """Return the number of a call's description, and whether it draws masks."""
+        # Everything that may change the recorded computation: training or not, the modes, and the arguments' forms.
         kind = (train is not None, tuple(module.training for module in model.modules()), _kind((args, kwargs)))
         if kind not in self._graphs:
             kept = self._kept or ModelState.of(model, self._cluster)
             description = record(kept, args, kwargs, loss=train is not None)
+            # Only after `record`: a model that cannot be captured leaves the session as it was.
             self._kept = kept
             if not self._began:
                 self._begin(kept, train)
+            # Before the request: after a refused description its number is not used again.
             self._count += 1
             data = description.to_data()
             self._ask({"do": "learn", "number": self._count, "description": data, "loss": train is not None})
@@ -208,11 +215,12 @@ class Session:
         return self._graphs[kind]
 
     def _begin(self, kept: ModelState, train: TrainOp | None) -> None:
-        """Send the model to the cluster."""
         parameters = [tensor for tensor in kept.tensors if isinstance(tensor, nn.Parameter)]
         if not parameters:
             raise ConfigError("model", None, "has no parameters: nothing to train")
+        # A session that only evaluates needs one as well: servers hold the values, and a server has an optimizer.
         optimizer = torch.optim.SGD(parameters, lr=0.0) if train is None else train.optimizer
+        # Its state is in this process, and a session has no way to send it.
         if optimizer.state:
             raise ConfigError("optimizer", type(optimizer).__name__, "has taken steps already: take a new one")
         self._settings = describe(optimizer, parameters).to_text()
@@ -241,7 +249,8 @@ class Session:
         except SessionClosed as error:
             self._end("the cluster is gone")
             raise JobError(f"{self._target} is gone: {error}", False) from error
-        except BaseException:  # after Ctrl-C here the next reply would be the one to this request
+        # After Ctrl-C here the next reply would be the one to this request.
+        except BaseException:
             self._end("a run was interrupted")
             raise
         if "error" in told:
@@ -250,6 +259,7 @@ class Session:
 
     def _refused(self, told: Mapping[str, Any]) -> NoReturn:
         text = str(told["error"])
+        # A refused description leaves the session as it was. Every other error ends it.
         if told.get("over", True):
             self._end(text)
         if told.get("config"):
@@ -267,10 +277,10 @@ class Session:
 
 
 def _here(model: nn.Module, train: TrainOp | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute in this process, as the cluster would."""
     if train is None:
         with torch.no_grad():
             return model(*args, **kwargs)
+    # In the order of a step on the cluster, so that the losses are the same.
     train.optimizer.zero_grad()
     loss = model(*args, **kwargs)
     loss.backward()
@@ -289,6 +299,7 @@ def _connected(target: str) -> SessionConnection:
         host, port = split_address(without_scheme(target))
         return call(numeric(host), port, load_secret(os.environ))
     except Refused as error:
+        # The process there speaks the protocol, so the address is right.
         if error.code == "AUTH":
             accepted = "has another token than this process: TOPOTRAIN_TOKEN, or TOPOTRAIN_TOKEN_FILE"
         else:
@@ -301,10 +312,12 @@ def _connected(target: str) -> SessionConnection:
 
 def _kind(arguments: Any) -> object:
     leaves, form = tree_flatten(arguments)
+    # Values of arguments that are no tensors are part of the recorded computation, so each is another kind.
     return str(form), tuple(
         (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
     )
 
 
 def _attends(function: str) -> bool:
+    # Attention has dropout inside one function.
     return "attention" in function or "multi_head" in function

@@ -29,18 +29,18 @@ class SessionShard:
         """Why it has ended."""
 
     def run(self) -> None:
-        """Serve until the session's end."""
         me = Address(Role.SERVER, 0, self._me.index)
         try:
+            # The store of this session: each session is a job with a rendezvous of its own.
             with closing(open_store(self._meet.store, self._secret)) as store:
                 serve(self._meet.job(), [me], store, self._secret, self._host, terms=TERMS)
+        # The task survives its session. The reason is printed when the session ends.
         except (JobError, TransportError, StoreError, ConfigError) as error:
             self.why = str(error)
         finally:
             self._done.set()
 
     def wait(self) -> None:
-        """Wait for the end of `run`, on another thread."""
         self._done.wait()
 
 
@@ -66,14 +66,17 @@ def follow(
     """
     try:
         meet = SessionRendezvous.from_data(said.get("meet"))
+        # The tasks were started one by one, perhaps with different lists.
         if [meet.workers, meet.servers] != list(counts):
             raise ConfigError("cluster", counts, "must be the same ClusterSpec in all tasks")
         part = None if me.job == "ps" else part_of(meet, me.index, said, tensors, secret, host)
+    # Nothing is open yet, so any error is only a reply, and the task goes back to waiting.
     except Exception as error:
         connection.send(failed(me, error, None).told())
         return
     connection.send({})
-    connection.receive()  # all tasks have agreed: begin
+    # All tasks have agreed: begin. If one of them has not, the connection is closed here.
+    connection.receive()
     if part is None:
         _serve(me, connection, SessionShard(me, meet, host, secret), shards)
     else:
@@ -81,7 +84,9 @@ def follow(
 
 
 def _serve(me: TaskAddress, connection: SessionConnection, shard: SessionShard, shards: ShardQueue) -> None:
+    # The reply comes first: the shard runs until the end of the session.
     connection.send({})
+    # The main thread runs it, where Ctrl-C arrives.
     shards.put(shard)
     shard.wait()
     try:
@@ -109,12 +114,15 @@ class _Following:
                     why = OVER
                     return
                 self._obey(said)
+        # The first worker is gone. `why` says so already.
         except SessionClosed:
             pass
+        # Errors of torch and of the user's model come from here, so none is excluded.
         except Exception as error:
             found = failed(self._me, error, self._part)
             why = str(found)
-            self._part.leave(found.bare)  # before the reply: the first worker may be waiting for this one
+            # Before the reply: the first worker may be waiting for this one in a step.
+            self._part.leave(found.bare)
             with suppress(SessionClosed):
                 self._connection.send(found.told())
         finally:
@@ -125,7 +133,8 @@ class _Following:
         try:
             found = self._part.execute(said)
         except ConfigError as error:
-            if said["do"] != "learn":  # only a description may be refused, and the session goes on
+            # Only a description may be refused. After another error the tasks are at different steps.
+            if said["do"] != "learn":
                 raise
             self._connection.send(failed(self._me, error, None).told())
             return

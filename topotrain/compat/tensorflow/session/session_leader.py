@@ -33,9 +33,7 @@ from topotrain.parallel.remote.graph_description import states_from
 class SessionLeader:
     """Serves the client of a session, leads the other tasks, and does its own part.
 
-    Args:
-        connection: to the client.
-        tasks: all of the cluster's. me: this one. host: where others reach it.
+    tasks: all of the cluster's. me: this one. host: where others reach it.
     """
 
     def __init__(
@@ -57,6 +55,7 @@ class SessionLeader:
         except SessionClosed:
             pass
         finally:
+            # Before the last reply: a client that has it may open the next session at once.
             self._end(why)
             tell(f"{self._me}: {OVER}" + ("" if why == OVER else f": {why}"))
         if why == OVER:
@@ -64,20 +63,20 @@ class SessionLeader:
                 self._connection.send({})
 
     def _serve_requests(self) -> str:
-        """Carry out the client's requests; return why the session had to end.
-
-        "": the client has closed it. Raises SessionClosed.
-        """
+        """Carry out the client's requests. Returns why the session had to end, or ""."""
         while True:
             said, tensors = self._connection.receive()
             if said.get("do") == "close":
                 return ""
             try:
                 answer = self._do(said, tensors)
+            # Any error of torch or of the job goes to the client, where the user is.
             except Exception as error:
                 found = error if isinstance(error, TaskFailed) else failed(self._me, error, self._part)
-                over = said.get("do") != "learn" or not found.config  # a description may be refused
+                # A description may be refused: nothing was computed, so the session goes on.
+                over = said.get("do") != "learn" or not found.config
                 if over:
+                    # Before the reply, so that the other tasks are free when the client tries again.
                     self._end(str(found))
                 self._connection.send({**found.told(), "over": over})
                 if over:
@@ -101,9 +100,11 @@ class SessionLeader:
             return ({},)
         if do == "pull":
             return self._pull(said, part)
+        # The first tensor is the state of the client's generator.
         dice = tensors[0] if said["draws"] else None
         inputs = tensors[1:] if said["draws"] else tensors
         told = {"do": "run", "number": said["number"], "settings": said["settings"]}
+        # To all workers, as text: each draws the masks of its own operations with the same state.
         told["dice"] = None if dice is None else dice.numpy().tobytes().hex()
         output, _ = self._together(told, part, inputs)
         found: list[torch.Tensor] = [] if dice is None else [part.dice]
@@ -111,12 +112,15 @@ class SessionLeader:
 
     def _start(self, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         states = states_from(said["states"], self._count("worker"), self._count("ps"))
+        # The states come from the client, and everything below trusts them.
         check_values(states, tensors)
+        # A store for this session: processes of an earlier one cannot meet this one's.
         self._store = serve_store(self._host, 0, self._secret)
         name = f"session-{secrets.token_hex(8)}"
         meet = SessionRendezvous(name, self._store.url, self._count("worker"), self._count("ps"), self._me.index)
         shared = {"do": "begin", "meet": asdict(meet), "states": said["states"], "optimizer": said["optimizer"]}
         mine = numbers_of(states, self._me.index)
+        # Before the others are called: what is refused here costs them nothing.
         part = part_of(
             meet, self._me.index, {**shared, "numbers": mine}, [tensors[n] for n in mine], self._secret, self._host
         )
@@ -125,9 +129,11 @@ class SessionLeader:
                 numbers = numbers_of(states, task.index) if task.job == "worker" else []
                 self._others[task] = connection = self._call(task)
                 self._send(task, connection, {**shared, "numbers": numbers}, [tensors[n] for n in numbers])
+        # All are asked first, and the replies are read after that: the tasks prepare at the same time.
         for task, connection in self._others.items():
             receive_reply(task, connection)
         self._part = part
+        # Only when all have agreed, since from here on the tasks wait for each other.
         self._together({"do": "go"}, part)
 
     def _call(self, task: TaskAddress) -> SessionConnection:
@@ -155,6 +161,7 @@ class SessionLeader:
         """Have all workers do it, this one too. Raises the error that explains most."""
         starts = said["do"] == "go"  # the ps tasks start as well
         others = {task: connection for task, connection in self._others.items() if starts or task.job == "worker"}
+        # Also after a failure: a reply that stays unread would be taken for the next one.
         for task, connection in others.items():
             self._send(task, connection, said)
         failures, result, replies = [], None, []
@@ -163,13 +170,15 @@ class SessionLeader:
         except Exception as error:
             failures.append(failed(self._me, error, self._part))
             if said["do"] != "learn":
-                part.leave(failures[0].bare)  # the others may be waiting for this one
+                # The others may be waiting for this one in the step. The servers pass the reason on to them.
+                part.leave(failures[0].bare)
         for task, connection in others.items():
             try:
                 replies.append(receive_reply(task, connection))
             except TaskFailed as error:
                 failures.append(error)
         if failures:
+            # A task that lost another one reports a consequence. The task with the cause reports the error itself.
             raise next((found for found in failures if found.cause), failures[0])
         return result, replies
 
@@ -184,6 +193,7 @@ class SessionLeader:
             if why == OVER:
                 with suppress(SessionClosed):
                     connection.send({"do": "end"})
+            # After any other end the closed connection alone says that the session is over.
             connection.close()
         self._others.clear()
         if self._part is not None:

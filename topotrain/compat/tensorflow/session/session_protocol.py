@@ -1,7 +1,7 @@
 """Messages between a session's processes: JSON with tensors behind it.
 
-They travel in frames (see `request_reply`). A message is one frame with the JSON, which gives the form of each tensor.
-Frames with the tensors' bytes follow.
+They travel in frames (see `request_reply`). A message is one frame with the JSON, which gives the form of each tensor,
+and frames with the tensors' bytes.
 """
 
 import json
@@ -23,8 +23,10 @@ MAX_TENSOR_BYTES = 1 << 36
 """Bytes of the tensors of one message."""
 FRAME_S = 120.0
 """Seconds without any progress in the middle of a message, after which the other side counts as gone."""
+# Bounds what a peer may announce before its tensors come.
 _MAX_TENSORS = 200_000
-_TEXT, _TENSOR = 1, 2  # kinds of frames
+# Kinds of frames.
+_TEXT, _TENSOR = 1, 2
 
 
 class SessionClosed(TransportError):
@@ -39,6 +41,7 @@ class SessionConnection:
 
     def send(self, fields: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a message with tensors on the CPU. Raises SessionClosed."""
+        # A lazy conjugate or negative view has other bytes in memory than its values.
         flat = [tensor.detach().contiguous().resolve_conj().resolve_neg() for tensor in tensors]
         forms = [TensorForm.of(tensor).to_data() for tensor in flat]
         text = json.dumps({"words": fields, "tensors": forms}).encode()
@@ -47,6 +50,7 @@ class SessionConnection:
         try:
             self._channel.send(FRAME_S, _TEXT, payload=text)
             for tensor in flat:
+                # A view of the tensor's memory, so nothing is copied.
                 raw = tensor.view(-1).view(torch.uint8).numpy().data if tensor.nbytes else memoryview(b"")
                 for at in range(0, len(raw), MAX_BODY):
                     self._channel.send(FRAME_S, _TENSOR, payload=raw[at : at + MAX_BODY])
@@ -61,11 +65,13 @@ class SessionConnection:
         try:
             fields, forms = _opened(read_json(bytes(self._frame(_TEXT, seconds).payload)))
             return fields, [self._tensor(form) for form in forms]
+        # ConfigError: the text is no valid description. Such a peer cannot be understood any further.
         except (TransportError, ConfigError) as error:
             raise SessionClosed(str(error)) from error
 
     def close(self) -> None:
         """Close the connection, which wakes a thread that waits for a message."""
+        # `close` alone does not wake a thread that waits in `recv`.
         self._channel.shutdown()
         self._channel.close()
 
@@ -81,6 +87,7 @@ class SessionConnection:
         dtype, came = torch_dtype(form.dtype), bytearray()
         if not form.nbytes:
             return torch.empty(form.sizes, dtype=dtype)
+        # Memory grows with the bytes that have come, and not with those that were announced.
         while len(came) < form.nbytes:
             due = min(form.nbytes - len(came), MAX_BODY)
             payload = self._frame(_TENSOR, FRAME_S, due).payload
@@ -89,7 +96,8 @@ class SessionConnection:
             if came:
                 came += payload
             else:
-                came = payload  # a tensor of one frame is not copied
+                # A tensor of one frame is not copied.
+                came = payload
         return torch.frombuffer(came, dtype=dtype).view(form.sizes)
 
 

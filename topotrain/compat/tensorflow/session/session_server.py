@@ -1,6 +1,5 @@
 """A task of a cluster that clients drive, in one session after the other.
 
-* There is one session at a time.
 * A peer has to prove that it knows the token before anything else.
 * The worker that a client connects to is the first of the session. It sends requests to all other tasks, over one
   connection to each.
@@ -32,13 +31,8 @@ GRACE_S = 10.0
 class SessionServer:
     """One task's process. It accepts connections as soon as it is made.
 
-    Args:
-        cluster: the addresses of all tasks, by job.
-        me: this task.
-        secret: 32 bytes, the same on all tasks and in the client.
-
-    Raises:
-        StoreError: no connection can be accepted at this address.
+    secret: 32 bytes, the same on all tasks and in the client. Raises StoreError if no connection can be accepted at
+    this address.
     """
 
     def __init__(self, cluster: Mapping[str, Sequence[str]], me: TaskAddress, secret: bytes) -> None:
@@ -52,7 +46,8 @@ class SessionServer:
             raise StoreError(f"tcp://{self._host}:{port}: {error}") from error
         except OSError as error:
             raise StoreError(f"tcp://{self._host}:{port}: {error.strerror}") from error
-        self._turn = threading.Lock()  # held by the session that this task belongs to
+        # Held by the session that this task belongs to. There is one at a time.
+        self._turn = threading.Lock()
         self._over = threading.Event()
         self._shards: ShardQueue = queue.SimpleQueue()
         self._server.start()
@@ -73,6 +68,7 @@ class SessionServer:
         """Close all connections. A session that is under way ends."""
         if not self._over.is_set():
             self._over.set()
+            # Wakes the main thread, which waits in `stay`.
             self._shards.put(None)
             self._server.close()
 
@@ -81,6 +77,7 @@ class SessionServer:
     def serve_client(self, channel: RequestChannel) -> None:
         """Serve a client, or another task of its session."""
         connection = SessionConnection(channel)
+        # A deadline: a peer that says nothing must not keep one of MAX_CALLERS places.
         said, tensors = connection.receive(FRAME_S)
         self._answer(connection, said, tensors)
 
@@ -92,6 +89,7 @@ class SessionServer:
                 {"error": f"is {self._me}: a session talks to a worker, {' or '.join(workers)}", "config": True}
             )
             return
+        # The session before may just be ending, so a client waits a little before it is refused.
         if not self._turn.acquire(timeout=GRACE_S):
             connection.send({"error": f"{self._me} belongs to the session of another client", "config": True})
             return

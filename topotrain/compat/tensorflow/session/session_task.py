@@ -13,7 +13,8 @@ from topotrain.config.job import ConfigError
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.parallel.remote.graph_description import StateDescription, states_from
 
-_EXPECTED = (JobError, PeerLost, TransportError)  # consequences of another error
+# Consequences of another error, which the task that failed first reports.
+_EXPECTED = (JobError, PeerLost, TransportError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,8 @@ class TaskAddress:
 class TaskFailed(Exception):
     """A task could not do what it was asked to.
 
-    Args:
-        text: for the client, with the task's name. config: the client can correct it.
-        cause: it is not a consequence of an error elsewhere.
-        bare: the text without the task's name.
+    text: for the client, with the task's name. config: the client can correct it. cause: it is not a consequence of an
+    error elsewhere. bare: the text without the task's name.
     """
 
     def __init__(self, text: str, config: bool = False, cause: bool = True, bare: str = "") -> None:
@@ -42,7 +41,6 @@ class TaskFailed(Exception):
         self.config, self.cause, self.bare = config, cause, bare or text
 
     def told(self) -> dict[str, Any]:
-        """Return the message for the other side."""
         return {"error": str(self), "config": self.config, "cause": self.cause}
 
 
@@ -60,6 +58,7 @@ def part_of(
     """
     states = states_from(said["states"], meet.workers, meet.servers)
     mine = numbers_of(states, index)
+    # Both sides compute this from the states, so a difference is an error in one of them.
     if said["numbers"] != mine or not isinstance(said["optimizer"], str):
         raise ConfigError("states", None, f"must be those of worker {index}")
     check_values([states[number] for number in mine], tensors)
@@ -75,7 +74,6 @@ def check_values(states: Sequence[StateDescription], tensors: Sequence[torch.Ten
 
 
 def numbers_of(states: Sequence[StateDescription], worker: int) -> list[int]:
-    """Return the numbers of the states that a worker holds."""
     return [number for number, state in enumerate(states) if state.worker == worker]
 
 
@@ -91,10 +89,8 @@ def receive_reply(task: TaskAddress, connection: SessionConnection) -> tuple[dic
 
 
 def failed(task: TaskAddress, error: BaseException, part: SessionWorker | None) -> TaskFailed:
-    """Return an error of a task as TaskFailed.
-
-    part: the task's own, which may know the cause.
-    """
+    """Return an error of a task as TaskFailed. `part` may know the cause."""
     text = words(error) if part is None else part.reason(error)
-    whole = text if isinstance(error, _EXPECTED) else f"{task}: {text}"  # the former name the task that failed first
+    # Expected errors name the task that failed first.
+    whole = text if isinstance(error, _EXPECTED) else f"{task}: {text}"
     return TaskFailed(whole, isinstance(error, ConfigError), not isinstance(error, _EXPECTED), text)

@@ -35,7 +35,9 @@ from topotrain.training.worker import Worker, WorkerMemory
 from topotrain.training.worker_extension import WorkerExtension
 
 OVER = "the session is over"
-_LEAST_ROOM = 64 << 20  # bytes that a value may always have, whatever memory the machine reports
+# Bytes that a value may always have, whatever memory the machine reports.
+_LEAST_ROOM = 64 << 20
+# Seconds in which a server may still send the reason for a lost connection.
 _CAUSE_S = 1.5
 _NAME = re.compile(r"session-[0-9a-f]{16}")
 
@@ -60,6 +62,7 @@ class SessionRendezvous:
         if not isinstance(data, dict) or {name: type(value) for name, value in data.items()} != kinds:
             raise ConfigError("session", None, "must have name, store, workers, servers and first")
         meet = SessionRendezvous(**data)
+        # The name goes into keys and texts, and the URL is connected to: neither may be anything that a peer likes.
         if not _NAME.fullmatch(meet.name) or not meet.store.startswith("tcp://") or not 0 <= meet.first < meet.workers:
             raise ConfigError("session", None, "must have a name, the URL of a tcp:// store and a first worker")
         return meet
@@ -72,6 +75,7 @@ class SessionRendezvous:
             server_worker_separate=True,
             road=Road.kTcp,
         )
+        # `by_hand`: a loss ends the job, since no launcher can restart a process.
         return by_hand(Job(name=self.name, cluster=cluster))
 
 
@@ -85,14 +89,8 @@ class _Graph:
 class SessionWorker:
     """A worker of a session. Nothing is opened before `enter`.
 
-    Args:
-        meet: the session. index: of this worker.
-        states: the model's. values: of those that this worker holds, by number.
-        optimizer: as `adapter.OptimizerSpec.to_text` gives it.
-        secret: of the cluster. host: where other tasks reach this one.
-
-    Raises:
-        ConfigError: a state that does not fit, or an optimizer that cannot be used.
+    values: of the states that this worker holds, by number. host: where other tasks reach this one. Raises ConfigError
+    for a state that does not fit, or an optimizer that cannot be used.
     """
 
     def __init__(
@@ -113,6 +111,7 @@ class SessionWorker:
         division = self._model.divided(states, meet.workers)
         self._localised = localise(self._model, self._optimizer, division, index)
         self._graphs: dict[int, _Graph] = {}
+        # Masks are drawn with a generator of its own. Its state goes back to the client.
         self._dice = torch.Generator()
         self._roads: WorkerConnections | None = None
         self._store: Store | None = None
@@ -136,6 +135,7 @@ class SessionWorker:
             WorkerMemory(roads),
         )
         self._worker.start()
+        # After `start`, which has sent the model's description: a worker with another model fails here.
         self._channel: NetworkChannel = roads.meet_group()
         adopt(self._optimizer, self._worker)
         self._worker.server_state.scatter()
@@ -144,10 +144,7 @@ class SessionWorker:
         self._worker.attach(self._sync)
 
     def execute(self, said: Mapping[str, Any], inputs: Sequence[torch.Tensor] = ()) -> Any:
-        """Carry out a request that the session's first worker makes to all workers.
-
-        Returns the output of "run", and the values of "pull". Errors are those of the methods below.
-        """
+        """Carry out a request that the session's first worker makes to all workers."""
         match said["do"]:
             case "go":
                 self.enter()
@@ -167,6 +164,7 @@ class SessionWorker:
             raise ConfigError("description", number, "must have a whole number that no other description has")
         description = GraphDescription.from_data(data, self._meet.workers, len(self._states))
         box = None if loss else OutputCollector()
+        # A description may ask for any size, and must not take all memory of the machine.
         most = max(_LEAST_ROOM, room().least() or 0)
         cut = program(description, self._states, self._meet.workers, self._meet.first, box, most)
         runner = Runner(cut, self._model, self._channel, sync=self._sync, generator=self._dice)
@@ -175,23 +173,19 @@ class SessionWorker:
     def run(self, number: int, inputs: Sequence[torch.Tensor], dice: torch.Tensor | None, settings: str) -> Any:
         """Run a description; one with a loss is a step of training.
 
-        Returns the output, on the first worker.
-
-        Args:
-            inputs: its arguments, on the first worker. dice: a state of torch's generator, if it draws.
-            settings: the optimizer's, if they are new.
-
-        Raises:
-            ConfigError: arguments of other forms.
-            Exception: the errors of torch, or of the job, in the step.
+        Returns the output, on the first worker, which has the `inputs`. dice: a state of torch's generator, if it
+        draws. settings: the optimizer's, if they are new. Raises ConfigError for arguments of other forms, and the
+        errors of torch or of the job.
         """
         graph = self._graphs[number]
         if self._index == self._meet.first:
             _check(inputs, graph.description)
         if dice is not None:
             self._dice.set_state(dice)
+            # For functions that draw by themselves, such as attention.
             torch.default_generator.set_state(dice)
         given = {f"x{k}": tensor for k, tensor in enumerate(inputs)}
+        # Without a box the result is the loss, of a step of training.
         self._model.train(graph.box is None)
         if graph.box is not None:
             with torch.no_grad():
@@ -228,15 +222,17 @@ class SessionWorker:
     def reason(self, error: BaseException) -> str:
         """Return the text of an error, with the cause if a server knows it."""
         if isinstance(error, JobError | PeerLost | TransportError) and self._roads is not None:
+            # A broken connection may be seen before the server's message with the reason arrives.
             channel, until = self._roads.exchange.channel, time.monotonic() + _CAUSE_S
             return channel.await_cause(lambda: time.monotonic() >= until) or str(channel.failure or error)
         return words(error)
 
     def leave(self, why: str) -> None:
-        """End this part; the servers get the reason, and send it to the others."""
+        # May be called twice, after an error and at the end.
         roads, self._roads = self._roads, None
         if roads is not None:
             with suppress(TransportError, PeerLost):
+                # The servers get the reason, and send it to the other workers.
                 roads.exchange.give_up(why)
             roads.close(finished=False)
         if self._store is not None:
@@ -244,22 +240,18 @@ class SessionWorker:
 
 
 class _SessionSync(WorkerSync, WorkerExtension):
-    """Worker synchronization that also starts a push without own gradients.
-
-    A worker would not notice a backward that reaches none of its parameters.
-    """
+    """Worker synchronization that also starts a push without own gradients."""
 
     def __init__(self, channel: NetworkChannel, path: PushPath) -> None:
         super().__init__(channel)
         self._path = path
 
     def begun(self) -> None:
-        """Note that a backward begins here."""
         super().begun()
+        # A worker would not notice a backward that reaches none of its parameters.
         self._path.begin()
 
     def before_commit(self, step: int, end: StepEnd) -> None:
-        """As `WorkerExtension.before_commit`."""
         self.stepped()
 
 

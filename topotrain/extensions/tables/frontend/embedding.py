@@ -1,8 +1,8 @@
 """`tt.Embedding`: a table only on the servers, with rows made at their first use.
 
 A worker holds the rows of its current batch and no others. `forward` pulls them, and `step()` pushes their gradients.
-The servers update them with the table's own optimizer when the step is applied, with the mean over the worker group, as
-for any parameter. In an ordinary process the table is in that process.
+The servers update them with the table's own optimizer, by the mean over the worker group, as any parameter. In an
+ordinary process the table is in that process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -65,10 +65,14 @@ class Embedding(RowModule):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.dtype = dtype
         self.optimizer = optimizer
+        # A plan makes the model only to measure it, without servers.
         self._kept: TableBackend | None = None if process.planning() else tables_of(process.current())
+        # All workers make the same tables in the same order, so the number is the same on all.
         self.name = name or f"embedding{0 if self._kept is None else self._kept.next_number()}"
+        # At the end of the job the rows go to workspace/tables/NAME.
         if "/" in self.name or self.name.startswith("."):
             raise ConfigError("tt.Embedding name", name, "must be a valid name of a folder")
+        # `cls`: `prepare` changes the class of an optimizer that it adopts.
         self._rule = TableOptimizer(partial(optimizer_text, optimizer, cls=type(optimizer)))
         self.spec = TableSpec(
             self.name,
@@ -80,9 +84,12 @@ class Embedding(RowModule):
             init,
             seed,
         )
+        # Refused here, at the line of the script, and not by a server.
         check_optimizer(self.spec, self._rule.text)
-        self._pulled: list[tuple[torch.Tensor, torch.Tensor]] = []  # unique ids, and their rows, of each forward
+        # Unique ids, and their rows, of each forward since the last step.
+        self._pulled: list[tuple[torch.Tensor, torch.Tensor]] = []
         here = process.current()
+        # After `prepare` the worker's steps would not push this table.
         if here is not None and here.worker is not None:
             raise ConfigError("tt.Embedding", self.name, "must be made before tt.prepare, and be part of its model")
         if self._kept is not None:
@@ -103,6 +110,7 @@ class Embedding(RowModule):
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
             kind = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise TypeError(f"{self.name}: ids are {kind}, must be a tensor of int64 or int32")
+        # Each row travels once, however often the batch names it.
         unique, places = torch.unique(ids.detach().cpu().long(), return_inverse=True)
         if len(unique) and (unique[0] < 0 or (self.num_embeddings is not None and unique[-1] >= self.num_embeddings)):
             wrong = int(unique[0] if unique[0] < 0 else unique[-1])
@@ -110,7 +118,7 @@ class Embedding(RowModule):
             raise ValueError(f"{self.name}: id {wrong} must be >= 0{most}")
         rows = self._keeping.pull(self.name, unique)
         if torch.is_grad_enabled() and self.training:
-            # A leaf of the graph: autograd leaves the gradient of the rows in its `grad`.
+            # A leaf of the graph: autograd leaves the gradient of the rows in its `grad`, which `gradient` collects.
             rows = rows.detach().requires_grad_()
             self._pulled.append((unique, rows))
         return nn.functional.embedding(places, rows)
@@ -122,8 +130,8 @@ class Embedding(RowModule):
         return self._kept
 
     def follow(self, optimizer: Optimizer) -> None:
-        """See `RowModule`."""
         clear_with(optimizer, [self])
+        # In an ordinary process the optimizer has no parameter of this table, so a hook pushes.
         optimizer.register_step_post_hook(lambda *_: self.push(0))
 
     def forget(self) -> None:
@@ -131,16 +139,14 @@ class Embedding(RowModule):
         self._pulled.clear()
 
     def gradient(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradient since the last step.
-
-        It has ids (sorted, 1-D int64) and rows ([n, embedding_dim]).
-        """
+        """Return the gradient since the last step: sorted int64 ids [n], rows [n, dim]."""
         parts = [(ids, rows.grad) for ids, rows in self._pulled if rows.grad is not None]
         if not parts:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, self.embedding_dim, dtype=self.dtype)
         # The ids of one forward are sorted and unique.
         if len(parts) == 1:
             return parts[0]
+        # Several forwards before a step, as with gradient accumulation: equal ids are added up.
         ids, places = torch.unique(torch.cat([ids for ids, _ in parts]), return_inverse=True)
         rows = torch.zeros(len(ids), self.embedding_dim, dtype=self.dtype)
         return ids, rows.index_add_(0, places, torch.cat([grad for _, grad in parts]))
@@ -148,6 +154,7 @@ class Embedding(RowModule):
     def push(self, step: int) -> None:
         """Push the gradient as this worker's part of a step."""
         self._rule.send_changes(self._keeping, [self.name])
+        # Also without rows: every server counts the pushes of all workers.
         self._keeping.push_step(self.name, *self.gradient(), step)
         self.forget()
 
@@ -172,7 +179,9 @@ class Embedding(RowModule):
         if self._keeping.rank == 0:
             for ids, rows in read_parts(Path(folder), self.embedding_dim):
                 self._check_loaded(folder, ids)
+                # A push or assign names its rows in ascending order, and a file has them in no order.
                 self._keeping.assign(self.name, *ordered(ids, rows.to(self.dtype)))
+        # No worker pulls rows before all are assigned.
         self._keeping.barrier()
 
     def _check_loaded(self, folder: str | Path, ids: torch.Tensor) -> None:
@@ -182,7 +191,7 @@ class Embedding(RowModule):
             raise ConfigError("tt.Embedding.load folder", str(folder), f"has row {wrong}, rows must be >= 0{most}")
 
     def extra_repr(self) -> str:
-        """Return the text that `print(model)` shows."""
+        # torch shows this in `print(model)`.
         return f"{self.num_embeddings}, {self.embedding_dim}, name={self.name!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Embedding":
@@ -196,11 +205,9 @@ class _Settings:
         self._group = optimizer.param_groups[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings by name."""
         return {name: value for name, value in self._group.items() if name not in ("params", "param_names")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set them again."""
         self._group.update(state)
 
 

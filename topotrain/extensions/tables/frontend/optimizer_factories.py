@@ -1,7 +1,4 @@
-"""Optimizers for `KVStore.set_optimizer` and `tt.Embedding`, without parameters.
-
-They are torch's classes with torch's arguments.
-"""
+"""torch's optimizers without parameters, for `KVStore` and `tt.Embedding`."""
 
 from typing import Any
 
@@ -22,10 +19,7 @@ def Adam(lr: float = 1e-3, **more: Any) -> Optimizer:
 
 
 def SparseAdam(lr: float = 1e-3, **more: Any) -> Optimizer:
-    """Return torch.optim.SparseAdam without parameters.
-
-    Its moments change only for rows with a gradient.
-    """
+    """torch.optim.SparseAdam: its moments change only for rows with a gradient."""
     return _without_parameters(torch.optim.SparseAdam, lr=lr, **more)
 
 
@@ -36,6 +30,7 @@ def Adagrad(lr: float = 1e-2, **more: Any) -> Optimizer:
 
 def _without_parameters(cls: Any, **numbers: Any) -> Optimizer:
     try:
+        # torch refuses an empty list of parameters. Only the class and the settings of the object are read.
         made: Optimizer = cls([torch.nn.Parameter(torch.zeros(1))], **numbers)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"tt.kvstore.{cls.__name__}", numbers, str(error)) from None

@@ -1,8 +1,7 @@
 """`nn.Embedding(sparse=True)` in a prepared model: only touched rows are sent.
 
-The weight stays in the model at full size. In a job only rows that the last forward has read are up to date: a hook
-before each forward pulls them. The servers hold the table, and at the end all rows are pulled. Code that reads the
-weight elsewhere must call `state_dict()`, which pulls all rows.
+The weight stays in the model at full size, and the servers hold the table. In a job only rows that the last forward has
+read are up to date. Code that reads the weight elsewhere must call `state_dict()`, which pulls all rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,10 +29,7 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclass(slots=True)
 class SparseWeight:
-    """A weight with sparse gradients.
-
-    `names` are its names in the model, and `group` is its group in the optimizer.
-    """
+    """A weight with sparse gradients: its names in the model, its optimizer group."""
 
     weight: nn.Parameter
     names: list[str] = field(default_factory=list)
@@ -42,11 +38,9 @@ class SparseWeight:
 
     @property
     def table(self) -> str:
-        """The table's name."""
         return self.names[0]
 
     def spec(self, optimizer: Optimizer) -> TableSpec:
-        """Return the description of the table for the servers."""
         rows, width = self.weight.shape
         kind = str(self.weight.dtype).removeprefix("torch.")
         spec = TableSpec(
@@ -57,12 +51,9 @@ class SparseWeight:
 
 
 def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
-    """Return the trained weights of the model's sparse embeddings.
+    """Return the trained weights of `nn.Embedding(sparse=True)` and `nn.EmbeddingBag`.
 
-    These are `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)`.
-
-    Raises:
-        ConfigError: another kind of module uses such a weight, too, or its own module changes it (max_norm).
+    Raises ConfigError if another kind of module uses such a weight, too, or its own module changes it (max_norm).
     """
     found: dict[int, SparseWeight] = {}
     for name, module in model.named_modules():
@@ -70,10 +61,13 @@ def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
             if module.max_norm is not None:
                 raise ConfigError(f"{name}.max_norm", module.max_norm, "must be None: forward would change the table")
             weight = cast(nn.Parameter, module.weight)
+            # Several modules may share one weight, which is one table.
             entry = found.setdefault(id(weight), SparseWeight(weight))
+            # torch.compile adds the prefix. The name of the table must not depend on it.
             entry.names.append(f"{name}.weight".lstrip(".").replace("_orig_mod.", ""))
             entry.modules.append(module)
     for name, module in model.named_modules():
+        # With duplicates: a tied weight would be reported for its first module only.
         for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             entry_of = found.get(id(parameter))
             if entry_of is not None and module not in entry_of.modules:
@@ -92,8 +86,7 @@ def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
 class RowPaths(WorkerExtension):
     """The rows of one worker's sparse weights and `tt.Embedding`s.
 
-    Raises:
-        ConfigError: the job's layout does not support tables, or a table is not part of the model.
+    Raises ConfigError if the layout does not support tables, or a table is not part of the model.
     """
 
     def __init__(self, here: Context, model: nn.Module, weights: Sequence[SparseWeight], optimizer: Optimizer) -> None:
@@ -107,6 +100,7 @@ class RowPaths(WorkerExtension):
             _check_in_model(here, self._tables)
         if not weights and not self._tables:
             return
+        # Rows are pulled and pushed in every step, and must not be at another step than the parameters.
         for name in ("n_push", "n_fetch"):
             if getattr(here.place.job.cluster, name) > 1:
                 raise ConfigError(
@@ -135,26 +129,28 @@ class RowPaths(WorkerExtension):
             unique = torch.unique(ids.detach().cpu().long())
             known = unique[(unique >= 0) & (unique < len(entry.weight))]  # torch itself reports other ids
             if len(known):
+                # The forward reads the weight in place, so its rows are pulled just before.
                 rows = self._kept.pull(entry.table, known)
+                # `.data`: autograd must neither record this nor see another version of the weight.
                 entry.weight.data.index_copy_(0, known.to(entry.weight.device), rows.to(entry.weight.device))
 
         self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
 
     def release(self) -> None:
-        """Detach from the model at the end of the job. The weights become ordinary ones."""
+        """Detach from the model. Its weights become ordinary ones."""
         for hook in self._hooks:
             hook.remove()
 
     def attach(self, worker: Worker) -> None:
-        """Push rows with the steps of the worker."""
         if self._weights or self._tables:
             worker.attach(self)
             clear_with(worker.optimizer, self._tables)
 
     def before_commit(self, step: int, end: StepEnd) -> None:
-        """Push the gradients of rows, as this worker's part of a step."""
+        # The scaler unscales, and checks for overflow, only the gradients of parameters.
         if end.check_finite and self._tables:
             raise RuntimeError(f"a GradScaler does not see the rows of a tt.Embedding ({self._tables[0].name})")
+        # Before the commit: the servers apply the step when all of its rows are there.
         for table in self._tables:
             table.push(step)
         for entry in self._weights:

@@ -1,8 +1,8 @@
 """The rows of a table as a folder of files.
 
 It has `index.json` and `part-00000.safetensors`, `part-00001.safetensors`, …. Each part has `ids` (int64, [n]) and
-`values` ([n, width]), n touched rows in no order, of about 16 MB. So neither a writer nor a reader holds the whole
-table.
+`values` ([n, width]), n touched rows in no order. With parts of about 16 MB neither a writer nor a reader holds the
+whole table.
 """
 
 import json
@@ -22,13 +22,7 @@ PART_BYTES = 16 << 20
 
 
 def write_parts(folder: Path, rows: Iterable[tuple[torch.Tensor, torch.Tensor]], described: dict[str, Any]) -> int:
-    """Write rows in parts and return their number.
-
-    The folder appears when all parts are written.
-
-    Raises:
-        NotSaved: the disk refuses them.
-    """
+    """Write rows in parts and return their number. Raises NotSaved."""
     try:
         return _write(folder, rows, described)
     except NotSaved:
@@ -40,6 +34,7 @@ def write_parts(folder: Path, rows: Iterable[tuple[torch.Tensor, torch.Tensor]],
 def _write(folder: Path, rows: Iterable[tuple[torch.Tensor, torch.Tensor]], described: dict[str, Any]) -> int:
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
+    # The folder appears under its name when all parts are written.
     make_folder(temporary)
     names, count = [], 0
     for number, (ids, values) in enumerate(_gathered(rows)):
@@ -58,6 +53,7 @@ def _gathered(rows: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tup
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
     size = 0
     for ids, values in rows:
+        # A message has at most a few thousand rows, which would be many small files.
         if held and size + ids.nbytes + values.nbytes > PART_BYTES:
             yield _joined(held)
             held, size = [], 0
@@ -77,17 +73,14 @@ def _fit(ids: torch.Tensor, values: torch.Tensor, width: int) -> bool:
 
 
 def read_parts(folder: Path, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (ids, values) of each part of a folder.
-
-    Raises:
-        ConfigError: the folder is not such a folder, or has rows of another width.
-    """
+    """Yield (ids, values) of each part of a folder. Raises ConfigError."""
     try:
         index = json.loads(read_text(folder / "index.json"))
         names = [str(name) for name in index["parts"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("table", str(folder), f"must be a folder with index.json and parts: {error}") from None
     for name in names:
+        # Only the name: the index must not lead to a file outside of the folder.
         held = load_tensors(folder / Path(name).name)
         if held.keys() != {"ids", "values"} or not _fit(held["ids"], held["values"], width):
             raise ConfigError("table", str(folder / name), f"must hold ids and values of {width} elements")

@@ -1,7 +1,4 @@
-"""The tables at the end of a job: the last pushes, and the rows for worker (0,0).
-
-Worker (0,0) pulls rows in batches. It never holds a whole table that is only on the servers.
-"""
+"""The tables at the end of a job: the last pushes, and the rows for worker (0,0)."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -16,16 +13,14 @@ from topotrain.training.context import Context
 
 
 def stop_pushing(here: Context) -> None:
-    """Announce that this worker pushes nothing more.
-
-    It does so before it finishes, so that no worker waits for it in vain.
-    """
+    """Announce that this worker pushes nothing more."""
+    # Before the worker finishes: the servers report workers that would wait for its pushes in vain.
     if here.tables is not None:
         here.tables.client.close()
 
 
 def export_tables(here: Context, rows: RowPaths | None) -> dict[str, torch.Tensor]:
-    """Write the tables of the servers to files on worker (0,0), after all workers.
+    """Write the tables to files on worker (0,0), after all workers.
 
     Returns the complete weights with sparse gradients, by name.
     """
@@ -43,6 +38,7 @@ def export_tables(here: Context, rows: RowPaths | None) -> dict[str, torch.Tenso
         return {}
     rows.fetch()
     for spec in rows.specs:
+        # In batches: a table may be larger than the memory of a worker.
         write_parts(_folder(here, spec.name), tables.touched(spec.name), _described(asdict(spec)))
     return rows.weights
 

@@ -23,14 +23,10 @@ class TableBackend(Protocol):
     """
 
     @property
-    def rank(self) -> int:
-        """This worker's number among all workers."""
-        ...
+    def rank(self) -> int: ...
 
     @property
-    def workers(self) -> int:
-        """The number of workers of the job."""
-        ...
+    def workers(self) -> int: ...
 
     @property
     def import_module(self) -> str:
@@ -41,33 +37,25 @@ class TableBackend(Protocol):
         """Return 0, 1, 2, …. The same on all workers that make the same calls."""
         ...
 
-    def open(self, spec: TableSpec) -> None:
-        """Create a table."""
-        ...
+    def open(self, spec: TableSpec) -> None: ...
 
     def set_optimizer(self, name: str, text: str) -> None:
         """Set the optimizer from the next push on."""
         ...
 
-    def assign(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Set rows to these values."""
-        ...
+    def assign(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None: ...
 
     def push(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Push rows of a table without steps; the tensors are read before this returns."""
         ...
 
-    def push_step(self, name: str, ids: torch.Tensor, rows: torch.Tensor, step: int) -> None:
-        """Push rows of a table in mode "step"."""
-        ...
+    def push_step(self, name: str, ids: torch.Tensor, rows: torch.Tensor, step: int) -> None: ...
 
     def pull(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """Return rows, with this worker's pushes applied."""
         ...
 
-    def pull_all(self, wanted: list[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Pull from several tables at once."""
-        ...
+    def pull_all(self, wanted: list[tuple[str, torch.Tensor]]) -> list[torch.Tensor]: ...
 
     def touched(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield all existing rows in batches, in no order."""
@@ -77,9 +65,7 @@ class TableBackend(Protocol):
         """Return per server "server", "rows", and "bytes" of values, state and index."""
         ...
 
-    def barrier(self) -> None:
-        """Wait for all workers."""
-        ...
+    def barrier(self) -> None: ...
 
 
 class LocalTables:
@@ -96,6 +82,7 @@ class LocalTables:
 
     def open(self, spec: TableSpec) -> None:
         rows = RowStorage(spec, 0, 1)
+        # One shard of one, with the code that servers run.
         self._tables[spec.name] = rows, make_optimizer(rows, spec.optimizer) if spec.optimizer else None
 
     def set_optimizer(self, name: str, text: str) -> None:
@@ -129,6 +116,7 @@ class LocalTables:
 
     def touched(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         held, _ = self._tables[name]
+        # The same batch sizes and ascending ids as from a server.
         found, many = torch.from_numpy(held.ids()), held.spec.part_rows
         for at in range(0, len(found), many):
             ids = found[at : at + many].sort().values
@@ -146,8 +134,7 @@ class LocalTables:
 class JobTables:
     """The `TableBackend` of a worker of a job: its tables are on the servers.
 
-    Raises:
-        ConfigError: the job has backup workers, or a layout without tables.
+    Raises ConfigError for backup workers, or a layout without tables.
     """
 
     def __init__(self, here: Context) -> None:
@@ -178,11 +165,7 @@ class JobTables:
         return self._numbers - 1
 
     def open(self, spec: TableSpec) -> None:
-        """See `TableBackend`.
-
-        Raises:
-            ConfigError: the name is in use.
-        """
+        # Raises ConfigError here: on the servers a second open would be taken for the same table.
         if any(known.name == spec.name for known in self.specs):
             raise ConfigError("table.name", spec.name, "is in use already; every table of a job needs its own name")
         self.client.open(spec)
@@ -198,13 +181,14 @@ class JobTables:
         self.client.push(name, ids, rows)
 
     def push_step(self, name: str, ids: torch.Tensor, rows: torch.Tensor, step: int) -> None:
-        """See `TableBackend`. The client knows the worker's next step."""
+        # The client counts the worker's steps itself.
         self.client.push(name, ids, rows)
 
     def pull(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         return self.client.pull(name, ids)
 
     def pull_all(self, wanted: list[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+        # All requests first, so that the tables are pulled in one round trip.
         asked = [self.client.pull_async(name, ids) for name, ids in wanted]
         return [self.client.wait(pull) for pull in asked]
 
@@ -223,19 +207,15 @@ class JobTables:
 
 
 class TableOptimizer:
-    """The optimizer of tables as the servers know it.
-
-    Args:
-        read: returns the optimizer's present text (`row_optimizers.optimizer_text`).
-    """
+    """The optimizer of tables as the servers know it. `read` returns its present text."""
 
     def __init__(self, read: Callable[[], str]) -> None:
         self._read = read
         self.text = read()
 
     def send_changes(self, kept: TableBackend, tables: Iterable[str]) -> None:
-        """Send changed settings of the optimizer to these tables before a push."""
         text = self._read()
+        # Before a push: a scheduler may have changed the rate since the last one.
         if text != self.text:
             self.text = text
             for name in tables:
@@ -248,5 +228,6 @@ def tables_of(here: Context | None) -> TableBackend:
         return LocalTables()
     if here.tables is None:
         here.open_tables(JobTables(here))
+        # A worker group cannot restart alone: rows that it has pushed stay in the table.
         here.emit(Unrepeatable(str(here.me), TABLES, job=False))
     return cast(JobTables, here.tables)

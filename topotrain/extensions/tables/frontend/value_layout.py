@@ -1,8 +1,7 @@
 """Layout of a value of any shape in the rows of a table.
 
 The rows of a value with two or more dimensions are its slices along the first one, so that single rows can be sent. Any
-other value is one long row. A long row is cut into several rows of the table, all of one width. So a bias, a
-convolution and a matrix with a million columns are alike for the servers.
+other value is one long row. A long row is cut into several rows of the table, all of one width.
 """
 
 from dataclasses import dataclass
@@ -28,22 +27,23 @@ class ValueLayout:
 
     @staticmethod
     def of(shape: tuple[int, ...]) -> "ValueLayout":
-        """Return the layout of a value of this shape."""
         slices = shape[0] if len(shape) > 1 else 1
         size = 1
         for length in shape[1:] if len(shape) > 1 else shape:
             size *= length
+        # Equal widths, so that a bias, a convolution and a matrix with a million columns are alike for the servers.
         each = max(1, -(-size // WIDEST))
         return ValueLayout(shape, slices * each, max(1, -(-size // each)), each, size)
 
     def expand(self, slices: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of the rows of these slices (1-D int64), in order."""
+        """Return the row numbers of these slices (1-D int64), in order."""
         if self.each == 1:
             return slices.long()
         return (slices.long()[:, None] * self.each + torch.arange(self.each)).reshape(-1)
 
     def split(self, values: torch.Tensor) -> torch.Tensor:
         """Return slices as rows, in a new tensor."""
+        # Slices without elements still need a row, of one element of padding.
         flat = values.reshape(-1, self.size) if self.size else values.new_zeros(self.rows, 1)
         padded = self.each * self.width
         if padded != flat.shape[1]:
