@@ -1,7 +1,4 @@
-"""Backup workers in the client: a step was made without this worker.
-
-The rule is in `quorum`.
-"""
+"""Backup workers in the client: a step was made without this worker (see `quorum`)."""
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
@@ -27,9 +24,10 @@ class BackupWorkersClient(ClientExtension):
         self._channel, self._values = channel, values
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """A step was made without this worker, or a server answers its last question."""
+        """As `ClientExtension.handle`."""
         if isinstance(message, StepMissed):
             self._missed = max(self._missed, message.step)
+        # An answer to an earlier question arrives if the worker was restarted in its wait. Its values may be older.
         elif isinstance(message, StepCaughtUp) and message.round == self._questions:
             self._answers[sender] = message
 
@@ -40,13 +38,16 @@ class BackupWorkersClient(ClientExtension):
     def catch_up(self, through: int = -1) -> StepOutcome:
         """Wait for the present values of the group, and return the step that it is in.
 
-        through: not before all workers are through with the batches of this epoch, as this one is.
+        through: wait until all workers have used the batches of this epoch, as this worker has. -1: do not.
         """
         channel = self._channel
+        # Answers are added on the transport's thread: number and answers change together, before the question is sent.
         with channel.waiter.update():
             self._questions += 1
             self._answers.clear()
         with self._values.receive_round(values_round(self._questions)):
+            # Only the coordinator is asked. It decrees the reply, so that all shards send the values of the same
+            # moment.
             channel.send(channel.servers[0], StepCatchUp(self._questions, through))
             with channel.spans.span("wait for the others"):
                 channel.wait_until(lambda: len(self._answers) == len(channel.servers))

@@ -8,10 +8,8 @@ from topotrain.config.job import FOREIGN, Algorithm, Apply, Compression, Grads, 
 
 
 def _refused_with_backup(field: str, refused: Callable[[Any], object], accepted: str) -> Combination:
-    """Refuse a field with backup workers.
-
-    Servers decide step by step which gradients count, so no process may have seen or used them before that.
-    """
+    """Refuse values of a field with backup workers."""
+    # Servers decide step by step which gradients count, so no process may have seen or used them before that.
     inside = "cluster" if field.startswith("cluster.") else ""
     count: Callable[[Any], int] = (lambda c: c.backup) if inside else (lambda j: j.cluster.backup)
     return Combination(field, lambda b: count(b) and refused(b), f"{accepted} with cluster.backup above 0", inside)
@@ -28,6 +26,7 @@ COMBINATIONS = (
         lambda c: c.backup and not c.nworker_groups == c.nserver_groups == 1,
         "above 0 needs nworker_groups: 1 and nserver_groups: 1, a synchronous group that pushes to servers",
     ),
+    # Every combination below would use a gradient, or a sum of gradients, before the step's workers are decided.
     _refused_with_backup("cluster.engine", lambda c: c.engine in FOREIGN, "must be kAuto or kOwn"),
     _refused_with_backup("cluster.algorithm", lambda c: c.algorithm is not Algorithm.kAuto, "must be kAuto"),
     _refused_with_backup("cluster.compression", lambda c: c.compression is not Compression.kNone, "must be kNone"),

@@ -25,6 +25,7 @@ class GroupDeparture(ServerExtension):
     """
 
     messages = (GroupLeaveRequest, GroupLeft)
+    # The processes may end before the script has prepared a model. The departure must not wait for one.
     before_model = (GroupLeft,)
     decrees = (AWAY,)
 
@@ -35,21 +36,22 @@ class GroupDeparture(ServerExtension):
     def may_change(self, group: int, request: str) -> str:
         """Why a group cannot leave now ("leave"), be given up ("lose"), or join ("join").
 
-        Empty: it can.
-
-        Only the coordinator knows.
+        Empty: it can. Only the coordinator knows.
         """
         groups, ours, hooks = self._server.worker_groups, self._server.groups, self._server.hooks
         why = regroup_refusal(self._server)
         if why:
             return why
         if request == "join":
+            # A finished group has its final values, so a group that joins now would train on values that are not in the
+            # result.
             return "the job is coming to its end" if any(map(groups.ended, ours)) else ""
         if groups.ended(group):
             return "its scripts have come to their end"
         why = first_text(extension.refuses_leave() for extension in hooks.refuses_leave)
         if why:
             return why
+        # Batches that the group has read and not applied are leased again, which needs another group that trains.
         others = [each for each in ours if each != group and groups.runs(each)]
         return "" if others else "no other group trains that could read what it leaves"
 
@@ -62,6 +64,7 @@ class GroupDeparture(ServerExtension):
         return ()
 
     def _start_leaving(self, message: GroupLeaveRequest) -> None:
+        # The request concerns processes that have been replaced since. The new ones were started on purpose.
         if message.incarnation < self._restarts.members.newest(message.group):
             return
         self._leaving.add(message.group)
@@ -80,20 +83,23 @@ class GroupDeparture(ServerExtension):
             self._server.decisions.decree(group, incarnation, AWAY)
 
     def on_decree(self, decision: StepDecision) -> Outbox:
-        """Continue without the group, unless it has come back already."""
+        """As `ServerExtension.on_decree`: continue without the group."""
         group = decision.group
+        # Workers of this incarnation have connected between the request and the decree: the group has come back.
         if not self._restarts.members.is_empty(group, decision.step):
             return ()
         server = self._server
         server.worker_groups.leave(group)
         server.shutdown.away(group)
         server.exchange.end_group(group)
+        # The departed group may have been the last one for which the exchange between server groups waited.
         if server.state.model is not None:
             server.exchange.drain()
         return ()
 
     def reset_group(self, group: int, ended: bool) -> None:
         """As `ServerExtension.reset_group`."""
+        # A restarted group consists of new processes, which nothing has asked to leave.
         self._leaving.discard(group)
 
     def state_dict(self) -> State:
