@@ -1,4 +1,4 @@
-"""Backup workers in the client: a step was made without this worker (see `quorum`)."""
+"""Backup workers in the client of a worker; the rule is in `quorum`."""
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
@@ -27,7 +27,6 @@ class BackupWorkersClient(ClientExtension):
         """As `ClientExtension.handle`."""
         if isinstance(message, StepMissed):
             self._missed = max(self._missed, message.step)
-        # An answer to an earlier question arrives if the worker was restarted in its wait. Its values may be older.
         elif isinstance(message, StepCaughtUp) and message.round == self._questions:
             self._answers[sender] = message
 
@@ -41,13 +40,12 @@ class BackupWorkersClient(ClientExtension):
         through: wait until all workers have used the batches of this epoch, as this worker has. -1: do not.
         """
         channel = self._channel
-        # Answers are added on the transport's thread: number and answers change together, before the question is sent.
+        # Answers arrive on a thread of the transport, which compares them with the number of the question.
         with channel.waiter.update():
             self._questions += 1
             self._answers.clear()
         with self._values.receive_round(values_round(self._questions)):
-            # Only the coordinator is asked. It decrees the reply, so that all shards send the values of the same
-            # moment.
+            # Only the coordinator is asked: by its decree all shards send the values of the same moment.
             channel.send(channel.servers[0], StepCatchUp(self._questions, through))
             with channel.spans.span("wait for the others"):
                 channel.wait_until(lambda: len(self._answers) == len(channel.servers))

@@ -26,7 +26,6 @@ COMBINATIONS = (
         lambda c: c.backup and not c.nworker_groups == c.nserver_groups == 1,
         "above 0 needs nworker_groups: 1 and nserver_groups: 1, a synchronous group that pushes to servers",
     ),
-    # Every combination below would use a gradient, or a sum of gradients, before the step's workers are decided.
     _refused_with_backup("cluster.engine", lambda c: c.engine in FOREIGN, "must be kAuto or kOwn"),
     _refused_with_backup("cluster.algorithm", lambda c: c.algorithm is not Algorithm.kAuto, "must be kAuto"),
     _refused_with_backup("cluster.compression", lambda c: c.compression is not Compression.kNone, "must be kNone"),

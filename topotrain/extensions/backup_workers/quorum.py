@@ -52,8 +52,7 @@ class Quorum:
     @property
     def needed(self) -> int:
         """The number of contributions that make a step."""
-        # No step waits for a worker without a batch or without a process. The two sets overlap when an idle worker
-        # dies.
+        # No step waits for a worker without a batch or without a process.
         return max(1, min(self._workers - self._spare, self._workers - len(self._idle | self._dead)))
 
     def ask(self, worker: int, message: StepCatchUp) -> list[tuple[int, int]]:
@@ -74,8 +73,9 @@ class Quorum:
         return self.released()
 
     def works(self, worker: int, epoch: int) -> list[tuple[int, int]]:
-        """Note that a worker does a batch of this epoch, and so has ended those before; return as `ask`."""
+        """Note that a worker does a batch of this epoch; return as `ask`."""
         self._dead.discard(worker)
+        # The worker has used all batches of the epochs before.
         if epoch > self._through.get(worker, -1):
             self._through[worker] = epoch - 1
             self._idle.discard(worker)
@@ -100,7 +100,6 @@ class Quorum:
         # A worker whose script has ended never reports an epoch any more, so it must not hold back the others.
         going = [worker for worker in range(self._workers) if worker not in self._finished]
         behind = min((self._through.get(worker, -1) for worker in going), default=-1)
-        # Sorted: the pairs are part of a decree, and both copies of the coordinator must write the same one.
         found = sorted((worker, number) for worker, (number, epoch) in self._waiting.items() if epoch <= behind)
         for worker, _ in found:
             del self._waiting[worker]
@@ -152,7 +151,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
         """As `ServerExtension.reset_worker`."""
         # The new process may commit a step with the number in which its predecessor counted.
         self._counted.pop(worker.index, None)
-        # A snapshot that is under way waits for the states of all workers, also for that of the new process.
+        # For a snapshot that is under way the new process has to leave its state, too.
         snapshot = max((each.requested_states() for each in self._server.hooks.requested_states), default=0)
         if snapshot:
             self._owed[worker.index] = snapshot
@@ -216,8 +215,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
         """As `ServerExtension.step_over`."""
         snapshot = result.applied.snapshot
         if snapshot:
-            # A worker learns from the reply to its step that its state belongs to a snapshot. Late workers get no such
-            # reply.
+            # The number of a snapshot comes with the reply to a step, and late workers get no such reply.
             self._owed = {w.index: snapshot for w in self._workers if w.index not in result.commits}
         for index in self._late:
             self._send_missed(self._workers[index], result.step)
@@ -237,8 +235,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
         flat = decision.members
         if len(flat) % 2 or any(not 0 <= index < len(self._workers) for index in flat[::2]):
             raise ProtocolError(f"values for workers that there are not: {flat}")
-        # Decrees are carried out between two steps, the same two on every shard, so all parts of the values fit
-        # together.
+        # A decree is carried out between the same two steps on every shard, so the shards' values fit together.
         for index, number in zip(flat[::2], flat[1::2], strict=True):
             self._show(self._workers[index], number, self._owed.pop(index, 0))
         return ()
@@ -250,7 +247,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
             raise ProtocolError(f"{worker} is to be shown values before there are any")
         for values in server.replies.show(server.model, worker.index, values_round(number), server.state.version):
             server.queue.send(worker, values)
-        # The values first: the client waits for StepCaughtUp, and then expects the values in its buffers.
+        # After the values, because the client reads its buffers once it has StepCaughtUp of all shards.
         step = server.model.staging[worker.group].step
         server.queue.send(worker, StepCaughtUp(number, step, server.state.version, snapshot))
 

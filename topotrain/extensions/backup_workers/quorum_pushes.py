@@ -20,7 +20,7 @@ class QuorumPushes(CommittedPushes):
         self.members = tuple(member for member in self.members if member != worker)
 
     def try_stage(self) -> bool:
-        """Return whether the contribution of one more worker is complete, so that the shard votes again."""
+        """Return whether one more contribution is complete. The shard then votes again."""
         new = [worker for worker in self.commits if worker not in self.members and self._has_all(worker)]
         self.members = tuple(sorted([*self.members, *new]))
         return bool(new)
@@ -37,7 +37,6 @@ class QuorumPushes(CommittedPushes):
         """
         others = [worker for worker in self.commits if worker not in members]
         hyper = [self.commits[worker].hyper for worker in sorted(members)]
-        # Only these workers' commits stay, and with them what the sum reads: hyper-parameters, weights, and revisions.
         # A worker that was late has called its schedulers less often, so the hyper-parameters of most workers count. In
         # a tie these are the first ones.
         most = max(hyper, key=hyper.count)

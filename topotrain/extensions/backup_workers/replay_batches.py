@@ -72,7 +72,7 @@ class LateSteps(WorkerExtension):
         """As `WorkerExtension.after_commit`."""
         self._verdict = outcome is None or not outcome.late
         if not self._verdict:
-            # The dropped step must leave no trace in the reported losses: the batch is computed again, and counts then.
+            # The batch is computed again and counts then, so its loss must not be reported twice.
             self._worker.tally.drop_step(self._worker.batches.last_samples, self._losses)
 
     def step_reported(self) -> None:
@@ -111,8 +111,7 @@ class ReplayBatches:
         Raises StopIteration when all workers have used the epoch.
         """
         if self._steps.counts_given() is False and self._kept is not None:
-            # A dataset need not give the same data twice, so the data itself is kept, and its version counters guard
-            # it.
+            # The data itself was kept, because a dataset need not give the same data twice.
             found, tensors = self._kept
             if any(tensor._version != version for tensor, version in tensors):
                 raise RuntimeError(
@@ -124,9 +123,8 @@ class ReplayBatches:
         self._kept = None
         try:
             found = fresh()
-        # Late workers may still do batches of this epoch. Their steps change the values with which the next epoch
-        # begins.
         except StopIteration:
+            # Late workers still do batches of this epoch, and the next epoch begins with the values after those.
             self._steps.finish_epoch(self._epoch)
             raise
         self._kept = found, [(tensor, tensor._version) for tensor in _tensors(found[2])]

@@ -43,15 +43,12 @@ class GroupDeparture(ServerExtension):
         if why:
             return why
         if request == "join":
-            # A finished group has its final values, so a group that joins now would train on values that are not in the
-            # result.
             return "the job is coming to its end" if any(map(groups.ended, ours)) else ""
         if groups.ended(group):
             return "its scripts have come to their end"
         why = first_text(extension.refuses_leave() for extension in hooks.refuses_leave)
         if why:
             return why
-        # Batches that the group has read and not applied are leased again, which needs another group that trains.
         others = [each for each in ours if each != group and groups.runs(each)]
         return "" if others else "no other group trains that could read what it leaves"
 
@@ -92,7 +89,7 @@ class GroupDeparture(ServerExtension):
         server.worker_groups.leave(group)
         server.shutdown.away(group)
         server.exchange.end_group(group)
-        # The departed group may have been the last one for which the exchange between server groups waited.
+        # The departed group may have been the last one that trained here.
         if server.state.model is not None:
             server.exchange.drain()
         return ()

@@ -10,7 +10,9 @@ from topotrain.training.context import Context
 
 
 class GroupLeaving(BaseException):
-    """Raised where the script requests a batch. A script's `except Exception` does not catch it."""
+    """Raised where the script requests a batch."""
+
+    # No subclass of Exception, so that a script's `except Exception` does not catch it.
 
     def __init__(self) -> None:
         super().__init__("this worker's group leaves the job")
