@@ -198,7 +198,7 @@ def _joined(whole: WholeTensor, values: Sequence[torch.Tensor], folder: Path | N
 
 def _put(whole: WholeTensor, value: torch.Tensor) -> None:
     """Give the value to the script's own tensor, and put that back into the modules."""
-    # A tensor that was made on the meta device never had memory that the script could refer to.
+    # A tensor on the meta device cannot be given memory in place, so another object replaces it.
     tensor = whole.tensor
     if tensor.is_meta:
         tensor = whole.made(value)
