@@ -46,10 +46,7 @@ class CapturedForward:
 
 
 def capture(model: nn.Module, training: bool = True) -> CapturedForward:
-    """Capture a forward before its arguments are known.
-
-    Arguments with defaults count as not given.
-
+    """Capture a forward before its arguments are known, with its defaults.
     Raises:
         ConfigError: the forward decides on data, takes *args, or does something else that an example would not help
             with. The error names the file and line of the user's code.
@@ -82,6 +79,7 @@ def trace(
         except ConfigError:
             raise
         except Exception as error:  # the user's code, and torch inside it, may raise anything
+            # An example would not help against these errors. Others may come from sizes that are not known yet.
             if bench is None and not isinstance(error, NameError | ImportError | AttributeError):
                 unfinished = f"{line_of(error)}: {error}"
             else:
