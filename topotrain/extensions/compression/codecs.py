@@ -26,7 +26,7 @@ class ScratchMemory:
         self._rooms: dict[str, torch.Tensor] = {}
 
     def room(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D tensor of arbitrary content. The next call with this name reuses it."""
+        """Return a 1-D tensor of any content. The next call with this name reuses it."""
         # Bytes, so that one allocation serves all dtypes and all smaller sizes.
         size = numel * dtype.itemsize
         held = self._rooms.get(name)
@@ -209,11 +209,7 @@ class TopKCodec(Codec):
         self.ratio = ratio
 
     def kept(self, numel: int) -> int:
-        """Return how many of `numel` elements are sent.
-
-        Raises:
-            ValueError: there are more elements than an index can number.
-        """
+        """Return how many elements are sent. Raises ValueError for more than 2^31 - 1."""
         if numel >= 2**31:
             raise ValueError(f"kTopK: {numel} elements in one piece, at most {2**31 - 1} can be numbered")
         return min(numel, max(1, ceil(self.ratio * numel)))
@@ -280,10 +276,7 @@ def largest(bits: np.ndarray, k: int, scratch: ScratchMemory) -> torch.Tensor:
 
 
 def _guess(bits: np.ndarray, k: int) -> int | None:
-    """Return a number >= 1 that probably k elements or a few more reach.
-
-    None: a guess would not be worth its pass.
-    """
+    """Return a number >= 1 that about k elements reach, or None if it is not worth it."""
     step = (bits.size // _SAMPLES) | 1  # odd, so that a matrix with rows of even length is sampled in all columns
     sample = bits[::step]
     expected = k * sample.size / bits.size

@@ -154,11 +154,7 @@ class DeltaStream:
         self._take(out)
 
     def decode(self, data: torch.Tensor) -> None:
-        """Receiver: add the changes to `held`.
-
-        Raises:
-            ValueError: as `Codec.decode`.
-        """
+        """Receiver: add the changes to `held`. Raises ValueError as `Codec.decode`."""
         self._mend()
         self._take(data)
 

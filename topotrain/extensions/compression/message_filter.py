@@ -203,11 +203,7 @@ class ServerEncoding(ServerBodyCodec):
         return None if self._codecs.of(bucket) is None else self._codecs.room(name, bucket)
 
     def push(self, worker: Address, message: Push, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
-        """A worker's gradient as elements like those of `like`.
-
-        Raises:
-            ProtocolError: the body is not one.
-        """
+        """A worker's gradient, typed like `like`. Raises ProtocolError for another body."""
         body = present_body(message)
         codec = self._codecs.of(bucket)
         if codec is None:

@@ -43,11 +43,7 @@ class StateWriter:
         self._views = None if buffers is None else BufferViews(buffers)
 
     def write(self, value: Any) -> Any:
-        """Return a value as JSON.
-
-        Raises:
-            TypeError: a state does not hold such a value.
-        """
+        """Return a value as JSON. Raises TypeError if a state does not hold such a value."""
         # The exact type: an Address is a tuple, too, and must come back as an Address.
         kind = type(value)
         if value is None or kind in (bool, int, float, str):

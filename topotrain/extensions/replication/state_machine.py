@@ -249,11 +249,7 @@ class Primary:
         return out + self._missing_messages(sender)
 
     def _resume(self, sender: Address, message: ResumeConnection) -> Out:
-        """Handle the reconnect of a peer.
-
-        Raises:
-            ProtocolError: the peer had no connection before.
-        """
+        """Handle a reconnect. Raises ProtocolError if there was no connection before."""
         channel, out = self.copy.channels.get(sender), Out()
         # Messages of the worker's earlier process were lost with the former primary.
         if channel is not None and channel.restarts < message.restarts:

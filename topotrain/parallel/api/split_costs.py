@@ -60,11 +60,7 @@ class PlacementRequest:
 
 
 def bill_of(asked: PlacementRequest, found: Mapping[str, Assignment]) -> CostReport:
-    """Compute the cost of the split with these assignments.
-
-    Raises:
-        ConfigError: the model cannot be split with them.
-    """
+    """Compute the cost of these assignments. Raises ConfigError if they do not fit."""
     call, workers = asked.call, asked.topology.workers_per_group
     assert call is not None
     made = program(

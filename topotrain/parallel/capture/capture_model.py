@@ -46,7 +46,8 @@ class CapturedForward:
 
 
 def capture(model: nn.Module, training: bool = True) -> CapturedForward:
-    """Capture a forward before its arguments are known, with its defaults.
+    """Capture a forward before its arguments are known, without optional ones.
+
     Raises:
         ConfigError: the forward decides on data, takes *args, or does something else that an example would not help
             with. The error names the file and line of the user's code.

@@ -101,11 +101,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any, bounds: ReferenceBounds, depth: int = 0) -> Any:
-    """Return the argument that `encode` has written.
-
-    Raises:
-        ConfigError: `data` is anything else.
-    """
+    """Return the argument that `encode` has written. Raises ConfigError otherwise."""
     # Bounded before it recurses, since Python's stack is.
     if depth > _MAX_DEPTH:
         refuse("description", None, f"must be nested at most {_MAX_DEPTH} deep")
@@ -199,11 +195,7 @@ _READERS: dict[str, Callable[[Any, ReferenceBounds, int], Any]] = {
 
 
 def read_json(text: bytes) -> Any:
-    """Parse JSON without NaN and infinities.
-
-    Raises:
-        ConfigError: the text is not such JSON.
-    """
+    """Parse JSON without NaN and infinities. Raises ConfigError for other text."""
     try:
         return json.loads(text, parse_constant=lambda name: refuse("description", name, "must be a finite number"))
     # The parser itself recurses into nested lists.

@@ -41,11 +41,7 @@ class ModelState:
 
     @staticmethod
     def of(model: nn.Module, cluster: TaskCluster) -> "ModelState":
-        """Number the parameters and buffers of a model.
-
-        Raises:
-            ConfigError: a device does not exist.
-        """
+        """Number the parameters and buffers. Raises ConfigError for a wrong device."""
         kept = ModelState(model, cluster)
         found = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         for name, tensor in found:

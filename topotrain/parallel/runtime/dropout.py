@@ -156,10 +156,7 @@ def draw(
 def _masks(
     step: ProgramStep, drop: Dropout | None, itself: bool
 ) -> Iterator[tuple[SymbolicShape, float, tuple[int, ...]]]:
-    """Yield the masks of a step: shape, probability to keep an element, memory order.
-
-    The order is that of `split_program.DropoutMask`.
-    """
+    """Yield the masks of a step: shape, probability to keep, order as `DropoutMask`."""
     if drop is not None and drop.draws:
         yield _noise(step.shape, drop.features, step), 1 - drop.p, step.inside[0].order if step.inside else ()
     elif itself:
@@ -241,11 +238,7 @@ class PredrawnMasks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target.copy_(self._masks[self._at - target.numel() : self._at].view(target.shape))
 
     def done(self) -> None:
-        """Check that the step has drawn all its masks.
-
-        Raises:
-            ConfigError: the step drew fewer masks than when its graph was made.
-        """
+        """Raise ConfigError if the step has drawn fewer masks than its graph has."""
         self._check(self._at == self._masks.numel())
 
     def _check(self, holds: bool) -> None:

@@ -120,11 +120,7 @@ class NetworkChannel(ClientExtension):
                 self._post(to, message(part=part, taken=self._read[to], body=body))
 
     def arrived(self, source: int, key: TensorKey) -> bool:
-        """Return whether `receive` would not wait.
-
-        Raises:
-            JobError, PeerLost: as `receive`.
-        """
+        """Return whether `receive` would not wait. Raises as `receive`."""
         # Without the lock: a tensor that arrives meanwhile is found below.
         if self._store.has(source, key):
             return True
@@ -150,11 +146,7 @@ class NetworkChannel(ClientExtension):
             return self._store.pop(source, key)
 
     def wait_any(self, wanted: Collection[tuple[int, TensorKey]]) -> None:
-        """Wait until one of (source, key) has arrived.
-
-        Raises:
-            JobError, PeerLost: as `receive`.
-        """
+        """Wait until one of (source, key) has arrived. Raises as `receive`."""
         if not self._any(wanted):
             sources = {source for source, _ in wanted}
             with self._channel.spans.span("wait for workers"):

@@ -40,11 +40,7 @@ class LossOutput:
 
 
 def loss_of(program: Program) -> LossOutput:
-    """Return the loss of a program.
-
-    Raises:
-        ConfigError: the output of the model is not one loss.
-    """
+    """Return the loss of a program. Raises ConfigError if its output is not one loss."""
     ref = program.output
     if isinstance(ref, ResultRef):
         edge = next((edge for edge in program.edges if edge.number == ref.edge), None)
