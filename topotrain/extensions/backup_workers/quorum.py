@@ -97,7 +97,7 @@ class Quorum:
 
     def released(self) -> list[tuple[int, int]]:
         """Return the workers that waited for an epoch that all have now used, as `ask`."""
-        # A worker whose script has ended never reports an epoch any more, so it must not hold back the others.
+        # A worker reports no epoch after its script has ended, so it must not hold back the others.
         going = [worker for worker in range(self._workers) if worker not in self._finished]
         behind = min((self._through.get(worker, -1) for worker in going), default=-1)
         found = sorted((worker, number) for worker, (number, epoch) in self._waiting.items() if epoch <= behind)
@@ -139,7 +139,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
     def _reset(self) -> None:
         self._quorum = Quorum(len(self._workers), self._spare)
         self._counted: dict[int, int] = {}  # worker -> the last step in which it counted
-        self._owed: dict[int, int] = {}  # worker -> the snapshot that it has yet to be told of
+        self._owed: dict[int, int] = {}  # worker -> the snapshot that it has yet to be sent
         self._late: list[int] = []  # of the decided step: workers that had committed it, and are no part of it
 
     def reset_group(self, group: int, ended: bool) -> None:

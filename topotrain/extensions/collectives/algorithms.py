@@ -271,9 +271,9 @@ class Relay(ABC):
         """Send a result from the center to all other ranks.
 
         The result is the mean of a bucket or, with `ordinal` VALUES, its new values. A sum without a body has a result
-        without one, which tells all ranks that the reduction is complete. The body must not change until this rank has
-        the CompleteSum of a later reduction of the bucket.
+        without one. The body must not change until this rank has the CompleteSum of a later reduction of the bucket.
         """
+        # Also sent without a body: only by the result a rank knows that the reduction is complete.
         spot = self._spot(bucket)
         if spot.parent != self._rank:
             raise ValueError(f"rank {self._rank} is not the center of bucket {bucket}")

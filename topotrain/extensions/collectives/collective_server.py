@@ -2,7 +2,7 @@
 
 A job asks for this with `cluster { algorithm: … }`. Every worker sends all its gradients to the server beside it, its
 gateway, and to no other. The gateways run the algorithm among themselves, one `algorithms.Relay` each, and each sends
-the means to its own worker. The worker hands in the shard's gradient as the script left it (`precomputed_gradients`).
+the means to its own worker. The worker sends the shard's gradient as the script left it (`precomputed_gradients`).
 
 Where no worker sees a mean (`grads: kHidden`), the sum goes only to the gateway of the bucket's shard, which hands it
 in itself. New values go the same way to the workers: an all-gather.

@@ -103,7 +103,7 @@ class PrecomputedGradients(GradientSource):
         self.check_ordinal(worker, message.ordinal)
         backward = self._backwards.begin(self.step, message.ordinal)
         backward.ends.setdefault(worker, message)
-        if self._gateway is None:  # torch.distributed does not tell the servers when a backward's sums are there
+        if self._gateway is None:  # torch.distributed has no message to the servers when sums are complete
             self.reduced(message.ordinal)
         return ()
 
@@ -164,7 +164,7 @@ class PrecomputedGradients(GradientSource):
 
 
 class EditedTotals(PrecomputedGradients):
-    """The worker beside the server hands in the sums, as its script left them.
+    """The worker beside the server sends the sums, as its script left them.
 
     The commits name them in `edited`, with a bit for each piece that has a gradient.
     """
@@ -183,7 +183,7 @@ class EditedTotals(PrecomputedGradients):
 
 
 class RelayedTotals(PrecomputedGradients):
-    """The relay of the server hands in the sums.
+    """The relay of the server provides the sums.
 
     Args:
         settings, gateway: as for `PrecomputedGradients`.

@@ -65,7 +65,7 @@ class TorchCollective:
 
     Raises:
         ConfigError: the engine is not one of torch's, or this machine cannot run it.
-        CollectiveError: the ranks did not meet in time.
+        CollectiveError: a rank did not join in time.
         TransportError: the directory of the store is open to other users.
     """
 

@@ -1,6 +1,6 @@
 """Worker groups that leave a job while others train, and may come back.
 
-The reply to the next step of a group says that it is to leave. Once all processes of the group have ended, the
+The reply to the next step of a group contains the request to leave. Once all processes of the group have ended, the
 coordinator decrees the departure, and no other group waits for this one.
 """
 

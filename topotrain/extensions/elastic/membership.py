@@ -72,7 +72,7 @@ class Members:
     def is_current(self, worker: Address) -> bool:
         """Whether messages from and to a worker count."""
         group = self._groups.get(self.key(worker))
-        # Unknown: the group of other servers, for whose workers this server keeps no incarnation. Its messages count.
+        # Unknown: a group of other servers, of which this server keeps no incarnation. Its messages count.
         return group is None or (group.newest == group.incarnation and self.is_newest(worker))
 
     def is_newest(self, worker: Address) -> bool:
@@ -82,7 +82,7 @@ class Members:
 
     def incarnation(self, key: Key) -> int:
         """The incarnation that counts on this server. 0 for a key that it does not know."""
-        # A group whose workers restart one by one is no key. Its votes carry no incarnation.
+        # A group of workers that restart one by one is no key. Its votes carry no incarnation.
         return self._groups[key].incarnation if key in self._groups else 0
 
     def newest(self, key: Key) -> int:
@@ -132,7 +132,7 @@ class Members:
 
 def count_requests(group: int, incarnation: int, streams: Sequence[int]) -> list[AppliedBatchesOfStreams]:
     """The requests of server (0,0) to the coordinator of a worker group."""
-    # A group without a stream is asked about, too: the reply says when its incarnation is carried out.
+    # Also for a group without a stream: the reply means that its incarnation is carried out.
     runs = [streams[at : at + STREAMS] for at in range(0, len(streams), STREAMS)] or [()]
     pairs = [tuple(number for stream in run for number in (stream, 0)) for run in runs]
     return [AppliedBatchesOfStreams(group, incarnation, part, len(runs), counts) for part, counts in enumerate(pairs)]
@@ -197,7 +197,7 @@ class GroupRestarts(RegroupExtension):
 
     def accepts(self, sender: Address, message: Message) -> bool:
         """Drop messages of processes before the last restart."""
-        # A new process says with WorkerRejoined which incarnation it is, so this message always counts.
+        # WorkerRejoined contains the incarnation of a new process, so this message always counts.
         if not self.members.changed or sender.role is Role.SERVER or isinstance(message, WorkerRejoined):
             return True
         return self.members.is_current(sender)

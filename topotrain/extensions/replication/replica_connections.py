@@ -189,7 +189,7 @@ class ReplicaConnections:
         self._host.on_change()
 
     def leave(self) -> None:
-        """Stop sending. From now on, `left` tells when both copies have everything."""
+        """Stop sending. From now on `left` is True once both copies have everything."""
         self._leaving = True
         # A copy of the table: `failed` removes servers on another thread.
         for server, connection in list(self._connections.items()):

@@ -423,7 +423,7 @@ class ReplicatedServers:
     def open(self) -> None:
         """Start the copies of this slot."""
         urls: tuple[str, ...] = ()
-        # Standbys first: `_begin` waits for the standby of its primary, whose process may wait for one here.
+        # Standbys first: `_begin` waits for a standby in another process, which may wait for one here.
         for server in self._servers:
             where = self._placement[server.index]
             if where.standby == self._me.index:

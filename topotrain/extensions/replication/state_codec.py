@@ -1,6 +1,6 @@
 """Codec of the state of a server: plain data to bytes and back.
 
-`core.server.component_state` says which data a state holds. The bytes are a length, a JSON text, and the tensors. No
+`core.server.component_state` defines which data a state holds. The bytes are a length, a JSON text, and the tensors. No
 class is named in them. A tensor that is a view of one of the server's buffers is written as a range, and the content of
 the range is written once (`buffer_views`).
 """

@@ -42,7 +42,7 @@ def placed(
         try:
             found, chosen = place(asked, limits, speeds_of(job.cluster), times, _COPIES, alive)
         except ConfigError:
-            if first:  # the first excess tells the user more than "no cut is small enough"
+            if first:  # the first excess is more useful than "no cut is small enough"
                 raise first[0].error() from None
             raise
         planned = needs_of(asked, found, bill_of(asked, found))

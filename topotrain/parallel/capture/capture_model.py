@@ -3,7 +3,7 @@
 Each node has the line of the user's code that made it and the device scope it was in. Layers of torch.nn are one node
 each, and so is a module placed as a whole (`device_scopes.place`). With example arguments, sizes that do not depend on
 the number of samples are plain numbers, so loops over them and checks of them can be captured. Without an example,
-before the first forward, the capture may have to stop at them; the result then says where.
+before the first forward, the capture may have to stop at them (`unfinished`).
 
 torch.fx: Reed et al., "torch.fx: Practical Program Capture and Transformation for Deep Learning in Python", 2022.
 """

@@ -170,7 +170,7 @@ def program(
     Args:
         states: the states of the model.
         workers: workers of the cluster.
-        first: the worker to which the session talks. It has the arguments.
+        first: the worker with the connection to the session. It has the arguments.
         box: takes the output on the first worker. None: the output is the loss, and all workers get it.
         most: bytes that one value may have.
 

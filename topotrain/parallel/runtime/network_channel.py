@@ -73,7 +73,7 @@ class NetworkChannel(ClientExtension):
             JobError, PeerLost: the job has failed, or a worker is lost.
         """
         channel = self._channel
-        # A connection is made by one side only, so the other side learns of it by the hello.
+        # A connection is made by one side only. The hello shows the other side that it exists.
         channel.wait_until(lambda: self._connected.issuperset(workers) or self._any_left(workers))
         with channel.waiter.update():
             if not self._connected.issuperset(workers):
