@@ -135,8 +135,8 @@ class CollectiveServer(GradientExtension):
             return self._relay.place(sender.index, message, viewable and message.up)
         if isinstance(message, m.Push):
             self._gateway.check_sender(sender)
-            # A leaf passes the part on, so it needs it in memory of this process, as above.
             bucket = self._relay.bucket(message.bucket)
+            # A leaf passes the part on, so it needs it in memory of this process, as above.
             return None if viewable and not self._relay.is_leaf(bucket) else self._relay.flats.view("push", bucket)
         return super().place(sender, message, viewable)
 

@@ -222,6 +222,6 @@ class RelayedTotals(PrecomputedGradients):
         return len(self._sums) == len(self._buckets)
 
     def spoilers(self) -> dict[int, int]:
-        # On arrival the sums are applied already, and were checked one by one.
         """As `GradientSource.spoilers`."""
+        # On arrival the sums are applied already, and were checked one by one.
         return self._suspects if self._on_arrival else super().spoilers()

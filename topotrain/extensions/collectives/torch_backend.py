@@ -88,9 +88,9 @@ class TorchCollective:
         self._deadline = timedelta(seconds=timeout_s)
         try:
             if isinstance(store, str):
+                # The file is all that a process needs to join, so no other user may enter its directory.
                 _check_directory(os.path.dirname(os.path.abspath(store)))
                 store = vars(dist)["FileStore"](store, size)  # missing from the type stubs
-            # The file would be the only key to the group, so no other user may read or write its directory.
             store.set_timeout(self._deadline)
             if backend is Engine.kGloo:
                 self._group: Any = _gloo(store, rank, size, self._deadline, interface, address)

@@ -55,7 +55,6 @@ class ErrorFeedback:
     SGD converges as without compression (Karimireddy et al. 2019). With a second buffer, `draft`, a residual counts
     only from `settle` on.
 
-
     Args:
         codec: the codec.
         residual: 1-D, with the `working_dtype` of the gradients, zero at first (or restored). Changed in place.

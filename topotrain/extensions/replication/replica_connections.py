@@ -47,7 +47,7 @@ class _ServerConnection:
         self.channel = ReliableChannel()
         # Held while messages are sent, so that they leave in the order in which they are counted.
         self.order = threading.Lock()
-        # Held for a moment. An ack must not wait for `order`, the holder of which may wait for that ack in a send.
+        # Acks are handled on a receiving thread, which must not wait for a sender that is blocked under `order`.
         self.numbers = threading.Lock()
         self.up = False
         self.acknowledged = 0

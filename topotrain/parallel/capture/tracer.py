@@ -89,8 +89,8 @@ class Tracer(fx.Tracer, CaptureRecorder):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return is_leaf(m)
 
-    # A module that runs on the bench is one node already, so what it calls is not recorded.
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        # A module that runs on the bench is one node already, so its own calls are not recorded.
         return forward(*args, **kwargs) if self._busy else super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
@@ -107,7 +107,6 @@ class Tracer(fx.Tracer, CaptureRecorder):
             return self.create_proxy("get_attr", name, (), {}).node if name else a
         return super().create_arg(a)
 
-    # fx would make an input of every argument. Those that are not given keep their defaults here.
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         given: dict[str, Any] = {}
         for name, parameter in signature(self._model).parameters.items():
@@ -119,6 +118,7 @@ class Tracer(fx.Tracer, CaptureRecorder):
                     accepted = f"was given {', '.join(self._given[name])} as **{name}; give every argument a name"
                     raise ConfigError(FIELD, None, accepted, definition(self._model))
                 continue
+            # fx would make an input of every argument. Here those that are not given keep their defaults.
             asked = parameter.default is inspect.Parameter.empty if self._given is None else name in self._given
             if asked:
                 given[name] = self._input(name)
