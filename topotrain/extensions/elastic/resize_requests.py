@@ -57,6 +57,7 @@ class ResizeRequests:
         """Execute a request now, or once its server is here. Other commands are ignored."""
         if command.get("command") not in (*REQUESTS, AWAY):
             return
+        # Behind the requests that still wait, so that the order stays.
         with self._lock:
             self._pending.append(command)
             self._execute_pending()
@@ -77,6 +78,7 @@ class ResizeRequests:
         # No server is here yet, or a replicated coordinator is about to move here. The request waits for it.
         if coordinator is None:
             return False
+        # A fact, not a request: the processes have ended already, so nothing is to be agreed upon.
         if request == AWAY:
             coordinator.handle_own(GroupLeft(group, command["incarnation"]))
             return True

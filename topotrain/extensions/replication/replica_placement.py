@@ -86,6 +86,7 @@ class ReplicaPlacement:
                 return False
         for server, where in self.servers.items():
             if where.primary == slot:
+                # `moves` numbers the addresses under which peers look for the primary.
                 self.servers[server] = ReplicaSet(where.standby, -1, where.moves + 1, where.standbys)
                 self._covered.discard(server)
             elif where.standby == slot:
@@ -106,6 +107,7 @@ class ReplicaPlacement:
             self._domains[slot] = domain
         for server, where in self.servers.items():
             if where.standby < 0 and self._apart(where.primary, slot):
+                # A new number: reports about an earlier standby do not count for this one.
                 self.servers[server] = replace(where, standby=slot, standbys=where.standbys + 1)
 
     def primaries(self) -> set[int]:

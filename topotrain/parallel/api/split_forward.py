@@ -41,7 +41,7 @@ class SplitForward(WorkerExtension):
         self._channel: NetworkChannel | None = None
         self._last: Runner | None = None
         self.open = False  # a forward has run, and its backward has not begun
-        self.inside = False
+        self.inside = False  # the split forward runs, and may call modules
 
     def start(self, worker: Worker, channel: NetworkChannel) -> None:
         """Connect to the worker and to the other workers of the group."""

@@ -16,7 +16,7 @@ class TensorKey:
     forward: int
     micro: int
     edge: int
-    backward: bool
+    backward: bool  # the gradient of the value, which is sent back
 
 
 @dataclass(slots=True)
@@ -37,8 +37,8 @@ class ArrivedTensors:
     def pop(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         """Return the first tensor that arrived. Raises KeyError if there is none."""
         queue = self._came[source, key]
-        # An empty queue is removed below, since `has` looks for the key only.
         first = queue.popleft()
+        # Removed, since `has` looks for the key only.
         if not queue:
             del self._came[source, key]
         return first

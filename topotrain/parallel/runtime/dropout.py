@@ -46,7 +46,7 @@ class Dropout:
 
     p: float
     features: bool
-    alpha: bool
+    alpha: bool  # AlphaDropout
     inplace: bool
 
     @property

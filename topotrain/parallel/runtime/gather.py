@@ -14,7 +14,7 @@ from topotrain.parallel.runtime.channel import STEPPED, TensorKey
 from topotrain.parallel.runtime.worker_sync import WorkerSync
 
 PIECE_BYTES = 4 << 20
-AHEAD = 2
+AHEAD = 2  # one piece is on its way while worker 0 writes the other
 _PIECE, _PLACED = STEPPED - 2, STEPPED - 3
 """`TensorKey.edge` of a piece, and of its ack."""
 

@@ -79,6 +79,7 @@ class _Entry:
         # The object stays, because the script may hold it. Only its memory is freed.
         if own < 0 and not whole.tensor.is_meta:
             drop_memory(whole.tensor)
+        # A worker without a share has the first one in its modules, on the meta device: each name needs a tensor.
         self.current = max(own, 0)
         for place in whole.places:
             place.table[place.name] = self.tensors[self.current]
@@ -187,6 +188,7 @@ def restore(
 
 
 def _joined(whole: WholeTensor, values: Sequence[torch.Tensor], folder: Path | None) -> torch.Tensor:
+    # Not cut: the value is taken as it is, without memory for a copy.
     if len(values) == 1:
         return values[0].detach()
     like, memory = whole.like(), PrivateMemory() if folder is None else FileMemory(folder)

@@ -26,6 +26,7 @@ from topotrain.parallel.runtime.activation_messages import Activation, Activatio
 from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
 from topotrain.parallel.runtime.send_buffers import SendBuffers
 
+# Well below the limit of a frame's payload, since a receiver allocates a part when it is announced.
 PART_BYTES = 16 << 20
 
 
