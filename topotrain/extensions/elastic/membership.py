@@ -247,7 +247,7 @@ class GroupRestarts(RegroupExtension):
 
     def on_reconnect(self) -> None:
         """As `ServerExtension.on_reconnect`: send again what is not carried out."""
-        # The requests may have been lost with the former process of the coordinator. The coordinator decrees each once.
+        # Requests on the former connection may be lost. The coordinator decrees each restart once.
         for key, incarnation in self.members.pending():
             self._ask(key, incarnation)
 

@@ -67,7 +67,7 @@ def bill_of(asked: PlacementRequest, found: Mapping[str, Assignment]) -> CostRep
         asked.captured, found, asked.model, call.args, call.kwargs, call.samples, workers, asked.model.training
     )
     division = divide(asked.model, found, workers)
-    # Of the class, because `model.forward` may be the split forward by now.
+    # Of the class, because the `forward` of the object may have been replaced.
     named = inspect.signature(type(asked.model).forward).bind(asked.model, *call.args, **call.kwargs).arguments
     return bill(made, asked.model, division, call.shares, asked.job.microbatches, named)
 
