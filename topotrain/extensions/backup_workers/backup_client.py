@@ -1,7 +1,4 @@
-"""Backup workers in the client: a step was made without this worker.
-
-The rule is in `quorum`.
-"""
+"""Backup workers in the client of a worker; the rule is in `quorum`."""
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
@@ -27,7 +24,7 @@ class BackupWorkersClient(ClientExtension):
         self._channel, self._values = channel, values
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """A step was made without this worker, or a server answers its last question."""
+        """As `ClientExtension.handle`."""
         if isinstance(message, StepMissed):
             self._missed = max(self._missed, message.step)
         elif isinstance(message, StepCaughtUp) and message.round == self._questions:
@@ -40,13 +37,15 @@ class BackupWorkersClient(ClientExtension):
     def catch_up(self, through: int = -1) -> StepOutcome:
         """Wait for the present values of the group, and return the step that it is in.
 
-        through: not before all workers are through with the batches of this epoch, as this one is.
+        through: wait until all workers have used the batches of this epoch, as this worker has. -1: do not.
         """
         channel = self._channel
+        # Answers arrive on a thread of the transport, which compares them with the number of the question.
         with channel.waiter.update():
             self._questions += 1
             self._answers.clear()
         with self._values.receive_round(values_round(self._questions)):
+            # Only the coordinator is asked: by its decree all shards send the values of the same moment.
             channel.send(channel.servers[0], StepCatchUp(self._questions, through))
             with channel.spans.span("wait for the others"):
                 channel.wait_until(lambda: len(self._answers) == len(channel.servers))

@@ -8,10 +8,8 @@ from topotrain.config.job import FOREIGN, Algorithm, Apply, Compression, Grads, 
 
 
 def _refused_with_backup(field: str, refused: Callable[[Any], object], accepted: str) -> Combination:
-    """Refuse a field with backup workers.
-
-    Servers decide step by step which gradients count, so no process may have seen or used them before that.
-    """
+    """Refuse values of a field with backup workers."""
+    # Servers decide step by step which gradients count, so no process may have seen or used them before that.
     inside = "cluster" if field.startswith("cluster.") else ""
     count: Callable[[Any], int] = (lambda c: c.backup) if inside else (lambda j: j.cluster.backup)
     return Combination(field, lambda b: count(b) and refused(b), f"{accepted} with cluster.backup above 0", inside)

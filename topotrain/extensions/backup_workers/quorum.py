@@ -2,11 +2,11 @@
 
 Rule: the coordinator decides which workers' gradients make a step, from those that all shards have, and its decision
 names the workers. So the mean is over the same workers on every shard. Pushes of other workers for that step do not
-count. A late worker gets a message, then the values between two steps (the same two on every shard), and does its batch
-again. Its data stream is its own, so a batch counts once, whenever it counts.
+count. A late worker gets a message, then the values between two steps, and does its batch again. A data stream belongs
+to one worker, so a batch counts once, in whichever step it counts.
 
 At the end of an epoch late workers have batches left. A worker without batches waits for them, and no step waits for
-it.
+that worker.
 """
 
 from collections.abc import Collection
@@ -23,14 +23,12 @@ from topotrain.core.server.server_extension import GradientExtension, Outbox, St
 from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepCaughtUp, StepMissed
 from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
 
+# Fetches count their rounds down from -1, and steps count up from 0. Neither reaches this range.
 _FIRST_ROUND = 1 << 40
 
 
 def values_round(number: int) -> int:
-    """Return `Values.round` of the reply to a worker's StepCatchUp of this round.
-
-    It is the round of no step and of no Fetch.
-    """
+    """Return `Values.round` of the reply to a worker's StepCatchUp number `number`."""
     return -_FIRST_ROUND - number
 
 
@@ -53,10 +51,8 @@ class Quorum:
 
     @property
     def needed(self) -> int:
-        """The number of contributions that make a step.
-
-        No step waits for a worker without a batch, or without a process.
-        """
+        """The number of contributions that make a step."""
+        # No step waits for a worker without a batch or without a process.
         return max(1, min(self._workers - self._spare, self._workers - len(self._idle | self._dead)))
 
     def ask(self, worker: int, message: StepCatchUp) -> list[tuple[int, int]]:
@@ -64,9 +60,11 @@ class Quorum:
 
         A repeated question counts once.
         """
+        # Also without a request (round 0): the worker has left its loop, and the others must not wait for its batches.
         if message.through > self._through.get(worker, -1):
             self._through[worker] = message.through
             self._idle.add(worker)
+        # After a reconnect a question may arrive twice. Its number makes it count once.
         if message.round > self._asked.get(worker, 0):
             self._asked[worker] = message.round
             if message.through < 0:
@@ -75,22 +73,18 @@ class Quorum:
         return self.released()
 
     def works(self, worker: int, epoch: int) -> list[tuple[int, int]]:
-        """Note that a worker does a batch of this epoch; return as `ask`.
-
-        It has used all batches of the epochs before.
-        """
+        """Note that a worker does a batch of this epoch; return as `ask`."""
         self._dead.discard(worker)
+        # The worker has used all batches of the epochs before.
         if epoch > self._through.get(worker, -1):
             self._through[worker] = epoch - 1
             self._idle.discard(worker)
         return self.released()
 
     def gone(self, worker: int) -> None:
-        """Note that a worker's process is gone.
-
-        Its successor asks again. The epochs that the worker has used stay so.
-        """
+        """Note that a worker's process is gone. The epochs that it has used stay so."""
         self._dead.add(worker)
+        # The new process counts its questions from 1 again, and has its script to run.
         self._finished.discard(worker)
         self._waiting.pop(worker, None)
         self._asked.pop(worker, None)
@@ -103,6 +97,7 @@ class Quorum:
 
     def released(self) -> list[tuple[int, int]]:
         """Return the workers that waited for an epoch that all have now used, as `ask`."""
+        # A worker reports no epoch after its script has ended, so it must not hold back the others.
         going = [worker for worker in range(self._workers) if worker not in self._finished]
         behind = min((self._through.get(worker, -1) for worker in going), default=-1)
         found = sorted((worker, number) for worker, (number, epoch) in self._waiting.items() if epoch <= behind)
@@ -129,12 +124,7 @@ class Quorum:
 
 
 class BackupWorkers(GradientExtension, StepPolicy):
-    """The rule of one shard for the late workers of its group.
-
-    Args:
-        server: the shard.
-        job, topology: the job of the server.
-    """
+    """The rule of one shard for the late workers of its group."""
 
     messages = (StepCatchUp,)
     decrees = (SHOWS,)
@@ -149,7 +139,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
     def _reset(self) -> None:
         self._quorum = Quorum(len(self._workers), self._spare)
         self._counted: dict[int, int] = {}  # worker -> the last step in which it counted
-        self._owed: dict[int, int] = {}  # worker -> the snapshot that it has yet to be told of
+        self._owed: dict[int, int] = {}  # worker -> the snapshot that it has yet to be sent
         self._late: list[int] = []  # of the decided step: workers that had committed it, and are no part of it
 
     def reset_group(self, group: int, ended: bool) -> None:
@@ -159,10 +149,13 @@ class BackupWorkers(GradientExtension, StepPolicy):
 
     def reset_worker(self, worker: Address) -> None:
         """As `ServerExtension.reset_worker`."""
+        # The new process may commit a step with the number in which its predecessor counted.
         self._counted.pop(worker.index, None)
+        # For a snapshot that is under way the new process has to leave its state, too.
         snapshot = max((each.requested_states() for each in self._server.hooks.requested_states), default=0)
         if snapshot:
             self._owed[worker.index] = snapshot
+        # Only the coordinator has a log of decisions, and only there is the quorum maintained.
         if self._server.decisions.log is not None:
             self._quorum.gone(worker.index)
             self._announce(self._quorum.released())
@@ -199,8 +192,10 @@ class BackupWorkers(GradientExtension, StepPolicy):
 
     def accepts_commit(self, sender: Address, message: Commit, step: int) -> bool:
         """As `StepPolicy.accepts_commit`; a worker that is too late gets a message."""
+        # The upper 32 bits of a batch's mark are its epoch.
         if self._server.decisions.log is not None and message.marks:
             self._announce(self._quorum.works(sender.index, message.marks[0] >> 32))
+        # A repeated commit of a step in which the worker counted gets its reply again like any other duplicate.
         if message.step >= step or message.step <= self._counted.get(sender.index, -1):
             return True
         self._send_missed(sender, message.step)
@@ -210,15 +205,17 @@ class BackupWorkers(GradientExtension, StepPolicy):
         """As `StepPolicy.choose`."""
         assert isinstance(staging, QuorumPushes)
         members = decision.members
+        # All shards reported these workers as complete before the decision, so a missing one means a broken protocol.
         if not members or list(members) != sorted(set(staging.members) & set(members)):
             raise ProtocolError(f"step {decision.step} is made of {members}, and {list(staging.members)} are here")
         self._counted |= dict.fromkeys(members, decision.step)
         self._late = staging.choose(members)
 
     def step_over(self, result: StepResult) -> Outbox:
-        """As `ServerExtension.step_over`: notify the late workers."""
+        """As `ServerExtension.step_over`."""
         snapshot = result.applied.snapshot
         if snapshot:
+            # The number of a snapshot comes with the reply to a step, and late workers get no such reply.
             self._owed = {w.index: snapshot for w in self._workers if w.index not in result.commits}
         for index in self._late:
             self._send_missed(self._workers[index], result.step)
@@ -238,6 +235,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
         flat = decision.members
         if len(flat) % 2 or any(not 0 <= index < len(self._workers) for index in flat[::2]):
             raise ProtocolError(f"values for workers that there are not: {flat}")
+        # A decree is carried out between the same two steps on every shard, so the shards' values fit together.
         for index, number in zip(flat[::2], flat[1::2], strict=True):
             self._show(self._workers[index], number, self._owed.pop(index, 0))
         return ()
@@ -249,6 +247,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
             raise ProtocolError(f"{worker} is to be shown values before there are any")
         for values in server.replies.show(server.model, worker.index, values_round(number), server.state.version):
             server.queue.send(worker, values)
+        # After the values, because the client reads its buffers once it has StepCaughtUp of all shards.
         step = server.model.staging[worker.group].step
         server.queue.send(worker, StepCaughtUp(number, step, server.state.version, snapshot))
 

@@ -20,10 +20,7 @@ class QuorumPushes(CommittedPushes):
         self.members = tuple(member for member in self.members if member != worker)
 
     def try_stage(self) -> bool:
-        """Return whether the contribution of one more worker is complete.
-
-        The shard then votes again.
-        """
+        """Return whether one more contribution is complete. The shard then votes again."""
         new = [worker for worker in self.commits if worker not in self.members and self._has_all(worker)]
         self.members = tuple(sorted([*self.members, *new]))
         return bool(new)

@@ -1,7 +1,6 @@
 """With backup workers: give a batch again if its step came too late.
 
-A batch is kept until it has counted. The data itself is kept, because a dataset need not give the same data twice. So
-the script must not change it.
+A batch is kept until it has counted. The script must not change it meanwhile.
 """
 
 from collections.abc import Iterator
@@ -21,11 +20,9 @@ from topotrain.training.worker_extension import WorkerExtension
 class LateSteps(WorkerExtension):
     """One worker's steps where the group may make a step without it.
 
-    The batch of such a step is given again.
-
     Args:
         worker: this worker.
-        client: its client's part of the feature.
+        client: the client's part of the feature.
     """
 
     def __init__(self, worker: Worker, client: BackupWorkersClient) -> None:
@@ -36,8 +33,10 @@ class LateSteps(WorkerExtension):
     def counts_given(self) -> bool | None:
         """Whether the batch that was given last has counted.
 
-        False: it came too late, and has to be given again. None: no step was made with it, or this was asked before.
+        False: the batch came too late, and has to be given again. None: no step was made with it, or this method has
+        returned the answer before.
         """
+        # The answer is consumed: each verdict concerns one batch, and a second call must not replay the next batch.
         verdict, self._verdict = self._verdict, None
         return verdict
 
@@ -73,6 +72,7 @@ class LateSteps(WorkerExtension):
         """As `WorkerExtension.after_commit`."""
         self._verdict = outcome is None or not outcome.late
         if not self._verdict:
+            # The batch is computed again and counts then, so its loss must not be reported twice.
             self._worker.tally.drop_step(self._worker.batches.last_samples, self._losses)
 
     def step_reported(self) -> None:
@@ -81,6 +81,7 @@ class LateSteps(WorkerExtension):
 
     def leave_epoch(self, epoch: int) -> bool:
         """As `WorkerExtension.leave_epoch`."""
+        # The script has left the loop while its last batch was late, so nothing computes that batch again.
         if self.counts_given() is False:
             self._worker.tally.drop_batch()
         self._worker.batches.forget()
@@ -110,6 +111,7 @@ class ReplayBatches:
         Raises StopIteration when all workers have used the epoch.
         """
         if self._steps.counts_given() is False and self._kept is not None:
+            # The data itself was kept, because a dataset need not give the same data twice.
             found, tensors = self._kept
             if any(tensor._version != version for tensor, version in tensors):
                 raise RuntimeError(
@@ -117,10 +119,12 @@ class ReplayBatches:
                     "comes too late is given again: work on a copy (batch = batch - mean instead of batch -= mean)"
                 )
             return found
+        # The kept batch is freed before the next one is drawn, so that only one is in memory.
         self._kept = None
         try:
             found = fresh()
         except StopIteration:
+            # Late workers still do batches of this epoch, and the next epoch begins with the values after those.
             self._steps.finish_epoch(self._epoch)
             raise
         self._kept = found, [(tensor, tensor._version) for tensor in _tensors(found[2])]
@@ -134,7 +138,7 @@ class LateBatchReplay:
     steps: LateSteps
 
     def begin(self, epoch: int) -> ReplayBatches:
-        """The pass of this epoch begins."""
+        """Return the batches of one pass."""
         return ReplayBatches(self.steps, epoch)
 
 

@@ -1,9 +1,7 @@
 """Collective algorithms as data, and the interpreter that runs them.
 
 An algorithm is a family of spanning trees over the ranks 0..P-1, one tree per home rank. The sum of a bucket's
-gradients flows up the tree to the home of the bucket, and the result flows down a tree to all ranks. A rank adds the
-parts of its children and its own in the order of ranks, once all are there. So the bits depend on the algorithm and
-never on the order of arrival.
+gradients flows up the tree to the home of the bucket, and the result flows down a tree to all ranks.
 
     kAuto    a star at the home. Its sum is the canonical one.
     kNaive   a star at rank 0 for every home: gather to one master, add, broadcast. The canonical sum as well.
@@ -13,7 +11,7 @@ never on the order of arrival.
              rank is an inner node of some homes' trees and a leaf of others'.
 
 A bucket has one reduction at a time. No rank can send a part of the next one before it has the result of this one,
-which needs the parts of all ranks. So one buffer per child and bucket is enough.
+which needs the parts of all ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -35,26 +33,17 @@ MEAN, NEW, SCRATCH = "mean", "values", "scratch"
 
 
 def center(algorithm: Algorithm, home: int) -> int:
-    """Return the rank that gets the sum of the buckets of `home`.
-
-    It is the home, or rank 0 for all homes under kNaive.
-    """
+    """Return the rank that gets the sum of the buckets of `home`."""
     return 0 if algorithm is Algorithm.kNaive else home
 
 
 def up(algorithm: Algorithm, size: int, home: int) -> tuple[int, ...]:
-    """Return the parent of each of `size` ranks towards `home`.
-
-    The center is its own parent.
-    """
+    """Return the parent of each rank towards `home`. The center is its own parent."""
     return _tree(algorithm, size, center(algorithm, home), 1)
 
 
 def down(algorithm: Algorithm, size: int, home: int) -> tuple[int, ...]:
-    """Return the rank from which each rank gets the result.
-
-    The center is its own source.
-    """
+    """Return each rank's source of the result. The center is its own source."""
     return _tree(algorithm, size, center(algorithm, home), -1)
 
 
@@ -79,13 +68,12 @@ def children(parents: Sequence[int], rank: int) -> tuple[int, ...]:
 def slots(algorithm: Algorithm, size: int, rank: int, home: int) -> tuple[str, ...]:
     """Return the buffers that a `Relay` at `rank` needs for each bucket of `home`.
 
-    The memory plan uses this.
-
     - "mean": the center makes the sum here. Other ranks receive a mean here.
     - "values": new values are received here.
     - "up0", "up1", ...: the part of each child. The sum to pass on replaces one of them.
     - "scratch": used within one call and only with unequal weights, so all buckets may share the memory.
     """
+    # One buffer per child and bucket is enough, since a child's next part comes after this reduction's result.
     count = len(children(up(algorithm, size, home), rank))
     return (MEAN, NEW, SCRATCH, *(f"up{n}" for n in range(count)))
 
@@ -137,6 +125,7 @@ class Contribution:
         `body` is their sum. Workers without a gradient count. Workers with weight 0 do not, and `body` must hold
         nothing of them.
         """
+        # A worker with weight 0 does not count, one without a gradient does: its zeros are part of the mean.
         positive = [weight for weight in weights if weight > 0]
         even = len(set(positive)) == 1
         return cls(sum(positive), len(positive), positive[0] if even else 0.0, present, body if positive else None)
@@ -144,7 +133,7 @@ class Contribution:
     @property
     def divisor(self) -> float:
         """The divisor of the sum."""
-        # Equal weights count by their number, since × 1/3 gives other bits than / 3.
+        # Equal weights count by their number, since × 1/3 gives other bits than / 3. Without a weight the sum is 0.
         return float(self.count) if self.each else self.weight or 1.0
 
 
@@ -172,12 +161,9 @@ class CompleteSum:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveResult:
-    """A result has arrived: the mean of a backward, or new values.
+    """A result has arrived: the mean of a backward, or new values."""
 
-    `hop.ordinal` is VALUES for new values.
-    """
-
-    hop: CollectivePart
+    hop: CollectivePart  # its ordinal is VALUES for new values
 
 
 Out = SendPart | CompleteSum | CollectiveResult
@@ -192,9 +178,9 @@ class _Spot:
 
     parent: int
     below: tuple[int, ...]
-    order: tuple[int, ...]
-    told_by: int
-    tells: tuple[int, ...]
+    order: tuple[int, ...]  # ranks of the terms of a sum: the children and this rank
+    told_by: int  # the source of results
+    tells: tuple[int, ...]  # the ranks to which results are passed on
 
 
 @dataclass(slots=True)
@@ -211,7 +197,6 @@ class _Sum:
         self.parts.clear()
 
     def finish(self) -> None:
-        """All parts are here."""
         self.done = True
 
 
@@ -231,6 +216,7 @@ class Relay(ABC):
         self._rank, self._homes = rank, homes
         self._spots = tuple(_spot(algorithm, size, rank, h) for h in range(size))
         self._sums: dict[int, _Sum] = {}
+        # By bucket and whether it was new values, which come after the means of a step but have the ordinal -1.
         self._told: dict[tuple[int, bool], tuple[int, int]] = {}
 
     @abstractmethod
@@ -254,6 +240,7 @@ class Relay(ABC):
         if hop.up:
             part = Contribution(hop.weight, hop.count, hop.each, hop.present, hop.body)
             return self._add(sender, hop.step, hop.ordinal, hop.bucket, part)
+        # A result that came twice was passed on already.
         if self._is_old(sender, hop):
             return []
         self._told[hop.bucket, hop.ordinal == VALUES] = (hop.step, hop.ordinal)
@@ -268,8 +255,10 @@ class Relay(ABC):
             ProtocolError: as `arrive`, or the message is a duplicate and its buffer is in use.
         """
         self._check(sender, hop)
+        # A view is enough where the body is read once. A result that is passed on needs memory of this process.
         if viewable and (hop.up or not self._spot(hop.bucket).tells or self._is_old(sender, hop)):
             return None
+        # Without this check a repeated message would be received into a buffer that a sum is reading.
         if self._is_old(sender, hop):
             raise ProtocolError(f"{_name(hop)} of rank {sender} came twice")
         if not hop.up:
@@ -282,9 +271,9 @@ class Relay(ABC):
         """Send a result from the center to all other ranks.
 
         The result is the mean of a bucket or, with `ordinal` VALUES, its new values. A sum without a body has a result
-        without one, which tells all ranks that the reduction is complete. The body must not change until this rank has
-        the CompleteSum of a later reduction of the bucket.
+        without one. The body must not change until this rank has the CompleteSum of a later reduction of the bucket.
         """
+        # Also sent without a body: only by the result a rank knows that the reduction is complete.
         spot = self._spot(bucket)
         if spot.parent != self._rank:
             raise ValueError(f"rank {self._rank} is not the center of bucket {bucket}")
@@ -299,6 +288,7 @@ class Relay(ABC):
 
     def _add(self, source: int, step: int, ordinal: int, bucket: int, part: Contribution) -> list[Out]:
         spot, current, key = self._spot(bucket), self._sums.setdefault(bucket, _Sum()), (step, ordinal)
+        # A later reduction begins only when all ranks have the result of this one, so no part of this one is lost.
         if key > current.key:
             current.begin(key)
         if key < current.key or source in current.parts:
@@ -306,6 +296,7 @@ class Relay(ABC):
         current.parts[source] = part
         if len(current.parts) < len(spot.order):
             return []
+        # Summed at once when all parts are here, in the order of ranks: the bits never depend on the order of arrival.
         current.finish()
         total = self._total(bucket, spot, current.parts)
         if spot.parent == self._rank:
@@ -313,9 +304,11 @@ class Relay(ABC):
         return [SendPart(spot.parent, _upward(step, ordinal, bucket, total))]
 
     def _total(self, bucket: int, spot: _Spot, parts: dict[int, Contribution]) -> Contribution:
+        # A rank without counted samples adds neither weight nor gradient.
         counted = [parts[rank] for rank in spot.order if parts[rank].count]
         weights = {part.each for part in counted}
         each = weights.pop() if len(weights) == 1 else 0.0
+        # The union also has pieces of uncounted ranks: a gradient of zeros is not the same as none for the optimizer.
         present = 0
         for part in parts.values():
             present |= int.from_bytes(part.present, "little")
@@ -330,10 +323,12 @@ class Relay(ABC):
             return None
         if not at_center and len(ranks) == 1 and not (mixed and parts[ranks[0]].each):
             return parts[ranks[0]].body  # nothing to add: the part is passed on without a copy
+        # Adding needs no extra memory: the buffer has been read as a term when the sum is written over it.
         # A sum to pass on is made in the buffer of the first child with a part, which is one of the first two terms.
         inbox = next((rank for rank in ranks if rank in spot.below), spot.below[0] if spot.below else self._rank)
         out = self.buffer(MEAN, bucket) if at_center else self._inbox(inbox, bucket)
         terms = [self._term(bucket, rank, parts[rank], mixed, out.dtype) for rank in ranks]
+        # Ranks have gradients, but none with weight: the mean is zero.
         if not terms:
             return out.zero_()
         if len(terms) == 1:
@@ -348,6 +343,7 @@ class Relay(ABC):
         body = part.body if part.body.dtype == dtype else part.body.view(dtype)  # a view of a peer's memory is bytes
         if not (mixed and part.each):
             return body
+        # The part may be a view of another process's memory, so the product goes into memory of this one.
         out = self.buffer(SCRATCH, bucket) if rank == self._rank else self._inbox(rank, bucket)
         return torch.mul(body, part.each, out=out)
 
@@ -377,6 +373,7 @@ class Relay(ABC):
         if not hop.up:
             return key <= self._told.get((hop.bucket, hop.ordinal == VALUES), (-1, -1))
         current = self._sums.get(hop.bucket)
+        # Old: the reduction is over, or it is the present one and has the sender's part already.
         return current is not None and (key, True) <= (current.key, current.done or sender in current.parts)
 
 

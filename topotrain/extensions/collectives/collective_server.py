@@ -2,7 +2,7 @@
 
 A job asks for this with `cluster { algorithm: … }`. Every worker sends all its gradients to the server beside it, its
 gateway, and to no other. The gateways run the algorithm among themselves, one `algorithms.Relay` each, and each sends
-the means to its own worker. The worker hands in the shard's gradient as the script left it (`precomputed_gradients`).
+the means to its own worker. The worker sends the shard's gradient as the script left it (`precomputed_gradients`).
 
 Where no worker sees a mean (`grads: kHidden`), the sum goes only to the gateway of the bucket's shard, which hands it
 in itself. New values go the same way to the workers: an all-gather.
@@ -136,6 +136,7 @@ class CollectiveServer(GradientExtension):
         if isinstance(message, m.Push):
             self._gateway.check_sender(sender)
             bucket = self._relay.bucket(message.bucket)
+            # A leaf passes the part on, so it needs it in memory of this process, as above.
             return None if viewable and not self._relay.is_leaf(bucket) else self._relay.flats.view("push", bucket)
         return super().place(sender, message, viewable)
 
@@ -154,9 +155,11 @@ class CollectiveServer(GradientExtension):
 
     def _push(self, sender: Address, message: m.Push) -> None:
         self._gateway.check_sender(sender)
+        # A push of a step that is over: it has counted already, or never will.
         if self._server.contributions.current_source(sender, message.step) is None:
             return
         check_bits(message.present, len(self._relay.bucket(message.bucket).pieces), sender, "pieces")
+        # A later push may replace a hidden gradient, so nothing is added before the commit names the pushes.
         if self._waits_for_commit:
             known = self._held.pushes.get(message.bucket)
             if known is None or known.ordinal < message.ordinal:
@@ -180,6 +183,7 @@ class CollectiveServer(GradientExtension):
     def backward_ended(self, sender: Address, message: m.BackwardEnd) -> Outbox:
         """As `GradientExtension.backward_ended`."""
         pushed = bits_to_int(message.pushed)
+        # The collective needs a part of every rank for every bucket, also where this worker has no gradient.
         for bucket in self._map.buckets:
             if not pushed >> bucket.id & 1:
                 self._add(message.step, message.ordinal, bucket.id, message.weight, b"", None)
@@ -198,6 +202,7 @@ class CollectiveServer(GradientExtension):
         for bucket in self._map.buckets if commit is not None else ():
             if commit is None or bucket.id in self._held.given:
                 continue
+            # The commit names the ordinal of the last push of each bucket. It may overtake the push.
             wanted, push = commit.revisions[bucket.id], self._held.pushes.get(bucket.id)
             if wanted == NO_REVISION:
                 self._held.given.add(bucket.id)
@@ -243,8 +248,9 @@ class CollectiveServer(GradientExtension):
             self._use_mean(part.step, part.ordinal, bucket, part.present, self._relay.elements(bucket, part.body))
 
     def _use_mean(self, step: int, ordinal: int, bucket: Bucket, present: bytes, mean: torch.Tensor | None) -> None:
-        """The group's mean of a bucket is in this gateway; None: no worker has a gradient."""
+        """Use the group's mean of a bucket; None: no worker has a gradient."""
         if self._hidden:
+            # One push per step and bucket counts, so the backwards need no order here.
             reduced = self._totals.give(bucket.id, bits_to_int(present), mean)
             if reduced is not None:
                 self._server.contributions.update_on_arrival(self._worker.group, reduced)
@@ -255,6 +261,7 @@ class CollectiveServer(GradientExtension):
         if mean is not None:
             self._server.queue.send(self._worker, m.ReducedGradient(step, ordinal, bucket.id, present, body=mean))
         count = len(self._map.buckets)
+        # After the last mean of a backward: the worker waits for this message, and may only then read p.grad.
         if backward.count == count:
             del self._backwards[step, ordinal]
             self._source.reduced(ordinal)
@@ -267,8 +274,10 @@ class CollectiveServer(GradientExtension):
     def route_values(self, worker: Address, values: m.Values) -> Outbox:
         """As `GradientExtension.route_values`. Other workers get them from their gateways."""
         # A worker that asks alone gets its values directly: they have no number of a step.
+        # kNaive gathers at rank 0, while each server updates its own shard: its servers send their values directly.
         passed_on = values.round >= 0 and values.bucket in self._own and self._algorithm is not Algorithm.kNaive
         if passed_on:
+            # The server calls this once for each worker that waits. The first call sends the values through the tree.
             sent = self._sent.get(values.bucket)
             if sent is None or sent.step < values.round:
                 sent = self._sent[values.bucket] = _SentValues(values.round)
@@ -301,7 +310,7 @@ class _GatewayRelay(Relay):
         return self.flats.view(slot, self._map.buckets[bucket])
 
     def bucket(self, number: int) -> Bucket:
-        """A bucket of the model. Raises ProtocolError if there is none."""
+        """Return a bucket of the model. Raises ProtocolError if there is none."""
         if not 0 <= number < len(self._map.buckets):
             raise m.ProtocolError(f"bucket {number} of {len(self._map.buckets)}")
         return self._map.buckets[number]
@@ -311,11 +320,7 @@ class _GatewayRelay(Relay):
         return self._leaf[bucket.shard]
 
     def elements(self, bucket: Bucket, body: torch.Tensor | None) -> torch.Tensor | None:
-        """A body as elements.
-
-        Raises:
-            ProtocolError: it has another size than the bucket.
-        """
+        """Return a body as elements. Raises ProtocolError if its size is not the bucket's."""
         if body is None:
             return None
         space = self._map.spaces[bucket.space]

@@ -99,20 +99,21 @@ class PrecomputedGradients(GradientSource):
         raise ProtocolError(f"a push of worker {worker}: a collective adds up the gradients of this group")
 
     def end(self, worker: int, message: BackwardEnd) -> tuple[ReducedBucket, ...]:
-        """The worker beside this server has ended a backward."""
+        """As `GradientSource.end`, for the worker beside this server."""
         self.check_ordinal(worker, message.ordinal)
         backward = self._backwards.begin(self.step, message.ordinal)
         backward.ends.setdefault(worker, message)
-        if self._gateway is None:  # torch.distributed does not tell the servers when a backward's sums are there
+        if self._gateway is None:  # torch.distributed has no message to the servers when sums are complete
             self.reduced(message.ordinal)
         return ()
 
     def reduced(self, ordinal: int) -> None:
-        """The worker beside this server has all means of this backward."""
+        """Note that the worker beside this server has all means of this backward."""
         self._backwards.close(self._backwards.begin(self.step, ordinal))
 
     def commit(self, worker: int, message: Commit) -> None:
         """As `GradientSource.commit`."""
+        # The first commit counts: a repeated one must not be compared with backwards that have been closed since.
         if worker not in self.commits:
             super().commit(worker, message)
             if self.visible:
@@ -135,6 +136,7 @@ class PrecomputedGradients(GradientSource):
 
     def sum_all(self) -> None:
         """As `GradientSource.sum_all`."""
+        # A shard calls this for its vote and again for each whole parameter: the copy is made once.
         for bucket in self._buckets if not self._gathered else ():
             if self.present(bucket):
                 self._buffers.view("mean", bucket).copy_(self.gradient(bucket))
@@ -162,7 +164,7 @@ class PrecomputedGradients(GradientSource):
 
 
 class EditedTotals(PrecomputedGradients):
-    """The worker beside the server hands in the sums, as its script left them.
+    """The worker beside the server sends the sums, as its script left them.
 
     The commits name them in `edited`, with a bit for each piece that has a gradient.
     """
@@ -172,6 +174,7 @@ class EditedTotals(PrecomputedGradients):
         self._sums.setdefault(message.bucket, body)
 
     def _complete(self) -> bool:
+        # Any commit would do: all workers must name the same pieces (`words`), or the step fails.
         wanted = per_bucket(self._buckets, bits_to_int(self.commits[0].edited))
         if not all(bucket.id in self._sums for bucket, mask in wanted if mask):
             return False
@@ -180,7 +183,7 @@ class EditedTotals(PrecomputedGradients):
 
 
 class RelayedTotals(PrecomputedGradients):
-    """The relay of the server hands in the sums.
+    """The relay of the server provides the sums.
 
     Args:
         settings, gateway: as for `PrecomputedGradients`.
@@ -199,7 +202,7 @@ class RelayedTotals(PrecomputedGradients):
         Args:
             number: the bucket.
             present: the pieces that have a gradient.
-            total: the sum; None: no worker has a gradient.
+            total: the sum, or None if no worker has a gradient.
         """
         if number in self._sums:
             return None
@@ -207,6 +210,7 @@ class RelayedTotals(PrecomputedGradients):
         if total is None or not present:
             return None
         at = number - self._first
+        # Applied on arrival, so a sum that is not finite must be found now: later there is no step to refuse.
         if self._on_arrival and self._settings.checked:
             found = suspects(self._buckets[at], present, total, {})
             self._suspects |= found
@@ -219,4 +223,5 @@ class RelayedTotals(PrecomputedGradients):
 
     def spoilers(self) -> dict[int, int]:
         """As `GradientSource.spoilers`."""
+        # On arrival the sums are applied already, and were checked one by one.
         return self._suspects if self._on_arrival else super().spoilers()

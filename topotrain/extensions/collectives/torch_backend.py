@@ -18,6 +18,7 @@ import torch.distributed as dist
 from topotrain.comm.transport import TransportError
 from topotrain.config.job import ConfigError, Engine
 
+# A rank in another collective, or a stopped process, shows only by this deadline.
 DEADLINE = 30.0  # seconds; torch's own default is half an hour
 
 
@@ -40,7 +41,7 @@ class CollectiveWork:
         With NCCL the current stream waits, not the caller.
 
         Raises:
-            CollectiveError: the collective failed. The error names rank and operation.
+            CollectiveError: the collective failed.
         """
         try:
             self._work.wait()
@@ -64,7 +65,7 @@ class TorchCollective:
 
     Raises:
         ConfigError: the engine is not one of torch's, or this machine cannot run it.
-        CollectiveError: the ranks did not meet in time.
+        CollectiveError: a rank did not join in time.
         TransportError: the directory of the store is open to other users.
     """
 
@@ -87,6 +88,7 @@ class TorchCollective:
         self._deadline = timedelta(seconds=timeout_s)
         try:
             if isinstance(store, str):
+                # The file is all that a process needs to join, so no other user may enter its directory.
                 _check_directory(os.path.dirname(os.path.abspath(store)))
                 store = vars(dist)["FileStore"](store, size)  # missing from the type stubs
             store.set_timeout(self._deadline)
@@ -128,6 +130,7 @@ class TorchCollective:
 
     def error(self, what: str, why: BaseException | str) -> CollectiveError:
         """Return the error of an operation, with rank and deadline."""
+        # torch appends a C++ stack trace.
         reason = str(why).split("\n")[0]
         return CollectiveError(
             f"{self._name}, rank {self.rank} of {self.size}: {what} failed (deadline {self._seconds:g} s): {reason}"
@@ -135,11 +138,7 @@ class TorchCollective:
 
 
 def check_engine(backend: Engine) -> None:
-    """Refuse an engine that this machine or this build of torch does not have.
-
-    Raises:
-        ConfigError: the engine is not available.
-    """
+    """Raise ConfigError for an engine that this machine or torch does not have."""
     if backend not in (Engine.kGloo, Engine.kNccl):
         raise ConfigError("cluster.engine", backend, "torch.distributed has kGloo and kNccl")
     if backend is Engine.kGloo and not dist.is_gloo_available():
@@ -161,6 +160,7 @@ def _check_directory(directory: str) -> None:
 
 
 def _gloo(store: Any, rank: int, size: int, deadline: timedelta, interface: str, address: str) -> Any:
+    # Constructed directly: `init_process_group` would occupy the process's global group and read the environment.
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     # Set explicitly, so that neither GLOO_SOCKET_IFNAME nor the address of the host's name is used.

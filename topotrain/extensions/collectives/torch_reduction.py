@@ -109,12 +109,15 @@ class TorchReduction(GradientExchange):
         # The server of this worker's shard compares it with the others' commits: it can name a worker that left a
         # backward out, while the collectives would only time out.
         server = self.channel.servers[self.channel.me.index]
+        # The bits are empty, because no server adds up a part of this worker.
         self.channel.send(server, m.BackwardEnd(step, ordinal, weight, b"", self.channel.exits))
         self._end_sums(step, ordinal, weight)
 
     def _start_sums(self, step: int, ordinal: int, only_full: bool) -> None:
         if self._next is None:
+            # All workers must start the same collectives in one order. Backward fills the last bucket first.
             self._next = len(self.model.map.buckets) - 1
+            # One vector for all counts, since even a collective of a few bytes costs a round of messages.
             self._counts = torch.zeros(1 + self.model.first_piece[-1], dtype=torch.float64)
         while self._next >= 0 and not (only_full and self._next not in self._full):
             bucket = self.model.map.buckets[self._next]
@@ -141,6 +144,7 @@ class TorchReduction(GradientExchange):
 
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         assert self._group is not None
+        # NCCL adds up on the GPU, and `total` is host memory.
         made = tensor.to(self._device) if self._engine is Engine.kNccl else tensor
         try:
             self._pending.append(_PendingSum(self._group.all_reduce(made), tensor, made))
@@ -149,6 +153,7 @@ class TorchReduction(GradientExchange):
 
     def _end_sums(self, step: int, ordinal: int, weight: float) -> None:
         self._start_sums(step, ordinal, only_full=False)
+        # After the sums of all buckets, because the weights decide how those are divided.
         self._counts[0] = max(weight, 0.0)
         self._all_reduce(self._counts)
         self._next = None
@@ -181,6 +186,7 @@ class TorchReduction(GradientExchange):
 
     def _raise(self, error: CollectiveError) -> None:
         """A server may know why another worker does not take part; its reason comes first."""
+        # The transport's thread sets the failure under this lock.
         with self.channel.waiter.update():
             known = self.channel.failure
         raise known or PeerLost(
@@ -193,6 +199,7 @@ class TorchReduction(GradientExchange):
         """With `grads: kHidden` add up the gradients, and hand them in as they are."""
         if not self._hidden:
             return end
+        # A push that the commit does not name does not count.
         for number, revision in enumerate(end.revisions):
             if revision == NO_REVISION:
                 self._full.pop(number, None)

@@ -20,19 +20,14 @@ _SAMPLES = 4096  # elements looked at for a first guess of top-k's threshold
 
 
 class ScratchMemory:
-    """Reusable memory, since fresh memory costs more than the arithmetic.
-
-    For one thread at a time.
-    """
+    """Reusable memory for one thread. Fresh memory costs more than the arithmetic."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, torch.Tensor] = {}
 
     def room(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D tensor with arbitrary content.
-
-        The next call with this name reuses the memory.
-        """
+        """Return a 1-D tensor of any content. The next call with this name reuses it."""
+        # Bytes, so that one allocation serves all dtypes and all smaller sizes.
         size = numel * dtype.itemsize
         held = self._rooms.get(name)
         if held is None or held.numel() < size:
@@ -105,9 +100,11 @@ class CastCodec(Codec):
         short = _checked(self, out, values).view(self.dtype)
         short.copy_(values)
         whole = all_finite(short)
+        # A finite number too large for the short dtype became infinite. It is sent as the largest finite number.
         if not whole:
             _saturate(values, short)
         if self.dtype is torch.bfloat16:
+            # A bfloat16 denormal is a float32 denormal, and would decode differently where denormals are flushed.
             drop_denormals(short)
         return whole
 
@@ -131,11 +128,9 @@ class Int8Codec(Codec):
         return 4 * -(-numel // BLOCK) + numel
 
     def _parts(self, data: torch.Tensor, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Return (scales, codes, elements) as tables of one row per block.
-
-        There is a table of the full blocks, and one of the rest.
-        """
+        """Return (scales, codes, elements) of the full blocks and of the rest, by block."""
         numel = flat.numel()
+        # All scales come first: they are 4 bytes wide, and the data begins at a multiple of 4.
         split = data.numel() - numel
         scales, codes = data[:split].view(torch.float32), data[split:].view(torch.int8)
         rows = numel // BLOCK
@@ -156,6 +151,7 @@ class Int8Codec(Codec):
         for (scales, codes, x), (_, _, y) in zip(self._parts(out, single), self._parts(out, work)):
             torch.abs(x, out=y)
             torch.amax(y, 1, keepdim=True, out=scales)
+            # An element that is not finite shows in its block's largest magnitude: one look at the scales is enough.
             if all_finite(scales):
                 self._round(x, y, scales, codes)
             else:
@@ -165,6 +161,7 @@ class Int8Codec(Codec):
 
     def _round(self, x: torch.Tensor, y: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
         scales.div_(127).clamp_(max=_TOP_SCALE)
+        # A denormal scale has an infinite reciprocal. Such a block is sent as zeros.
         scales.masked_fill_(scales < _SINGLE.tiny, 0)
         inverse = scales.reciprocal()
         inverse.masked_fill_(scales == 0, 0)
@@ -190,8 +187,10 @@ class Int8Codec(Codec):
             out.copy_(single)
             return
         for scales, codes, x in self._parts(data, out):
+            # The order of operations is part of the format: both sides must decode the same bits.
             x.copy_(codes)
             x.mul_(scales.abs())
+            # The mask costs a pass over all elements, so it is made only if some block is marked.
             if bool((scales < 0).any()):
                 x.masked_fill_((codes == -128) & (scales < 0), float("nan"))
 
@@ -210,11 +209,7 @@ class TopKCodec(Codec):
         self.ratio = ratio
 
     def kept(self, numel: int) -> int:
-        """Return how many of `numel` elements are sent.
-
-        Raises:
-            ValueError: there are more elements than an index can number.
-        """
+        """Return how many elements are sent. Raises ValueError for more than 2^31 - 1."""
         if numel >= 2**31:
             raise ValueError(f"kTopK: {numel} elements in one piece, at most {2**31 - 1} can be numbered")
         return min(numel, max(1, ceil(self.ratio * numel)))
@@ -258,9 +253,9 @@ def largest(bits: np.ndarray, k: int, scratch: ScratchMemory) -> torch.Tensor:
     """Return the indices (int64) of the k largest of a 1-D int32 array.
 
     The array has no negatives. Of equal elements the first are taken. A threshold is guessed from a sample, rather too
-    low, and the exact choice is made among the elements above it, or among all if the guess was too high. The guess
-    costs one pass, a selection among all elements several.
+    low, and the exact choice is made among the elements above it, or among all if the guess was too high.
     """
+    # The guess costs one pass, a selection among all elements several.
     floor = _guess(bits, k)
     chosen: np.ndarray | None = None
     if floor is not None:
@@ -275,22 +270,21 @@ def largest(bits: np.ndarray, k: int, scratch: ScratchMemory) -> torch.Tensor:
     among = bits if chosen is None else bits[chosen]
     threshold = np.partition(among, among.size - k)[among.size - k]
     above = np.flatnonzero(among > threshold)
+    # `flatnonzero` is in ascending order, so of equal elements the first ones fill the remaining places.
     picked = np.concatenate((above, np.flatnonzero(among == threshold)[: k - above.size]))
     return torch.from_numpy(picked if chosen is None else chosen[picked])
 
 
 def _guess(bits: np.ndarray, k: int) -> int | None:
-    """Return a number >= 1 that probably k elements or a few more reach.
-
-    None: a guess would not be worth its pass. Zeros are left out, because a selection among many equal numbers is slow,
-    and gradients can be full of zeros.
-    """
+    """Return a number >= 1 that about k elements reach, or None if it is not worth it."""
     step = (bits.size // _SAMPLES) | 1  # odd, so that a matrix with rows of even length is sampled in all columns
     sample = bits[::step]
     expected = k * sample.size / bits.size
+    # Four standard deviations above the expected rank: the guess is rarely too high.
     rank = ceil(expected + 4 * sqrt(expected)) + 4
     if 4 * rank >= sample.size:
         return None
+    # At least 1: zeros are left out, since gradients can be full of them and a selection among many equals is slow.
     return max(1, int(np.partition(sample, sample.size - rank)[sample.size - rank]))
 
 
@@ -312,14 +306,12 @@ def _saturate(values: torch.Tensor, short: torch.Tensor) -> None:
 
 
 def _single(values: torch.Tensor, scratch: ScratchMemory) -> tuple[torch.Tensor, bool]:
-    """Return `values` as float32, and whether every finite value fits.
-
-    Float32 values are returned themselves.
-    """
+    """Return float32 values (themselves or a copy), and whether all finite ones fit."""
     if values.dtype is torch.float32:
         return values, True
     single = scratch.room("single", values.numel(), torch.float32)
     single.copy_(values)
+    # Only float64 has finite values outside float32's range.
     fits = values.dtype is not torch.float64 or all_finite(single)
     if not fits:
         _saturate(values, single)

@@ -13,11 +13,7 @@ from topotrain.extensions.compression.message_filter import WorkerEncoding
 
 
 class CompressionClient(ClientExtension):
-    """One worker's part of the rule in `message_filter`.
-
-    Args:
-        cluster: the settings.
-    """
+    """One worker's part of the rule in `message_filter`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -32,6 +28,7 @@ class CompressionClient(ClientExtension):
         return self._codec
 
     def after_commit(self, end: StepEnd, outcome: StepOutcome) -> None:
-        """As `ClientExtension.after_commit`: the pushes of the step count, or do not."""
+        """As `ClientExtension.after_commit`."""
+        # If the servers refused this worker's gradients, their encoding must not leave a residual behind.
         refused = any(worker == self._me.index for worker, _ in outcome.refused)
         self._codec.step_done(outcome.found_inf or refused, end.weight, end.revisions, end.inv_scale)

@@ -9,11 +9,7 @@ from topotrain.extensions.compression.message_filter import ServerEncoding
 
 
 class CompressionServer(GradientExtension):
-    """A server's part of the rule in `message_filter`.
-
-    Args:
-        cluster: the settings.
-    """
+    """A server's part of the rule in `message_filter`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

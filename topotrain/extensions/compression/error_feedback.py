@@ -53,11 +53,7 @@ class ErrorFeedback:
 
     So the sum of everything received is the sum of everything given, except for one residual (Seide et al. 2014), and
     SGD converges as without compression (Karimireddy et al. 2019). With a second buffer, `draft`, a residual counts
-    only from `settle` on. Until then an encoding may be replaced by another one of the same step, or dropped with the
-    step, as a GradScaler does.
-
-    Where an element is not finite, or larger than the codec can carry, the residual is 0. So an overflow does not
-    return in later steps.
+    only from `settle` on.
 
     Args:
         codec: the codec.
@@ -68,6 +64,7 @@ class ErrorFeedback:
     def __init__(self, codec: Codec, residual: torch.Tensor, draft: torch.Tensor | None = None) -> None:
         self.codec = codec
         self.residual = residual
+        # Until `settle`, an encoding may be replaced by another of its step, or dropped with the step (GradScaler).
         self._draft = residual if draft is None else draft
         self.drafted = False  # there is an encoding that was neither settled nor dropped
 
@@ -82,13 +79,16 @@ class ErrorFeedback:
             absent: parts without a gradient. They are encoded as 0, and their residual is kept.
         """
         before = self._draft if more and self.drafted else self.residual
+        # The residual of an absent part is saved, because `_draft` may be the same memory as `before`.
         kept = [before[part].clone() for part in absent]
         left = torch.add(before, gradient, out=self._draft)
         for part in absent:
+            # The residual of an absent part is sent when the part has a gradient again.
             left[part] = 0
         # Not `left.abs() > largest`, which is False for NaN.
         lost = None if self.codec.encode(left, out) else ~(left.abs() <= self.codec.largest)
         self.codec.add(out, left, sign=-1)
+        # An overflow must not return in later steps.
         if lost is not None:
             left.masked_fill_(lost, 0)
         for part, rest in zip(absent, kept, strict=True):
@@ -98,14 +98,13 @@ class ErrorFeedback:
     def settle(self, factor: float = 1.0) -> None:
         """Count the last encoding: its error becomes the residual.
 
-        Without a new encoding it does nothing.
-
         Args:
             factor: its gradients turned out to be this many times as large as earlier ones (a new loss scale, which is
                 known only at the end of a step). Its error is corrected as if the residual had been rescaled before.
         """
         if self.drafted:
             if factor != 1.0:
+                # The draft contains the residual in the old scale. The correction is linear, so it may come late.
                 self._draft.add_(self.residual, alpha=factor - 1.0)
             self.residual, self._draft = self._draft, self.residual
         self.drafted = False
@@ -141,22 +140,20 @@ class DeltaStream:
     def restart(self, values: torch.Tensor) -> None:
         """Continue from these values, which both sides have (they were sent unchanged)."""
         self.held.copy_(values)
+        # Both sides drop denormals, because not all processes compute with them.
         drop_denormals(self.held)
         self.rounds = 0
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """Sender: encode the changes into `out` (see `Codec`), and add them to `held`."""
+        # Both copies treat values that are not finite as 0 in the next round, so that later values replace them.
         self._mend()
         room = self.codec.scratch.room("delta", values.numel(), working_dtype(values.dtype))
         self.codec.encode(torch.sub(values, self.held, out=room), out)
         self._take(out)
 
     def decode(self, data: torch.Tensor) -> None:
-        """Receiver: add the changes to `held`.
-
-        Raises:
-            ValueError: as `Codec.decode`.
-        """
+        """Receiver: add the changes to `held`. Raises ValueError as `Codec.decode`."""
         self._mend()
         self._take(data)
 

@@ -25,13 +25,7 @@ _ALIGN = 64  # bytes: codecs read 4-byte words, and a cache line belongs to one 
 
 
 class _Codecs:
-    """The codec of each bucket, and memory for its encodings.
-
-    Args:
-        cluster: the settings.
-        slice_map, buckets: the map, and the buckets of this worker or server.
-        flats: makes the memory, which transports may show.
-    """
+    """The codec of each bucket, and memory for its encodings."""
 
     def __init__(self, cluster: Cluster, slice_map: SliceMap, buckets: Sequence[Bucket], flats: FlatBuffers) -> None:
         scratch = ScratchMemory()
@@ -39,6 +33,7 @@ class _Codecs:
         self._codecs = [codec_for(kind, torch_dtype(space.dtype), ratio, scratch) for space in slice_map.spaces]
         self._flats = flats
         self._places: dict[int, tuple[int, int]] = {}
+        # All encodings of a name share one piece of memory, which `flats` can make visible to peers.
         self._total = 0
         for bucket in buckets:
             codec = self._codecs[bucket.space]
@@ -64,6 +59,7 @@ class _Sender:
         kept = working_dtype(dtype)
         self.room = room
         self._codec = codec
+        # Two buffers: the residual must stay as it is until the step counts.
         self._feedback = ErrorFeedback(codec, torch.zeros(numel, dtype=kept), torch.zeros(numel, dtype=kept))
         self._inverse = 0.0  # 0: nothing has counted yet
 
@@ -83,6 +79,7 @@ class _Sender:
     def settle(self, inverse: float) -> None:
         """The encoded gradients count. inverse: their factor (`Commit.inv_scale`)."""
         if self._feedback.drafted:
+            # Gradients carry the loss scale of their step, so the residual is converted when the scale has changed.
             self._feedback.settle(self._inverse / inverse if self._inverse else 1.0)
             self._inverse = inverse
 
@@ -177,6 +174,7 @@ class WorkerEncoding(BodyCodec):
     def _stream(self, bucket: Bucket) -> DeltaStream:
         stream = self._streams.get(bucket.id)
         if stream is None:
+            # The stream's `held` is "params" itself: no second copy of the values is needed.
             stream = DeltaStream(_codec(self._in, bucket), self._flats.view("params", bucket))
             self._streams[bucket.id] = stream
         return stream
@@ -186,11 +184,6 @@ class ServerEncoding(ServerBodyCodec):
     """The codec of a server, for all its worker groups.
 
     One thread at a time may use it. `landing` is an exception.
-
-    Args:
-        cluster: the settings.
-        slice_map, shard: the map, and which part of it is the server's.
-        flats: the server's buffers.
     """
 
     def __init__(self, cluster: Cluster, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> None:
@@ -210,11 +203,7 @@ class ServerEncoding(ServerBodyCodec):
         return None if self._codecs.of(bucket) is None else self._codecs.room(name, bucket)
 
     def push(self, worker: Address, message: Push, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
-        """A worker's gradient as elements like those of `like`.
-
-        Raises:
-            ProtocolError: the body is not one.
-        """
+        """A worker's gradient, typed like `like`. Raises ProtocolError for another body."""
         body = present_body(message)
         codec = self._codecs.of(bucket)
         if codec is None:
@@ -236,7 +225,9 @@ class ServerEncoding(ServerBodyCodec):
         if sender is None:
             room = self._codecs.room(f"coded mean {group}", bucket)
             sender = senders[bucket.id] = _Sender(codec, mean.numel(), mean.dtype, room)
+        # Each mean of a step is sent, so each adds to the residual of the last one.
         sender.encode(bucket, present, mean, more=True)
+        # The server goes on with the decoded mean, so that its update is the one that the workers have seen.
         codec.decode(sender.room, mean)
 
     def mean_body(self, group: int, bucket: Bucket, mean: torch.Tensor) -> torch.Tensor:
@@ -268,6 +259,7 @@ class ServerEncoding(ServerBodyCodec):
         if codec is None or not self._differences:
             return
         stream = self._streams.get(key)
+        # These values travel as they are. The differences after them refer to them.
         if stream is None or anew:
             stream = self._streams[key] = DeltaStream(codec, self._flats.view(f"shown {group}", bucket))
             stream.restart(values)

@@ -27,11 +27,8 @@ def refusal(job: Job, topology: Topology, group: int) -> str:
 
 
 def singly(job: Job) -> bool:
-    """Whether a lost worker restarts alone while the rest of its group continues.
-
-    This is so with backup workers: a step is the mean over the workers that it names, and each worker has batches of
-    its own.
-    """
+    """Whether a lost worker restarts alone while the rest of its group continues."""
+    # With backup workers a step is the mean over the workers that it names, and each worker has batches of its own.
     return job.cluster.backup > 0
 
 
@@ -46,6 +43,7 @@ def absent_groups(job: Job, topology: Topology) -> frozenset[int]:
         accepted = f"must be at most {topology.worker_groups}, the cluster's nworker_groups; 0: all of them"
         raise ConfigError("start_groups", job.start_groups, accepted)
     absent = frozenset(range(job.start_groups, topology.worker_groups))
+    # A group that comes later joins as one that has left returns, so the same conditions apply.
     for group in sorted(absent):
         why = leave_refusal(job, topology, group)
         if why:

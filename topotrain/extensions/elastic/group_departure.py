@@ -1,6 +1,6 @@
 """Worker groups that leave a job while others train, and may come back.
 
-The reply to the next step of a group says that it is to leave. Once all processes of the group have ended, the
+The reply to the next step of a group contains the request to leave. Once all processes of the group have ended, the
 coordinator decrees the departure, and no other group waits for this one.
 """
 
@@ -25,6 +25,7 @@ class GroupDeparture(ServerExtension):
     """
 
     messages = (GroupLeaveRequest, GroupLeft)
+    # The processes may end before the script has prepared a model. The departure must not wait for one.
     before_model = (GroupLeft,)
     decrees = (AWAY,)
 
@@ -35,9 +36,7 @@ class GroupDeparture(ServerExtension):
     def may_change(self, group: int, request: str) -> str:
         """Why a group cannot leave now ("leave"), be given up ("lose"), or join ("join").
 
-        Empty: it can.
-
-        Only the coordinator knows.
+        Empty: it can. Only the coordinator knows.
         """
         groups, ours, hooks = self._server.worker_groups, self._server.groups, self._server.hooks
         why = regroup_refusal(self._server)
@@ -62,6 +61,7 @@ class GroupDeparture(ServerExtension):
         return ()
 
     def _start_leaving(self, message: GroupLeaveRequest) -> None:
+        # The request concerns processes that have been replaced since. The new ones were started on purpose.
         if message.incarnation < self._restarts.members.newest(message.group):
             return
         self._leaving.add(message.group)
@@ -80,20 +80,23 @@ class GroupDeparture(ServerExtension):
             self._server.decisions.decree(group, incarnation, AWAY)
 
     def on_decree(self, decision: StepDecision) -> Outbox:
-        """Continue without the group, unless it has come back already."""
+        """As `ServerExtension.on_decree`: continue without the group."""
         group = decision.group
+        # Workers of this incarnation have connected between the request and the decree: the group has come back.
         if not self._restarts.members.is_empty(group, decision.step):
             return ()
         server = self._server
         server.worker_groups.leave(group)
         server.shutdown.away(group)
         server.exchange.end_group(group)
+        # The departed group may have been the last one that trained here.
         if server.state.model is not None:
             server.exchange.drain()
         return ()
 
     def reset_group(self, group: int, ended: bool) -> None:
         """As `ServerExtension.reset_group`."""
+        # A restarted group consists of new processes, which nothing has asked to leave.
         self._leaving.discard(group)
 
     def state_dict(self) -> State:

@@ -1,7 +1,7 @@
 """How a worker leaves a job that continues without it, between two steps.
 
-The servers handle it as any lost worker (`membership`): batches that were read and not applied are leased again. This
-module only sees to it that no step is interrupted, and that the script ends.
+The servers handle it as any lost worker (`membership`): batches that were read and not applied are leased again.
+This module only lets the step finish, and ends the script.
 """
 
 from contextlib import suppress
@@ -10,10 +10,9 @@ from topotrain.training.context import Context
 
 
 class GroupLeaving(BaseException):
-    """Raised where the script requests a batch.
+    """Raised where the script requests a batch."""
 
-    A script's `except Exception` does not catch it.
-    """
+    # No subclass of Exception, so that a script's `except Exception` does not catch it.
 
     def __init__(self) -> None:
         super().__init__("this worker's group leaves the job")

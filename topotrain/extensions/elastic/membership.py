@@ -1,16 +1,12 @@
 """Restarts of worker groups on a server. Each restart makes a new incarnation.
 
-A group starts and ends as a whole. Its incarnation is 0 at first and rises when its workers are started again. A
-shard that learns of a newer incarnation drops the messages of the group until the coordinator has decreed the change
-in its log of decisions (`consistency`). Every shard carries the change out between the same two steps, so a step of
-the former workers was applied by all shards or by none. From there on the messages of a worker count once it has sent
-its incarnation. Applied batches count for ever, by data stream. Everything else that the group had sent is forgotten.
+A group starts and ends as a whole. Its incarnation is 0 at first and rises when its workers are started again. A shard
+that learns of a newer incarnation drops the messages of the group until the coordinator has decreed the change in its
+log of decisions (`consistency`). Every shard carries the change out between the same two steps, so a step of the former
+workers was applied by all shards or by none. From there on the messages of a worker count once it has sent its
+incarnation. Applied batches count for ever, by data stream. Everything else that the group had sent is forgotten.
 
-Where a step needs only some of its workers (`eligibility.singly`), each worker restarts by itself, and the others
-continue.
-
-Server (0,0) leases the batches, so it knows the groups of other servers, too. It asks their coordinator for their
-progress (`AppliedBatchesOfStreams`) before it leases the rest to other groups.
+Where a step needs only some of its workers (`eligibility.singly`), each worker restarts by itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,14 +32,11 @@ Key = int | Address
 
 @dataclass(slots=True)
 class _Group:
-    """One worker group, or one worker.
-
-    here: workers of incarnation `newest` that have sent it.
-    """
+    """One worker group, or one worker."""
 
     incarnation: int = 0  # its messages count on this server
     newest: int = 0  # the newest that this server knows
-    here: set[Address] = field(default_factory=set)
+    here: set[Address] = field(default_factory=set)  # workers of incarnation `newest` that have sent it
 
     def expect(self, incarnation: int) -> bool:
         """As `Members.expect`."""
@@ -55,6 +48,7 @@ class _Group:
     def restart(self, incarnation: int) -> list[Address]:
         """As `Members.restart`, after `expect`."""
         self.incarnation = max(self.incarnation, incarnation)
+        # Workers of a still newer incarnation wait for their own decree.
         return sorted(self.here) if self.newest == self.incarnation else []
 
 
@@ -78,6 +72,7 @@ class Members:
     def is_current(self, worker: Address) -> bool:
         """Whether messages from and to a worker count."""
         group = self._groups.get(self.key(worker))
+        # Unknown: a group of other servers, of which this server keeps no incarnation. Its messages count.
         return group is None or (group.newest == group.incarnation and self.is_newest(worker))
 
     def is_newest(self, worker: Address) -> bool:
@@ -86,10 +81,8 @@ class Members:
         return not group.newest or worker in group.here
 
     def incarnation(self, key: Key) -> int:
-        """The incarnation that counts on this server.
-
-        0: a group of workers that restart one by one.
-        """
+        """The incarnation that counts on this server. 0 for a key that it does not know."""
+        # A group of workers that restart one by one is no key. Its votes carry no incarnation.
         return self._groups[key].incarnation if key in self._groups else 0
 
     def newest(self, key: Key) -> int:
@@ -103,19 +96,14 @@ class Members:
             group.here.add(worker)
 
     def expect(self, key: Key, incarnation: int) -> bool:
-        """Drop messages of earlier incarnations from here on.
-
-        False: they are dropped already.
-        """
+        """Drop messages of earlier incarnations from here on. Returns whether that is new."""
         new = self._groups[key].expect(incarnation)
         self.changed |= new
         return new
 
     def restart(self, key: Key, incarnation: int) -> list[Address]:
-        """Make an incarnation count on this server.
-
-        Returns the workers that wait for that.
-        """
+        """Make an incarnation count here. Returns the workers that wait for that."""
+        # The decree may arrive before any worker of the incarnation, and before the request of another shard.
         self.expect(key, incarnation)
         return self._groups[key].restart(incarnation)
 
@@ -144,6 +132,7 @@ class Members:
 
 def count_requests(group: int, incarnation: int, streams: Sequence[int]) -> list[AppliedBatchesOfStreams]:
     """The requests of server (0,0) to the coordinator of a worker group."""
+    # Also for a group without a stream: the reply means that its incarnation is carried out.
     runs = [streams[at : at + STREAMS] for at in range(0, len(streams), STREAMS)] or [()]
     pairs = [tuple(number for stream in run for number in (stream, 0)) for run in runs]
     return [AppliedBatchesOfStreams(group, incarnation, part, len(runs), counts) for part, counts in enumerate(pairs)]
@@ -164,6 +153,7 @@ class CoordinatorAnswers:
     def add(self, part: AppliedBatchesOfStreams) -> Mapping[int, int] | None:
         """Keep a part. Returns (stream -> applied batches) with the last part."""
         known = self._parts.setdefault(part.group, {})
+        # The group was restarted again before all parts of the last reply were here.
         if any(other.incarnation != part.incarnation for other in known.values()):
             known.clear()
         known[part.part] = part
@@ -185,14 +175,10 @@ class CoordinatorAnswers:
 
 
 class GroupRestarts(RegroupExtension):
-    """The restarts of worker groups, or of single workers, on one server.
-
-    Args:
-        server: the server.
-        job, topology: its job.
-    """
+    """The restarts of worker groups, or of single workers, on one server."""
 
     messages = (WorkerRejoined, RestartRequest, AppliedBatchesOfStreams)
+    # Workers may rejoin, and groups restart, before a script has prepared the model.
     before_model = messages
     decrees = (RESTARTS, REPLACED)
 
@@ -200,6 +186,7 @@ class GroupRestarts(RegroupExtension):
         self._server, self._me, self._job, self._topology = server, server.me, job, topology
         self._leases = server.me == (Role.SERVER, 0, 0)  # it leases the batches of all groups
         self._ours = server.groups
+        # Server (0,0) leases the batches that a group of other servers leaves, so it follows their restarts, too.
         known = range(topology.worker_groups) if self._leases else self._ours
         workers = (worker for group in known for worker in topology.workers(group))
         self.members = Members(workers, True) if singly(job) else Members(known)
@@ -210,7 +197,7 @@ class GroupRestarts(RegroupExtension):
 
     def accepts(self, sender: Address, message: Message) -> bool:
         """Drop messages of processes before the last restart."""
-        # A new process says with WorkerRejoined which incarnation it is, so this message always counts.
+        # WorkerRejoined contains the incarnation of a new process, so this message always counts.
         if not self.members.changed or sender.role is Role.SERVER or isinstance(message, WorkerRejoined):
             return True
         return self.members.is_current(sender)
@@ -239,6 +226,7 @@ class GroupRestarts(RegroupExtension):
         group, incarnation = decision.group, decision.step
         if decision.change == RESTARTS:
             self._change(group, incarnation, None, self._server.worker_groups.ended(group))
+            # Other servers have asked for the counts while this restart was not carried out. Now they are final.
             self._reply_counts()
         else:
             self._replace(decision)
@@ -247,16 +235,19 @@ class GroupRestarts(RegroupExtension):
     def on_lost(self, worker: Address) -> None:
         """Restart the group, so that others do not wait until it comes back."""
         group, server = worker.group, self._server
+        # Only the coordinator reacts. The other shards learn of the restart by its decree.
         if server.decisions.log is None or group not in self._ours:
             return
         if server.worker_groups.ended(group) or server.has_finished(worker):
             return
+        # A worker of an older incarnation ends because its group is restarted already.
         if self.members.is_newest(worker) and not self._refusal(group):
             key = self.members.key(worker)
             self._expect(key, self.members.newest(key) + 1)
 
     def on_reconnect(self) -> None:
         """As `ServerExtension.on_reconnect`: send again what is not carried out."""
+        # Requests on the former connection may be lost. The coordinator decrees each restart once.
         for key, incarnation in self.members.pending():
             self._ask(key, incarnation)
 
@@ -266,6 +257,7 @@ class GroupRestarts(RegroupExtension):
         group, key = worker.group, self.members.key(worker)
         if incarnation > self.members.newest(key) and group in self._ours:
             why = self._refusal(group)
+            # The group cannot restart alone and has trained: the job ends with the reason instead of waiting for ever.
             if why and self._has_begun(group):
                 for each in self._topology.workers(group):
                     self._server.queue.send(each, Fail(f"worker group {group} was started again, but {why}"))
@@ -306,11 +298,9 @@ class GroupRestarts(RegroupExtension):
                 self._server.queue.send(coordinator, request)
 
     def request_restart(self, message: RestartRequest) -> None:
-        """Decree a restart, on the coordinator.
-
-        Server (0,0) learns of the restarts of other servers' groups.
-        """
+        """Decree a restart, on the coordinator."""
         group, incarnation = message.group, message.incarnation
+        # This is server (0,0), and the coordinator of another server group reports the restart of one of its groups.
         if group not in self._ours:
             self._expect(group, incarnation)
             return
@@ -320,6 +310,7 @@ class GroupRestarts(RegroupExtension):
             decision = log.restart(group, incarnation)
         else:
             decision = log.replace(group, message.index, incarnation)
+        # Every shard that notices the restart requests it, and requests are repeated: the log records it once.
         if decision is None:
             return
         self._server.decisions.send(decision)
@@ -332,6 +323,7 @@ class GroupRestarts(RegroupExtension):
         applied: as for `RegroupExtension.group_restarted`; None: this server knows it.
         """
         server = self._server
+        # The state of the former workers is forgotten before any message of the new ones counts.
         server.reset_group(group, ended)
         waiting = self.members.restart(group, incarnation)
         if applied is None:
@@ -342,10 +334,7 @@ class GroupRestarts(RegroupExtension):
             self._accept(worker)
 
     def _replace(self, decision: StepDecision) -> None:
-        """Accept the new process of one worker.
-
-        Raises ProtocolError if the group has no such worker.
-        """
+        """Accept the new process of one worker."""
         if len(decision.members) != 1 or not 0 <= decision.members[0] < self._topology.workers_per_group:
             raise ProtocolError(f"another process for workers {decision.members}")
         worker = Address(Role.WORKER, decision.group, decision.members[0])

@@ -37,8 +37,8 @@ class RestartRequest(Message):
 class AppliedBatchesOfStreams(Message):
     """Server (0,0) -> coordinator of other servers: request for applied batches.
 
-    The streams belong to a worker group that restarts. The coordinator echoes the message once no step of an earlier
-    incarnation can be applied any more.
+    The streams belong to a worker group that restarts. The coordinator sends the message back, with the counts, once no
+    step of an earlier incarnation can be applied any more.
 
     Attributes:
         counts: flat pairs (stream, number of applied batches). In the request the numbers are 0.

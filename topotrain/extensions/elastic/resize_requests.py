@@ -1,8 +1,7 @@
 """Requests of the launcher to servers: a group is to leave, has left, or may join.
 
 Requests come on the thread of the channel, in their order, some before the servers exist. The coordinator of the
-group's servers replies with an event, since only it knows the state of the job. With replicated servers the
-coordinator may be about to move to this process. Its requests then wait for it.
+group's servers replies with an event, since only it knows the state of the job.
 """
 
 import threading
@@ -37,10 +36,7 @@ class ServerProcess(Protocol):
     """The servers of a process."""
 
     def coordinator(self, group: int) -> LocalServer | None:
-        """The server that decides for a worker group.
-
-        None: it is not in this process (yet).
-        """
+        """The server that decides for a worker group, or None if it is not here (yet)."""
         ...
 
 
@@ -61,6 +57,7 @@ class ResizeRequests:
         """Execute a request now, or once its server is here. Other commands are ignored."""
         if command.get("command") not in (*REQUESTS, AWAY):
             return
+        # Behind the requests that still wait, so that the order stays.
         with self._lock:
             self._pending.append(command)
             self._execute_pending()
@@ -78,8 +75,10 @@ class ResizeRequests:
     def _execute(self, command: Mapping[str, Any]) -> bool:
         request, group = command["command"], command["group"]
         coordinator = None if self._servers is None else self._servers.coordinator(group)
+        # No server is here yet, or a replicated coordinator is about to move here. The request waits for it.
         if coordinator is None:
             return False
+        # A fact, not a request: the processes have ended already, so nothing is to be agreed upon.
         if request == AWAY:
             coordinator.handle_own(GroupLeft(group, command["incarnation"]))
             return True

@@ -18,10 +18,7 @@ RAW = -1  # as `space`: a buffer of bytes that belongs to no space
 
 @dataclass(frozen=True, slots=True)
 class BufferRange:
-    """Elements [lo, hi) of buffer `name` in a space.
-
-    `size` is the number of elements of the whole buffer.
-    """
+    """Elements [lo, hi) of buffer `name` in a space. The whole buffer has `size`."""
 
     name: str
     space: int
@@ -30,11 +27,7 @@ class BufferRange:
     size: int
 
     def of(self, flats: FlatBuffers) -> torch.Tensor:
-        """Return the same range of other buffers.
-
-        Raises:
-            ValueError: they have no such range.
-        """
+        """Return this range of other buffers. Raises ValueError if they have none."""
         flat = flats.raw(self.name, self.size) if self.space == RAW else flats.flat(self.name, self.space)
         if not 0 <= self.lo <= self.hi <= flat.numel() == self.size:
             raise ValueError(f"elements {self.lo} to {self.hi} of {self.size} in {self.name!r}")
@@ -42,30 +35,26 @@ class BufferRange:
 
 
 class BufferViews:
-    """Finds tensors in buffers, and records the ranges that were found.
-
-    Args:
-        flats: the buffers.
-    """
+    """Finds tensors in buffers, and records the ranges that were found."""
 
     def __init__(self, flats: FlatBuffers) -> None:
+        # Empty buffers have no address of their own.
         held = [(flat.data_ptr(), key, flat) for key, flat in flats.held() if flat.numel()]
         self._held = sorted(held, key=lambda each: each[0])
         self._starts = [start for start, _, _ in self._held]
         self._wanted: dict[tuple[str, int], list[tuple[int, int]]] = {}
 
     def find(self, tensor: torch.Tensor) -> BufferRange | None:
-        """Return the range of a tensor and record it as in use.
-
-        None: the tensor has memory of its own.
-        """
+        """Return the range of a tensor, or None if it has memory of its own."""
         at = bisect_right(self._starts, tensor.data_ptr()) - 1
         if at < 0 or tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.numel():
             return None
         start, (name, space), flat = self._held[at]
         lo = (tensor.data_ptr() - start) // flat.itemsize
+        # Memory after the end of the buffer, or seen as another dtype: the tensor is sent by itself.
         if tensor.dtype != flat.dtype or lo + tensor.numel() > flat.numel():
             return None
+        # Only recorded ranges are sent, since large parts of the buffers may be out of use.
         self._wanted.setdefault((name, space), []).append((lo, lo + tensor.numel()))
         return BufferRange(name, space, lo, lo + tensor.numel(), flat.numel())
 

@@ -1,9 +1,8 @@
 """Checksums by which a primary and its standby are compared.
 
-A server with a memory fault must not replace the other copy unnoticed. The check is cheap and spread over the steps: in
-EVERY updates, the values of each bucket are summed once, each bucket at another update, and the counters at one of
-them. Both copies have handled the same events, so both compute the CRC of the same state. Optimizer state is not
-included, because errors in it soon appear in the values.
+A server with a memory fault must not replace the other copy unnoticed. The check is spread over the steps: in EVERY
+updates, the values of each bucket are summed once, each bucket at another update, and the counters at one of them. Both
+copies have handled the same events, so both compute the CRC of the same state.
 """
 
 from zlib import crc32
@@ -23,6 +22,7 @@ def mark(server: Server, before: int) -> int | None:
     version, model = server.state.version, server.model
     if model is None or version <= before:
         return None
+    # One event may apply several updates. More than EVERY of them make every bucket due once.
     due = {number % EVERY for number in range(max(before, version - EVERY) + 1, version + 1)}
     buckets = [bucket for bucket in model.buckets if bucket.id % EVERY in due]
     if not buckets and 0 not in due:
@@ -31,5 +31,6 @@ def mark(server: Server, before: int) -> int | None:
     counts = sorted(server.steps.batches.counts().items()) if 0 in due else []
     found = crc32(repr((version, clocks, counts)).encode())
     for bucket in buckets:
+        # Optimizer state is left out, because errors in it soon appear in the values.
         found = crc32(model.values(bucket.id).view(torch.uint8).numpy().data, found)
     return found

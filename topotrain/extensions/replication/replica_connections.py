@@ -41,14 +41,13 @@ class ReplicaClientHost(ABC):
 
 
 class _ServerConnection:
-    """One reliable channel, and whether it has a connection now.
-
-    `order` is held while messages are sent.
-    """
+    """One reliable channel, and whether it has a connection now."""
 
     def __init__(self) -> None:
         self.channel = ReliableChannel()
+        # Held while messages are sent, so that they leave in the order in which they are counted.
         self.order = threading.Lock()
+        # Acks are handled on a receiving thread, which must not wait for a sender that is blocked under `order`.
         self.numbers = threading.Lock()
         self.up = False
         self.acknowledged = 0
@@ -85,9 +84,7 @@ class ReplicaConnections:
     """Sits between a worker's endpoint and its transports.
 
     Args:
-        servers: the servers of the worker.
-        endpoint: the worker's endpoint.
-        host: the worker's process.
+        servers, endpoint, host: the worker's servers, endpoint and process.
         restarts: the number of restarts of the worker's group.
     """
 
@@ -105,8 +102,10 @@ class ReplicaConnections:
             self._host.send(to, message, wait)
             return
         with connection.order:
+            # The server keeps its messages until they are acknowledged.
             if isinstance(message, m.Commit) or connection.channel.received >= connection.acknowledged + OFTEN:
                 self._acknowledge(to, connection)
+            # Recorded before it is sent: a message that is lost in a connection is sent again after `_resume`.
             connection.record(message)
             if connection.up:
                 with suppress(TransportError):  # `lost` reports the end of the connection
@@ -143,12 +142,14 @@ class ReplicaConnections:
             self._endpoint.handle(sender, message)
 
     def _resume(self, server: Address, connection: _ServerConnection, message: ResumeConnection) -> None:
+        # Under `order`, so that newer messages follow the ones that are sent again.
         with connection.order:
             connection.confirm(message.received)
             connection.open()
             for kept in list(connection.channel.unconfirmed):
                 with suppress(TransportError):
                     self._host.send(server, kept)
+            # The request of `leave` is not among the messages that are kept.
             if self._leaving:
                 self._acknowledge(server, connection, ask=True)
 
@@ -158,6 +159,7 @@ class ReplicaConnections:
         if connection is None:
             self._endpoint.lost(peer, reason)
             return
+        # Nothing to send again, so nothing to reconnect for.
         if self._leaving and not connection.channel.unconfirmed:
             return
         connection.close()  # not under `order`: its holder may be blocked in a send on this connection
@@ -187,8 +189,9 @@ class ReplicaConnections:
         self._host.on_change()
 
     def leave(self) -> None:
-        """Stop sending. From now on, `left` tells when both copies have everything."""
+        """Stop sending. From now on `left` is True once both copies have everything."""
         self._leaving = True
+        # A copy of the table: `failed` removes servers on another thread.
         for server, connection in list(self._connections.items()):
             with connection.order:
                 self._acknowledge(server, connection, ask=True)

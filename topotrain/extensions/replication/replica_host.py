@@ -5,9 +5,8 @@ This module carries it out. A standby becomes the primary and is published where
 primary without its standby stops waiting for it and connects to the new one.
 
 A lost connection alone does not prove that a process is dead. A primary that has lost its standby sends nothing more
-until the launcher reports the end of the standby. A server that has lost the coordinator calls it again. Both report
-the loss. If there is no answer within GRACE_S seconds, and APART_S more for each further slot, the process ends itself
-and is replaced.
+until the launcher reports the end of the standby. A server that has lost the coordinator calls it again. If no end is
+reported within GRACE_S seconds, and APART_S more for each further slot, the process ends itself and is replaced.
 """
 
 import threading
@@ -48,11 +47,7 @@ _END_S = 5.0
 
 
 class ReplicaSlot(ABC):
-    """The launcher, as a process of one slot needs it.
-
-    Args:
-        placement: the placement when the process begins.
-    """
+    """The launcher, as a process of one slot needs it."""
 
     def __init__(self, placement: Mapping[int, ReplicaSet]) -> None:
         self.placement = placement
@@ -85,16 +80,10 @@ class ReplicaObserver:
         """A server can be reached at these URLs, or could be if it were a primary."""
 
     def on_open(self, servers: ServerProcess) -> None:
-        """Workers can connect to all primaries.
-
-        It is reported again for each further primary here.
-        """
+        """Workers can connect to all primaries. Called for each further primary, too."""
 
     def on_failure(self) -> None:
-        """A server cannot continue.
-
-        It is called inside `except`, on the thread that handled a message.
-        """
+        """A server cannot continue. Called inside `except`, on the thread of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +151,7 @@ class PrimaryEndpoint:
         with self._event() as out:
             out += self.primary.handle(sender, message)
             fault = self.primary.fault
+        # Raised after the event, so that its messages are sent and the lock is free.
         if fault is not None:
             raise fault
 
@@ -186,10 +176,8 @@ class PrimaryEndpoint:
             pass  # the messages are read with every event
 
     def handle_own(self, message: Message) -> None:
-        """Handle a message of the launcher, sent in the server's own name.
-
-        The standby gets it, too.
-        """
+        """Handle a message of the launcher, sent in the server's own name."""
+        # An event like any other, so the standby gets it, too.
         with self._event() as out:
             out += self.primary.handle(self.me, message)
 
@@ -216,19 +204,13 @@ class PrimaryEndpoint:
             out += self.primary.reconnected(server)
 
     def probe(self) -> int:
-        """Ask the standby for a confirmation.
-
-        Returns the number of the event, see `Primary.confirmed`.
-        """
+        """Ask the standby for a confirmation, and return the event's number."""
         with self._event() as out:
             out += self.primary.probe()
         return self.primary.copy.events
 
     def drop_standby(self, number: int) -> None:
-        """Continue without the standby, which is gone.
-
-        `number` is that of the next standby.
-        """
+        """Continue without the standby, which is gone. `number`: of the next standby."""
         self._cancel_alarm()
         self._reported_complete = False
         self.standby_number = number
@@ -236,10 +218,7 @@ class PrimaryEndpoint:
             out += self.primary.drop_standby()
 
     def add_standby(self, number: int) -> None:
-        """Send the state to the standby with this number.
-
-        A standby that was replaced already gets nothing.
-        """
+        """Send the state to the standby with this number, unless it was replaced."""
         with self._event() as out:
             if number == self.standby_number:
                 out += self.primary.add_standby()
@@ -247,6 +226,7 @@ class PrimaryEndpoint:
     def _on_standby_lost(self) -> None:
         """Handle the end of the connection to the standby."""
         with self._lock:
+            # Without a joined standby no reply is held back, and after the release the standby's end is expected.
             waits = self.primary.joined and not self._released and self._alarm is None
             if waits:
                 why = f"{self.me} has lost the connection to its second copy, and no end of it was reported"
@@ -276,6 +256,7 @@ class PrimaryEndpoint:
                 self._compare()  # the launcher must know of a difference before any message is sent
                 self._send(out)
                 self._read_snapshots()
+        # The peer's fault: the server itself can continue.
         except ProtocolError:
             raise
         except Exception:
@@ -290,6 +271,7 @@ class PrimaryEndpoint:
 
     def _read_snapshots(self) -> None:
         if self._snapshots is not None:
+            # The writer's messages become events, too, so that the standby knows which snapshots exist.
             for message in self._snapshots.messages():
                 self._send(self.primary.handle(self.me, message))
 
@@ -316,6 +298,7 @@ class PrimaryEndpoint:
             self._released = True
             if self._alarm is not None:
                 self._alarm.cancel()
+            # Under the lock, like every message of this endpoint, so that no event follows the release.
             self._send([(self.primary.standby, ReplicaReleased())])
 
 
@@ -344,6 +327,7 @@ class StandbyEndpoint:
             raise ProtocolError(f"{self._me} accepts messages from {self._server} only")
         try:
             with self._lock:
+                # The event is safe: it is in this process, and is handled before a promotion, which needs the lock.
                 self._answer(self._standby.early_ack(message))
                 self._answer(self._standby.handle(message))
         except ProtocolError:
@@ -366,10 +350,7 @@ class StandbyEndpoint:
     def promote(self) -> ReplicatedServer:
         """Return the replicated server, which becomes the primary.
 
-        The process of the primary is gone.
-
-        Raises:
-            RuntimeError: this standby does not have the whole state.
+        Raises RuntimeError if this standby does not have the whole state.
         """
         self._ended.wait(_END_S)  # the last events of the primary are handled first; they are useful, not necessary
         with self._lock:
@@ -385,13 +366,7 @@ class StandbyEndpoint:
 
 
 class StandbyFactory(ServerFactory):
-    """Makes the servers of standbys.
-
-    Only the process of the primary writes snapshots, but both servers must act as if they did.
-
-    Args:
-        factory: makes a server of this job.
-    """
+    """Makes the servers of standbys."""
 
     def __init__(self, factory: ServerFactory) -> None:
         self._factory = factory
@@ -399,17 +374,16 @@ class StandbyFactory(ServerFactory):
     def make(self, me: Address, sender: MessageSender) -> Server:
         """Return a new server; see `ServerFactory`."""
         server = self._factory.make(me, sender)
+        # Only the process of the primary writes snapshots, but both servers must act as if they did.
         snapshots_of(server).attach_host(NoFiles())
         return server
 
 
 class _ConnectionThread(threading.Thread):
-    """Makes a connection in the background.
-
-    It may wait for a process that is dead. The next placement then starts another thread.
-    """
+    """Makes a connection in the background."""
 
     def run(self) -> None:
+        # The process may be dead. The next placement then starts another thread.
         with suppress(TransportError, TimeoutError):
             super().run()
 
@@ -436,6 +410,7 @@ class ReplicatedServers:
         writer: SnapshotWriter | None = None,
     ) -> None:
         self._place, self._router, self._factory, self._me = place, router, factory, me
+        # Of two processes that have lost each other, the one with the shorter wait ends first.
         self._process = ReplicaProcess(router, observer, slot, GRACE_S + APART_S * (me.index % 4))
         self._slot, self._observer, self._writer = slot, observer, writer
         self._placement = dict(slot.placement)
@@ -449,12 +424,14 @@ class ReplicatedServers:
     def open(self) -> None:
         """Start the copies of this slot."""
         urls: tuple[str, ...] = ()
+        # Standbys first: `_begin` waits for a standby in another process, which may wait for one here.
         for server in self._servers:
             where = self._placement[server.index]
             if where.standby == self._me.index:
                 urls = self._add_standby(server, where)
         if self._placement[self._me.index].primary == self._me.index:
             urls = self._begin(self._me)
+        # A promotion handles events. The thread inherits the flushing of denormals, which decides about their bits.
         threading.Thread(target=self._run_placements, name="placements", daemon=True).start()
         self._observer.on_serving(self._me, urls)
 
@@ -494,10 +471,7 @@ class ReplicatedServers:
     # --- changes of the placement --------------------------------------------------------------------------------
 
     def _run_placements(self) -> None:
-        """Carry out new placements on a thread of its own.
-
-        The thread flushes denormals to zero, as servers do.
-        """
+        """Carry out new placements on a thread of its own."""
         while True:
             placement = self._slot.next_placement()
             try:
@@ -512,6 +486,7 @@ class ReplicatedServers:
         for server in self._servers:
             primary = self._primaries.get(server)
             where, before = new[server.index], old[server.index]
+            # First of all, because the primary holds its replies until this call.
             if primary is not None and (before.standbys != where.standbys or where.standby < 0):
                 primary.drop_standby(where.standbys)
         # Only now: a promoted standby waits for the last events of its primary, and the others must not wait for that.
@@ -520,6 +495,7 @@ class ReplicatedServers:
         for server, primary in self._primaries.items():
             where, before = new[server.index], old[server.index]
             if where.standby >= 0 and (server in promoted or before.standbys != where.standbys):
+                # In the background, since the new process may never be reachable. Then there is another placement.
                 _ConnectionThread(
                     target=self._connect_standby, args=(primary, where), name=f"of {server}", daemon=True
                 ).start()
@@ -563,11 +539,9 @@ class ReplicatedServers:
             ).start()
 
     def _search(self, primary: PrimaryEndpoint, moves: int) -> None:
-        """Call the coordinator at its old address until the launcher reports a move.
-
-        This host may be the one that is cut off, and another process may be the primary by now. Then the standby
-        confirms nothing. A call would take the connection away from the new primary, so the standby is asked first.
-        """
+        """Call the coordinator at its old address until the launcher reports a move."""
+        # This host may be the one that is cut off, and another process may be the primary by now. Then the standby
+        # confirms nothing. A call would take the connection away from the new primary, so the standby is asked first.
         self._slot.on_disconnect(primary.me)
         until = time.monotonic() + self._process.grace_s
         while self._placement[0].moves == moves and not primary.done:

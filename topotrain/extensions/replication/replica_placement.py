@@ -62,6 +62,7 @@ class ReplicaPlacement:
 
     def covered(self, server: int, standby: int) -> None:
         """Note that the standby of a server with this number has its whole state."""
+        # The report may be about a standby that was replaced since.
         if self.servers[server].standbys == standby:
             self._covered.add(server)
 
@@ -85,6 +86,7 @@ class ReplicaPlacement:
                 return False
         for server, where in self.servers.items():
             if where.primary == slot:
+                # `moves` numbers the addresses under which peers look for the primary.
                 self.servers[server] = ReplicaSet(where.standby, -1, where.moves + 1, where.standbys)
                 self._covered.discard(server)
             elif where.standby == slot:
@@ -105,6 +107,7 @@ class ReplicaPlacement:
             self._domains[slot] = domain
         for server, where in self.servers.items():
             if where.standby < 0 and self._apart(where.primary, slot):
+                # A new number: reports about an earlier standby do not count for this one.
                 self.servers[server] = replace(where, standby=slot, standbys=where.standbys + 1)
 
     def primaries(self) -> set[int]:
@@ -122,10 +125,7 @@ def parse_placement(data: Any) -> Mapping[int, ReplicaSet]:
 
 
 def domains(topology: Topology) -> tuple[int, ...]:
-    """Return the failure domain of each slot.
-
-    It is the slot's host if the servers are on two hosts or more, and else the slot itself.
-    """
+    """Return each slot's failure domain: its host, or the slot if all share a host."""
     servers = topology.servers(0)
     return tuple(map(topology.host_of, servers)) if _by_host(topology) else tuple(range(len(servers)))
 
@@ -140,11 +140,7 @@ def _by_host(topology: Topology) -> bool:
 
 
 def check(job: Job, topology: Topology) -> None:
-    """Refuse a job with replicas that cannot be kept.
-
-    Raises:
-        ConfigError: a field of the job does not fit `cluster.replicas`.
-    """
+    """Raise ConfigError for a job with replicas that cannot be kept."""
     cluster = job.cluster
     if cluster.replicas < 2:
         return

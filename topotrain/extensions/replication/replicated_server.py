@@ -1,7 +1,4 @@
-"""One copy of a replicated server.
-
-It is the server with its channels to other endpoints and the number of its events.
-"""
+"""One copy of a replicated server, with its channels and the number of its events."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -67,12 +64,7 @@ class ReliableChannel:
 
 
 class ReplicatedServer(MessageSender):
-    """One copy of a server with its whole state: server, channels and event count.
-
-    Args:
-        factory: makes the server.
-        me: its address.
-    """
+    """One copy of a server with its whole state: server, channels and event count."""
 
     def __init__(self, factory: ServerFactory, me: Address) -> None:
         self._out: Out = []
@@ -113,12 +105,14 @@ class ReplicatedServer(MessageSender):
         """
         self.events += 1
         self._before = self.server.state.version
+        # A probe confirms messages of the server itself, which has no channel: an event without effect.
         if event == CONFIRMED:
             if who in self.channels:
                 self.channels[who].confirm(count)
         elif event == LOST:
             self.channels.pop(who, None)
             self.server.lost(who)
+        # The process that wrote snapshots is gone, so each part under way has failed. Both copies handle that.
         elif event == NEW_PRIMARY:
             for part in snapshots_of(self.server).failed_replies():
                 self.server.handle(self.server.me, part)
@@ -127,6 +121,7 @@ class ReplicatedServer(MessageSender):
         return self.outgoing()
 
     def _handle_message(self, who: Address, message: m.Message) -> None:
+        # The server's messages to itself stay in its process: there is no connection on which to count them.
         if who != self.server.me:
             channel = self.channels.setdefault(who, ReliableChannel())
             channel.receive()
@@ -147,10 +142,8 @@ class ReplicatedServer(MessageSender):
         return [(to, message) for to, message in out if self._counted(to, message)]
 
     def _counted(self, to: Address, message: m.Message) -> bool:
-        """Count a message.
-
-        Returns False for a message to a worker that is gone, if its replacement has sent nothing yet.
-        """
+        """Count a message. Returns False for a worker that is gone."""
+        # A worker's channel begins with the first message of its process. Until then only a Fail is sent to it.
         if to.role is Role.SERVER:
             self.channels.setdefault(to, ReliableChannel())
         channel = self.channels.get(to)

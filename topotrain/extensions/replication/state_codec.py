@@ -1,6 +1,6 @@
 """Codec of the state of a server: plain data to bytes and back.
 
-`core.server.component_state` says which data a state holds. The bytes are a length, a JSON text, and the tensors. No
+`core.server.component_state` defines which data a state holds. The bytes are a length, a JSON text, and the tensors. No
 class is named in them. A tensor that is a view of one of the server's buffers is written as a range, and the content of
 the range is written once (`buffer_views`).
 """
@@ -20,6 +20,7 @@ from topotrain.core import protocol as m
 from topotrain.core.model.schema import FlatBuffers, torch_dtype
 from topotrain.extensions.replication.buffer_views import BufferRange, BufferViews
 
+# Views of any dtype need an aligned start.
 _ALIGN = 64
 _LENGTH = struct.Struct("<Q")
 _LETTERS: Mapping[type, str] = {tuple: "t", list: "l", set: "s", frozenset: "f", deque: "q"}
@@ -42,11 +43,8 @@ class StateWriter:
         self._views = None if buffers is None else BufferViews(buffers)
 
     def write(self, value: Any) -> Any:
-        """Return a value as JSON.
-
-        Raises:
-            TypeError: a state does not hold such a value.
-        """
+        """Return a value as JSON. Raises TypeError if a state does not hold such a value."""
+        # The exact type: an Address is a tuple, too, and must come back as an Address.
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
@@ -55,6 +53,7 @@ class StateWriter:
         if kind is Address:
             return {"a": list(map(int, value))}
         if kind is dict:
+            # Keys are written as values, since JSON has only strings as keys.
             return {"d": [[self.write(key), self.write(item)] for key, item in value.items()]}
         if kind in _LETTERS:
             return {_LETTERS[kind]: [self.write(item) for item in value]}
@@ -75,6 +74,7 @@ class StateWriter:
 
     def bytes(self, **trees: Any) -> torch.Tensor:
         """Return the results of `write`, and the ranges and tensors in them, as 1-D uint8."""
+        # The ranges are added to the tensors here, so the sizes are taken after them.
         found = [] if self._views is None else self._views.wanted()
         ranges = [[list(astuple(where)), self._own(part)] for where, part in found]
         sizes = [_padded(tensor.nbytes) for tensor in self._tensors]
@@ -130,6 +130,7 @@ class StateReader:
         if letter == "v":
             return self._view(told)
         if letter == "x":
+            # A copy, because the transferred bytes are freed.
             return self._tensor(*told).clone()
         raise ValueError(f"{letter!r} is not a kind of value")
 

@@ -5,9 +5,6 @@ process, in the same order. So the standby has the same values, bit for bit, and
 1990). A reply of the primary is sent only after the standby has confirmed the event (output commit: Elnozahy et al.,
 2002). So nothing that was ever sent is lost with one process.
 
-From time to time the copies compare checksums (`replica_checksum`). If they differ, it cannot be known which copy is
-right. The job continues with the primary, and the standby is made anew.
-
 Messages between two endpoints are counted on a `ReliableChannel`, at both ends and in both copies, and kept until the
 other side has them durably. After a reconnect, possibly to another process of the server, both sides send the number of
 messages received, and missing messages are sent again. So each message is handled once, and no process has to restart.
@@ -95,6 +92,7 @@ class Primary:
         out = self._open_connection(sender)
         if isinstance(message, Ack):
             out += self._event(CONFIRMED, sender, message.received)
+            # The ack must not leave before the standby has what it acknowledges, so `_put` holds it like a reply.
             return out + (self._acknowledge(sender) if message.ask else [])
         out += self._event(MESSAGE, sender, 0, message)
         if isinstance(message, m.Commit) or self._received(sender) >= self._acknowledged.get(sender, 0) + OFTEN:
@@ -106,10 +104,8 @@ class Primary:
         self.fault = None
 
     def lost(self, worker: Address) -> Out:
-        """Handle the end of a worker's process.
-
-        Messages that wait for it are dropped. They are not for the process that replaces it.
-        """
+        """Handle the end of a worker's process."""
+        # Messages that wait for it are not for the process that replaces it.
         self.up.discard(worker)
         self._acknowledged.pop(worker, None)
         self._held = deque(held for held in self._held if held[1] != worker)
@@ -134,10 +130,8 @@ class Primary:
         return self._event(CONFIRMED, self.me)
 
     def confirmed(self, index: int) -> bool:
-        """Return whether the standby has confirmed this event.
-
-        If it has, it has not become the primary itself. Without a standby the result is True.
-        """
+        """Return whether the standby has confirmed this event. Without a standby: True."""
+        # A standby that confirms has not become the primary itself.
         return not self.joined or self._confirmed >= index
 
     def take_over(self) -> Out:
@@ -147,7 +141,8 @@ class Primary:
     # --- the standby ---------------------------------------------------------------------------------------------
 
     def add_standby(self) -> Out:
-        """Send the state to a new standby, as soon as the state can be told."""
+        """Send the state to a new standby, as soon as that is possible."""
+        # Until the state is sent, events are not forwarded and replies are not held.
         self.covered = self.joined = False
         self._transfer_due = True
         return self._transfer_if_possible()
@@ -155,6 +150,7 @@ class Primary:
     def drop_standby(self) -> Out:
         """Stop waiting for the standby. The launcher has reported the end of its process."""
         self.covered = self.joined = self._transfer_due = False
+        # The held replies waited for a process that is gone.
         return self._release(self.copy.events)
 
     def _transfer_if_possible(self) -> Out:
@@ -162,6 +158,7 @@ class Primary:
         if data is None:
             return []
         self._transfer_due, self.joined = False, True
+        # The new standby computes no checksums of earlier events.
         self._marks.clear()
         index = self._covered_at = self.copy.events
         count = -(-data.numel() // PART)
@@ -171,18 +168,16 @@ class Primary:
         ]
 
     def _handle_standby(self, message: m.Message) -> Out:
-        """Handle a message of the standby.
-
-        Confirmations from before its last state transfer are ignored.
-        """
         if isinstance(message, ReplicaChecksum):
             found = self._marks.pop(message.index, None)
             if found in (None, message.mark) or not self.covered:
                 return []
+            # Which copy is right cannot be known. The job continues with this one, and the standby is made anew.
             self.differs += 1
             return self.drop_standby() + self.add_standby()
         if not isinstance(message, ReplicaAck):
             raise m.ProtocolError(f"{self.standby} sent {type(message).__name__}, which a second copy never sends")
+        # Confirmations from before the last state transfer are ignored.
         if message.whole and message.index == self._covered_at:
             self.covered = self.joined
         return self._release(message.index) if self.covered else []
@@ -192,6 +187,7 @@ class Primary:
         out: Out = []
         while self._held and self._held[0][0] <= self._confirmed:
             _, to, message = self._held.popleft()
+            # Messages to a peer without a connection stay in its channel, and are sent when it resumes.
             if to in self.up or to not in self.copy.channels:
                 out.append((to, message))
         return out
@@ -201,10 +197,12 @@ class Primary:
     def _event(self, event: int, who: Address, count: int = 0, message: m.Message | None = None) -> Out:
         out: Out = []
         if self.joined:
+            # Before the event is handled, so that both copies work at the same time.
             out.append((self.standby, self._forward(event, who, count, message)))
         try:
             replies = self.copy.handle(event, who, count, message)
         except m.ProtocolError as error:
+            # Part of the message may have been handled. The standby refuses it alike, so the event counts in both.
             self.fault, replies = error, self.copy.outgoing()
         found = self.copy.mark() if self.joined else None
         if found is not None:
@@ -251,11 +249,7 @@ class Primary:
         return out + self._missing_messages(sender)
 
     def _resume(self, sender: Address, message: ResumeConnection) -> Out:
-        """Handle the reconnect of a peer.
-
-        Raises:
-            ProtocolError: the peer had no connection before.
-        """
+        """Handle a reconnect. Raises ProtocolError if there was no connection before."""
         channel, out = self.copy.channels.get(sender), Out()
         # Messages of the worker's earlier process were lost with the former primary.
         if channel is not None and channel.restarts < message.restarts:
@@ -273,6 +267,7 @@ class Primary:
         channel = self.copy.channels.get(peer)
         if channel is None:
             return []
+        # Held messages are the last ones of the channel. `_release` sends them.
         waiting = sum(to == peer and not isinstance(held, UNCOUNTED) for _, to, held in self._held)
         unconfirmed = list(channel.unconfirmed)
         return [(peer, message) for message in unconfirmed[: len(unconfirmed) - waiting]]
@@ -309,12 +304,14 @@ class Standby:
         """
         if isinstance(message, StateTransfer):
             left = message.nbytes - message.part * PART
+            # Parts come in order and each is bounded, so a wrong number allocates at most PART bytes.
             if left <= 0 or message.part != len(self._parts):
                 raise m.ProtocolError(f"part {message.part} of a state transfer of {message.nbytes} bytes")
             if not message.part:
                 self.copy = None  # replaced by a new copy, because it differed from the primary
             return torch.empty(min(PART, left), dtype=torch.uint8)
         if isinstance(message, ReplicatedEvent) and self.copy is not None:
+            # The buffers of the copy, as in the primary: handling an event copies no body.
             return self.copy.server.place(_address_of(message), m.decode(message.kind, message.meta), False)
         return None
 

@@ -25,11 +25,7 @@ def save(copy: ReplicatedServer) -> torch.Tensor | None:
 
 
 def restore(copy: ReplicatedServer, data: torch.Tensor) -> None:
-    """Give a new copy the state in these bytes.
-
-    Raises:
-        ProtocolError: `save` has not made the bytes.
-    """
+    """Give a new copy the state in these bytes. Raises ProtocolError if it cannot."""
     try:
         reader = StateReader(data)
         if reader.trees["schema"]:

@@ -1,8 +1,4 @@
-"""The one way to automatic placement (`placement: kAuto`).
-
-That is a package of its own, `auto_placement`. Without it everything else works, and a job with kAuto
-is refused.
-"""
+"""The one way to automatic placement (`placement: kAuto`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -58,6 +54,7 @@ def place_call(
     Raises:
         ConfigError: no placement fits, or the package is missing.
     """
+    # Nothing else needs `auto_placement`. Without the package only jobs with kAuto are refused.
     try:
         from topotrain.parallel.auto_placement.auto_modules import measure
         from topotrain.parallel.auto_placement.placement_search import placed

@@ -3,9 +3,6 @@
 Outside a job, and in groups of one worker, scopes only check and record their names. On a worker of a larger group, a
 layer that is made inside the scope of another worker gives its memory back as soon as it is complete. With a scope
 around each part, no worker holds more than its own part and one layer.
-
-Every worker still draws the random numbers for the layers of other workers. So all layers get the same initial values
-as in one process.
 """
 
 import ctypes
@@ -72,8 +69,7 @@ def place(module: Module, name: str) -> Module:
 def scope(name: str) -> Iterator[None]:
     """Assign modules that are made and values that are computed inside to a device.
 
-    Raises:
-        ConfigError: `name` is not the name of a device.
+    Raises ConfigError if `name` is not the name of a device.
     """
     _check_seen(name)
     me = _releases()
@@ -142,6 +138,7 @@ class _Release:
         # The hook runs when a module gets a parameter. Layers that were noted before and are no longer under
         # construction are complete then.
         building = _under_construction()
+        # Released only when made: every worker draws the random numbers of all layers, and gets the same values.
         for key in [key for key in self._made if key not in building and key != id(module)]:
             _give_back(self._made.pop(key))
         here = device_scopes.current()

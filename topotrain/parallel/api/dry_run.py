@@ -60,6 +60,7 @@ def look(program: str, args: Sequence[str]) -> PreparedArguments:
     plan_only()
     sys.argv[:] = [program, *args]
     sys.path[0:1] = [str(Path(program).resolve().parent)]
+    # The script's own prints must not mix with the output of the command.
     try:
         with contextlib.redirect_stdout(sys.stderr):
             runpy.run_path(program, run_name="__main__")
@@ -71,10 +72,8 @@ def look(program: str, args: Sequence[str]) -> PreparedArguments:
 
 
 def state_factor(optimizer: torch.optim.Optimizer | None) -> float:
-    """Return the elements of optimizer state per element of a parameter.
-
-    The number is found by one step of the same optimizer class on a small tensor.
-    """
+    """Return the elements of optimizer state per element of a parameter."""
+    # Found by one step of the same class on a small tensor, so that any optimizer can be planned for.
     if optimizer is None or isinstance(optimizer, torch.optim.SparseAdam):
         return 0.0
     probe = torch.nn.Parameter(torch.zeros(64))
@@ -84,5 +83,6 @@ def state_factor(optimizer: torch.optim.Optimizer | None) -> float:
         [probe], **{k: v for k, v in optimizer.param_groups[0].items() if k in taken and k != "params"}
     )
     copy.step()
+    # State of another size, such as a step counter, does not grow with the parameter.
     held = [t for entry in copy.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
     return sum(t.numel() for t in held if t.numel() == probe.numel()) / probe.numel()

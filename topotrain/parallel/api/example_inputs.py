@@ -1,8 +1,7 @@
 """Example arguments of a model's forward, known before training starts.
 
-They come from the loader or from the command line. With a loader, one sample is repeated to the size of a batch and
-passed through the loader's collate function. The arguments of the forward are the first parts of the batch, as many as
-the forward needs. If a batch has names, the forward gets the parts with the names of its arguments.
+They come from the loader or from the command line. The arguments of the forward are the first parts of the batch, as
+many as the forward needs. If a batch has names, the forward gets the parts with the names of its arguments.
 """
 
 import inspect
@@ -28,10 +27,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 @dataclass(frozen=True, slots=True)
 class ExampleInputs:
-    """Example arguments of a forward for one batch of `samples` samples.
-
-    `origin` says in messages where they come from.
-    """
+    """Example arguments for one batch of `samples`. `origin`: where they come from."""
 
     samples: int
     args: tuple[Any, ...] = ()
@@ -64,6 +60,7 @@ def parse_inputs(texts: Sequence[str]) -> ExampleInputs:
         sizes = [int(size) for size in found[2].split("x")]
         if min(sizes) < 1:
             raise ConfigError(OPTION, text, "must have sizes of at least 1")
+        # Expanded from one element: only sizes and dtype are needed.
         made = torch.empty((), dtype=dtype).expand(sizes)
         if found[1]:
             kwargs[found[1]] = made
@@ -114,6 +111,7 @@ def _batch(loader: DataLoader[Any]) -> tuple[Any, int]:
     else:
         sample = data[next(iter(loader.sampler))]
     if count is not None:
+        # One sample is read and repeated, since only the sizes of a batch are needed.
         return loader.collate_fn([sample] * count), count
     whole = loader.collate_fn(sample)  # the dataset itself gives batches
     return whole, _samples(whole)
@@ -127,6 +125,7 @@ def _samples(batch: Any) -> int:
 def _arguments(model: nn.Module, batch: Any, everything: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     taken = inspect.signature(model.forward).parameters.values()
     if isinstance(batch, Mapping):
+        # Arguments with defaults are passed, too, if the batch has their names.
         return (), {one.name: batch[one.name] for one in taken if one.name in batch}
     if not isinstance(batch, tuple | list):
         return (batch,), {}

@@ -59,6 +59,7 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
     if "_orig_mod" in dict(model.named_children()):
         raise ConfigError("tt.prepare", "a compiled model", "a split model must be prepared before torch.compile")
     captured = captured_early or capture(model)
+    # One worker needs no split, but parameters that were made on the meta device have to be filled.
     if workers == 1:
         assignments(model, job, _ANY, captured)  # for its errors only
         localise(model, optimizer, divide(model, {}, 1), 0, job.seed)
@@ -77,6 +78,7 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
     if not (job.splits or any(share.owners for whole in division.parameters for share in whole.shares)):
         accepted = "names workers for nothing that has parameters: place a module, or write a partition block"
         raise ConfigError("tt.device", None, accepted)
+    # Before `localise` allocates anything.
     with _random_state_kept(loader):
         check_room(replace(asked, found=found), loader, topology.hosts[unit] if topology.hosts else 0)
     return SplitModel(
@@ -85,16 +87,14 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
 
 
 def tagged(model: nn.Module) -> bool:
-    """Return whether the script has assigned some part of the model to a worker."""
+    """Whether the script has assigned some part of the model to a worker."""
     tags = {thing.__dict__.get(device_scopes.PLACE) for thing in (*model.modules(), *model.parameters())}
     return any(device_scopes.parse(tag).task is not None for tag in tags if tag)
 
 
 def captured_if_placed(model: nn.Module) -> CapturedForward | None:
-    """Return the captured forward if it names a worker with `tt.device`, else None.
-
-    A forward is traced only if its code mentions `tt.device`.
-    """
+    """Return the captured forward if it names a worker with `tt.device`, else None."""
+    # Most models are not split, and tracing takes time. So the code is looked at first.
     if not any(_mentions_device(kind) for kind in {type(module) for module in model.modules()}):
         return None
     try:
@@ -141,14 +141,7 @@ def _check(job: Job, model: nn.Module) -> None:
 
 
 class SplitModel(DividedModel):
-    """A model that this worker holds its part of.
-
-    Args:
-        here: the context of the worker.
-        model, optimizer: those of the script, already localized.
-        captured, found: the captured forward, and the assignments of its modules.
-        localised: the changes that were made to the model.
-    """
+    """A model that this worker holds its part of. It is localized already."""
 
     def __init__(
         self,
@@ -169,10 +162,12 @@ class SplitModel(DividedModel):
         self._forward = SplitForward(model, here.place.job, captured, found, here.place.topology.workers_per_group)
         names = {module: name for name, module in model.named_modules()}
         self._hooks: list[RemovableHandle] = [
+            # Only the whole model can be called: other workers take part in its forward, not in that of a module alone.
             module.register_forward_pre_hook(_Elsewhere(self._forward, names[module], where))
             for module, where in localised.absent.items()
         ]
         self._hooks.append(model.register_state_dict_pre_hook(_no_state))  # type: ignore[no-untyped-call]
+        # On the object, so that the forward of the class is there again when the attribute is deleted.
         model.forward = self._forward
 
     def start(self, worker: Worker) -> None:
@@ -184,11 +179,7 @@ class SplitModel(DividedModel):
         self._optimizer.register_load_state_dict_pre_hook(_no_optimizer_state)
 
     def weight_said(self) -> None:
-        """Check a new weight of the next backward.
-
-        Raises:
-            RuntimeError: the forward of this step has already run.
-        """
+        """Raise RuntimeError if the forward of this step has already run."""
         if self._forward.open:
             raise RuntimeError("tt.weight must come before the forward of a split model: it takes part in the backward")
 
@@ -236,10 +227,8 @@ class SplitModel(DividedModel):
         return {whole.names[0]: whole.names for whole in (*division.parameters, *division.buffers)}
 
     def whole(self, worker: Worker) -> ModelParts:
-        """Take the result of the job on worker (0,0) and make the model whole again.
-
-        Tensors that do not fit in memory are in unlinked files of the workspace.
-        """
+        """Take the result of the job on worker (0,0) and make the model whole again."""
+        # Tensors that do not fit in memory are in unlinked files of the workspace.
         folder = self._here.workspace
         buffers = fetch_final(worker, folder)
         values = [worker.buffers.own("params", index) for index in range(len(self.parts.tensors))]
@@ -252,10 +241,7 @@ class SplitModel(DividedModel):
 
 
 class _Elsewhere:
-    """Refuses calls of a module that this worker holds not at all or in part.
-
-    Calls by the split forward itself are allowed.
-    """
+    """Refuses calls of a module that this worker holds not at all or in part."""
 
     def __init__(self, forward: SplitForward, name: str, where: str) -> None:
         self._forward, self._name, self._where = forward, name, where

@@ -1,7 +1,4 @@
-"""Costs and memory of a split model in a job, and the check that they fit.
-
-The arguments of the forward come from the loader. Everything else comes from the job.
-"""
+"""Costs and memory of a split model in a job, and the check that they fit."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -63,17 +60,14 @@ class PlacementRequest:
 
 
 def bill_of(asked: PlacementRequest, found: Mapping[str, Assignment]) -> CostReport:
-    """Compute the cost of the split with these assignments.
-
-    Raises:
-        ConfigError: the model cannot be split with them.
-    """
+    """Compute the cost of these assignments. Raises ConfigError if they do not fit."""
     call, workers = asked.call, asked.topology.workers_per_group
     assert call is not None
     made = program(
         asked.captured, found, asked.model, call.args, call.kwargs, call.samples, workers, asked.model.training
     )
     division = divide(asked.model, found, workers)
+    # Of the class, because the `forward` of the object may have been replaced.
     named = inspect.signature(type(asked.model).forward).bind(asked.model, *call.args, **call.kwargs).arguments
     return bill(made, asked.model, division, call.shares, asked.job.microbatches, named)
 
@@ -81,10 +75,7 @@ def bill_of(asked: PlacementRequest, found: Mapping[str, Assignment]) -> CostRep
 def needs_of(
     asked: PlacementRequest, found: Mapping[str, Assignment], costs: CostReport | None
 ) -> tuple[ProcessNeed, ...]:
-    """Compute the memory of every process of the job.
-
-    Without `costs`, activations and messages are not counted.
-    """
+    """Compute the memory of all processes, without activations if `costs` is None."""
     division = divide(asked.model, found, asked.topology.workers_per_group)
     if costs is None:
         loaded = tuple(WorkerLoad(buffer_bytes(division, w)) for w in range(asked.topology.workers_per_group))
@@ -99,22 +90,18 @@ def schema_of(division: ParameterOwners) -> tuple[Parameter, ...]:
 
 
 def call_of(job: Job, model: nn.Module, given: ExampleInputs) -> ModelCall:
-    """Return a call for the batch of a group, with the samples of each worker.
-
-    A worker without samples repeats one sample, so its share counts as one.
-    """
+    """Return a call for the batch of a group, with the samples of each worker."""
     cluster, workers = job.cluster, job.cluster.nworkers_per_group
     batch = given.samples * (workers if job.per_worker_batch else 1)
+    # BatchNorm refuses a batch of one sample in training.
     least = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
     shares = [high - low for low, high in cut(batch, workers, cluster.shares, least)]
+    # A worker without samples repeats one sample.
     return ModelCall(given.args, given.kwargs, given.samples, tuple(max(1, share) for share in shares))
 
 
 def check_room(asked: PlacementRequest, loader: Any, host: int) -> None:
     """Refuse a job if its processes on this host would not fit in memory.
-
-    The check runs before anything is allocated.
-
     Args:
         asked: the model; `found` places every module. The call is taken from the loader. If the loader does not give
             it, activations are not counted.

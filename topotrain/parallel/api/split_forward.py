@@ -29,8 +29,7 @@ _DICE = STEPPED - 1
 class SplitForward(WorkerExtension):
     """Replaces `model.forward` in a job.
 
-    Programs are built on first use: one for each kind of arguments (dtypes, sizes apart from the samples, values that
-    are not tensors), and one for each mode if the forward depends on it.
+    Programs are built on first use: one for each kind of arguments, and one for each mode if the forward depends on it.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class SplitForward(WorkerExtension):
         self._channel: NetworkChannel | None = None
         self._last: Runner | None = None
         self.open = False  # a forward has run, and its backward has not begun
-        self.inside = False
+        self.inside = False  # the split forward runs, and may call modules
 
     def start(self, worker: Worker, channel: NetworkChannel) -> None:
         """Connect to the worker and to the other workers of the group."""
@@ -67,6 +66,7 @@ class SplitForward(WorkerExtension):
     def _runner(self, channel: NetworkChannel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runner:
         samples = samples_of(args, kwargs)
         training = self._model.training
+        # Values that are not tensors are part of the program, so each of them has a program of its own.
         key = (kind_of(args, kwargs, samples), training if self._captured.by_mode else None)
         if key not in self._runners:
             cut = program(
@@ -105,18 +105,14 @@ class SplitForward(WorkerExtension):
 
 
 class _JobSync(WorkerSync):
-    """Synchronizes the forwards of a group in a job.
-
-    - The worker is notified of each backward, since it would not notice one that reaches none of its parameters.
-    - All workers draw dropout masks from the random state of worker 0. Their own states differ, because only one of
-      them draws the order of the batches, as the only process of an ordinary script does.
-    """
+    """Synchronizes the forwards of a group in a job."""
 
     def __init__(self, channel: NetworkChannel, worker: Worker, forward: SplitForward) -> None:
         super().__init__(channel)
         self._forward = forward
         assert isinstance(worker.path, PushPath)  # gradients of a split model are hidden
         self._path, self._batches = worker.path, worker.batches
+        # Masks are drawn from the state of worker 0. Only worker 0 draws the order of the batches, so states differ.
         self.dice = torch.default_generator if channel.me == 0 else torch.Generator()
 
     def weight(self) -> float:
@@ -127,6 +123,7 @@ class _JobSync(WorkerSync):
         """Notify the worker that a backward begins here."""
         super().begun()
         self._forward.backward_begun()
+        # The worker would not notice a backward that reaches none of its parameters.
         self._path.begin()
 
     def exchange(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:
@@ -142,9 +139,7 @@ class _JobSync(WorkerSync):
 
 
 def samples_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return the number of samples in the arguments of a call.
-
-    It is the first size of the first tensor that has dimensions.
+    """Return the first size of the first tensor that has dimensions.
 
     Raises:
         ConfigError: the arguments have no such tensor.
@@ -165,6 +160,7 @@ def _kind(leaf: Any, samples: int) -> object:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
     sizes = list(leaf.shape)
+    # The last share of an epoch may be smaller, and must not need another program.
     if samples in sizes:
         sizes[sizes.index(samples)] = -1
     return leaf.dtype, tuple(sizes)

@@ -46,6 +46,7 @@ def place(
     model, said, call = asked.model, asked.found, asked.call
     assert call is not None
     modules, blocks = dict(model.named_modules(remove_duplicate=False)), asked.job.partition
+    # DEFAULT by a block is the user's choice. Otherwise it is the lack of one, and the module may be placed.
     fixed = {name: one for name, one in said.items() if one != DEFAULT or _matched(name, modules.get(name), blocks)}
     workers = len(call.shares)
     cut = program(asked.captured, fixed, model, call.args, call.kwargs, call.samples, workers, model.training)
@@ -60,10 +61,7 @@ def place(
 
 
 def _matched(name: str, module: nn.Module | None, blocks: Sequence[Partition]) -> bool:
-    """Return whether a block matches a module.
-
-    A block matches by the name of the module, of a module around it, or of a parameter inside it.
-    """
+    """Return whether a block matches a module, one around it, or a parameter in it."""
     texts = [name]
     while texts[-1]:
         texts.append(texts[-1].rpartition(".")[0])
@@ -104,6 +102,7 @@ def measure(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     try:
         for name, module in model.named_modules():
             if any(True for _ in module.parameters()) and name:
+                # The name is bound by the default, since the loop variable changes.
                 hook = lambda m, a, k, out, n=name: timed(n, m, a, k, out)  # noqa: E731
                 hooks.append(module.register_forward_hook(hook, with_kwargs=True))
         with torch.no_grad():
@@ -132,5 +131,6 @@ def _once(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         ends = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
         start = time.perf_counter()
         if ends and leaves:
+            # Not backward(): gradients that exist must be kept.
             torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
         return forward, time.perf_counter() - start

@@ -22,10 +22,9 @@ EVERYWHERE = -1
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeeds:
-    """Speeds for estimates.
+    """Speeds of a worker and a link, in operations or bytes per second, and seconds.
 
-    A worker has `flops` operations and `memory` bytes per second. A link between two workers has `link` bytes per
-    second and `delay` seconds. The defaults are one slow core and a link of 1 GB/s. Only their ratios matter.
+    The defaults are one slow core and a link of 1 GB/s. Only their ratios matter.
     """
 
     flops: float = 2e10
@@ -43,10 +42,7 @@ USUAL = WorkerSpeeds()
 
 @dataclass(frozen=True, slots=True)
 class PlacementUnit:
-    """A module that is placed as one: its name and its memory in bytes.
-
-    `fixed` is the worker that the user has chosen, or None.
-    """
+    """A module that is placed as one. `memory`: bytes; `fixed`: the user's choice."""
 
     name: str
     memory: int
@@ -114,6 +110,7 @@ def work_of(
         unit = _unit(step, model, fixed, units, memory, copies, [unit_of.get(number, EVERYWHERE) for number in inputs])
         unit_of[step.number] = unit
         cost = costs.get(step.number)
+        # Arguments and parameters are no work, and their memory is counted with the units.
         if step.kind in (StepKind.INPUT, StepKind.ATTRIBUTE) or cost is None:
             continue
         if unit == EVERYWHERE:
@@ -143,6 +140,7 @@ def _unit(
     inputs: Sequence[int],
 ) -> int:
     if step.kind is StepKind.MODULE:
+        # A module that the user has left to all workers is no unit.
         module = model.get_submodule(step.target)
         if fixed.get(step.target) == EVERYWHERE:
             return EVERYWHERE
@@ -152,6 +150,7 @@ def _unit(
                 units[step.target] = len(memory)
                 memory.append(copies * sum(tensor.numel() * tensor.element_size() for tensor in own))
             return units[step.target]
+    # A step without parameters follows its last input, so that no value moves for it.
     placed = [unit for unit in inputs if unit != EVERYWHERE]
     return placed[-1] if placed else EVERYWHERE
 
@@ -198,6 +197,7 @@ def makespan(
         for source, size in node.reads:
             readers[source].append((number, size))
     last = len(nodes) - 1
+    # The backward runs the same graph from its end, with the readers of a result in the place of its inputs.
     back = [
         (
             nodes[last - n].worker,
@@ -229,6 +229,7 @@ def _nodes(work: TaskGraph, places: Sequence[int], workers: int) -> list[_Node]:
             reads: list[tuple[int, int]] = []
             for source, size in task.reads:
                 nodes_of = of_task[source]
+                # Both are divided among all workers, so each worker reads its own part.
                 if len(nodes_of) == workers and len(where) == workers:
                     reads.append((nodes_of[worker], 0))
                 else:
@@ -242,10 +243,7 @@ def _nodes(work: TaskGraph, places: Sequence[int], workers: int) -> list[_Node]:
 def _simulate(
     nodes: Sequence[tuple[int, float, Sequence[tuple[int, int]]]], microbatches: int, speeds: WorkerSpeeds
 ) -> float:
-    """Return the time at which the last node of the last micro-batch is done.
-
-    This is a simulation of events. Nodes are (worker, seconds, reads).
-    """
+    """Return the time of the last event. Nodes are (worker, seconds, reads)."""
     readers: dict[int, list[tuple[int, int]]] = defaultdict(list)
     waiting = {}
     for number, (_, _, reads) in enumerate(nodes):

@@ -10,12 +10,10 @@ from topotrain.parallel.auto_placement.cost_model import EVERYWHERE, TaskGraph, 
 
 
 def branches_of(work: TaskGraph, workers: int, caps: Sequence[float], speeds: WorkerSpeeds) -> list[int] | None:
-    """Return the worker of each unit, or None if one has no worker with enough memory.
-
-    Another order of the units might still fit.
-    """
+    """Return the worker of each unit, or None if one has no worker with enough memory."""
     places = [unit.fixed if unit.fixed is not None else EVERYWHERE for unit in work.units]
     held = [float(work.everywhere)] * workers
+    # Units that the user has placed take their memory first, since they cannot go elsewhere.
     for unit in work.units:
         if unit.fixed is not None:
             held[unit.fixed] += unit.memory
@@ -25,6 +23,7 @@ def branches_of(work: TaskGraph, workers: int, caps: Sequence[float], speeds: Wo
         task = work.tasks[number]
         took = task.forward + task.backward
         if task.unit == EVERYWHERE:
+            # All workers do their part of it, so it begins when the last of them is free.
             start = max([_there(done[source], EVERYWHERE, size, speeds) for source, size in task.reads], default=0.0)
             end = max(start, *free) + took / workers
             free = [end] * workers
@@ -36,9 +35,11 @@ def branches_of(work: TaskGraph, workers: int, caps: Sequence[float], speeds: Wo
             if here == EVERYWHERE and held[worker] + work.units[task.unit].memory > caps[worker]:
                 continue
             ready = max([_there(done[source], worker, size, speeds) for source, size in task.reads], default=0.0)
+            # The first task of a unit places it, and the later tasks of the unit follow.
             options.append((max(ready, free[worker]) + took, worker))
         if not options:
             return None
+        # A tie goes to the lower number, so that all workers choose the same.
         end, worker = min(options)
         if here == EVERYWHERE:
             places[task.unit] = worker
@@ -62,4 +63,5 @@ def _by_rank(work: TaskGraph, speeds: WorkerSpeeds) -> list[int]:
         rank[number] += task.forward + task.backward
         for source, size in task.reads:
             rank[source] = max(rank[source], rank[number] + 2 * speeds.transfer(size))
+    # A task that reads another has a lower rank, so the inputs come first. The number decides a tie.
     return sorted(range(len(work.tasks)), key=lambda number: (-rank[number], number))

@@ -15,15 +15,13 @@ SLACK = 1.05
 
 
 class _Loads:
-    """The load of a worker with a stretch of units that the user has not placed.
-
-    It is a number that grows with time and memory, and infinite if the stretch does not fit.
-    """
+    """The load of a worker with a stretch of units that the user has not placed."""
 
     def __init__(self, work: TaskGraph, workers: int, limits: Sequence[int] | None) -> None:
         self.free = [number for number, unit in enumerate(work.units) if unit.fixed is None]
         seconds = [work.seconds(number) for number in range(len(work.units))]
         memory = [unit.memory for unit in work.units]
+        # Prefix sums, because the search asks for the load of every stretch.
         self._seconds = [0.0, *accumulate(seconds[n] for n in self.free)]
         self._memory = [0, *accumulate(memory[n] for n in self.free)]
         self._fixed_seconds = [0.0] * workers
@@ -38,9 +36,11 @@ class _Loads:
 
     def __call__(self, worker: int, low: int, high: int) -> float:
         held = self._fixed_memory[worker] + self._memory[high] - self._memory[low]
+        # Infinite, so that no minimum takes a stretch that does not fit.
         if self._limits is not None and held > self._limits[worker]:
             return float("inf")
         busy = self._fixed_seconds[worker] + self._seconds[high] - self._seconds[low]
+        # Fractions of the whole: time and memory have no common unit.
         return busy / self._of_time + held / self._of_memory
 
 
@@ -48,6 +48,7 @@ def stages_of(work: TaskGraph, workers: int, limits: Sequence[int] | None) -> li
     """Return the worker of each unit, or None if no cut fits."""
     load = _Loads(work, workers, limits)
     count = len(load.free)
+    # fullest[high]: the least load of the fullest of the workers so far, with the first `high` units on them.
     fullest = [load(0, 0, high) for high in range(count + 1)]
     for worker in range(1, workers):
         fullest = [
@@ -93,10 +94,7 @@ def _cheapest(load: _Loads, crossing: Sequence[int], workers: int, count: int, m
 
 
 def _crossing(work: TaskGraph, free: Sequence[int]) -> list[int]:
-    """Return the bytes that cross each position between two free units.
-
-    Free units are those that the user has not placed.
-    """
+    """Return the bytes that cross each position between two free units."""
     position = {unit: at for at, unit in enumerate(free)}
     found = [0] * (len(free) + 1)
     reach: dict[int, tuple[int, int, int]] = {}
@@ -104,6 +102,7 @@ def _crossing(work: TaskGraph, free: Sequence[int]) -> list[int]:
         for source, size in task.reads:
             ends = work.tasks[source].unit, task.unit
             if ends[0] in position and ends[1] in position:
+                # A result that several units read crosses each cut once, up to its last reader.
                 low, high = sorted(position[unit] for unit in ends)
                 known = reach.get(source, (low, high, size))
                 reach[source] = (min(low, known[0]), max(high, known[1]), size)

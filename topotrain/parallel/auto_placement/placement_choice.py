@@ -2,12 +2,8 @@
 
 Two methods are tried, and the faster placement by the estimate is taken:
 
-- stages: the modules in the order they run are cut into one stretch per worker. The worker with the largest time and
-  memory gets as little as possible, and then as few bytes as possible cross the cuts. Dynamic programming, as PipeDream
-  (Narayanan et al. 2019) divides layers.
-- branches: modules are placed one by one, those on the longest path first, each on the worker that would finish it
-  earliest. This is HEFT (Topcuoglu et al. 2002). It finds work that can run in parallel. No worker may then hold much
-  more than with stages, since otherwise all modules on one worker would be fastest.
+- stages: the modules in the order they run are cut into one stretch per worker (`pipeline_stages`).
+- branches: modules are placed one by one, each on the worker that would finish it earliest (`heft`).
 
 The choice is a pure function of its arguments, because all workers of a group must choose the same. Measured times may
 only be used by one process that writes its result down; the default is an estimate.
@@ -117,6 +113,7 @@ def choose(
     if stages is None:
         raise _no_room(work, workers, limits or ())
     found = {STAGES: (stages, makespan(work, stages, workers, microbatches, speeds))}
+    # Without this bound all modules on one worker would be fastest.
     most = int(UNEVEN * max(_memory(work, stages, workers)))
     caps = [min(most, size) for size in limits or [most] * workers]
     branches = branches_of(work, workers, caps, speeds)
@@ -128,6 +125,7 @@ def choose(
     places, seconds = found[way]
     alone = sum(task.forward + task.backward for task in work.tasks)
     times = [work.seconds(unit) for unit in range(len(work.units))]
+    # Work that all workers do counts for each by its part.
     shared = sum(task.forward + task.backward for task in work.tasks if task.unit == EVERYWHERE) / workers
     shares = tuple(
         (shared + sum(t for t, place in zip(times, places, strict=True) if place == worker)) / (alone or 1.0)

@@ -23,8 +23,7 @@ def placed(
     """Place modules for a call that is known.
 
     The fastest placement is tried first. If it does not fit, the memory limits of its workers are lowered by the
-    excess, and the fastest placement within the new limits is tried, until one fits. Memory that is in use is ignored
-    and all hosts are taken to be alike, because all workers must choose the same placement.
+    excess, and the fastest placement within the new limits is tried, until one fits.
 
     Args:
         here: the memory limits of this host and its processes.
@@ -34,6 +33,7 @@ def placed(
         ConfigError: no placement fits.
     """
     job, workers = asked.job, asked.topology.workers_per_group
+    # Under k1F1B a worker keeps the activations of as many micro-batches as there are stages, at most.
     alive = min(1.0, workers / job.microbatches) if job.schedule is Schedule.k1F1B else 1.0
     limits: list[int] | None = None
     first: list[MemoryExcess] = []
@@ -42,10 +42,11 @@ def placed(
         try:
             found, chosen = place(asked, limits, speeds_of(job.cluster), times, _COPIES, alive)
         except ConfigError:
-            if first:  # the first excess tells the user more than "no cut is small enough"
+            if first:  # the first excess is more useful than "no cut is small enough"
                 raise first[0].error() from None
             raise
         planned = needs_of(asked, found, bill_of(asked, found))
+        # All hosts are taken to be like this one, because all workers must choose the same placement.
         over = [excess for host in sorted({need.host for need in planned}) for excess in excesses(planned, here, host)]
         if not over:
             why = f"the fastest placement, {quickest}, does not: {first[0].who}: {first[0].words}" if first else ""
@@ -67,6 +68,7 @@ def _tighter(limits: Sequence[int], chosen: ChosenPlacement, over: Sequence[Memo
         for worker in mine:
             # Workers that exceed a limit give up the excess in proportion to the bytes that they hold.
             part = excess.nbytes * chosen.memory[worker] // max(1, held)
+            # One byte less than held, so that the next try cannot choose the same placement.
             found[worker] = min(found[worker], max(0, chosen.memory[worker] - part - 1))
     return found
 

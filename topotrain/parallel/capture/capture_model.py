@@ -3,7 +3,7 @@
 Each node has the line of the user's code that made it and the device scope it was in. Layers of torch.nn are one node
 each, and so is a module placed as a whole (`device_scopes.place`). With example arguments, sizes that do not depend on
 the number of samples are plain numbers, so loops over them and checks of them can be captured. Without an example,
-before the first forward, the capture may have to stop at them; the result then says where.
+before the first forward, the capture may have to stop at them (`unfinished`).
 
 torch.fx: Reed et al., "torch.fx: Practical Program Capture and Transformation for Deep Learning in Python", 2022.
 """
@@ -46,9 +46,7 @@ class CapturedForward:
 
 
 def capture(model: nn.Module, training: bool = True) -> CapturedForward:
-    """Capture a forward before its arguments are known.
-
-    Arguments with defaults count as not given.
+    """Capture a forward before its arguments are known, without optional ones.
 
     Raises:
         ConfigError: the forward decides on data, takes *args, or does something else that an example would not help
@@ -82,6 +80,7 @@ def trace(
         except ConfigError:
             raise
         except Exception as error:  # the user's code, and torch inside it, may raise anything
+            # An example would not help against these errors. Others may come from sizes that are not known yet.
             if bench is None and not isinstance(error, NameError | ImportError | AttributeError):
                 unfinished = f"{line_of(error)}: {error}"
             else:

@@ -1,7 +1,4 @@
-"""Changes to a model and to torch for the time of a capture.
-
-Modules report that their mode is read, and functions that make tensors are recorded.
-"""
+"""Changes to a model and to torch for the time of a capture."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -53,15 +50,14 @@ class TrainingMode(int):
 
 @contextmanager
 def prepared(model: nn.Module, tracer: CaptureRecorder, training: bool) -> Iterator[None]:
-    """Set the mode of all modules, and record functions that make new tensors.
-
-    Everything is restored at the end of the block.
-    """
+    """Set the mode of all modules, and record functions that make new tensors."""
     modules = list(model.modules())
     modes = [module.training for module in modules]
     mode = TrainingMode(training, tracer)
+    # Layers of torch pass `training` on to functions that take nothing but a bool.
     inside = {id(inner) for leaf in modules if is_leaf(leaf) for inner in leaf.modules()}
     places = {id(space): space for space in map(_globals, modules) if space is not None}
+    # Only where the user's file has no `len` of its own.
     lens = [space for space in places.values() if "len" not in space]
     makers = {name: getattr(torch, name) for name in _MAKERS}
     try:

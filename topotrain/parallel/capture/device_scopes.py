@@ -39,10 +39,7 @@ _PART = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class DeviceScope:
-    """A set of devices; None leaves a part open.
-
-    `task` is the number of a worker in its group, or of a server in its group.
-    """
+    """A set of devices; None leaves a part open. `task`: the number in its group."""
 
     job: str | None = None
     replica: int | None = None
@@ -51,10 +48,7 @@ class DeviceScope:
     device_index: int | None = None
 
     def within(self, outer: "DeviceScope") -> "DeviceScope":
-        """Return this name merged into an outer scope.
-
-        Its own parts count. Parts that it leaves open are taken from `outer`.
-        """
+        """Return this name with its open parts taken from an outer scope."""
         return DeviceScope(
             outer.job if self.job is None else self.job,
             outer.replica if self.replica is None else self.replica,
@@ -178,6 +172,7 @@ def scope(text: str | None) -> Iterator[None]:
 
 def _note_module(module: nn.Module | None) -> None:
     here = current()
+    # A module of an inner scope is registered by its parent in the outer one, and keeps its own device.
     if module is not None and here is not None and here.job != "ps" and PLACE not in module.__dict__:
         setattr(module, PLACE, str(here))
 
@@ -197,6 +192,7 @@ def _note_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None
 
 
 def _send_home(parameter: nn.Parameter, device: DeviceScope) -> None:
+    # The first server counts, also for a parameter that is registered a second time.
     if device.task is not None and not hasattr(parameter, HOME):
         setattr(parameter, HOME, device.task)
 

@@ -56,35 +56,28 @@ _COUNTING = frozenset(("arange", "linspace", "eye", "randperm"))
 def each_element(node: fx.Node, module: nn.Module | None) -> bool:
     """Return whether each element depends only on the same element of the inputs."""
     if module is not None:
+        # The exact type, because a subclass may compute something else.
         return type(module) in _EACH_MODULE
     return node.target in (_EACH_METHOD if node.op == "call_method" else _EACH_FUNCTION)
 
 
 def each_channel(node: fx.Node, module: nn.Module | None) -> bool:
-    """Return whether each result channel depends only on the same input channel.
-
-    Channels are dimension 1.
-    """
+    """Return whether a channel (dimension 1) depends only on the same input channel."""
     if module is not None:
         return type(module) in _POOL_MODULES
     return node.op == "call_function" and node.target in _POOL_FUNCTIONS
 
 
 def draws_masks(node: fx.Node, module: nn.Module | None) -> bool:
-    """Return whether a node is a dropout with masks that all workers draw alike.
-
-    It may draw in training only. See `runtime/dropout.py`.
-    """
+    """Return whether a node is a dropout with masks that all workers draw alike."""
+    # A module counts in both modes, since it may draw in training only.
     if module is not None:
         return isinstance(module, tuple(MODULES))
     return bool(node.meta["draws"]) and node.op == "call_function" and name_of(node).rstrip("_") in FUNCTIONS
 
 
 def draws_inside(node: fx.Node, module: nn.Module | None) -> bool:
-    """Return whether a node has a dropout inside, which draws where the node runs.
-
-    See `dropout.draws_by_itself`.
-    """
+    """Return whether a node has a dropout inside; see `dropout.draws_by_itself`."""
     if module is None:
         return "dropout_p" in node.kwargs
     kinds = tuple(MODULES)
@@ -107,10 +100,7 @@ def reshapes(node: fx.Node, module: nn.Module | None) -> bool:
 
 
 def counts(node: fx.Node) -> bool:
-    """Return whether a node makes a tensor with values that depend on the position.
-
-    Such a tensor over the samples cannot be cut into the workers' shares.
-    """
+    """Return whether a node makes a tensor with values that depend on the position."""
     return node.op == "call_function" and name_of(node) in _COUNTING
 
 
@@ -124,6 +114,7 @@ def takes_apart(node: fx.Node) -> bool:
 
 def written(node: fx.Node, module: nn.Module | None) -> fx.Node | None:
     """Return the value that a node writes in place, or None."""
+    # torch's own convention: a name that ends with one underscore writes in place.
     inplace = getattr(module, "inplace", False) is True or node.kwargs.get("inplace") is True
     name = name_of(node)
     trailing = node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")

@@ -32,23 +32,17 @@ Values = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Shape, dtype and device of a parameter or buffer of the whole model.
-
-    The device is "meta" if this process does not hold the tensor. `graded` says whether it requires a gradient.
-    """
+    """A parameter or buffer of the whole model, without its memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
-    graded: bool
+    device: torch.device  # "meta": this process does not hold the tensor
+    graded: bool  # requires a gradient
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """A tensor's shape.
-
-    `odd` says why it cannot be cut into the workers' shares of the samples, "" if it can.
-    """
+    """A tensor's shape. `odd`: why it cannot be cut by samples, or ""."""
 
     shape: SymbolicShape
     odd: str = ""
@@ -83,6 +77,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.others = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Every dropout of torch draws its mask with this one operation.
         if func is torch.ops.aten.bernoulli_.float:
             self.masks.append((args[0].detach(), float(args[1]) if len(args) > 1 else 0.5))
         else:
@@ -113,21 +108,20 @@ class FakeEvaluator:
         self._whole = whole
         self._samples = samples
         self._device = device
+        # Modules may hold real tensors as plain attributes.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._made: dict[str, torch.Tensor] = {}
         self.counts = tuple(max(samples, 1) * times + more for times, more in _COUNTS)
 
     def example(self, value: Any) -> Values:
-        """Return an argument of the forward for each number of samples.
-
-        The first dimension of a tensor that has the size of the example's batch is replaced.
-        """
+        """Return an argument of the forward for each number of samples."""
         return tuple(tree_map(partial(self._scaled, count), value) for count in self.counts)
 
     def _scaled(self, count: int, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         sizes = list(value.shape)
+        # The first dimension of the batch's size counts the samples. Others of that size are features by chance.
         found = next((d for d, size in enumerate(sizes) if size == self._samples), -1)
         if found >= 0:
             sizes[found] = count
@@ -157,6 +151,7 @@ class FakeEvaluator:
         found, seen = [], []
         for index in range(len(self.counts)):
             args, kwargs = fx.map_arg((node.args, node.kwargs), partial(_value, index))
+            # With gradients, so that a capture inside torch.no_grad() finds the same operations.
             with torch.enable_grad(), self._mode, _Draws() as draws:
                 result = self._call(node, args, kwargs)
             found.append(tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, result))
@@ -177,15 +172,14 @@ class FakeEvaluator:
 
 @contextmanager
 def flat_weights(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Replace the list of weights that torch's recurrent modules keep.
-
-    They keep it beside their parameters, and `functional_call` does not replace the tensors in it.
-    """
+    """Replace the list of weights that torch's recurrent modules keep."""
+    # They keep it beside their parameters, and `functional_call` does not replace the tensors in it.
     kept = []
     for prefix, inner in module.named_modules():
         if isinstance(inner, nn.RNNBase):
             kept.append((inner, inner._flat_weights))
             names = (f"{prefix}.{name}".lstrip(".") for name in inner._flat_weights_names)
+            # Past the module's __setattr__, which would register the tensors.
             inner.__dict__["_flat_weights"] = [state.get(name) for name in names]
     try:
         yield
@@ -199,10 +193,7 @@ def _value(index: int, node: fx.Node) -> Any:
 
 
 def number(values: Values, counts: tuple[int, ...]) -> SizeArgument | int | None:
-    """Return an integer as a linear function of the number of samples.
-
-    A number that is the same for all samples is returned as int. None: it is not linear.
-    """
+    """Return an integer as a linear function of the samples, or None if it is not."""
     if values == (values[0],) * len(values):
         return int(values[0])
     step, rest = divmod(values[1] - values[0], counts[1] - counts[0])

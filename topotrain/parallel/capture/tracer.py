@@ -37,6 +37,7 @@ class _Valued(fx.Proxy):
 
     def __getattr__(self, name: str) -> Any:
         values = self.node.meta.get("values")
+        # Methods are looked up by fx when they are called. Values such as `shape` become nodes, or plain values.
         if values is None or callable(getattr(values[0], name)):
             return super().__getattr__(name)
         return self.tracer.create_proxy("call_function", getattr, (self, name), {})
@@ -89,6 +90,7 @@ class Tracer(fx.Tracer, CaptureRecorder):
         return is_leaf(m)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        # A module that runs on the bench is one node already, so its own calls are not recorded.
         return forward(*args, **kwargs) if self._busy else super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
@@ -99,6 +101,7 @@ class Tracer(fx.Tracer, CaptureRecorder):
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter):
+            # fx would make this node past `create_proxy`, so without values, and store constants on the model.
             names = (name for name, buffer in self.root.named_buffers() if buffer is a)
             name = next(names, None) or self.tensor_attrs.get(a)
             return self.create_proxy("get_attr", name, (), {}).node if name else a
@@ -115,9 +118,11 @@ class Tracer(fx.Tracer, CaptureRecorder):
                     accepted = f"was given {', '.join(self._given[name])} as **{name}; give every argument a name"
                     raise ConfigError(FIELD, None, accepted, definition(self._model))
                 continue
+            # fx would make an input of every argument. Here those that are not given keep their defaults.
             asked = parameter.default is inspect.Parameter.empty if self._given is None else name in self._given
             if asked:
                 given[name] = self._input(name)
+        # Positional-only arguments cannot be passed by name.
         positional = [n for n, p in signature(self._model).parameters.items() if p.kind is p.POSITIONAL_ONLY]
         first = [given.pop(name) for name in positional if name in given]
         return (lambda: root_fn(self.root, *first, **given)), []
@@ -180,10 +185,7 @@ class Tracer(fx.Tracer, CaptureRecorder):
         return self._known(node)
 
     def _plain(self, a: Any) -> Any:
-        """Return an argument as it is recorded.
-
-        Of a `training` that is passed on, that is its value.
-        """
+        """Return an argument as it is recorded: of a `training`, its value."""
         if not isinstance(a, TrainingMode):
             return a
         self.mode_read()
@@ -211,6 +213,7 @@ class Tracer(fx.Tracer, CaptureRecorder):
         values = node.meta["values"]
         first = values[0]
         if isinstance(first, torch.device):
+            # The node was recorded only to find the value, and no step reads it.
             self.graph.erase_node(node)
             return torch.device(first.type)  # a GPU's number differs from worker to worker
         # A value that does not depend on the samples becomes a plain Python value.
@@ -218,6 +221,7 @@ class Tracer(fx.Tracer, CaptureRecorder):
             self.graph.erase_node(node)
             return first
         whole: Any = self.proxy(node)
+        # Unpacked here, so that the user's code can iterate over the parts and count them.
         if type(first) in (tuple, list, torch.Size) and len({len(value) for value in values}) == 1:
             items = [whole[index] for index in range(len(first))]
             return items if type(first) is list else tuple(items)

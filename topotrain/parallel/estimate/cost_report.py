@@ -153,8 +153,10 @@ def _edge(edge: LayoutEdge, parts: Sequence[Sequence[int]], graded: bool) -> Edg
             count = 1
             for low, high in move.box:
                 count *= high - low
+            # Workers send themselves nothing, and values without samples are not sent.
             if move.source != move.target and count:
                 pair = (move.source, move.target)
                 forward[pair] = forward.get(pair, 0) + count * size
+    # A gradient has the size of its value, and takes the way back.
     backward = {(target, source): nbytes for (source, target), nbytes in forward.items()} if graded else {}
     return EdgeCost(edge, MappingProxyType(forward), MappingProxyType(backward))

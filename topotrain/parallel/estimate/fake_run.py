@@ -82,6 +82,7 @@ def rehearse(
         samples: each worker's share of the batch.
         examples: arguments of the forward for the group's batch, by name. Arguments that are tensors may be left out.
     """
+    # Modules may hold real tensors as plain attributes.
     with FakeTensorMode(allow_non_fake_inputs=True):
         return _Stage(program, model, division, worker, samples, examples).run()
 
@@ -165,6 +166,7 @@ class _Stage:
             seeds = [torch.ones_like(end) for end in ends]
             with backward:
                 torch.autograd.grad(ends, leaves, seeds, allow_unused=True)
+        # Each step's backward was run here, so the next step starts a graph of its own.
         self._results[step.number] = tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, out)
         made = sum(self._note(t) for t in tensors(out) if self._of(t) not in known)
         kept = self._bytes_kept() - before
@@ -180,10 +182,7 @@ class _Stage:
             return functional_call(module, state, args, kwargs)
 
     def _states(self, step: ProgramStep) -> dict[str, torch.Tensor]:
-        """Return the fake parameters and buffers of a step's module by name.
-
-        Functions have none.
-        """
+        """Return the fake parameters and buffers of a step's module by name."""
         if step.kind is not StepKind.MODULE:
             return {}
         module = self._model.get_submodule(step.target)
@@ -246,6 +245,7 @@ class _Stage:
         if graded and leaf.is_floating_point():
             leaf.requires_grad_()
             leaves.append(leaf)
+        # A step may write to its argument in place, which autograd refuses for a leaf.
         copy = leaf.clone()
         self._alive.append(copy)
         self._same[storage(copy)] = self._of(tensor)
@@ -268,6 +268,7 @@ class _Stage:
         return self._sizes.setdefault(self._of(tensor), tensor.untyped_storage().nbytes())
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Parameters are counted as parameters, although autograd saves them, too.
         if isinstance(tensor, FakeTensor) and self._of(tensor) not in set(map(storage, self._own.values())):
             self._note(tensor)
             self._kept.add(self._of(tensor))
@@ -277,10 +278,8 @@ class _Stage:
         return sum(map(self._sizes.__getitem__, self._kept))
 
     def _live(self, at: int, step: ProgramStep) -> int:
-        """Return the live bytes after a step.
-
-        Live is memory that is kept for the backward, was just made, or is still read by a later step or the output.
-        """
+        """Return the bytes that are live after a step."""
+        # Kept for the backward, just made, or read by a later step or the output.
         held = set(self._kept)
         values = {ResultRef(number): value for number, value in self._results.items()}
         values |= {ResultRef(edge.value, edge.number): self._arrived.get(edge.number) for edge in self._program.edges}
@@ -292,10 +291,7 @@ class _Stage:
 
 
 def _last_uses(program: Program) -> dict[ResultRef, int]:
-    """Map each value, moved or not, to the position of its last use.
-
-    A use is a step that reads the value or sends it.
-    """
+    """Map each value, moved or not, to the position of the last step that reads it."""
     last = {ref: at for at, step in enumerate(program.steps) for ref in refs(step)}
     return last | dict.fromkeys(references(program.output), len(program.steps))
 

@@ -14,10 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Return a number that all tensors over the same memory share.
-
-    It is unique as long as one of these tensors lives.
-    """
+    """Return a number that all tensors over the same memory share while it lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -40,11 +37,11 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.touched = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run the operation, then count it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         read, made = list(tensors((args, kwargs))), list(tensors(out))
         known = set(map(storage, read))
+        # A view: all results lie in memory of the arguments, and nothing was written.
         if not func._schema.is_mutable and all(storage(tensor) in known for tensor in made):
             return out
         formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)

@@ -2,7 +2,7 @@
 
 Limits of one process are RLIMIT_DATA, which counts private writable memory, and RLIMIT_AS, which counts all mapped
 memory. The limit of all processes of a host together is a fraction of the host's memory, or of the limit of its control
-group. Memory that is in use at the moment is ignored, because it changes all the time.
+group.
 """
 
 import resource
@@ -62,6 +62,7 @@ class MemoryLimits:
 def room() -> MemoryLimits:
     """Return the limits of this process, which its children inherit, and of this host."""
     data, addresses = (_limit(kind) for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
+    # MemTotal, not MemAvailable: memory that is in use at the moment changes all the time.
     bounds = [(_numbers(_MACHINE).get("MemTotal"), "memory"), (_group(), "control group")]
     known = [(int(SAFE * bound), f"{SAFE:.0%} of its {what}") for bound, what in bounds if bound is not None]
     machine, words = min(known, default=(None, ""))
@@ -69,18 +70,13 @@ def room() -> MemoryLimits:
 
 
 def stacks(peers: int) -> int:
-    """Return the bytes that the threads of a process reserve for stacks.
-
-    Both limits of a process count them, though hardly any of it is used.
-    """
+    """Return the bytes that the threads of a process reserve for stacks."""
+    # Both limits of a process count them, though hardly any of it is used.
     return (_THREADS + 2 * peers) * (_limit(resource.RLIMIT_STACK) or _STACK)
 
 
 def on_host(processes: Sequence[ProcessNeed], each: int) -> int:
-    """Return the bytes that the processes of one host take together.
-
-    `each` is what Python and torch take in the process of a worker.
-    """
+    """Return the bytes that the processes of one host take together."""
     own = sum(each if "worker" in need.who else ITSELF for need in processes)
     units = len({need.unit for need in processes})
     # Processes of a unit are forks of one process, so their common memory counts once per unit.
@@ -135,12 +131,7 @@ def _of_process(need: ProcessNeed, here: MemoryLimits, itself: int) -> Iterator[
 
 
 def check(needs: Iterable[ProcessNeed], here: MemoryLimits, host: int = 0, each: int = ITSELF) -> None:
-    """Refuse a job that cannot fit. Arguments are those of `excesses`.
-
-    Raises:
-        ConfigError: a process or the host has too little memory. The error names the process, its need and the limit,
-            and what would help.
-    """
+    """Raise ConfigError for a job that cannot fit. Arguments are those of `excesses`."""
     for excess in excesses(needs, here, host, each):
         raise excess.error()
 
@@ -181,10 +172,7 @@ def _limit(kind: int) -> int | None:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """Return the lines "Name:  123 kB" of a file under /proc, in bytes.
-
-    The result is empty if the file is missing.
-    """
+    """Return the lines "Name:  123 kB" of a file under /proc, in bytes; {} without it."""
     try:
         lines = file.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

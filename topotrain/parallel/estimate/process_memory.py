@@ -1,11 +1,8 @@
 """Upper bound of the memory of every process of a job that splits a model.
 
 The numbers come from the schema and a cost report. Each byte is counted once, in the process to which it belongs, so
-the processes of a host can be added up. Shared memory of other processes that a process maps is counted separately in
-`seen`, because the limits of a process count it and the total of a host must not.
-
-Only requested memory is counted. Memory that the allocator keeps after it was freed depends on the timing of threads
-and differs from run to run.
+the processes of a host can be added up. Only requested memory is counted: memory that the allocator keeps after it was
+freed depends on the timing of threads.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,18 +85,17 @@ class ProcessNeed:
 
 
 def loads(costs: CostReport, schedule: Schedule) -> tuple[WorkerLoad, ...]:
-    """Return the loads of all workers from a cost report.
-
-    Under k1F1B only micro-batches that are in flight at once are kept.
-    """
+    """Return the loads of all workers from a cost report."""
     return tuple(_load(costs, worker, schedule) for worker in range(costs.program.workers))
 
 
 def _load(costs: CostReport, worker: int, schedule: Schedule) -> WorkerLoad:
     one, parts = costs.workers[worker], costs.microbatches
+    # k1F1B keeps the activations of the micro-batches in flight, kGPipe those of all.
     flying = min(parts, in_flight(costs.program, worker)) if schedule is Schedule.k1F1B else parts
     largest = max((cost.made for cost in costs.steps[worker].values()), default=0)
     beside = max(one.peak - one.kept, 2 * largest)  # a backward has a gradient of its result and one of its input
+    # The costs are those of a whole batch, so each micro-batch has its share of them.
     ahead, back = costs.sent(worker)
     waiting, passed = (_parts(size, parts) for size in (max(flying * ahead, back), flying * (ahead + back)))
     return WorkerLoad(one.buffers, _parts(flying * one.kept + beside, parts), waiting, passed)
@@ -131,10 +127,7 @@ def needs(
 
 
 def processes(topology: Topology, unit: Unit) -> Iterator[tuple[Address, ...]]:
-    """Return the workers and servers in each process of a unit.
-
-    The servers of a unit are in one process, or each is in the process of its worker.
-    """
+    """Return the workers and servers in each process of a unit."""
     if topology.inline:
         yield from zip(unit.workers, unit.servers, strict=True)
         return
@@ -157,10 +150,9 @@ _PLACE = ("who", "unit", "host")
 
 
 def _seeing(need: ProcessNeed, everybody: Iterable[ProcessNeed]) -> ProcessNeed:
-    """Add the shared memory that a process maps.
-
-    A server maps the memory that its workers share. A worker maps values that other workers pass to it.
-    """
+    """Add the shared memory of other processes that a process maps."""
+    # The limits of a process count it, and the total of a host must not: so it is in a field of its own. A server maps
+    # the memory that its workers share. A worker maps values that other workers pass to it.
     if not need.shared:
         return need
     others = [one for one in everybody if one is not need and one.host == need.host]
@@ -212,8 +204,10 @@ def _server(job: Job, topology: Topology, slices: SliceMap, state_factor: float,
     values = sum(size for _, size in owned)
     groups = topology.worker_groups_of(who.group)
     workers = topology.workers_per_group
+    # A parameter with owners is pushed by them only, any other by every worker of the group.
     pushed = sum(size * (len(parameter.owners) or workers) for parameter, size in owned)
     apart = sum(not topology.sees_memory(group) for group in groups)
+    # Pushes of workers that share memory with the server lie in the workers' memory.
     exchange = apart * pushed + (2 * values if topology.synced else 0)
     if job.cluster.compression is not Compression.kNone:
         exchange += 2 * values

@@ -22,10 +22,7 @@ _DIMS = (-1, 0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The assignment of a module.
-
-    `dim` is 0 (by samples), 1 (by features) or -1 (all of it on worker `location` of the group).
-    """
+    """By samples (`dim` 0), by features (1), or all on worker `location` (-1)."""
 
     dim: int = 0
     location: int | None = None
@@ -54,9 +51,8 @@ def assignments(model: nn.Module, job: Any, workers: int, found: CapturedForward
     """Return the assignment of each module by name.
 
     A module that is not in the result follows its input. The result has modules that are one node where they are
-    called, if they have parameters or buffers or were assigned explicitly. It also has parameters and buffers of other
-    modules, by their own names. If all of these of one module have the same assignment, the module is in the result
-    too.
+    called, if they have parameters or buffers or were assigned explicitly, and parameters and buffers of other modules.
+    A module with parts that are all assigned alike is in the result, too.
 
     Args:
         job: its `partition` blocks come first, in order. `match` is searched for in the names of modules and of their
@@ -103,10 +99,7 @@ class _Assigning:
         return kept | self._owners(kept)
 
     def _units(self) -> Iterator[str]:
-        """Yield leaves, and tensors outside all leaves, in definition order.
-
-        A module or tensor with two names is yielded under both.
-        """
+        """Yield leaves, and tensors outside all leaves, in definition order."""
         for name, module in self._modules.items():
             if self._leaf_above(name) is not None:
                 continue
@@ -130,6 +123,7 @@ class _Assigning:
     # --- deciding --------------------------------------------------------------------------------------------------
 
     def _decide(self, name: str) -> Assignment | None:
+        # Blocks come first, also those that name a layer around this one.
         for said in (name, *_above(name)):
             block = self._block(said, inside=said == name)
             if block is not None:
@@ -139,6 +133,7 @@ class _Assigning:
             return by_tag
         module = self._modules.get(name)
         bare = module is not None and not any(True for _ in (*module.parameters(), *module.buffers()))
+        # A module without parameters follows its input, so that no value moves for it.
         return None if bare else DEFAULT
 
     def _block(self, name: str, inside: bool = False) -> int | None:
@@ -181,10 +176,8 @@ class _Assigning:
         return getattr(self._modules.get(name), device_scopes.PLACE, None)
 
     def _tags(self, name: str) -> list[str | None]:
-        """Return the candidate device names of a leaf or tensor, the strongest first.
-
-        Of a leaf: its own, the common one of its parameters, that of its calls.
-        """
+        """Return the candidate device names of a leaf or tensor, the strongest first."""
+        # Of a leaf: its own, the common one of its parameters, that of its calls.
         module = self._modules.get(name)
         if module is None:
             owner, _, own = name.rpartition(".")
@@ -222,6 +215,7 @@ class _Assigning:
         else:
             tensors = list(module.parameters())
         for tensor in tensors:
+            # A tied tensor is in a worker's memory once.
             if (id(tensor), worker) not in self._counted:
                 self._counted.add((id(tensor), worker))
                 self._loads[worker] += tensor.numel() * tensor.element_size()

@@ -36,10 +36,7 @@ class ModuleAssignment(Protocol):
 
 
 def cuts_of(module: nn.Module) -> Mapping[str, int]:
-    """Return the dimension of each parameter and buffer that `partition_dim: 1` cuts.
-
-    Empty: the module cannot be cut.
-    """
+    """Return the dimension of each tensor that `partition_dim: 1` cuts, or {}."""
     return CUTS.get(type(module), {})
 
 
@@ -157,6 +154,7 @@ def divide(model: nn.Module, assignments: Mapping[str, ModuleAssignment], worker
             for own, tensor in table.items():
                 if tensor is None:
                     continue
+                # By id, so that a tied tensor is one entry with several names.
                 found = seen.setdefault(id(tensor), _Found(tensor))
                 full = f"{name}.{own}".lstrip(".")
                 found.add(full, TensorSlot(table, own), _use(module, own, _of(assignments, full)))
@@ -167,6 +165,7 @@ def divide(model: nn.Module, assignments: Mapping[str, ModuleAssignment], worker
     for whole in passing:
         if whole.tensor.is_meta:
             raise ConfigError("model buffer", whole.names[0], "is on the meta device, so it must be persistent=True")
+    # No server knows the buffers that are not stored, so every worker has them.
     return ParameterOwners(parameters, buffers, tuple(replace(whole, shares=(OwnedPart(),)) for whole in passing))
 
 
@@ -214,6 +213,7 @@ class _Found:
         (dim, *_) = (use.dim for use in self.uses)
         if dim >= 0:
             shares = tuple(_cut(self.names[0], shape[dim], dim, workers))
+        # A tied tensor that any module uses on all workers is on all workers.
         elif any(use.worker < 0 for use in uses):
             shares = (OwnedPart(),)
         else:
@@ -230,10 +230,7 @@ def _cut(name: str, count: int, dim: int, workers: int) -> Iterator[OwnedPart]:
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor if its elements fill its memory exactly once.
-
-    Otherwise return the strides of a contiguous tensor.
-    """
+    """Return the strides if the elements fill memory once, else contiguous ones."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size != 1:

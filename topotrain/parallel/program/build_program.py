@@ -1,8 +1,7 @@
 """Build the program of a captured forward: locations of values, and edges.
 
-The assignment of a module or a device scope decides where a step is computed. Other steps follow their inputs. Where a
-step needs an input in another layout, an edge moves it. The program is the same for all workers, so nothing here
-depends on the worker.
+The assignment of a module or a device scope decides where a step is computed. Other steps follow their inputs. Nothing
+here depends on the worker.
 """
 
 from collections.abc import Mapping, Sequence
@@ -118,6 +117,7 @@ class _Cut:
         for node in self._graph.nodes:
             if node.op == "output":
                 output = self._arguments(node.args[0], BATCH, node)
+            # Numbers made of sizes become part of the arguments of other steps (`SizeArgument`).
             elif has_tensors(node) or node.op == "placeholder" or not _sized(node):
                 inputs += [str(node.target)] if node.op == "placeholder" else []
                 self._add(node)
@@ -125,6 +125,7 @@ class _Cut:
         return Program(self._workers, tuple(self._steps), tuple(self._edges.values()), tuple(inputs), output)
 
     def _drop_unused(self) -> None:
+        # From the end: a node that is dropped may have been the only user of its inputs.
         for node in reversed(list(self._graph.nodes)):
             looks = node.op == "get_attr" or (
                 node.op.startswith("call") and (takes_apart(node) or not has_tensors(node))
@@ -141,12 +142,14 @@ class _Cut:
         module = self._module(node)
         random = draws_masks(node, module)
         inside = self._inside(node)
+        # Random numbers other than masks would differ from worker to worker.
         if node.meta["draws"] and not random and not inside and not draws_inside(node, module):
             raise refused(node, _CHANCE)
         layout, reads = self._found.place(node, module)
         shape = None
         if isinstance(node.meta["values"][0], torch.Tensor):
             found = self._found.form(node, module)
+            # After the layout of the inputs: only the values show whether the result still has samples.
             layout = self._found.settled(node, layout, found)
             self._found.forms[node] = found
             shape = found.shape
@@ -170,10 +173,7 @@ class _Cut:
         self._steps.append(step)
 
     def _inside(self, node: fx.Node) -> tuple[DropoutMask, ...]:
-        """Return the masks that a step draws itself.
-
-        The result is empty if the step draws other random numbers, or its masks cannot be cut by samples.
-        """
+        """Return the masks that a step draws itself, if they are all and can be cut."""
         drawn: DropoutMasks = node.meta["draws"]
         found = [(form(values, self._counts), keep) for values, keep in drawn.masks or ()]
         if any(one.odd for one, _ in found):
@@ -212,6 +212,7 @@ class _Cut:
     def _target(self, node: fx.Node, reads: ValueLocation, user: fx.Node) -> ValueLocation | None:
         """Return the layout in which a step needs a value, or None if as it is."""
         layout = self._found.layouts[node]
+        # Every worker computes such a value itself.
         if layout == SAME:
             return None
         by_shares = reads in (BATCH, SAME, OWN)
@@ -227,10 +228,12 @@ class _Cut:
             return reads
         if layout == BATCH:
             return None
+        # A value in parts without samples cannot be sent by samples, so each worker gets all of it.
         batched = node not in self._found.forms or self._found.forms[node].shape.batch >= 0
         return BATCH if batched else WHOLE
 
     def _edge(self, node: fx.Node, target: ValueLocation, user: fx.Node) -> int:
+        # A value that several steps need in the same layout is moved once.
         key = (self._found.numbers[node], target)
         if key not in self._edges:
             found = self._found.forms.get(node)
@@ -245,6 +248,7 @@ class _Cut:
 
     def _check_writes(self) -> None:
         """Refuse writes in place to a value that is also moved and used elsewhere."""
+        # Other workers would keep the value of before the write.
         moved = {number for number, _ in self._edges}
         for node in self._graph.nodes:
             if node.op == "output":

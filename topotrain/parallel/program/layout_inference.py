@@ -41,9 +41,7 @@ class InferredLayouts:
 
     Args:
         before: the capture made before parameters were distributed to the workers.
-        assignments, model: as for `build_program.program`.
         counted: the numbers of samples with which values were computed.
-        workers: workers of a group.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class InferredLayouts:
     def form(self, node: fx.Node, module: nn.Module | None) -> TensorShape:
         """Return the shape of a node's result.
 
-        The shape is odd also if the samples are no longer contiguous and in order.
+        It is odd, too, if the samples are no longer contiguous and in order.
         """
         found = form(node.meta["values"], self._counts)
         if found.odd or found.shape.batch < 0:
@@ -75,6 +73,7 @@ class InferredLayouts:
             return replace(found, odd="its elements depend on the position of the sample in the batch")
         sources = [n for n in node.all_input_nodes if n in self.forms and self.forms[n].shape.batch >= 0]
         if reshapes(node, module) and sources:
+            # A reshape may move the batch dimension, as long as the samples stay in as many runs of memory.
             if _ahead(self.forms[sources[0]].shape) != _ahead(found.shape):
                 return replace(found, odd="its samples are interleaved")
         elif sources and found.shape.per_sample not in {self.forms[n].shape.per_sample for n in sources}:
@@ -98,6 +97,7 @@ class InferredLayouts:
                 return (ValueLocation(LocationKind.AT, worker=assigned.location),) * 2
             if assigned.dim == 1 and cuts_of(module):
                 layout = self._features(node, module)
+                # Other cut modules mix features, so each worker reads all of them and computes some of the next.
                 return layout, layout if type(module) in _BOTH else WHOLE
             if assigned.dim != 1 or any(True for _ in module.parameters()):
                 return BATCH, BATCH
@@ -107,6 +107,7 @@ class InferredLayouts:
     def _assigned(self, name: str, module: nn.Module | None) -> Assignment | None:
         """Return a module's assignment, which may be that of the layer around it."""
         if module is not None and any(True for _ in (*module.parameters(), *module.buffers())):
+            # A layer that is traced through may be assigned as a whole, and its inner modules follow it.
             while name not in self._assignments and name:
                 name = name.rpartition(".")[0]
         return self._assignments.get(name)
@@ -140,6 +141,7 @@ class InferredLayouts:
         if layouts and self._stays_apart(node, module, inputs):
             return layouts[0]
         there = [(self.numbers[n], layout) for n, layout in zip(inputs, layouts) if layout.where is LocationKind.AT]
+        # With inputs on several workers the step is computed where the last of them was made.
         if there:
             return max(there, key=lambda pair: pair[0])[1]
         if any(layout.where in (LocationKind.BATCH, LocationKind.FEATURE) for layout in layouts):
@@ -159,6 +161,7 @@ class InferredLayouts:
     def settled(self, node: fx.Node, layout: ValueLocation, found: TensorShape) -> ValueLocation:
         """Return the final layout of a tensor, once it is known whether it has samples."""
         batched = found.shape.batch >= 0
+        # A value made from constants may have samples, too, such as torch.zeros(x.shape[0]).
         if layout in (SAME, OWN) and (batched or found.odd):
             layout = BATCH
         if layout != BATCH:

@@ -63,10 +63,8 @@ class Transfer:
 
 
 def transfers(edge: LayoutEdge, samples: Sequence[int]) -> tuple[Transfer, ...]:
-    """Return the transfers of an edge, by target, then by source, without empty boxes.
-
-    A value that every worker has (SAME, WHOLE) is taken from the worker itself.
-    """
+    """Return the transfers of an edge, by target, then by source, without empty boxes."""
+    # A value that every worker has is taken from the worker itself.
     workers = range(len(samples))
     own = edge.source.where in (LocationKind.SAME, LocationKind.WHOLE)
     parts = [box(edge.source, worker, edge.shape, samples) for worker in workers]

@@ -14,10 +14,7 @@ class LayoutSegment:
     steps: tuple[ProgramStep, ...]
 
     def title(self) -> str:
-        """Return the names of its modules, or of its functions if it has no modules.
-
-        Of more than three names only the first and the last are given.
-        """
+        """Return the names of its modules, or of its functions if it has no modules."""
         modules = [step.target for step in self.steps if step.kind is StepKind.MODULE]
         names = list(dict.fromkeys(modules)) or [step.name for step in self.steps]
         return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]}"
@@ -50,8 +47,5 @@ def told(layout: ValueLocation) -> str:
 
 
 def _place(step: ProgramStep) -> ValueLocation:
-    """Return the layout of a step's work.
-
-    Values that each worker computes from its own share count as computed by samples.
-    """
+    # Values that each worker computes from its own share count as computed by samples.
     return ValueLocation(LocationKind.BATCH) if step.layout.where is LocationKind.OWN else step.layout

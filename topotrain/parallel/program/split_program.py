@@ -1,6 +1,6 @@
 """The program of a split model as data: steps, layouts of values, and edges.
 
-Every worker of a group holds the same program, with its steps in order. The layout of a value says which part of it
+Every worker of a group holds the same program, with its steps in order. The layout of a value is the part of it that
 each worker has:
 
 - BATCH: each worker has its share of the samples (`partition_dim: 0`, the default).

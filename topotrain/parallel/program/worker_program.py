@@ -14,10 +14,7 @@ from topotrain.parallel.program.split_program import LayoutEdge, Program, Progra
 
 @dataclass(frozen=True, slots=True)
 class LocalStep:
-    """One step of a worker.
-
-    `step` is None at the end, where the output, and values that no step here reads, must have arrived.
-
+    """One step of a worker. `step` is None at the end, with the last arrivals.
     Attributes:
         arrivals: edges with a value that this step is the first to need.
         leaves: edges that move its result.
@@ -49,6 +46,7 @@ def share(program: Program, me: int) -> tuple[LocalStep, ...]:
         leaves = tuple(edge.number for edge in program.edges if edge.value == step.number)
         frees = tuple(ref for ref, at in last.items() if at == place and ref not in out)
         stops.append(LocalStep(step, arrivals, leaves, frees))
+    # The other arrivals: the output, and values that this worker only has to have received.
     return *stops, LocalStep(None, tuple(sorted(arriving.keys() - first.keys())), (), ())
 
 
@@ -66,10 +64,7 @@ def references(nested: Any, kinds: tuple[type, ...] = (ResultRef,)) -> Iterator[
 
 
 def replaced(nested: Any, leaf: Callable[[Any], Any], kinds: tuple[type, ...] = (ResultRef, SizeArgument)) -> Any:
-    """Return the same nested data with every leaf of these kinds replaced.
-
-    Lists stay lists, and named tuples keep their type.
-    """
+    """Return the same nested data with every leaf of these kinds replaced."""
     if isinstance(nested, kinds):
         return leaf(nested)
     again = partial(replaced, leaf=leaf, kinds=kinds)
@@ -86,10 +81,8 @@ def replaced(nested: Any, leaf: Callable[[Any], Any], kinds: tuple[type, ...] = 
 
 
 def rebuilt(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return `items` as a mapping of the same type, or as a dict where that fails.
-
-    Such types are OrderedDict and the output classes of models.
-    """
+    """Return `items` as a mapping of the same type, or as a dict where that fails."""
+    # Such types are OrderedDict and the output classes of models.
     try:
         return type(like)(**items) if is_dataclass(like) else type(like)(items)  # type: ignore[call-arg]
     except TypeError:
@@ -97,10 +90,7 @@ def rebuilt(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]
 
 
 def taken_out(program: Program) -> Iterator[ProgramStep]:
-    """Yield steps that only take an item out of an argument.
-
-    The argument is a tuple, a dict or an object.
-    """
+    """Yield steps that only take an item out of an argument: a tuple, dict or object."""
     nested = {step.number for step in program.steps if step.kind is StepKind.INPUT and step.shape is None}
     for step in program.steps:
         if (
@@ -128,11 +118,9 @@ def edges_of(program: Program) -> Mapping[int, LayoutEdge]:
 
 
 def digest(*things: object) -> int:
-    """Return a number that is the same for equal programs, in every process.
-
-    Different programs or settings have different numbers with high probability.
-    """
+    """Return a number that is the same for equal programs, in every process."""
     hashed = hashlib.sha256("\n".join(_words(things)).encode()).digest()
+    # 7 bytes fit into the int64 of a hello.
     return int.from_bytes(hashed[:7], "little")
 
 

@@ -59,6 +59,7 @@ def _table() -> dict[str, Callable[..., Any]]:
     found = {f"{home}.{name}": getattr(space, name, None) for home, space, names in homes for name in names.split()}
     for name in _ATTRIBUTES.split():
         found[f"torch.Tensor.{name}.__get__"] = getattr(torch.Tensor, name).__get__
+    # A name may be missing in `torch`, in `torch.Tensor`, or in an older version.
     return {name: function for name, function in found.items() if function is not None}
 
 
@@ -67,15 +68,13 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = _table()
 
 
 def name_of(function: object) -> str:
-    """Return the name of a function that torch has called.
-
-    If the function is not in FUNCTIONS, neither is the name.
-    """
+    """Return a name in FUNCTIONS, or another one if the function is not there."""
     name = overrides.resolve_name(function) or ""
     if name in FUNCTIONS:
         return name
     own = str(getattr(function, "__name__", function))
     told = f"torch.{own}" if getattr(torch, own, None) is function else own
+    # The table may have the same function under another name.
     return _AGAIN.get(function, name or told)
 
 

@@ -21,6 +21,7 @@ MAX_PATH = 100_000
 MAX_TEXT = 4096
 _MAX_DEPTH = 12
 _INT64 = 1 << 63
+# Only these names are looked up in torch.
 _FORMATS = {
     "memory_format": {"contiguous_format", "preserve_format", "channels_last", "channels_last_3d"},
     "layout": {"strided"},
@@ -70,19 +71,17 @@ class ReferenceBounds:
 
 
 def encode(value: Any) -> Any:
-    """Return an argument in its JSON form.
-
-    Raises:
-        TypeError: the value has no such form.
-    """
+    """Return an argument in its JSON form. Raises TypeError if it has none."""
     if isinstance(value, NodeOutput):
         return {"value": [value.node, list(value.path)]}
     if isinstance(value, CallInput | StateRef):
         return {_KINDS[type(value)]: value.number}
     if isinstance(value, ComputingDevice | torch.device):
+        # The device of the script has no meaning on the worker that computes.
         return {"device": []}
     if value is Ellipsis:
         return {"ellipsis": []}
+    # JSON has no numbers for these.
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if value is None or type(value) in (bool, int, float, str):
@@ -102,13 +101,11 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any, bounds: ReferenceBounds, depth: int = 0) -> Any:
-    """Return the argument that `encode` has written.
-
-    Raises:
-        ConfigError: `data` is anything else.
-    """
+    """Return the argument that `encode` has written. Raises ConfigError otherwise."""
+    # Bounded before it recurses, since Python's stack is.
     if depth > _MAX_DEPTH:
         refuse("description", None, f"must be nested at most {_MAX_DEPTH} deep")
+    # Exact types, because True is an int, too.
     if data is None or type(data) in (bool, float):
         return data
     if type(data) is int and -_INT64 <= data < _INT64:
@@ -198,13 +195,10 @@ _READERS: dict[str, Callable[[Any, ReferenceBounds, int], Any]] = {
 
 
 def read_json(text: bytes) -> Any:
-    """Parse JSON without NaN and infinities.
-
-    Raises:
-        ConfigError: the text is not such JSON.
-    """
+    """Parse JSON without NaN and infinities. Raises ConfigError for other text."""
     try:
         return json.loads(text, parse_constant=lambda name: refuse("description", name, "must be a finite number"))
+    # The parser itself recurses into nested lists.
     except (ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -217,11 +211,7 @@ def natural(value: Any, most: int) -> bool:
 
 
 def fields_of(data: Any, count: int, what: str) -> Sequence[Any]:
-    """Return `data`, which must be a list of `count` items.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Return `data`, which must be a list of `count` items, else raise ConfigError."""
     if not isinstance(data, list) or len(data) != count:
         refuse("description", None, f"{what} must be a list of {count}")
     found: list[Any] = data
@@ -229,5 +219,4 @@ def fields_of(data: Any, count: int, what: str) -> Sequence[Any]:
 
 
 def refuse(field: str, value: object, accepted: str) -> NoReturn:
-    """Raise a ConfigError."""
     raise ConfigError(field, value, accepted)

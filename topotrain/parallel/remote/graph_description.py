@@ -54,16 +54,13 @@ class TensorForm:
 
     @staticmethod
     def from_data(data: Any) -> "TensorForm":
-        """Read the JSON form.
-
-        Raises:
-            ConfigError: a field is not valid.
-        """
+        """Read the JSON form. Raises ConfigError for a field that is not valid."""
         dtype, sizes = fields_of(data, 2, "a tensor")
         if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
             refuse("dtype", dtype, f"must be one of {', '.join(sorted(ITEM_BYTES))}")
         if not isinstance(sizes, list) or len(sizes) > _MAX_DIMS or not all(natural(s, MAX_ELEMENTS) for s in sizes):
             refuse("sizes", sizes, f"must be at most {_MAX_DIMS} whole numbers >= 0")
+        # A size of 0 must not hide huge other sizes.
         if math.prod(max(1, size) for size in sizes) > MAX_ELEMENTS:
             refuse("sizes", sizes, f"must be at most {MAX_ELEMENTS} elements")
         return TensorForm(dtype, tuple(sizes))
@@ -89,11 +86,7 @@ class StateDescription:
 
     @staticmethod
     def from_data(data: Any, workers: int, servers: int) -> "StateDescription":
-        """Read the JSON form.
-
-        Raises:
-            ConfigError: a field is not valid.
-        """
+        """Read the JSON form. Raises ConfigError for a field that is not valid."""
         form, worker, graded, home = fields_of(data, 4, "a state")
         if not natural(worker, workers - 1):
             refuse("worker", worker, f"must be 0 to {workers - 1}")
@@ -105,11 +98,7 @@ class StateDescription:
 
 
 def states_from(data: Any, workers: int, servers: int) -> tuple[StateDescription, ...]:
-    """Read the JSON form of all states.
-
-    Raises:
-        ConfigError: a field is not valid.
-    """
+    """Read the JSON form of all states. Raises ConfigError if one is not valid."""
     if not isinstance(data, list) or len(data) > MAX_STATES:
         refuse("states", None, f"must be at most {MAX_STATES}")
     return tuple(StateDescription.from_data(item, workers, servers) for item in data)
@@ -172,6 +161,7 @@ class GraphDescription:
         forms = tuple(map(TensorForm.from_data, inputs))
         read = []
         for number, node in enumerate(nodes):
+            # References point backward only, so the nodes can be run in order and contain no cycle.
             read.append(_node(node, workers, ReferenceBounds(number, len(forms), states)))
         return GraphDescription(
             forms, tuple(read), decode(data["output"], ReferenceBounds(len(nodes), len(forms), states))

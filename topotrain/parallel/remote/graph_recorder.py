@@ -55,6 +55,7 @@ def record(kept: ModelState, args: Sequence[Any], kwargs: Mapping[str, Any], los
         )
         recorder = _Recorder(kept, fakes, inputs)
         state = {name: fakes[number] for name, number in kept.names.items()}
+        # With gradients, so that only `no_grad` blocks of the forward itself show in the nodes.
         with recorder.watching(model), flat_weights(model, state), recorder, torch.enable_grad():
             output = _call(model, state, *given)
         if loss:
@@ -107,6 +108,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self._kept = kept
         self.nodes: list[GraphNode] = []
+        # Kept alive, because `_known` has ids, which Python gives to other objects again.
         self._alive: list[torch.Tensor] = [*fakes, *inputs]
         self._known: dict[int, NodeOutput | CallInput | StateRef] = {id(t): StateRef(n) for n, t in enumerate(fakes)}
         self._known |= {id(tensor): CallInput(number) for number, tensor in enumerate(inputs)}
@@ -117,10 +119,12 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if name_of(func) in _LOOKS:
             raise ConfigError(_FIELD, None, _DECIDES, user_line())
+        # A function that writes in place raises the version of its argument.
         before = [(t, t._version) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         changed = [tensor for tensor, version in before if tensor._version != version]
+        # Calls that only look at sizes are not repeated by the other process.
         if made or changed:
             if name_of(func).endswith("batch_norm"):
                 changed += [args[n] for n in _STATISTICS if n < len(args) and isinstance(args[n], torch.Tensor)]
@@ -185,6 +189,7 @@ class _Recorder(TorchFunctionMode):
         plain = [self._plain(arg, used, name, line) for arg in args]
         named = tuple((key, self._plain(value, used, name, line)) for key, value in _without_device(kwargs).items())
         worker = self._worker(used, line)
+        # A state without a scope belongs to the worker of its first use.
         for ref in used:
             if isinstance(ref, StateRef):
                 self._kept.worker.setdefault(ref.number, worker)
@@ -255,14 +260,10 @@ class _Recorder(TorchFunctionMode):
         raise ConfigError(_FIELD, None, told, line)
 
     def described(self, output: Any) -> Any:
-        """Return the output of the model with references.
-
-        Raises:
-            ConfigError: the output has more than tensors, numbers, tuples, lists and dicts.
-        """
+        """Return the output of the model with references, or raise ConfigError."""
         return self._plain(output, [], "its caller", definition(self._kept.model))
 
 
 def _without_device(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the device arguments: a new tensor is made on the worker that needs it."""
+    # A new tensor is made on the worker that needs it.
     return {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}

@@ -56,6 +56,7 @@ class WorkerModel(nn.Module):
 
     def __init__(self, states: Sequence[StateDescription], values: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
+        # Every worker registers all states, so that names and numbers are the same on all.
         for number, state in enumerate(states):
             value = values.get(number)
             if value is None:
@@ -84,7 +85,7 @@ class WorkerModel(nn.Module):
 
 @dataclass(slots=True)
 class OutputCollector:
-    """Receives the output of the model on the worker that computes it."""
+    """Takes the output of the model on the worker that computes it."""
 
     content: Any = None
 
@@ -142,6 +143,7 @@ class _Building:
 
     def ref(self, number: int, layout: ValueLocation) -> ResultRef:
         """Return a reference to a step's result in the layout where it is needed."""
+        # Each edge is made once, also if several steps read the value there.
         step = self.steps[number]
         if step.layout == layout:
             return ResultRef(number)
@@ -168,13 +170,14 @@ def program(
     Args:
         states: the states of the model.
         workers: workers of the cluster.
-        first: the worker to which the session talks. It has the arguments.
+        first: the worker with the connection to the session. It has the arguments.
         box: takes the output on the first worker. None: the output is the loss, and all workers get it.
         most: bytes that one value may have.
 
     Raises:
         ConfigError: torch refuses a call, or a value is too large. The error names the line of the user's code.
     """
+    # Sizes are found without memory, and a value that is too large is refused before it exists.
     with quiet(), FakeTensorMode():
         return _program(_Building(description, states, workers, first), box, most)
 
@@ -196,6 +199,7 @@ def _program(building: _Building, box: OutputCollector | None, most: int) -> Pro
     if box is None:
         output = _loss(building, output, examples)
     else:
+        # The output is read by a step of its own, which runs on the first worker alone.
         layout = ValueLocation(LocationKind.AT, worker=building.first)
         args = [_refs(building, output, layout, examples)]
         building.add("output", StepKind.FUNCTION, box, building.first, None, args)
@@ -248,13 +252,14 @@ def _refs(building: _Building, nested: Any, layout: ValueLocation, examples: Map
 
 
 def _step_of(building: _Building, ref: Any, examples: Mapping[object, Any]) -> int:
-    """Return the step with this result; a part of a tuple is taken where the tuple is."""
+    """Return the step with this result. A part of a tuple gets a step of its own."""
     if ref in building.numbers:
         return building.numbers[ref]
     example = _at(ref, examples)
     if not isinstance(example, torch.Tensor):
         raise ConfigError("description", str(ref), "must be a tensor")
     whole = building.numbers[NodeOutput(ref.node)]
+    # The part is taken where the tuple is, because only single tensors can be sent.
     worker = building.steps[whole].layout.worker
     return building.add(ref, StepKind.FUNCTION, _Part(ref.path), worker, example, [ResultRef(whole)])
 
@@ -284,15 +289,12 @@ def _at(ref: Any, examples: Mapping[object, Any]) -> Any:
 
 
 def _loss(building: _Building, output: Any, examples: Mapping[object, Any]) -> ResultRef:
-    """Return a reference to the loss.
-
-    Raises:
-        ConfigError: the model returns something else.
-    """
+    """Return a reference to the loss. Raises ConfigError if there is none."""
     example = _at(output, examples) if isinstance(output, NodeOutput | CallInput | StateRef) else None
     if not isinstance(example, torch.Tensor) or example.numel() != 1 or not example.requires_grad:
         told = "must return the loss, a tensor with one element that depends on a parameter"
         raise ConfigError("model.forward", None, told)
+    # All workers get the loss, since all run the backward.
     return building.ref(_step_of(building, output, examples), _WHOLE)
 
 

@@ -41,11 +41,7 @@ class ModelState:
 
     @staticmethod
     def of(model: nn.Module, cluster: TaskCluster) -> "ModelState":
-        """Number the parameters and buffers of a model.
-
-        Raises:
-            ConfigError: a device does not exist.
-        """
+        """Number the parameters and buffers. Raises ConfigError for a wrong device."""
         kept = ModelState(model, cluster)
         found = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         for name, tensor in found:
@@ -55,6 +51,7 @@ class ModelState:
     def add(self, tensor: torch.Tensor, name: str = "") -> int:
         """Return the number of a tensor; a new tensor is added."""
         if id(tensor) not in self.numbers:
+            # The states have been described to the workers by then.
             if self.sealed:
                 told = "uses a tensor that the first call of the model did not have: register it as a buffer"
                 raise ConfigError("model.forward", None, told, user_line())
@@ -81,13 +78,11 @@ class ModelState:
             raise ConfigError("model.forward", None, told, user_line())
 
     def states(self) -> tuple[StateDescription, ...]:
-        """Return all states and allow no new ones.
-
-        Tensors without a worker go to the first worker.
-        """
+        """Return all states and allow no new ones."""
         self.sealed = True
         found = []
         for number, tensor in enumerate(self.tensors):
+            # No call has used the tensor, so it may be anywhere.
             worker = self.worker.setdefault(number, self.cluster.first)
             graded = tensor.requires_grad if isinstance(tensor, nn.Parameter) else None
             found.append(StateDescription(TensorForm.of(tensor), worker, graded, getattr(tensor, HOME, -1)))

@@ -11,23 +11,17 @@ STEPPED = -2  # `TensorKey.edge` of the notice that a worker has called optimize
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """Identifies a tensor by forward, micro-batch and edge.
-
-    `backward` marks the gradient of the value, which is sent back.
-    """
+    """Identifies a tensor by forward, micro-batch, edge, and direction."""
 
     forward: int
     micro: int
     edge: int
-    backward: bool
+    backward: bool  # the gradient of the value, which is sent back
 
 
 @dataclass(slots=True)
 class ArrivedTensors:
-    """Tensors that have arrived and were not taken yet.
-
-    It has no lock. Threads that share it must have one.
-    """
+    """Tensors that have arrived and were not taken yet. The caller locks it."""
 
     _came: dict[tuple[int, TensorKey], deque[tuple[torch.Tensor, bool]]] = field(default_factory=dict)
 
@@ -41,13 +35,10 @@ class ArrivedTensors:
         return (source, key) in self._came
 
     def pop(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
-        """Return the first tensor that arrived.
-
-        Raises:
-            KeyError: no tensor has arrived under this key.
-        """
+        """Return the first tensor that arrived. Raises KeyError if there is none."""
         queue = self._came[source, key]
         first = queue.popleft()
+        # Removed, since `has` looks for the key only.
         if not queue:
             del self._came[source, key]
         return first

@@ -2,10 +2,6 @@
 
 Every worker draws the masks of the whole batch from the same state of torch's default generator, in the order of the
 graph, as `torch.nn.functional.dropout` would draw them. It keeps its parts, one byte per element, until they are used.
-
-A module that is one node (attention, a recurrent layer) draws masks inside. `PredrawnMasks` replaces these by the masks
-drawn before. Other random numbers inside it come from a separate state, so that the generators of the workers stay
-alike.
 """
 
 import hashlib
@@ -23,6 +19,7 @@ from topotrain.config.job import ConfigError
 from topotrain.parallel.program.layouts import even
 from topotrain.parallel.program.split_program import LocationKind, Program, ProgramStep, StepKind, SymbolicShape
 
+# Each with (drops whole channels, is an alpha dropout).
 FUNCTIONS = {
     "dropout": (False, False),
     "dropout1d": (True, False),
@@ -45,14 +42,11 @@ ALPHA = 1.7580993408473766  # of SELU (Klambauer et al., 2017), to torch's digit
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """A dropout with probability `p`, by element or by whole channels (`features`).
-
-    `alpha` means AlphaDropout.
-    """
+    """A dropout with probability `p`, by element or by whole channels (`features`)."""
 
     p: float
     features: bool
-    alpha: bool
+    alpha: bool  # AlphaDropout
     inplace: bool
 
     @property
@@ -70,6 +64,7 @@ class Dropout:
         if mask is None:
             return given.mul_(0.0) if self.inplace else given * torch.zeros((), dtype=given.dtype, device=given.device)
         noise = mask.to(device=given.device, dtype=given.dtype)
+        # Operation by operation as in torch's own implementation, for its bits.
         if not self.alpha:
             noise.div_(1 - self.p)
             return given.mul_(noise) if self.inplace else given * noise
@@ -80,10 +75,7 @@ class Dropout:
 
 
 def dropout(step: ProgramStep, model: nn.Module) -> Dropout | None:
-    """Return the dropout of a step in its module's present mode.
-
-    None: the step is not a dropout, or drops nothing now.
-    """
+    """Return the dropout of a step, or None if it drops nothing in the present mode."""
     if step.kind is StepKind.MODULE:
         module: Any = model.get_submodule(step.target)
         found = next((how for kind, how in MODULES.items() if isinstance(module, kind)), None)
@@ -93,6 +85,7 @@ def dropout(step: ProgramStep, model: nn.Module) -> Dropout | None:
         return None
     features, alpha = FUNCTIONS[name.rstrip("_")]
     given = dict(zip(("input", "p", "training", "inplace"), step.args)) | dict(step.kwargs)
+    # The default of `training` is False in the alpha functions. torch's own operators name the argument `train`.
     training = given.get("training", given.get("train", "alpha" not in name))
     inplace = bool(given.get("inplace", False)) or name.endswith("_")
     return Dropout(given.get("p", 0.5), features, alpha, inplace) if training else None
@@ -142,10 +135,12 @@ def draw(
     """
     kept = {}
     for step in program.steps:
+        # Every mask is drawn on every worker, also where the step is not, so that the generators stay alike.
         masks = list(_masks(step, drops.get(step.number), step.number in themselves))
         parts: dict[int, list[torch.Tensor]] = {micro: [] for micro in range(micros if step.layout.on(me) else 0)}
         for shape, keep, order in masks:
             sizes = shape.at(sum(samples))
+            # torch draws nothing for an empty tensor.
             if math.prod(sizes) == 0:
                 continue
             mask = _drawn(sizes, order, keep, getattr(torch, shape.dtype), generator)
@@ -161,10 +156,7 @@ def draw(
 def _masks(
     step: ProgramStep, drop: Dropout | None, itself: bool
 ) -> Iterator[tuple[SymbolicShape, float, tuple[int, ...]]]:
-    """Yield the masks of a step: shape, probability to keep an element, memory order.
-
-    The order is that of `split_program.DropoutMask`.
-    """
+    """Yield the masks of a step: shape, probability to keep, order as `DropoutMask`."""
     if drop is not None and drop.draws:
         yield _noise(step.shape, drop.features, step), 1 - drop.p, step.inside[0].order if step.inside else ()
     elif itself:
@@ -174,7 +166,8 @@ def _masks(
 def _drawn(
     sizes: Sequence[int], order: Sequence[int], keep: float, dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """Draw a mask of the whole batch, in the memory order of the unsplit step."""
+    """Draw a mask of the whole batch."""
+    # torch fills a tensor in the order of its memory, so the mask is drawn in that of the unsplit step.
     order = order or range(len(sizes))
     mask = torch.empty([sizes[d] for d in order], dtype=dtype).bernoulli_(keep, generator=generator).bool()
     return mask.permute([order.index(d) for d in range(len(sizes))])
@@ -245,11 +238,7 @@ class PredrawnMasks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target.copy_(self._masks[self._at - target.numel() : self._at].view(target.shape))
 
     def done(self) -> None:
-        """Check that the step has drawn all its masks.
-
-        Raises:
-            ConfigError: the step drew fewer masks than when its graph was made.
-        """
+        """Raise ConfigError if the step has drawn fewer masks than its graph has."""
         self._check(self._at == self._masks.numel())
 
     def _check(self, holds: bool) -> None:
@@ -277,10 +266,7 @@ def apart(step: ProgramStep, masks: torch.Tensor | None, seed: int, micro: int, 
 
 
 def draws_by_itself(step: ProgramStep, model: nn.Module) -> bool:
-    """Return whether a step draws random numbers while it runs.
-
-    These are modules with a dropout inside, and attention.
-    """
+    """Whether a step draws random numbers while it runs: a module, or attention."""
     if step.kind is not StepKind.MODULE:
         return float(step.kwargs.get("dropout_p", 0.0) or 0.0) > 0
     whole = model.get_submodule(step.target)
@@ -293,10 +279,8 @@ def draws_by_itself(step: ProgramStep, model: nn.Module) -> bool:
 
 @contextmanager
 def state_of_its_own(seed: int, step: ProgramStep, micro: int, me: int) -> Iterator[None]:
-    """Set torch's CPU generator from seed, step, micro-batch and worker for the block.
-
-    The previous state is restored afterwards.
-    """
+    """Set torch's CPU generator from these numbers for the block."""
+    # Draws that not all workers make must not move the generator that all have in the same state.
     before = torch.get_rng_state()
     text = f"{seed} {step.number} {micro} {me}".encode()
     torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7], "little"))

@@ -1,8 +1,7 @@
 """Gather a split model on worker 0 of its group during training.
 
 Every worker of the group calls this at the same point of its script, so all values are of the same step. Tensors are
-sent in pieces, and worker 0 acknowledges each piece. At most AHEAD pieces of a worker are in flight. So the model need
-not fit in memory, as long as the destinations are elsewhere, such as in a file.
+sent in pieces of up to PIECE_BYTES, so the model need not fit in memory if the destinations are elsewhere.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from topotrain.parallel.runtime.channel import STEPPED, TensorKey
 from topotrain.parallel.runtime.worker_sync import WorkerSync
 
 PIECE_BYTES = 4 << 20
-AHEAD = 2
+AHEAD = 2  # one piece is on its way while worker 0 writes the other
 _PIECE, _PLACED = STEPPED - 2, STEPPED - 3
 """`TensorKey.edge` of a piece, and of its ack."""
 
@@ -66,14 +65,13 @@ def give(sync: WorkerSync, held: Sequence[GatheredTensor], what: str) -> None:
             sync.receive(0, TensorKey(sync.forwards, number - AHEAD, _PLACED, False), what)
         if number < len(mine):
             entry, rows = mine[number]
+            # A copy, because rows of a tensor need not be contiguous, and are sent as bytes.
             piece = _rowed(entry.held)[rows].clone(memory_format=torch.contiguous_format)
             channel.send(0, TensorKey(sync.forwards, number, _PIECE, False), piece.view(-1).view(torch.uint8))
 
 
 def gather(sync: WorkerSync, held: Sequence[GatheredTensor], targets: Mapping[str, torch.Tensor], what: str) -> None:
-    """Write every tensor into `targets`, whole tensors by their first names.
-
-    Worker 0 calls this.
+    """Write every tensor into `targets`, by first names. Worker 0 calls this.
 
     Raises:
         ConfigError: another worker continues without this call.
@@ -82,6 +80,7 @@ def gather(sync: WorkerSync, held: Sequence[GatheredTensor], targets: Mapping[st
     for entry in held:
         if entry.source == 0:
             entry.of(targets).copy_(entry.held)
+    # One worker after another: the others wait for their acks with AHEAD pieces sent.
     for source in range(1, channel.size):
         coming = _pieces([entry for entry in held if entry.source == source])
         for number, (entry, rows) in enumerate(coming):

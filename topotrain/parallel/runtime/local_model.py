@@ -76,8 +76,10 @@ class _Entry:
             cut_to(whole, share, kept) if kept is not None and number == own else whole.made(whole.part(share))
             for number, share in enumerate(whole.shares)
         ]
+        # The object stays, because the script may hold it. Only its memory is freed.
         if own < 0 and not whole.tensor.is_meta:
             drop_memory(whole.tensor)
+        # A worker without a share has the first one in its modules, on the meta device: each name needs a tensor.
         self.current = max(own, 0)
         for place in whole.places:
             place.table[place.name] = self.tensors[self.current]
@@ -127,6 +129,7 @@ def _regroup(optimizer: Optimizer, entries: Sequence[_Entry]) -> tuple[tuple[lis
     """Put the localized tensors into the optimizer, and return its original groups."""
     of = {id(entry.whole.tensor): entry for entry in entries}
     kept = []
+    # One entry per share, also of other workers: all workers must give the servers the same list of parameters.
     for group in optimizer.param_groups:
         before, names = group["params"], group.get("param_names")
         kept.append((before, names))
@@ -185,6 +188,7 @@ def restore(
 
 
 def _joined(whole: WholeTensor, values: Sequence[torch.Tensor], folder: Path | None) -> torch.Tensor:
+    # Not cut: the value is taken as it is, without memory for a copy.
     if len(values) == 1:
         return values[0].detach()
     like, memory = whole.like(), PrivateMemory() if folder is None else FileMemory(folder)
@@ -196,6 +200,7 @@ def _joined(whole: WholeTensor, values: Sequence[torch.Tensor], folder: Path | N
 
 def _put(whole: WholeTensor, value: torch.Tensor) -> None:
     """Give the value to the script's own tensor, and put that back into the modules."""
+    # A tensor on the meta device cannot be given memory in place, so another object replaces it.
     tensor = whole.tensor
     if tensor.is_meta:
         tensor = whole.made(value)

@@ -12,11 +12,9 @@ from topotrain.parallel.placement.parameter_owners import OwnedPart, ParameterOw
 
 
 def cut_to(whole: WholeTensor, share: OwnedPart, tensor: torch.Tensor) -> torch.Tensor:
-    """Cut a tensor to a share of the whole in place, and free the rest of its memory.
-
-    A tensor that is cut already is left as it is.
-    """
+    """Cut a tensor to a share of the whole in place, and free the rest of its memory."""
     part = whole.part(share)
+    # `materialise` has cut the tensors that it made.
     if tensor.shape != part.shape:
         with torch.no_grad():
             cut = torch.empty_strided(part.shape, part.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -45,14 +43,12 @@ def drop_memory(tensor: torch.Tensor) -> None:
 def materialise(model: nn.Module, division: ParameterOwners, me: int, seed: int = 0) -> dict[int, torch.Tensor]:
     """Allocate and fill this worker's tensors that are on the meta device.
 
-    Modules are filled one by one. So at most one whole module is in memory besides the parts that are kept.
-
-    Returns:
-        The new tensors, by the id of the tensors that they replace.
+    Returns the new tensors, by the id of the tensors that they replace.
 
     Raises:
         ConfigError: a module has no `reset_parameters`.
     """
+    # Modules are filled one by one. So at most one whole module is in memory besides the parts that are kept.
     wholes = {id(w.tensor): w for w in division.parameters + division.buffers}
     made: dict[int, torch.Tensor] = {}
     for name, module in reversed(list(model.named_modules())):  # children first, as constructors do
@@ -77,6 +73,7 @@ def _taken(wanted: Sequence[tuple[dict[str, Any], str, WholeTensor]], me: int) -
             table[own] = cut_to(whole, share, table[own])
             yield id(whole.tensor), table[own]
         else:
+            # Held by another worker, or filled with its first module: the memory is freed at once.
             table[own] = whole.tensor
 
 
@@ -86,6 +83,7 @@ def _fill(name: str, module: nn.Module, wanted: Sequence[tuple[dict[str, Any], s
         what = f"{name}.{wanted[0][1]}".lstrip(".")
         accepted = f"is on the meta device, so {type(module).__name__} must have a method reset_parameters"
         raise ConfigError("model parameter", what, accepted)
+    # The whole module is filled, since `reset_parameters` knows no parts and its draws depend on the full shape.
     for table, own, whole in wanted:
         table[own] = whole.made(whole.like("cpu"))
     with torch.random.fork_rng(devices=[]):

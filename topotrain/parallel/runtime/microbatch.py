@@ -34,6 +34,7 @@ class ForwardSettings:
         self.program, self.model, self.me = program, model, me
         self.stops, self.edges = share(program, me), edges_of(program)
         self.taken = frozenset(step.number for step in taken_out(program))
+        # Values from other workers need a gradient. Autograd runs their nodes only if an input needs one, too.
         self.anchor = torch.zeros((), requires_grad=True)
         self._plans: dict[tuple[int, tuple[int, ...]], TransferPlan] = {}
 
@@ -75,9 +76,10 @@ class ForwardPass:
 class MicroBatchState:
     """State of one micro-batch: live values, tokens of its moves, and its position.
 
-    Steps of a micro-batch run in the program's order, so that sums in the backward have a fixed order. `cold` is an
-    edge that no gradient returns over, and `root` is the value that this worker has made for it.
+    `cold` is an edge that no gradient returns over, and `root` is the value that this worker has made for it.
     """
+
+    # Steps run in the program's order, so that sums in the backward have a fixed order.
 
     def __init__(self, route: ForwardSettings, trip: ForwardPass, micro: int, cold: int | None = None) -> None:
         self.route, self.trip, self.micro, self.cold = route, trip, micro, cold
@@ -170,7 +172,9 @@ class MicroBatchState:
         try:
             if step.number not in self.trip.apart:
                 return self._compute(step)
+            # The state of a step's own draws differs from forward to forward, and is the same when the run is repeated.
             seed = torch.initial_seed() + self.trip.number
+            # Removed as it is used: masks of the whole forward would stay in memory otherwise.
             masks = self.trip.masks.pop((step.number, self.micro), None)
             with dropout.apart(step, masks, seed, self.micro, self.route.me):
                 return self._compute(step)
@@ -205,12 +209,9 @@ class MicroBatchState:
 
 
 def pipe(flights: Sequence[MicroBatchState], channel: NetworkChannel) -> None:
-    """Run all micro-batches to the end, the lowest that can run first.
-
-    - No micro-batch overtakes the one before it, so modules with state (BatchNorm) see them in order.
-    - The end stops run after all steps. Values that arrive there come first in the backward. So a worker that waits for
-      their gradient does not wait for backwards of other micro-batches.
-    """
+    """Run all micro-batches to the end, the lowest that can run first."""
+    # The end stops run after all steps. Values that arrive there come first in the backward. So a worker that waits for
+    # their gradient does not wait for backwards of other micro-batches.
     for only_steps in (True, False):
         while left := [
             index for index, flight in enumerate(flights) if not (flight.at_end if only_steps else flight.done)
@@ -229,6 +230,7 @@ def one_step(flights: Sequence[MicroBatchState], candidates: Iterable[int]) -> t
     wanted = list[tuple[int, TensorKey]]()
     for index in candidates:
         flight = flights[index]
+        # No micro-batch overtakes the one before it, so modules with state (BatchNorm) see them in order.
         if flight.done or (index > 0 and flights[index - 1].place <= flight.place):
             continue
         missing = flight.missing()  # checked only once: wait_any notices a message that arrives after this

@@ -48,6 +48,7 @@ class OutputMerger:
         if shape is not None and shape.batch >= 0:
             return torch.cat(values, shape.batch)
         if isinstance(values[0], torch.Tensor) and values[0].dim() == 0 and values[0].is_floating_point():
+            # A value that all workers have was computed from all samples, others from this worker's own.
             counts = [sum(flight.samples) if where is LocationKind.WHOLE else flight.samples[me] for flight in flights]
             return mean(values, counts)
         if isinstance(values[0], tuple | list) and all(isinstance(item, torch.Tensor) for item in values[0]):
@@ -76,9 +77,11 @@ def tied(output: Any, tokens: Sequence[torch.Tensor], sync: WorkerSync, factor: 
     found = [
         tensor for tensor in references(output, (torch.Tensor,)) if tensor.is_floating_point() or tensor.is_complex()
     ]
+    # Also without an output that needs a gradient: other workers wait for the gradients of this worker's moves.
     chosen = [tensor for tensor in found if tensor.requires_grad] or (found if tokens else [])
     if not chosen:
         return output
+    # An output may contain a tensor twice, and each node of autograd needs it once.
     distinct = list({id(tensor): tensor for tensor in chosen}.values())
     results = TieTokens.apply(sync, factor, len(distinct), *distinct, *tokens)  # type: ignore[no-untyped-call]
     new = {id(tensor): result for tensor, result in zip(distinct, results, strict=True)}

@@ -3,11 +3,7 @@
 - Sending never waits, so two workers cannot block each other.
 - A tensor is copied into a buffer (`send_buffers`), which a receiver on the same host can map. It is sent in parts of
   at most PART_BYTES.
-- A part is received into memory allocated when the part arrives. The tensor size that a peer announces is compared with
-  the bytes received and never allocated.
 - Every message also carries the number of messages read from the other side, which frees their buffers.
-- A worker that has left is an error only when a tensor from it is needed. At the end of a job workers leave one after
-  another.
 """
 
 import math
@@ -30,6 +26,7 @@ from topotrain.parallel.runtime.activation_messages import Activation, Activatio
 from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
 from topotrain.parallel.runtime.send_buffers import SendBuffers
 
+# Well below the limit of a frame's payload, since a receiver allocates a part when it is announced.
 PART_BYTES = 16 << 20
 
 
@@ -77,6 +74,7 @@ class NetworkChannel(ClientExtension):
             JobError, PeerLost: the job has failed, or a worker is lost.
         """
         channel = self._channel
+        # A connection is made by one side only. The hello shows the other side that it exists.
         channel.wait_until(lambda: self._connected.issuperset(workers) or self._any_left(workers))
         with channel.waiter.update():
             if not self._connected.issuperset(workers):
@@ -123,11 +121,8 @@ class NetworkChannel(ClientExtension):
                 self._post(to, message(part=part, taken=self._read[to], body=body))
 
     def arrived(self, source: int, key: TensorKey) -> bool:
-        """Return whether `receive` would not wait.
-
-        Raises:
-            JobError, PeerLost: as `receive`.
-        """
+        """Return whether `receive` would not wait. Raises as `receive`."""
+        # Without the lock: a tensor that arrives meanwhile is found below.
         if self._store.has(source, key):
             return True
         self._channel.waiter.look()
@@ -152,11 +147,7 @@ class NetworkChannel(ClientExtension):
             return self._store.pop(source, key)
 
     def wait_any(self, wanted: Collection[tuple[int, TensorKey]]) -> None:
-        """Wait until one of (source, key) has arrived.
-
-        Raises:
-            JobError, PeerLost: as `receive`.
-        """
+        """Wait until one of (source, key) has arrived. Raises as `receive`."""
         if not self._any(wanted):
             sources = {source for source, _ in wanted}
             with self._channel.spans.span("wait for workers"):
@@ -188,7 +179,7 @@ class NetworkChannel(ClientExtension):
     # --- calls by the client -------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: Message) -> torch.Tensor | None:
-        """Allocate memory for one part. Raises ProtocolError."""
+        """Allocate memory for one part. Raises ProtocolError for an impossible one."""
         if not isinstance(message, Activation):
             return None
         if message.nbytes <= 0 or message.parts != _parts(message.nbytes) or not 0 <= message.part < message.parts:
@@ -206,6 +197,7 @@ class NetworkChannel(ClientExtension):
     def _receive_part(self, sender: Address, message: Activation) -> None:
         if not self._slots.read(sender.index, message.taken):
             raise ProtocolError(f"{sender} reports {message.taken} messages read, which is not possible")
+        # The part is in memory of this worker now, so the sender may reuse its buffer.
         self._read[sender.index] += 1
         key = TensorKey(message.forward, message.micro, message.edge, message.backward)
         came = self._coming.setdefault((sender.index, key), [])
@@ -218,10 +210,8 @@ class NetworkChannel(ClientExtension):
             self._store.put(sender.index, key, _whole(message, came), message.grad)
 
     def on_lost(self, peer: Address, reason: str) -> bool:
-        """Note that a worker will send nothing more.
-
-        This is a failure only when something is needed from it.
-        """
+        """Note that a worker will send nothing more."""
+        # No failure yet: at the end of a job workers leave one after another, and nothing more is needed of them.
         if peer.role is Role.WORKER:
             self._left[peer.index] = reason
         return peer.role is Role.WORKER
@@ -232,11 +222,8 @@ def _parts(nbytes: int) -> int:
 
 
 def _whole(message: Activation, came: list[torch.Tensor]) -> torch.Tensor:
-    """Return the tensor from all its parts.
-
-    Raises:
-        ProtocolError: the parts do not make up the announced tensor.
-    """
+    """Return the tensor from all its parts. Raises ProtocolError if they do not fit."""
+    # The announced size is compared with the bytes received, and never allocated.
     if message.dtype not in ITEM_BYTES or min(message.sizes, default=0) < 0:
         raise ProtocolError(f"an activation of {message.sizes} elements of {message.dtype}")
     expected = math.prod(message.sizes) * ITEM_BYTES[message.dtype]

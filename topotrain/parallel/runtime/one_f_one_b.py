@@ -30,9 +30,9 @@ from topotrain.parallel.runtime.worker_sync import WorkerSync
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The loss that the model returns.
+    """The loss that the model returns: its value, and the edge that sends it to all.
 
-    `ref` is its value. `edge` sends it to all workers. None: each worker has a loss of its own.
+    Without an edge each worker has a loss of its own.
     """
 
     ref: ResultRef
@@ -40,11 +40,7 @@ class LossOutput:
 
 
 def loss_of(program: Program) -> LossOutput:
-    """Return the loss of a program.
-
-    Raises:
-        ConfigError: the output of the model is not one loss.
-    """
+    """Return the loss of a program. Raises ConfigError if its output is not one loss."""
     ref = program.output
     if isinstance(ref, ResultRef):
         edge = next((edge for edge in program.edges if edge.number == ref.edge), None)
@@ -65,23 +61,18 @@ def loss_of(program: Program) -> LossOutput:
 
 
 def in_flight(program: Program, me: int) -> int:
-    """Return the number of micro-batches with activations that this worker may keep.
-
-    It is the number of stages from its own to the last. A worker that computes on its share before the first stage must
-    keep up with the first stage.
-    """
+    """Return of how many micro-batches this worker may keep activations."""
     order = list(dict.fromkeys(step.layout.worker for step in program.steps if step.layout.where is LocationKind.AT))
     first = next((step for step in program.steps if step.kind is not StepKind.INPUT and step.layout.on(me)), None)
+    # A worker that computes on its share before the first stage must keep up with the first stage.
     if first is None or first.layout.where is not LocationKind.AT:
         return program.workers
+    # The number of stages from this worker's own to the last.
     return max(1, len(order) - order.index(me))
 
 
 class DeferredBackward(Function):
-    """(sync, gradients, loss, anchor, parameters) -> loss, with known gradients.
-
-    The backward gives the gradients to the parameters.
-    """
+    """(sync, gradients, loss, anchor, parameters) -> loss, with known gradients."""
 
     @staticmethod
     def forward(
@@ -97,7 +88,7 @@ class DeferredBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
-        """Return the gradients, multiplied by the gradient of the loss."""
+        """Give the gradients to the parameters, multiplied by that of the loss."""
         sync, gradients = ctx.state
         sync.begun()
         (factor,) = given
@@ -139,6 +130,7 @@ class OneFOneBForward:
         """Run one stop or one backward, or return the tensors for which all wait."""
         going = [flight for flight in self.flights if flight is not None]
         lowest, blocked = going[0], list[tuple[int, TensorKey]]()
+        # A backward comes before another forward step: it frees activations.
         if lowest.done:
             blocked = self._awaited(lowest)
             if not blocked:
@@ -173,11 +165,13 @@ class OneFOneBForward:
     def _go_back(self, flight: MicroBatchState, part: float) -> None:
         """Run the backward of one micro-batch; its loss is `part` of the whole."""
         self.losses.append(flight.values[self.loss.ref].detach())
+        # Tokens have no value. They are ends of the graph, so that every move runs its part of the backward.
         ends, seeds = list(flight.tokens), [torch.zeros_like(token) for token in flight.tokens]
         root = self._root(flight)
         if root is not None:
             ends.insert(0, root)
             seeds.insert(0, torch.full_like(root, self._seed() * part))
+        # The graph is freed with its backward, so that the activations do not stay until the last micro-batch.
         self.flights[self.back] = None
         self.back += 1
         if not ends:

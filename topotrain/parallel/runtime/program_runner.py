@@ -31,9 +31,8 @@ GPIPE, ONE_F_ONE_B = "kGPipe", "k1F1B"
 class Runner:
     """Replaces `model.forward`: takes this worker's samples and returns their output.
 
-    A worker with weight 0 (it repeats samples) takes part. Its loss adds nothing to any gradient, but the gradients of
-    parameters that only it holds must count. Therefore servers use `counts`, not `weight`, as the weight of its
-    gradients.
+    A worker with weight 0 (it repeats samples) takes part. The gradients of parameters that only it holds must count,
+    so servers use `counts`, not `weight`, as the weight of its gradients.
 
     Args:
         program: the same on all workers of the group.
@@ -86,6 +85,7 @@ class Runner:
         self.counts = weights[me]
         factor = said[me] / weights[me] * (sum(weights) / (sum(said) or math.inf))
         trip = self._trip(given, tuple(hello.samples for hello in hellos), weights)
+        # The backward runs inside this call, so the script's graph behind an argument cannot get a gradient.
         if self._loss is not None and torch.is_grad_enabled():
             leaves = [name for name, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad]
             if leaves:
@@ -94,16 +94,13 @@ class Runner:
         flights = [MicroBatchState(self._route, trip, micro) for micro in range(trip.micros)]
         pipe(flights, self.channel)
         output = self._outputs.joined(flights, me)
+        # Without gradients there is no backward that the tokens would have to run.
         if not torch.is_grad_enabled():
             return output
         return tied(output, [token for flight in flights for token in flight.tokens], self.sync, factor)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-        """Return the arguments by name.
-
-        Raises:
-            TypeError: as a call of the model's own forward.
-        """
+        """Return the arguments by name. Raises TypeError like the model's own forward."""
         bound = self._signature.bind(self.model, *args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
@@ -125,6 +122,7 @@ class Runner:
             if not isinstance(value, torch.Tensor) or value.dim() != len(shape.sizes):
                 raise ConfigError(name, _of(value), told)
             samples, rest = divmod(value.shape[shape.batch], shape.per_sample)
+            # A tensor that is cut by samples has a fixed number of rows per sample, which need not be one.
             if rest or tuple(value.shape) != shape.at(samples):
                 raise ConfigError(name, _of(value), told)
             found.setdefault(samples, name)
@@ -150,10 +148,13 @@ class Runner:
         )
 
     def _trip(self, given: Mapping[str, Any], samples: tuple[int, ...], weights: tuple[float, ...]) -> ForwardPass:
+        # Every worker's share must have a sample for each micro-batch.
         micros = max(1, min(self._microbatches, *samples))
         drops = {step.number: drop for step in self.program.steps if (drop := dropout.dropout(step, self.model))}
         themselves = dropout.inside(self.program, self.model)
+        # All workers draw all masks here, in the program's order, so that their generators stay alike.
         masks = dropout.draw(self.program, drops, self.channel.me, samples, micros, self._generator, themselves)
+        # `exchange` has counted this forward already.
         forward = self.sync.forwards - 1
         post = ForwardMessages(self.channel, forward, weights, self._device(given), self.sync)
         mine = [stop.step for stop in self._route.stops if stop.step is not None]

@@ -1,11 +1,7 @@
 """Buffers for tensors that a worker sends to others of its group.
 
-A buffer is reused as soon as its receiver has read it, since fresh memory costs several times the copy into it. If the
-transport shares memory, a value in a buffer is copied once, by its receiver. Over a socket, two busy processes would
-have to read and write it at the same time.
-
-A buffer is written only while no receiver may read it. Messages reach a peer in order, and the peer reports how many it
-has read. Only such a report frees a buffer.
+A buffer is reused as soon as its receiver has read it, since fresh memory costs several times the copy into it. It is
+written only while no receiver may read it: messages reach a peer in order, and the peer reports how many it has read.
 """
 
 import threading
@@ -36,11 +32,7 @@ class _Lent:
 
 
 class SendBuffers:
-    """The send buffers of one worker. Any thread may call it.
-
-    Args:
-        memory: where the buffers are, which are kept until the end.
-    """
+    """The send buffers of one worker. Any thread may call it."""
 
     def __init__(self, memory: BufferMemory) -> None:
         self._memory = memory
@@ -64,10 +56,7 @@ class SendBuffers:
         return memory[:nbytes]
 
     def read(self, by: int, count: int) -> bool:
-        """Note that a peer has read `count` messages since the beginning.
-
-        Returns False if that is not possible.
-        """
+        """Note how many messages a peer has read so far. False: that is not possible."""
         with self._lock:
             lent, new = self._lent[by], count - self._read[by]
             # A peer cannot have read more messages than were sent to it.
@@ -81,6 +70,7 @@ class SendBuffers:
         return True
 
     def _slot(self, size: int) -> torch.Tensor:
+        # If the transport shares memory, the value in it is copied once, by its receiver.
         free = self._free[size]
         return free.pop() if free else self._memory.allocate(size, torch.uint8)
 

@@ -9,8 +9,6 @@ output, a SendActivation is never delayed. Times of execution in the forward are
 part is sent before it is received. Of all nodes that are still to run in the backward on any worker, the latest waits
 for no other, because sending does not wait.
 
-On worker k, gradients are scaled by W / w_k relative to the group's loss (w: the weights, W: their sum). So a gradient
-that arrives from worker i is multiplied by w_i / w_k.
 """
 
 from collections.abc import Sequence
@@ -31,10 +29,7 @@ from topotrain.parallel.runtime.worker_sync import WorkerSync
 
 @dataclass(slots=True)
 class ForwardMessages:
-    """A worker's messages of one forward and its backward.
-
-    Messages to the worker itself are not sent but kept in `own`.
-    """
+    """A worker's messages of one forward and its backward. `own`: those to itself."""
 
     channel: NetworkChannel
     forward: int
@@ -56,12 +51,10 @@ class ForwardMessages:
             self.channel.send(to, key, tensor, grad)
 
     def receive(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
-        """Return a tensor on the model's device, possibly from this worker itself.
-
-        See `NetworkChannel.receive`.
-        """
+        """Return a tensor on the model's device, possibly from this worker itself."""
         if source == self.me:
             return self.own.pop(source, key)
+        # Fails with the reason, instead of waiting, if the other script has left out the backward.
         self.sync.wait(source, key)
         tensor, grad = self.channel.receive(source, key)
         return tensor.to(self.device), grad
@@ -172,21 +165,20 @@ class EdgeTransfer:
                 self.post.send(transfer.source, self.key(True), gradient[within(transfer.box, want)], True)
 
     def collect(self) -> torch.Tensor | None:
-        """Return the gradient of this worker's part.
-
-        Gradients from the workers that received a box are added in the order of workers. None: no worker has a
-        gradient.
-        """
+        """Return the gradient of this worker's part, or None if no worker has one."""
         have, found = _box(self._have), list[tuple[Transfer, torch.Tensor]]()
         for transfer in self.outgoing:
             gradient, there = self.post.receive(transfer.target, self.key(True))
+            # Relative to the group's loss, worker k scales gradients by W / w_k (w: the weights, W: their sum).
             if there:
                 factor = self.post.weights[transfer.target] / self.post.weights[self.post.me]
                 found.append((transfer, gradient if factor == 1.0 else gradient * factor))
         if not found:
             return None
+        # In the order of workers, so that the bits of the sum are the same in every run.
         if found[0][0].box == have:  # every receiver got the whole part
             return reduce(torch.add, [gradient for _, gradient in found])
+        # Receivers that have no gradient leave gaps, which mean zero.
         covered = sum(prod(sizes_of(transfer.box)) for transfer, _ in found) == prod(sizes_of(have))
         make = torch.empty if covered else torch.zeros
         total = make(sizes_of(have), dtype=found[0][1].dtype, device=found[0][1].device)
@@ -201,6 +193,7 @@ class SendActivation(Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, move: EdgeTransfer) -> torch.Tensor:
         """Send the part."""
+        # None means that there is no gradient, and saves the memory of zeros.
         ctx.set_materialize_grads(False)
         ctx.move = move
         move.send(part.detach(), True)
@@ -237,8 +230,7 @@ class ReceiveActivation(Function):
 class TieTokens(Function):
     """(sync, factor, count, results and tokens) -> the first `count`, unchanged.
 
-    The backward is counted in `sync`, and multiplies gradients of results by `factor`. Factor 0 gives zeros, even for
-    gradients that are not finite.
+    The backward is counted in `sync`, and multiplies gradients of results by `factor`.
     """
 
     @staticmethod
@@ -252,6 +244,7 @@ class TieTokens(Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the scaled gradients of the results."""
         sync, factor, rest = ctx.state
+        # One backward of the script runs this node once, whichever outputs it starts from.
         sync.begun()
         return None, None, None, *(_scaled(gradient, factor) for gradient in gradients), *[None] * rest
 
@@ -259,6 +252,7 @@ class TieTokens(Function):
 def _scaled(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
     if gradient is None or factor == 1.0:
         return gradient
+    # 0 × inf would be NaN, and the samples of this worker must not count.
     return torch.zeros_like(gradient) if factor == 0 else gradient * factor
 
 

@@ -1,8 +1,7 @@
 """Synchronization of a group's workers at the beginning of each forward.
 
 Workers exchange their numbers of samples and check that all scripts do the same. A worker that calls the model once
-more or once less than the others, or in another mode, would wait forever for a tensor that is never sent. With the
-fields of `ForwardHello`, such a script can be distinguished from a slow one.
+more or once less than the others, or in another mode, would wait forever for a tensor that is never sent.
 """
 
 import struct
@@ -81,10 +80,8 @@ class WorkerSync(DrawObserver):
         self.backwards += 1
 
     def stepped(self) -> None:
-        """Notify the others that the script calls optimizer.step().
-
-        Another worker may be waiting for this worker in a forward.
-        """
+        """Notify the others that the script calls optimizer.step()."""
+        # Another worker may be waiting for this worker in a forward. It can then name the script that differs.
         notice = torch.tensor([self.forwards, self.backwards])
         for other in self._others:
             self.channel.send(other, TensorKey(self.steps, 0, STEPPED, False), notice)
@@ -98,6 +95,7 @@ class WorkerSync(DrawObserver):
         """
         key = self._hello(self.forwards)
         self.forwards += 1
+        # All send before any receives. Sending never waits, so the order of the workers does not matter.
         for other in self._others:
             self.channel.send(other, key, torch.tensor(astuple(mine)))
         hellos = []
@@ -105,6 +103,7 @@ class WorkerSync(DrawObserver):
             hello = mine if worker == self.channel.me else self._hello_of(worker, key)
             hellos.append(hello)
         check(hellos)
+        # The notices of all common steps are here now. They are read, so that they do not pile up.
         for other in self._others:
             for step in range(self._stepped[other], self.steps):
                 self.channel.receive(other, TensorKey(step, 0, STEPPED, False))
@@ -141,6 +140,7 @@ class WorkerSync(DrawObserver):
         if channel.arrived(source, key):
             return
         hello, notice = (source, self._hello(self.forwards)), (source, TensorKey(self.steps, 0, STEPPED, False))
+        # Only gradients can fail to come. That a value is sent was agreed upon by the hellos.
         signs: Collection[tuple[int, TensorKey]] = (hello, notice) if key.backward else ()
         while not channel.arrived(source, key):
             signs = self._without_known(signs, source)
@@ -167,10 +167,8 @@ class WorkerSync(DrawObserver):
             self.channel.wait_any([(source, key), *signs, self._draw_notice(source)])
 
     def draw(self, epoch: int, chunk: int) -> None:
-        """Tell worker 0 that this worker needs a part of the order of batches.
-
-        Worker 0 makes this order. Without the notice, this worker and worker 0 could wait for each other forever.
-        """
+        """Notify worker 0 that this worker needs a part of the order of batches."""
+        # Worker 0 makes this order. Without the notice, this worker and worker 0 could wait for each other forever.
         if self.channel.me == 0:
             self._drawn = epoch, chunk
             for other in self._others:
@@ -180,7 +178,7 @@ class WorkerSync(DrawObserver):
             self._asked += 1
 
     def _draws_on(self, other: int) -> bool:
-        """Return whether a worker waits for a part of the order that is not made yet."""
+        """Whether a worker waits for a part of the order that is not made yet."""
         notice = self._draw_notice(other)
         while self.channel.arrived(*notice):
             epoch, chunk = self.channel.receive(*notice)[0].tolist()
@@ -201,6 +199,7 @@ class WorkerSync(DrawObserver):
                 backwards, does = self._read(*sign, keep=True).backwards, "calls the split model again"
             else:
                 backwards, does = self._notice(sign)[1], "goes on to optimizer.step()"
+            # With as many backwards the sender has begun this one, so the gradient is on its way.
             if backwards < self.backwards:
                 raise disagreement(
                     f"worker {source} of the group {does} after {backwards} backwards, worker {self.channel.me} is in "
@@ -209,6 +208,7 @@ class WorkerSync(DrawObserver):
         return left
 
     def _read(self, worker: int, key: TensorKey, keep: bool = False) -> ForwardHello:
+        # A hello may have been read early, in a wait for a gradient.
         hello = self._hellos.pop((worker, key), None) or ForwardHello(*self.channel.receive(worker, key)[0].tolist())
         if keep:
             self._hellos[worker, key] = hello
@@ -239,11 +239,7 @@ REMEDY = {
 
 
 def check(hellos: Collection[ForwardHello]) -> None:
-    """Compare all hellos with worker 0's.
-
-    Raises:
-        ConfigError: a worker differs. The error names the first difference.
-    """
+    """Raise ConfigError with the first difference of a hello from worker 0's."""
     first = next(iter(hellos))
     for worker, hello in enumerate(hellos):
         for name, what in WHAT.items():
@@ -254,5 +250,4 @@ def check(hellos: Collection[ForwardHello]) -> None:
 
 
 def disagreement(text: str) -> ConfigError:
-    """Return the error for scripts that differ."""
     return ConfigError("split model", None, text)
