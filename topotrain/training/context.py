@@ -40,10 +40,7 @@ class Connections(ABC):
 
     @abstractmethod
     def meet_group(self) -> ClientExtension:
-        """Connect the workers of the group, which all call this once.
-
-        Returns their channel.
-        """
+        """Connect the workers of the group, which all call this once; their channel."""
 
     @abstractmethod
     def traffic(self) -> tuple[int, int]:
@@ -74,9 +71,8 @@ class PrepareRequest:
 class PrepareExtension:
     """A feature's part of preparing a script, of its training and of its end.
 
-    Every method does nothing unless a subclass overrides it. A process of a job has one list of extensions
-    (`Context.extensions`), in which the launcher's composition names every one. The methods are called in the order in
-    which they stand here.
+    Every method does nothing unless a subclass overrides it. The launcher's composition names all extensions of a
+    process (`Context.extensions`). The methods are called in the order in which they are defined here.
     """
 
     def splits(self, model: nn.Module) -> bool:
@@ -132,10 +128,7 @@ class PrepareExtension:
 
 
 class ProcessOwner:
-    """The code that made this process a part of the job.
-
-    A subclass hears of the script's loops and of `tt.leave`.
-    """
+    """The code that made this process part of a job. Each method does nothing here."""
 
     by_hand = False
     """Whether the script itself has joined the job, and may leave it."""
@@ -236,6 +229,7 @@ class Context:
         return any(extension.splits(model) for extension in self.extensions)
 
 
+# No Exception, which a script may catch around `tt.prepare`.
 class PlanRun(BaseException):
     """Carries the arguments of `prepare` out of a script that is only planned."""
 
@@ -249,6 +243,7 @@ class PlanRun(BaseException):
 class _Aside(threading.local):
     """Whether a thread's work is in no step."""
 
+    # A default on the class, which every thread sees without an `__init__` of its own.
     active = False
 
     def begin(self) -> None:
@@ -271,9 +266,10 @@ def current() -> Context | None:
 
 
 def enter(context: Context | None) -> None:
-    """This process is part of a job from here on; with None, of none any more."""
+    """Make this process part of a job; with None, of none any more."""
     global _current
     _current = context
+    # In the other state the first `tt.prepare` is no second one.
     forget()
 
 
@@ -291,7 +287,7 @@ def prepare_once() -> None:
 
 
 def forget() -> None:
-    """An ordinary process may call `tt.prepare` again."""
+    """Let an ordinary process call `tt.prepare` again."""
     global _prepared
     _prepared = False
 
@@ -318,7 +314,7 @@ def is_latest(loop: int) -> bool:
 
 
 def plan_only() -> None:
-    """From here on `prepare` raises Planning."""
+    """Let `prepare` raise `PlanRun` from now on."""
     global _planning
     _planning = True
 

@@ -27,7 +27,7 @@ def chosen(gpu: Sequence[int], in_unit: int, in_job: int, count: int) -> torch.d
     """Return the device of a worker.
 
     With a list `gpu`, worker number `in_unit` of its unit (from 0) takes gpu[in_unit], cyclically. Without a list,
-    worker number `in_job` of the job takes the GPUs of the machine cyclically, or the CPU if there is none.
+    worker number `in_job` of the job takes the `count` GPUs of the machine cyclically, or the CPU if there is none.
 
     Raises:
         ConfigError: the machine does not have the GPU that the job names.
