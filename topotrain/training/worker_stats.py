@@ -32,7 +32,8 @@ class BatchAccounting(ABC):
     def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
         """The script gets batch `seq` (from 0) of a stream.
 
-        stream: (epoch << 32) | lease, or the value of `DataPlan.stream`. Weight 0: a repeated batch that does not count.
+        stream: (epoch << 32) | lease, or the value of `DataPlan.stream`. Weight 0: a repeated batch, which must not
+        count.
         """
 
     @abstractmethod
