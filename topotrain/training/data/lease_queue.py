@@ -504,7 +504,7 @@ class DrawnChunks:
         """
         key = (put.epoch, put.chunk)
         chunk = self._chunk(key)
-        # The same chunk again is no error: a transport may deliver it twice, and worker (0,0) repeats it after a restart.
+        # The same chunk again is no error: a transport may deliver it twice, or worker (0,0) has restarted.
         if chunk.put not in (None, put):
             raise ProtocolError(f"chunk {put.chunk} of epoch {put.epoch} came twice")
         if chunk.put is None:
