@@ -158,11 +158,9 @@ class _LrSchedule(WorkerExtension):
         self.after_epoch()
 
     def after_step(self, outcome: StepOutcome | None) -> None:
-        """As `WorkerExtension.after_step`."""
         self.after_epoch()
 
     def after_epoch(self) -> None:
-        """As `WorkerExtension.after_epoch`."""
         # By the steps of the group, some of which may have been made without this worker.
         set_lr(self._optimizer, self._updater, self._tally.steps)
 

@@ -104,10 +104,7 @@ class PrepareExtension:
         """The worker has started: join its steps."""
 
     def script_position(self, here: "Context", worker: Worker, optimizer: Optimizer) -> ScriptPosition | None:
-        """The position of the script, from which a fresh process can go on.
-
-        None: this feature does not resume scripts.
-        """
+        """The position of the script, to resume it; None: not by this feature."""
         return None
 
     # --- the end
@@ -269,7 +266,7 @@ def enter(context: Context | None) -> None:
     """Make this process part of a job; with None, of none any more."""
     global _current
     _current = context
-    # In the other state the first `tt.prepare` is no second one.
+    # A process that joins or leaves a job may call `tt.prepare` once more.
     forget()
 
 
@@ -325,10 +322,8 @@ def planning() -> bool:
 
 
 def placed() -> bool:
-    """Whether a script's call to join a job by hand has no effect.
-
-    The process is part of a job already, or the script is only planned.
-    """
+    """Whether a script's call to join a job by hand has no effect."""
+    # A launcher has made this process part of a job, or the script is only planned.
     return _planning or (_current is not None and not _current.owner.by_hand)
 
 

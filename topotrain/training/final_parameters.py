@@ -56,10 +56,7 @@ def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] =
 
 
 def tensors_of(parts: ModelParts) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and buffers by name, contiguous, and a file's metadata.
-
-    Tensors that are contiguous in the model are not copied.
-    """
+    """Parameters and buffers by name, copied unless contiguous, and a file's metadata."""
     names = [*(p.name for p in parts.parameters), *(b.name for b in parts.buffers)]
     held = zip(names, (*parts.tensors, *parts.buffer_tensors), strict=True)
     tensors = {name: tensor.detach().contiguous() for name, tensor in held}
@@ -169,11 +166,7 @@ def _told(name: str, tensor: torch.Tensor) -> TensorDescription:
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Reserve `nbytes` on the disk, until `save_tensors` or `release`.
-
-    Raises:
-        ConfigError: there is no room, or the file cannot be written.
-    """
+    """Reserve `nbytes` on the disk until `save_tensors` or `release`, or ConfigError."""
     release(path)
     try:
         if path.is_dir():

@@ -46,7 +46,6 @@ class MisuseChecks(WorkerExtension):
         self._hook.remove()
 
     def before_commit(self, step: int, end: StepEnd) -> None:
-        """As `WorkerExtension.before_commit`."""
         self._steps += 1
         if self._steps == 1 and self._here.is_main:
             self._look_at_loader()

@@ -31,7 +31,6 @@ class ProgressReporter(WorkerExtension):
         self._due = 0.0
 
     def after_step(self, outcome: StepOutcome | None) -> None:
-        """As `WorkerExtension.after_step`."""
         # The losses of a late step were dropped (`drop_step`).
         if outcome is None or not outcome.late:
             self._worker.tally.count_loss()
@@ -127,7 +126,6 @@ class NormLog(WorkerExtension):
         self._file = create_text(path)
 
     def after_step(self, outcome: StepOutcome | None) -> None:
-        """As `WorkerExtension.after_step`."""
         norms = {}
         for tensor, described in zip(self._worker.parts.tensors, self._worker.parts.parameters, strict=True):
             # A meta tensor: another worker of the group holds the parameter.

@@ -120,10 +120,8 @@ class Worker(BatchAccounting):
         self._hooks.add(extension)
 
     def start(self) -> None:
-        """Fetch the job's initial values.
-
-        They are worker (0,0)'s, or those of the first worker of group 0 that holds them.
-        """
+        """Fetch the job's initial values."""
+        # They come from worker (0,0); in a split model, from the first worker of group 0 that holds the parameter.
         if self.me.group == 0 and any(space.speaker == self.me.index for space in self.map.spaces):
             self.buffers.copy_from_model("local")
             # Out of "local": "params" may be memory of the servers, which is not here yet.

@@ -17,11 +17,9 @@ class ProcessClock(Clock):
     """The clock of this process."""
 
     def now(self) -> int:
-        """As `Clock.now`."""
         return time.monotonic_ns()
 
     def thread(self) -> str:
-        """As `Clock.thread`."""
         return threading.current_thread().name
 
 

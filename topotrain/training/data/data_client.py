@@ -42,7 +42,6 @@ class DataClient(ClientExtension):
         self._observer = DrawObserver()
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
-        """As `ClientExtension.bind`."""
         self._channel, self._values = channel, values
         self._first_server, self._coordinator = channel.first_server, channel.servers[0]
 

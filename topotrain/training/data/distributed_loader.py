@@ -98,7 +98,7 @@ class ShardedLoader:
         self._live: Callable[[], _Pass | None] = lambda: None
 
     def __iter__(self) -> Iterator[Any]:
-        # A loop that was left early still holds leases, and this pass would wait for them for ever.
+        # Other groups may wait for the batches that a loop that was left early still holds.
         if self._plan.mode == "lease":
             self.close()
         epoch = self._epochs

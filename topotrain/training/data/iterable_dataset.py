@@ -87,7 +87,6 @@ class IterableEpoch:
         self._back: _Reader | None = None
 
     def next(self) -> tuple[BatchPosition, int, Any]:
-        """As `MapEpoch.next`."""
         if self._leases is None:
             place = self._place(self._seq)
             self._seq += 1
@@ -99,7 +98,6 @@ class IterableEpoch:
         return (place, *unit)
 
     def catch_up(self, recorder: ResumeRecorder) -> None:
-        """As `MapEpoch.catch_up`."""
         # The script's generators are restored next, and the stream shares them: so it must be at its place by then.
         if self._opening.restored and self._front is not None and self._leases is None:
             self._front.batch(nth(self._opening.done, self._first(self._place(self._seq).number)) - 1)
@@ -109,13 +107,11 @@ class IterableEpoch:
         """Do nothing: all workers read the same stream, so there is no draw to send."""
 
     def leave(self) -> None:
-        """As `MapEpoch.leave`."""
         if self._leases is not None:
             self._leases.leave(None)
         self.end()
 
     def end(self) -> None:
-        """As `MapEpoch.end`."""
         self._front = self._back = None
 
     def _place(self, seq: int) -> BatchPosition:

@@ -444,10 +444,7 @@ def _position(table: Sequence[_Run], free: LeaseRelease) -> int:
 
 
 def _disagreement(epoch: _Epoch, sender: Address, position: int) -> str:
-    """Return an error if another worker of the group left elsewhere, or "".
-
-    It is also an error if the other worker has read further.
-    """
+    """Return an error if another worker of the group left elsewhere or read on, or ""."""
     left = epoch.left.get(sender.group)
     if left:
         same = position == left.position
@@ -499,8 +496,7 @@ class DrawnChunks:
     def put(self, put: DrawnBatches) -> Replies:
         """Store a chunk, and reply to the workers that wait for it.
 
-        Raises:
-            ProtocolError: the chunk differs from an earlier one.
+        Raises ProtocolError if it differs from an earlier one, or too much is kept.
         """
         key = (put.epoch, put.chunk)
         chunk = self._chunk(key)

@@ -104,11 +104,7 @@ def _leaves(data: Any) -> Iterator[Any]:
 
 
 def length_of(data: Any) -> int:
-    """The common leading dimension of a loaded batch, along which it is divided.
-
-    Raises:
-        ConfigError: the tensors have no common leading dimension.
-    """
+    """The leading dimension of a loaded batch; a ConfigError if tensors differ in it."""
     samples = leading(data)
     if samples is None:
         raise ConfigError(
@@ -279,10 +275,7 @@ def in_runs(batches: Iterator[Any], at_once: bool) -> Iterator[tuple[list[Any], 
 def pack(batches: Sequence[Any], end: bool) -> Iterator[Chunk]:
     """Chunks (sizes, indices, end) of at most CHUNK numbers each.
 
-    A batch that continues in the next chunk has size -n.
-
-    Raises:
-        ConfigError: an index is no integer of 64 bits.
+    A batch that continues in the next chunk has size -n. Raises ConfigError if an index is no integer of 64 bits.
     """
     sizes: list[int] = []
     indices: list[int] = []

@@ -93,10 +93,7 @@ class ParameterHolder(ValueObserver, ABC):
 
     @abstractmethod
     def show(self, earlier: Mapping[int, torch.Tensor | None]) -> None:
-        """Set `.grad` of each named parameter to its earlier value plus "grad".
-
-        The earlier value is None if there was none.
-        """
+        """Set `.grad` of each named parameter to its earlier value, if any, plus "grad"."""
 
     @abstractmethod
     def bring(self, name: str, gradients: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:

@@ -97,10 +97,7 @@ class GradientPath(ABC):
 
     @abstractmethod
     def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
-        """Send all remaining gradients.
-
-        Returns (revisions, edited bitmap, dropped bitmap) for the commit.
-        """
+        """Send the rest; return (revisions, edited bits, dropped bits) for the commit."""
 
     @abstractmethod
     def _after(self, index: int, tensor: torch.Tensor) -> None:
@@ -536,10 +533,8 @@ class PushPath(GradientPath):
             )
 
     def _collect(self, index: int, left: torch.Tensor | None, wanted: list[int]) -> None:
-        """Update "local" with the script's gradient, and note the buckets to send (again).
-
-        `left` is None for a gradient that the script has not changed. "local" is a copy of it already.
-        """
+        """Update "local" with the script's gradient, and note the buckets to send (again)."""
+        # `left` is None for a gradient that the script has not changed. "local" is a copy of it already.
         changed = index not in self._versions
         if left is not None:
             local = self._buffers.view("local", index)

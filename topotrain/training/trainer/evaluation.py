@@ -127,8 +127,7 @@ def evaluate(
 ) -> Values:
     """Return the means over all samples of `data`, or those before `stop` was set.
 
-    Raises:
-        ConfigError: the loader gives no batch.
+    Raises ConfigError if the loader gives no batch.
     """
     sums: Values = {}
     samples = 0

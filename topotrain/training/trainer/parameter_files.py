@@ -32,20 +32,14 @@ class ParameterFiles:
         make_folder(folder)
 
     def write(self, step: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-        """Start to write tensors, which must not change any more.
-
-        Raises the error of the last file, if there was one.
-        """
+        """Start to write tensors, which must not change any more."""
+        # Raises the error of the last file, if there was one.
         self.wait()
         path = self._folder / f"step-{step}.safetensors"
         self._writing = self._pool.submit(save_tensors, tensors, path, {**metadata, "step": str(step)})
 
     def wait(self) -> None:
-        """Wait until all files are on disk.
-
-        Raises:
-            OSError: a file could not be written.
-        """
+        """Wait until all files are on disk. Raises OSError if one could not be written."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
