@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, cast, get_args, get_origin
 
 from topotrain.config.combinations import Combination, contributed_to
 
+# The types of numbers in job.proto: a larger one would pass here and fail in `dumps`.
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
 

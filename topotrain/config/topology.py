@@ -405,6 +405,7 @@ def _names(addresses: Iterable[Address]) -> str:
 
 
 def _places(t: Topology, addresses: Iterable[Address]) -> str:
+    # Addresses of a group are in consecutive units, so the first and the last are enough.
     ranks = list(dict.fromkeys(t.unit_of(address) for address in addresses))
     return f"unit {ranks[0]}" if len(ranks) == 1 else f"units {ranks[0]}-{ranks[-1]}"
 

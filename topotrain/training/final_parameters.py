@@ -169,6 +169,7 @@ def reserve(path: Path, nbytes: int) -> None:
     """Reserve `nbytes` on the disk until `save_tensors` or `release`, or ConfigError."""
     release(path)
     try:
+        # The last rename would fail, and after all of the training.
         if path.is_dir():
             raise IsADirectoryError(EISDIR, f"{path.name} is a folder", str(path))
         with _opened(_beside(path)) as fd:
@@ -204,6 +205,7 @@ def _take_room(fd: int, nbytes: int) -> None:
         # At least 1, because a length of 0 is an error.
         os.posix_fallocate(fd, 0, max(1, nbytes))
     except OSError as error:
+        # A network or memory file system may not know how. A full disk then shows when the file is written.
         if error.errno not in (EINVAL, EOPNOTSUPP):
             raise
 

@@ -421,6 +421,7 @@ def _over(ask: LeaseRequest) -> Lease:
 
 
 def _contradiction(epoch: _Epoch, sender: Address, ask: LeaseRequest) -> str:
+    # 0: indices that are no integers, or a stream. They cannot be compared.
     if not ask.digest:
         return ""
     if not epoch.digest:
@@ -440,6 +441,7 @@ def _position(table: Sequence[_Run], free: LeaseRelease) -> int:
     if 0 <= free.ordinal < len(table):
         run = table[free.ordinal]
         return before + free.first - run.first if run.first <= free.first <= run.last else -1
+    # A group may leave after its last lease, before it asks for another one.
     return before if free.ordinal == len(table) else -1
 
 

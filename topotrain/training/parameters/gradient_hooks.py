@@ -210,6 +210,7 @@ class MeanPath(GradientPath):
             with self._turn:
                 self._before(index, tensor)
 
+        # Called before accumulation. Torch has no such hook for leaves but the one on the tensor itself.
         tensor.register_hook(before)  # type: ignore[no-untyped-call]
         super()._hook(index, tensor)
 

@@ -188,6 +188,7 @@ def _check(job: Job, loaders: Mapping[str, DataLoader[Any] | None], here: Contex
     if job.resume and here is None:
         accepted = "needs a job (topotrain run): an ordinary process leaves no snapshots; see checkpoint_path"
         raise ConfigError("resume", True, accepted)
+    # Tests and files are due at numbers of steps, which this worker may never reach.
     if job.cluster.backup and here is not None:
         accepted = "must be 0 for a tt.Trainer: its steps are numbered, and a worker that is late leaves some out"
         raise ConfigError("cluster.backup", job.cluster.backup, accepted)
