@@ -143,15 +143,15 @@ Name = Annotated[str, filled]
 Dimension = Annotated[int, whole(-1, 1)]
 Ratio = Annotated[float, number("a number > 0 and <= 1", above=0, most=1)]
 Connections = Annotated[int, whole(1, 16)]
-# A chain of replication has two servers: one copy survives one failure.
+# A chain of replication has two members: a server and one replica.
 Replicas = Annotated[int, whole(1, 2)]
-# 0: chosen by the slice map. The largest is the largest body of a frame.
+# 0: chosen for the transport. The largest one is the largest body of a frame.
 SliceBytes = Annotated[int, whole_or_zero(4096, 1 << 26)]
 
 
 def shares_values(c: "Cluster") -> bool:
     """Whether worker groups share parameter values in memory (see `Topology.sharing`)."""
-    # A unit has workers of several groups, and there are more worker groups than server groups for them.
+    # With more worker groups than server groups, some groups of a unit use the same values.
     return c.share_memory and c.nworkers_per_procs > c.nworkers_per_group and 0 < c.nserver_groups < c.nworker_groups
 
 

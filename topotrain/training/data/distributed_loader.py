@@ -219,7 +219,7 @@ def most_workers(loader: DataLoader[Any], per_worker_batch: bool) -> int | None:
 
 
 def _length(what: Any) -> int | None:
-    # torch's samplers raise NotImplementedError where the length is not known.
+    # Some samplers and datasets raise NotImplementedError instead of having no `__len__`.
     try:
         return len(what)
     except (TypeError, NotImplementedError):

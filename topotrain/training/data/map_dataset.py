@@ -393,7 +393,7 @@ class MapEpoch:
         self._opening = opening
         # Otherwise every worker makes the list of the epoch, and leaves out of it what is applied.
         handed_out = plan.mode == "broadcast" and not opening.drawn
-        # Only where the applied batches are the first ones of the epoch, which one worker reads in order.
+        # Only where the applied batches are the first ones of the epoch, as in a group that has read it in order.
         self._again = (
             handed_out and opening.again and inner.loader.num_workers > 0 and [f for f, _ in opening.done] == [0]
         )

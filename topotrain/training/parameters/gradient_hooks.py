@@ -210,7 +210,7 @@ class MeanPath(GradientPath):
             with self._turn:
                 self._before(index, tensor)
 
-        # Called before accumulation. Torch has no such hook for leaves but the one on the tensor itself.
+        # A hook of a leaf itself is called before autograd accumulates into its `.grad`.
         tensor.register_hook(before)  # type: ignore[no-untyped-call]
         super()._hook(index, tensor)
 

@@ -149,7 +149,7 @@ class Trainer:
             watch.begin()
         groups = 1 if here is None else here.place.topology.worker_groups
         done = 0
-        # A fresh process goes on at its step; the passes that were over give no batch.
+        # A fresh process continues at its step, in the pass that was under way.
         if here is not None and here.continuing is not None and here.continuing.steps:
             done = here.continuing.steps
             loader.skip_to(here.continuing.first)
@@ -188,7 +188,6 @@ def _check(job: Job, loaders: Mapping[str, DataLoader[Any] | None], here: Contex
     if job.resume and here is None:
         accepted = "needs a job (topotrain run): an ordinary process leaves no snapshots; see checkpoint_path"
         raise ConfigError("resume", True, accepted)
-    # Tests and files are due at numbers of steps, which this worker may never reach.
     if job.cluster.backup and here is not None:
         accepted = "must be 0 for a tt.Trainer: its steps are numbered, and a worker that is late leaves some out"
         raise ConfigError("cluster.backup", job.cluster.backup, accepted)
