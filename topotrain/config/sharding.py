@@ -122,9 +122,9 @@ class Segment:
     """
 
     id: int
-    parameter: int
+    parameter: int  # index in `SliceMap.parameters`
     shard: int
-    space: int
+    space: int  # index in `SliceMap.spaces`
     lo: int
     hi: int
     start: int
@@ -210,7 +210,7 @@ class SliceMap:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of schema and cuts; if equal, all ids and boundaries are."""
+        """SHA-256 (hex) of schema and cuts, which decide all ids and boundaries."""
         cuts = [[b.shard, b.space, b.lo, b.hi, b.master] for b in self.buckets]
         # All that decides a boundary: processes of two versions must not agree by accident.
         text = json.dumps([ALIGN, self.shards, self.groups, self.slicing.value, self.offsets, self.ranges, cuts])

@@ -1,7 +1,7 @@
 """Place every worker and every server of a cluster block in a unit.
 
-The layout is pure arithmetic over six counts and two switches, the same on every machine. It is that of
-SINGA v0.x. The four named frameworks (Sandblaster, AllReduce, Downpour, Distributed Hogwild) are four of its points.
+The layout is pure arithmetic over six counts and two switches, the same on every machine. It is that of SINGA v0.x. The
+four named frameworks (Sandblaster, AllReduce, Downpour, Distributed Hogwild) are four of its points.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -166,7 +166,10 @@ def _told(name: str, tensor: torch.Tensor) -> TensorDescription:
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Reserve `nbytes` on the disk until `save_tensors` or `release`, or ConfigError."""
+    """Reserve `nbytes` on the disk, until `save_tensors` or `release`.
+
+    Raises ConfigError if there is no room, or the file cannot be written.
+    """
     release(path)
     try:
         # The last rename would fail, and after all of the training.

@@ -109,7 +109,7 @@ class LossWatch:
 def watch_losses(worker: Worker, watch: LossWatch) -> None:
     """Add every backward's scalar root to the tally; `watch` gets those on the CPU."""
     # PyTorch has no hook for the root of a backward. `Tensor.backward` looks this function up at every call, so both
-    # ways to start one come here.
+    # ways to start one come here. Only worker processes of a job are changed.
     torch.autograd.backward = _watched(torch.autograd.backward, worker, watch)
     torch.amp.GradScaler.scale = _remembered(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
 

@@ -20,7 +20,7 @@ INTERVAL_S = 0.25  # steps may take microseconds, and no display needs more than
 
 
 class ProgressReporter(WorkerExtension):
-    """Reports progress in intervals, and once at the worker's end."""
+    """Reports progress, at most once in INTERVAL_S and at the worker's end."""
 
     def __init__(
         self, here: Context, worker: Worker, connections: Connections, rising: LossWatch | None = None

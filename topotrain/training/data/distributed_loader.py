@@ -70,7 +70,8 @@ class ShardedLoader:
     """Iterates over this worker's share of the batches.
 
     Other attributes (`dataset`, `batch_size`, ...) are those of the script's loader. Each `iter()` is an epoch, counted
-    from 0. `len()` is the number of batches per epoch, in mode "lease" the nominal one (an equal part).
+    from 0. A loop that is left early gives back the batches that it has not read. `len()` is the number of batches per
+    epoch, in mode "lease" the nominal one (an equal part).
 
     Raises:
         ConfigError: this loader cannot be divided; or there is no data, or less than a group's batch of it.

@@ -274,6 +274,7 @@ class LeaseQueue(RegroupExtension):
         epoch = self._epochs.setdefault(ask.epoch, _Epoch())
         if ask.ordinal > len(epoch.table(sender.group)) and sender.group not in epoch.left:
             raise ProtocolError(f"{sender}: lease {ask.ordinal} before lease {len(epoch.table(sender.group))}")
+        # Workers that would read different batches get a Fail.
         refusal = _contradiction(epoch, sender, ask)
         if refusal:
             return [(sender, Fail(refusal))]
@@ -384,7 +385,7 @@ class LeaseQueue(RegroupExtension):
         leases = len(epoch.table(group))
         if leases == 0 or group in self._finished:
             return True
-        # Every worker counts, not only the fastest: a slow one still has to be told the leases of its group.
+        # Every worker counts, not only the fastest: a slow one still has to get the leases of its group.
         return all(
             worker in epoch.gone or epoch.passed.get(worker, 0) >= leases
             for worker in (Address(Role.WORKER, group, i) for i in range(self._workers))

@@ -104,7 +104,7 @@ def _leaves(data: Any) -> Iterator[Any]:
 
 
 def length_of(data: Any) -> int:
-    """The leading dimension of a loaded batch; a ConfigError if tensors differ in it."""
+    """The leading dimension of a loaded batch. Raises ConfigError if tensors differ."""
     samples = leading(data)
     if samples is None:
         raise ConfigError(

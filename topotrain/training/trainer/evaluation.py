@@ -112,6 +112,7 @@ class EvaluationLoader:
     def _with_dice(self, sampler: Any) -> Any:
         if getattr(sampler, "generator", self) is not None:  # it has its own, or does not use one
             return sampler
+        # A copy, since the training loader may use the sampler as well.
         twin = copy.copy(sampler)
         twin.generator = self._dice
         return twin
@@ -160,6 +161,7 @@ def _looking(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
+        # `aside`: calls of `tt.weight` and `tt.local` in the model are no part of the script's step.
         with torch.no_grad(), aside():
             yield
     finally:
@@ -199,7 +201,7 @@ class BackgroundEvaluator:
         self._stream: torch.cuda.Stream | None = None
 
     def offer(self, step: int, data: list[EvaluationLoader]) -> bool:
-        """Start to evaluate the present model, unless the last evaluation still runs."""
+        """Start to evaluate the present model; False if the last evaluation still runs."""
         if self._running is not None:
             return False
         with torch.no_grad():
