@@ -507,6 +507,7 @@ class Job(Checked):
         """Return the SHA-256 (hex) of the fields that decide results."""
         # All processes of a job must agree on it, so it is in the handshake.
         blocks: tuple[Any, ...] = (self, self.cluster)
+        # Newer fields at their default, see _NEWER.
         unset = {f.name for b in blocks for f in fields(b) if f.name in _NEWER and getattr(b, f.name) == f.default}
         text = json.dumps(_plain(self, _NO_RESULT | unset), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
