@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_announce()  # so that torch knows redis:// as an init_method, without importing torch here
+# So that torch knows redis:// as an init_method. It does not import torch.
+_announce()
 
 # Modules with the combinations of job fields that a package refuses, in the order in which they are checked.
 _contribute(
@@ -61,6 +62,7 @@ _need("topotrain.extensions.elastic", "start_groups")
 _need("topotrain.parallel", "partition", "microbatches", "schedule")
 _need("topotrain.parallel.auto_placement", "placement")
 
+# Imported at the first use: the command line must start without torch, which takes seconds to import.
 _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.training.api"),
     **dict.fromkeys(("clip_grad_norm_", "keep"), "topotrain.training.api"),

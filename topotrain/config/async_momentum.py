@@ -38,11 +38,9 @@ def most_momentum(groups: int) -> float:
 
 
 def momentum_of(name: str, groups: Iterable[Mapping[str, Any]]) -> float:
-    """Return the largest momentum of an optimizer's parameter groups.
-
-    It is 0 where the class has no momentum. Adam and its variants have none: however large their averages are, a step
-    is about as long as the learning rate.
-    """
+    """Return the largest momentum of an optimizer's groups, 0 if it has none."""
+    # Adam and its variants have none either, but betas: however large their averages are, a step is about as long as
+    # the learning rate.
     if name.rpartition(".")[2] in _BOUNDED:
         return 0.0
     # The learning rate schedule of a script may change the momentum of one group only.
@@ -51,7 +49,7 @@ def momentum_of(name: str, groups: Iterable[Mapping[str, Any]]) -> float:
 
 
 def momentum_in(name: str, hyper: bytes) -> float:
-    """Return the same for hyper-parameters as they travel in messages."""
+    """Return the same for hyper-parameters as messages have them."""
     return momentum_of(name, json.loads(hyper)) if hyper else 0.0
 
 

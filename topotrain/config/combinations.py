@@ -1,9 +1,8 @@
 """Combinations of fields that are refused: the job's own, and those of packages.
 
 A package that is optional keeps the combinations that it excludes in a module of its own. The root of topotrain, which
-alone may name all packages, lists these modules, and the fields of each package. The modules are imported when the
-first job is checked. If a package is deleted, its combinations are gone with it, and the other ones still count. Its
-fields must then have their defaults.
+alone may name all packages, lists these modules, and the fields of each package. If a package is deleted, its fields
+must have their defaults.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,27 +37,19 @@ _FIELDS: dict[str, tuple[str, ...]] = {}
 
 
 def contribute(*modules: str) -> None:
-    """Name modules of packages that have combinations in `COMBINATIONS`.
-
-    This must happen before the first job is checked.
-    """
+    """Name modules with `COMBINATIONS`, before the first job is checked."""
+    # Names and not imports: `import topotrain` must stay cheap, and the modules import `job`.
     _MODULES.extend(modules)
 
 
 def need(package: str, *paths: str) -> None:
-    """Name the fields of jobs that do nothing without a package.
-
-    This must happen before the first job is checked.
-    """
+    """Name fields that need a package, before the first job is checked."""
     _FIELDS[package] = paths
 
 
 @cache
 def contributed() -> tuple[Combination, ...]:
-    """Return the combinations of all packages.
-
-    For a package that is not there it has a row for each of the package's fields.
-    """
+    """Return the combinations of all packages, and a row per field of a missing one."""
     rows = [row for name in _MODULES if _exists(name) for row in import_module(name).COMBINATIONS]
     for package, paths in _FIELDS.items():
         if not _exists(package):
@@ -68,12 +59,13 @@ def contributed() -> tuple[Combination, ...]:
 
 
 def _exists(module: str) -> bool:
-    # In this order: to look for a module imports its package.
+    # In this order: to look for a module imports its package, and raises if that is missing.
     return bool(find_spec(module.rpartition(".")[0]) and find_spec(module))
 
 
 def _differs(name: str, block: Any) -> bool:
     """Return whether a field of a block does not have its default."""
+    # Compared with the declared default, because the block itself has no record of what was given.
     (found,) = (field for field in fields(block) if field.name == name)
     return bool(getattr(block, name) != found.default)
 

@@ -1,7 +1,6 @@
 """Check settings: the error, rules for single values, and checks of whole blocks.
 
-A rule takes a field's path and value. It returns the value as the job keeps it, or raises ConfigError. This module
-knows no field: `job.py` assigns the rules.
+This module knows no field: `job.py` assigns the rules.
 """
 
 import math
@@ -15,6 +14,7 @@ from typing import Annotated, Any, ClassVar, cast, get_args, get_origin
 
 from topotrain.config.combinations import Combination, contributed_to
 
+# The types of numbers in job.proto: a larger one would pass here and fail in `dumps`.
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
 
@@ -23,6 +23,7 @@ class ConfigError(ValueError):
     """An invalid setting: path of the field, value (or None), accepted values, place."""
 
     def __init__(self, field: str, value: object, accepted: str, where: str = "") -> None:
+        # All arguments, so that a copy or a pickle (another process) can be made again from `args`.
         super().__init__(field, value, accepted, where)
         self.field = field
         self.value = value
@@ -40,6 +41,7 @@ class ConfigError(ValueError):
 
 
 def _shown(value: object) -> str:
+    # As a job file has it.
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, bool):
@@ -88,9 +90,7 @@ def number(
 ) -> Rule:
     """Return the rule for a finite number within these bounds.
 
-    `least` and `most` are included, `above` and `below` are not.
-
-    accepted: the condition in words.
+    `least` and `most` are included, `above` and `below` are not. accepted: the condition in words.
     """
 
     def check(path: str, value: Any) -> float:
@@ -108,6 +108,7 @@ def one_of(kind: type[Enum]) -> Rule:
 
     def check(path: str, value: Any) -> Enum:
         try:
+            # The names are the values of the enum, so this takes both.
             return kind(value)
         except ValueError:
             raise ConfigError(path, value, f"must be one of {names}") from None
@@ -152,6 +153,7 @@ def filled(path: str, value: Any) -> str:
     return value
 
 
+# Cached: every job and every block of it asks for the rules of all fields.
 @cache
 def rule_of(kind: Any) -> Rule:
     """Return the check of a field's type: that of Annotated, or of the type itself."""
@@ -168,11 +170,9 @@ def rule_of(kind: Any) -> Rule:
 
 
 class Checked:
-    """A block that checks its fields, and then their combinations.
+    """A block that checks its fields, and then their combinations."""
 
-    A rule may turn a list into a tuple, and a name into an enum.
-    """
-
+    # Without it the slots of subclasses would be of no use.
     __slots__ = ()
     PATH: ClassVar[str]
     TABLE: ClassVar[Sequence[Combination]] = ()
@@ -181,8 +181,9 @@ class Checked:
         prefix = self.PATH + "." if self.PATH else ""
         for f in fields(self):  # type: ignore[arg-type]
             kind: Any = f.type
-            # The dataclass is frozen; only a rule may replace a value here.
+            # The dataclass is frozen. A rule may turn a list into a tuple, and a name into an enum.
             object.__setattr__(self, f.name, rule_of(kind)(prefix + f.name.rstrip("_"), getattr(self, f.name)))
+        # After the fields: a combination may compare their values.
         for row in (*self.TABLE, *contributed_to(self.PATH)):
             if row.refused(self):
                 raise ConfigError(row.field, attrgetter(row.field.removeprefix(prefix))(self), row.accepted)

@@ -7,7 +7,7 @@ from topotrain.config.job import Job
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """Every `freq` steps from step `after` on; freq 0: never."""
+    """A schedule; freq 0: never."""
 
     freq: int
     after: int
@@ -23,10 +23,8 @@ class Rhythm:
         return self.freq > 0 and step >= self.after and (step - self.after) % self.freq == 0
 
     def passed(self, step: int) -> int:
-        """Return how often it was time from step 1 up to this one.
-
-        A worker that was busy at one of these steps sees from the count that the work is still to be done.
-        """
+        """Return how often it was time from step 1 up to this one."""
+        # For callers that do not see every step: a rise of the count shows that the work is due.
         if not self.freq or step < max(1, self.after):
             return 0
         # The first time is step `after` itself; step 0 does not count.

@@ -1,9 +1,7 @@
 """A job in SINGA's configuration fields: frozen dataclasses, checked when made.
 
-* A field has the name (`import` is `import_` here, a Python keyword) and the default that it has in `job.proto`.
-* The type of a field carries its check.
-* Combinations of fields that are refused are in COMBINATIONS, and in the packages that exclude them (`combinations`).
-* A `Job` needs no further check, except that the counts of a cluster fit together (topology.py).
+A field has its name (`import` is `import_` here) and its default from `job.proto`, and its check in its type. A `Job`
+needs no further check, except that the counts of a cluster fit together (topology.py).
 """
 
 import hashlib
@@ -145,23 +143,28 @@ Name = Annotated[str, filled]
 Dimension = Annotated[int, whole(-1, 1)]
 Ratio = Annotated[float, number("a number > 0 and <= 1", above=0, most=1)]
 Connections = Annotated[int, whole(1, 16)]
+# A chain of replication has two members: a server and one replica.
 Replicas = Annotated[int, whole(1, 2)]
+# 0: chosen for the transport. The largest one is the largest body of a frame.
 SliceBytes = Annotated[int, whole_or_zero(4096, 1 << 26)]
 
 
 def shares_values(c: "Cluster") -> bool:
     """Whether worker groups share parameter values in memory (see `Topology.sharing`)."""
+    # With more worker groups than server groups, some groups of a unit use the same values.
     return c.share_memory and c.nworkers_per_procs > c.nworkers_per_group and 0 < c.nserver_groups < c.nworker_groups
 
 
 def all_reduces(c: "Cluster") -> bool:
     """Whether one worker group has a server beside each worker, as collectives need."""
+    # Equal counts per unit place worker i and server i in the same unit.
     counts = (c.nworkers_per_group, c.nworkers_per_procs) == (c.nservers_per_group, c.nservers_per_procs)
     return c.nworker_groups == c.nserver_groups == 1 and counts and not c.server_worker_separate
 
 
 def _one_unit(c: "Cluster") -> bool:
     """Whether all workers and all servers run in one unit."""
+    # `>=`: whether the counts divide each other is checked later, by `topology.validate`.
     workers = c.nworkers_per_procs >= c.nworker_groups * c.nworkers_per_group
     servers = c.nservers_per_procs >= c.nserver_groups * c.nservers_per_group
     return workers and servers and not (c.server_worker_separate and c.nserver_groups)
@@ -169,10 +172,12 @@ def _one_unit(c: "Cluster") -> bool:
 
 def _apart(c: "Cluster") -> int:
     """Return how many worker groups change the same values, each at its own pace."""
+    # Without servers each group has values of its own.
     return c.nworker_groups if c.nserver_groups else 1
 
 
 def _clips(u: "Updater | None") -> bool:
+    # Equal bounds, as by default, mean no clipping.
     return u is not None and (u.clip_norm is not None or u.clip_low < u.clip_high)
 
 
@@ -441,10 +446,7 @@ class Cluster(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Job(Checked):
-    """One training job.
-
-    `Job(cluster=Cluster(nworkers_per_group=3))` equals the job of a file with that block.
-    """
+    """One training job, such as Job(cluster=Cluster(nworkers_per_group=3))."""
 
     PATH = ""
     TABLE = _rows(PATH)
@@ -492,10 +494,8 @@ class Job(Checked):
 
     @property
     def splits(self) -> bool:
-        """Whether each worker group shares one model among its workers.
-
-        A script may also ask for it, by the parts of the model that it tags.
-        """
+        """Whether each worker group shares one model among its workers, by this file."""
+        # A script may also ask for it, with `tt.place`.
         return bool(self.partition) or self.placement is Placement.kAuto
 
     @property
@@ -504,10 +504,8 @@ class Job(Checked):
         return self.cluster.workspace or f"./workspace/{self.name.replace('/', '_')}"
 
     def digest(self) -> str:
-        """Return the SHA-256 (hex) of the fields that decide results.
-
-        All processes of one job must agree on it.
-        """
+        """Return the SHA-256 (hex) of the fields that decide results."""
+        # All processes of a job must agree on it, so it is in the handshake.
         blocks: tuple[Any, ...] = (self, self.cluster)
         # Newer fields at their default, see _NEWER.
         unset = {f.name for b in blocks for f in fields(b) if f.name in _NEWER and getattr(b, f.name) == f.default}

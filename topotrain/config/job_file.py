@@ -1,7 +1,7 @@
 """Convert between a job file or a dict and a `Job`.
 
-Every form of a job (protobuf text format, YAML, a dict, an override) first becomes a message of `job.proto`
-(proto_schema.py). So all of them accept and refuse the same.
+Every form of a job (protobuf text format, YAML, a dict, an override) first becomes a message of `job.proto`. So all of
+them accept and refuse the same.
 """
 
 import bisect
@@ -29,10 +29,7 @@ _NET = "neuralnet"
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The result of a reader besides the message.
-
-    places: of fields. divided: the layers that SINGA would divide.
-    """
+    """Places of fields, and layers that SINGA would divide, beside a message."""
 
     places: _Places
     divided: tuple[DividedLayer, ...]
@@ -50,10 +47,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), program: str | None = 
 def load_with_warnings(
     path: str | Path, overrides: Sequence[str] = (), program: str | None = None, args: Sequence[str] = ()
 ) -> tuple[Job, list[str]]:
-    """Load a job, and return warnings for the user with it.
-
-    They name fields that have no effect here, and groups that never exchange values.
-    """
+    """Load a job, and return warnings for the user with it."""
     readers = {".conf": _read_text, ".yaml": _read_yaml, ".yml": _read_yaml}
     reader = readers.get(Path(path).suffix)
     if reader is None:
@@ -74,10 +68,7 @@ def loads(text: str, source: str = "<string>", overrides: Sequence[str] = ()) ->
 
 
 def dumps(job: Job) -> str:
-    """Return the job as protobuf text, without the fields that have their default.
-
-    loads(dumps(job)) == job.
-    """
+    """Return the job as protobuf text without defaults; loads(dumps(job)) == job."""
     message = new("JobProto")
     _to_message(job, message)
     return str(text_format.MessageToString(message, as_utf8=True))
@@ -88,6 +79,7 @@ def _job(
 ) -> tuple[Job, list[str]]:
     message = new("JobProto")
     read = reader(data, source, message)
+    # After the file. An error in one of these fields is then that of the override, and not of a line in the file.
     overridden = {_override(message, override): f"override {override!r}" for override in overrides}
     unused: list[str] = []
     try:
@@ -112,6 +104,7 @@ def _warnings(job: Job, source: str, unused: Sequence[str], divided: tuple[Divid
 
 def _find(places: _Places, path: str) -> tuple[int, int] | None:
     """Return the place of a field, or of the block that it is missing from."""
+    # `places` has a repeated field once, where it is mentioned first.
     path = re.sub(r"\[\d+\]", "", path)
     while path and path not in places:
         path = path.rpartition(".")[0]
@@ -126,6 +119,7 @@ def _place(source: str, at: tuple[int, int] | None) -> str:
 
 
 def _attribute(name: str) -> str:
+    # The field `import` is a Python keyword.
     return f"{name}_" if keyword.iskeyword(name) else name
 
 
@@ -134,11 +128,13 @@ def _join(path: str, name: str) -> str:
 
 
 def _from_message(message: Any, path: str, unused: list[str]) -> Any:
+    # A dataclass has the name of its message.
     cls = getattr(words, message.DESCRIPTOR.name.removesuffix("Proto"))
     known = {f.name: f for f in fields(cls)}
     values: dict[str, Any] = {}
     for field, value in message.ListFields():
         inner, attribute = _join(path, field.name), _attribute(field.name)
+        # A field of SINGA that a PyTorch module makes unnecessary.
         if attribute not in known:
             unused.append(inner)
         elif repeated(field):
@@ -155,6 +151,7 @@ def _from_message(message: Any, path: str, unused: list[str]) -> Any:
 def _value(field: Any, value: Any, path: str, unused: list[str]) -> Any:
     if field.message_type is not None:
         return _from_message(value, path, unused)
+    # The name, which the rule of the field turns into the enum of `job`.
     if field.enum_type is not None:
         return field.enum_type.values_by_number[value].name
     return value
@@ -166,6 +163,7 @@ def _to_message(value: Any, message: Any) -> None:
         default = f.default_factory() if f.default_factory is not MISSING else f.default
         if inner == default:
             continue
+        # Without the underscore of a keyword.
         field = message.DESCRIPTOR.fields_by_name[f.name.rstrip("_")]
         _put(message, field, list(inner) if repeated(field) else [inner])
 
@@ -183,9 +181,9 @@ def _put(message: Any, field: Any, values: Sequence[Any]) -> None:
 
 
 def _slot(message: Any, field: Any) -> Any:
-    """Return the inner message for a value of `field`, present even if empty."""
+    """Return the inner message for a value of `field`."""
     slot = getattr(message, field.name).add() if repeated(field) else getattr(message, field.name)
-    # Makes a block without fields present, too.
+    # A block without fields is present, too, and means its defaults.
     slot.SetInParent()
     return slot
 
@@ -207,6 +205,7 @@ def _unknown(path: str, name: str, descriptor: Any) -> ConfigError:
     return ConfigError(path, None, f"{descriptor.name} has no such field; {hint}")
 
 
+# The messages of text_format. If another version of protobuf has others, the error is its own message.
 _NO_FIELD = re.compile(r'Message type "topotrain\.(\w+)" has no field named "([^"]*)"')
 _NO_VALUE = re.compile(r'Enum type "([\w.]+)" has no value named (\w+)')
 _PREFIX = re.compile(r"^\d+:\d+ : ('.*': )?")  # place and line, which text_format repeats in its messages
@@ -249,8 +248,7 @@ def _read_text(text: str, source: str, message: Any) -> _Read:
 def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[DividedLayer, ...]]:
     """Check braces, find the places of fields, and blank the inside of skipped blocks.
 
-    A block is skipped if SINGA describes its fields and job.proto does not. Blanks keep every line and column, so that
-    the errors of the real parser still point at the user's text.
+    A block is skipped if SINGA describes its fields and job.proto does not.
     """
     lines = [0] + [m.end() for m in re.finditer("\n", text)]
     # Blocks that job.proto declares without fields, such as neuralnet.
@@ -270,6 +268,7 @@ def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[Divided
     divided: tuple[DividedLayer, ...] = ()
     for match in _TOKEN.finditer(text):
         token = match.group()
+        # Comments and texts are tokens, so that braces inside them do not count.
         if match.lastgroup == "comment":
             continue
         if match.lastgroup == "quote":
@@ -277,6 +276,7 @@ def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[Divided
         # A name after a colon is a value, not a field.
         if match.lastgroup == "name" and last != ":":
             name = token
+            # The first mention of a repeated field. The parser refuses a second one of any other.
             places.setdefault(".".join([*(outer for outer, _ in stack), name]), at(match))
         elif match.lastgroup == "open":
             stack.append((name, match))
@@ -287,6 +287,7 @@ def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[Divided
             if opened.group() + token not in ("{}", "<>"):
                 line, column = at(opened)
                 raise wrong(match, f"unbalanced braces: {token} closes the {opened.group()} of {line}:{column}")
+            # Only at the top of a file, where SINGA has these blocks.
             if not stack and block in read_over:
                 blanks.append((opened.end(), match.start()))
                 if block == _NET:
@@ -295,7 +296,7 @@ def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[Divided
     if stack:
         block, opened = stack[-1]
         raise wrong(opened, f"unbalanced braces: the {opened.group()} of {block or 'this block'} is never closed")
-    # Line breaks stay, so that places of later fields stay right.
+    # Every line and column stays, so that the errors of the real parser still point at the user's text.
     for start, end in blanks:
         text = text[:start] + re.sub(r"[^\n]", " ", text[start:end]) + text[end:]
     return text, places, divided
@@ -309,19 +310,22 @@ def _override(message: Any, override: str) -> str:
     *outer, name = path.split(".")
     if not equals:
         raise ConfigError("", None, "must be FIELD=VALUE, such as cluster.nworker_groups=3", where)
+    # Blocks on the way are made, where the file does not have them.
     for depth, part in enumerate(outer):
         field = _field(message, part, ".".join(outer[: depth + 1]), where)
         if field.message_type is None or repeated(field):
             raise ConfigError(".".join(outer[: depth + 1]), None, "has no single fields inside", where)
         message = _slot(message, field)
     field = _field(message, name, path, where)
+    # A shell has removed the quotes.
     if field.type == field.TYPE_STRING and value[:1] not in ("'", '"', "["):
-        value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'  # a shell has eaten the quotes
+        value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     parsed = type(message)()
     try:
         text_format.Parse(f"{name}: {value}", parsed)
     except text_format.ParseError as error:
         raise _parse_error(error, where, {path: (1, 1)}).at(where) from None
+    # The value could end in another field: cluster.n_push=1 n_fetch: 2.
     if [f.name for f, _ in parsed.ListFields()] not in ([name], []):
         raise ConfigError(path, value, "must be one value", where)
     # An override replaces a repeated field, and does not append to it.
@@ -352,6 +356,7 @@ def _read_yaml(text: str, source: str, message: Any) -> _Read:
         raise ConfigError("job file", source, 'needs PyYAML: pip install "topotrain[yaml]"') from None
     places: _Places = {}
     try:
+        # Composed for the places and loaded for the values, because values do not know their lines.
         root = yaml.compose(text, yaml.SafeLoader)
         _yaml_places(root, "", places)
         read = _read_dict(yaml.safe_load(text) or {}, source, message)
@@ -371,6 +376,7 @@ def _yaml_places(node: Any, path: str, places: _Places) -> None:
         for item in node.value:
             _yaml_places(item, path + "[]", places)
         return
+    # YAML takes the last of two equal keys without an error.
     seen = set()
     for key, value in node.value:
         inner = _join(path, str(key.value))
@@ -393,12 +399,14 @@ def _fill(message: Any, data: Any, path: str) -> None:
         if value is None:
             continue
         many = repeated(field)
+        # A single value stands for a list of one, as in protobuf text.
         for item in value if many and isinstance(value, list | tuple) else [value]:
             if field.message_type is None:
                 _set(message, field, item, inner)
             else:
                 slot = _slot(message, field)
-                if slot.DESCRIPTOR.fields:  # else: a block that is skipped
+                # A block that job.proto declares without fields is skipped, as in `_scan`.
+                if slot.DESCRIPTOR.fields:
                     _fill(slot, item, inner)
 
 
@@ -426,7 +434,8 @@ def _scalar(field: Any, value: Any, path: str) -> Any:
     }
     kind, accepted = kinds.get(field.type, (int, "a whole number"))
     if field.type == field.TYPE_DOUBLE and isinstance(value, str):
-        value = _number(value)  # YAML 1.1 reads 1e-3, without a point, as a text
+        # YAML 1.1 reads 1e-3, without a point, as a text.
+        value = _number(value)
     # To isinstance a bool is an int, too.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(path, value, f"must be {accepted}")

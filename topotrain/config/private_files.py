@@ -1,8 +1,7 @@
 """Files and folders for this user alone; files are opened without waiting.
 
-* A file that topotrain makes has mode 0600 before its first byte is written, and a folder 0700, whatever the umask is.
-* A file with a name that another process could take is opened without blocking, and used only if it is a regular file.
-  A named pipe in its place would make the reader wait for ever.
+A file that topotrain makes has mode 0600 before its first byte is written, and a folder 0700, whatever the umask is.
+Functions raise OSError, also for a path that is not a regular file.
 """
 
 import os
@@ -24,48 +23,47 @@ _KINDS = (
 
 
 def make_folder(path: Path | str) -> None:
-    """Make a folder for this user alone, with missing parents.
-
-    An existing folder keeps its mode.
-    """
+    """Make a folder and its parents for this user alone; an existing one is kept."""
     path = Path(path)
     if path.is_dir():
         return
     if not path.parent.is_dir():
         make_folder(path.parent)
+    # Not `os.makedirs`, which gives missing parents the default mode.
     try:
         os.mkdir(path, FOLDER_MODE)
     except FileExistsError:
+        # Another process of the job has just made it.
         if not path.is_dir():
             raise
         return
-    if stat.S_IMODE(os.stat(path).st_mode) != FOLDER_MODE:  # the umask has taken bits away
+    # The umask has taken bits away.
+    if stat.S_IMODE(os.stat(path).st_mode) != FOLDER_MODE:
         os.chmod(path, FOLDER_MODE)
 
 
 def close_folder(path: Path | str) -> None:
-    """Make a folder as `make_folder`, and close an existing one to other users.
-
-    A symbolic link is left as it is.
-    """
+    """Make a folder as `make_folder`, and close an existing one to other users."""
     make_folder(path)
+    # A symbolic link is left as it is: its target was not made for this job.
     info = os.lstat(path)
     if stat.S_ISDIR(info.st_mode) and info.st_mode & 0o077:
-        with suppress(PermissionError):  # another user's, or a file system without modes
+        # It is another user's, or on a file system without modes.
+        with suppress(PermissionError):
             os.chmod(path, FOLDER_MODE)
 
 
 def open_file(path: Path | str, flags: int) -> int:
     """Return a descriptor of a regular file; never waits.
 
-    With O_CREAT in `flags` the file is made for this user alone, and an existing file is closed to other users. Raises
-    OSError, also for a path that is not a regular file.
+    With O_CREAT in `flags` the file is made for this user alone, and an existing file is closed to other users.
     """
     try:
-        # Without O_NONBLOCK a named pipe would block here.
+        # Another process may have made a named pipe of this name. Without O_NONBLOCK its opening could wait for ever.
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, FILE_MODE)
     except OSError as error:
-        if error.errno == ENXIO:  # a socket, or a named pipe that nothing reads
+        # A socket, or a named pipe that nothing reads. The error then names the kind.
+        if error.errno == ENXIO:
             _check_kind(path, os.stat(path))
         raise
     try:
@@ -74,7 +72,8 @@ def open_file(path: Path | str, flags: int) -> int:
         # Only opening must not wait, reading and writing may.
         os.set_blocking(fd, True)
         if flags & os.O_CREAT and stat.S_IMODE(info.st_mode) != FILE_MODE:
-            with suppress(PermissionError):  # another user's, or a file system without modes
+            # It is another user's, or on a file system without modes.
+            with suppress(PermissionError):
                 os.fchmod(fd, FILE_MODE)
     except BaseException:
         os.close(fd)
@@ -92,41 +91,35 @@ def _check_kind(path: Path | str, info: os.stat_result) -> None:
 
 
 def open_for_reading(path: Path | str) -> int:
-    """Return a regular file's descriptor for reading. Raises OSError as `open_file`."""
+    """Return a regular file's descriptor for reading."""
     return open_file(path, os.O_RDONLY)
 
 
 def create_text(path: Path | str) -> TextIO:
-    """Make or empty a text file for this user alone. Raises OSError as `open_file`."""
+    """Make or empty a text file for this user alone."""
     return os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8")
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write a whole file for this user alone. Raises OSError as `open_file`."""
+    """Write a whole file for this user alone."""
     with create_text(path) as file:
         file.write(text)
 
 
 def read_bytes(path: Path | str, most: int = -1) -> bytes:
-    """Return the content of a regular file, at most its first `most` bytes.
-
-    Raises OSError as `open_file`.
-    """
+    """Return the content of a regular file, at most its first `most` bytes."""
     with os.fdopen(open_for_reading(path), "rb") as file:
         return file.read(most)
 
 
 def read_text(path: Path | str) -> str:
-    """Return the content of a regular file as UTF-8.
-
-    Raises OSError as `open_file`, UnicodeDecodeError.
-    """
+    """Return the content of a regular file as UTF-8. Raises UnicodeDecodeError."""
     with os.fdopen(open_for_reading(path), "r", encoding="utf-8") as file:
         return file.read()
 
 
 def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
-    """Write all the data at this offset of a file. Raises OSError."""
+    """Write all the data at this offset of a file."""
     rest = memoryview(data)
     while rest:
         count = os.pwrite(fd, rest[:_CHUNK_BYTES], at)
@@ -134,7 +127,7 @@ def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk. Raises OSError."""
+    """Wait until the names in a folder are on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

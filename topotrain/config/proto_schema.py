@@ -16,6 +16,7 @@ FILE = Path(__file__).with_name("job.proto")
 @cache
 def schema() -> descriptor_pb2.FileDescriptorProto:
     """Return the description of job.proto."""
+    # The compiled form, because protobuf's runtime has no parser of .proto files.
     return descriptor_pb2.FileDescriptorSet.FromString(FILE.with_suffix(".binpb").read_bytes()).file[0]
 
 

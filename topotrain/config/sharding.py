@@ -50,7 +50,7 @@ class Parameter:
     """One parameter of the schema; tied weights are one parameter with aliases.
 
     `shape` and `stride` count elements, `dtype` is torch's name without "torch.". `home` is the shard that the script
-    chose for the whole tensor, -1: any. `owners` are the workers of each group that hold it, ascending. Empty: all do.
+    chose for the whole tensor, -1: any. `owners` are the workers of each group that hold it, ascending. Empty: all.
     Raises SchemaError.
     """
 
@@ -65,7 +65,7 @@ class Parameter:
 
     def __post_init__(self) -> None:
         for what, numbers in (("shape", self.shape), ("stride", self.stride)):
-            # `type`, because isinstance would accept True and False as numbers.
+            # `type`, because isinstance would accept True and False as numbers. A schema may come from a peer.
             if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in numbers):
                 raise SchemaError(f"parameter {self.name!r}: {what} = {numbers}: must be whole numbers >= 0")
         if len(self.shape) != len(self.stride):
@@ -109,7 +109,7 @@ class Space:
 
     @property
     def speaker(self) -> int:
-        """The worker of a group that sends the messages that only one may send."""
+        """The worker of a group that sends messages that only one may send."""
         return self.owners[0] if self.owners else 0
 
 
@@ -117,14 +117,14 @@ class Space:
 class Segment:
     """The intersection of a slice and a parameter, the unit of update.
 
-    It has elements [lo, hi) of the space, without padding. `parameter` and `space` are indices. `start` is the first
-    element inside the parameter, a multiple of ALIGN.
+    It has elements [lo, hi) of the space, without padding. `start` is its first element inside the parameter, a
+    multiple of ALIGN.
     """
 
     id: int
-    parameter: int
+    parameter: int  # index in `SliceMap.parameters`
     shard: int
-    space: int
+    space: int  # index in `SliceMap.spaces`
     lo: int
     hi: int
     start: int
@@ -132,10 +132,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The intersection of a bucket and a segment: elements [lo, hi), without padding.
-
-    The elements are those of the space. `bucket` and `segment` are ids.
-    """
+    """Elements [lo, hi) of a space in a bucket and a segment (ids), without padding."""
 
     bucket: int
     segment: int
@@ -147,8 +144,7 @@ class Piece:
 class Bucket:
     """The unit of every message: elements [lo, hi) of one space, padding included.
 
-    One shard owns it. `master` is the server group that masters it. `pieces` are its parts without the padding, in
-    order.
+    `master` is the server group that masters it. `pieces` are its parts without the padding, in order.
     """
 
     id: int
@@ -214,10 +210,7 @@ class SliceMap:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of schema and cuts.
-
-        Two processes with equal digests agree on every id and boundary.
-        """
+        """SHA-256 (hex) of schema and cuts, which decide all ids and boundaries."""
         cuts = [[b.shard, b.space, b.lo, b.hi, b.master] for b in self.buckets]
         # All that decides a boundary: processes of two versions must not agree by accident.
         text = json.dumps([ALIGN, self.shards, self.groups, self.slicing.value, self.offsets, self.ranges, cuts])
@@ -265,6 +258,7 @@ def cut(
     _check_names(schema)
     _check_counts(schema, shards, groups, bucket_bytes)
     _check_homes(schema, shards)
+    # One parameter on a chosen shard is enough: a cut through equal ranges would divide it.
     whole = slicing is Slicing.kTensor or any(parameter.home >= 0 for parameter in schema)
     homes = _lightest_first(schema, shards) if whole else [0] * len(schema)
     spaces, offsets = _lay_out(schema, homes)
@@ -274,6 +268,7 @@ def cut(
     segments: list[Segment] = []
     buckets: list[Bucket] = []
     placed = [_placed(space, schema, offsets) for space in spaces]
+    # Shard by shard, so that the ids of a shard's segments and buckets are consecutive.
     for shard in range(shards):
         for space in spaces:
             lo, hi = ranges[space.index][shard]
@@ -297,10 +292,8 @@ def _row(p: Parameter) -> list[Any]:
 
 
 def parse(text: str) -> tuple[Parameter, ...]:
-    """Parse the text of `describe`.
-
-    Raises SchemaError for any other text: a schema from a peer is checked, not trusted.
-    """
+    """Parse the text of `describe`. Raises SchemaError for any other text."""
+    # A schema from a peer is checked, not trusted. Deep nesting gives a RecursionError.
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -326,11 +319,13 @@ def _parameter(number: int, row: Any) -> Parameter:
     owners = home.pop() if len(home) > 1 else []
     if not all(type(alias) is str for alias in aliases):
         raise SchemaError(f"schema entry {number}: aliases must be names")
+    # `Parameter` checks the values.
     made = Parameter(name, tuple(shape), tuple(stride), dtype, trainable, tuple(aliases), *home)
     return replace(made, owners=tuple(owners)) if owners else made
 
 
 def _check_names(parameters: Sequence[Parameter]) -> None:
+    # A name is a key in checkpoints and final files, where one of two tensors would be lost.
     seen: set[str] = set()
     for name in (name for parameter in parameters for name in (parameter.name, *parameter.aliases)):
         if name in seen:
@@ -339,6 +334,7 @@ def _check_names(parameters: Sequence[Parameter]) -> None:
 
 
 def _check_counts(parameters: Sequence[Parameter], shards: int, groups: int, bucket_bytes: int) -> None:
+    # A bucket has at least one unit of alignment.
     least = ALIGN * max((ITEM_BYTES[parameter.dtype] for parameter in parameters), default=1)
     for name, value, minimum in (("shards", shards, 1), ("groups", groups, 1), ("bucket_bytes", bucket_bytes, least)):
         if value < minimum:
@@ -368,10 +364,7 @@ def _even(lo: int, hi: int, parts: int) -> tuple[tuple[int, int], ...]:
 
 
 def _lightest_first(parameters: Sequence[Parameter], shards: int) -> list[int]:
-    """Return the shard of each parameter: its home, else the lightest shard.
-
-    The largest parameters (in bytes) are assigned first.
-    """
+    """Return the shard of each parameter: its home, else the lightest shard."""
     sizes = [parameter.nbytes for parameter in parameters]
     homes = [max(parameter.home, 0) for parameter in parameters]
     fixed = [0] * shards
@@ -382,7 +375,7 @@ def _lightest_first(parameters: Sequence[Parameter], shards: int) -> list[int]:
     loads = [(load, shard) for shard, load in enumerate(fixed)]
     heapq.heapify(loads)
     free = [index for index, parameter in enumerate(parameters) if parameter.home < 0]
-    # The index breaks ties, so every process has the same order.
+    # The largest first. The index breaks ties, so every process has the same order.
     for index in sorted(free, key=lambda i: (-sizes[i], i)):
         load, homes[index] = loads[0]
         heapq.heapreplace(loads, (load + sizes[index], homes[index]))
@@ -392,15 +385,13 @@ def _lightest_first(parameters: Sequence[Parameter], shards: int) -> list[int]:
 def _lay_out(
     parameters: Sequence[Parameter], homes: Sequence[int]
 ) -> tuple[tuple[Space, ...], tuple[tuple[int, int], ...]]:
-    """Return spaces in order of first use, and each parameter's (space, offset).
-
-    Inside a space parameters are ordered by shard, then by definition.
-    """
+    """Return spaces in order of first use, and each parameter's (space, offset)."""
     kinds = list(dict.fromkeys((parameter.dtype, parameter.owners) for parameter in parameters))
     number = {kind: index for index, kind in enumerate(kinds)}
     lengths = [0] * len(kinds)
     offsets = [(0, 0)] * len(parameters)
-    # A stable sort: inside a shard the order of definition stays, which is mostly that of the forward.
+    # By shard, so that each shard is one range. The sort is stable: inside a shard the order of definition stays, which
+    # is mostly that of the forward.
     for index in sorted(range(len(parameters)), key=homes.__getitem__):
         space = number[parameters[index].dtype, parameters[index].owners]
         offsets[index] = (space, lengths[space])
@@ -427,10 +418,8 @@ def _whole(
 def _placed(
     space: Space, parameters: Sequence[Parameter], offsets: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int, int]]:
-    """Return (first element, end without padding, parameter) of a space, in order.
-
-    Parameters without elements are left out.
-    """
+    """Return (first element, end without padding, parameter) of a space, in order."""
+    # Without empty parameters: two of them could begin at the same element.
     here = (index for index, (where, _) in enumerate(offsets) if where == space.index and parameters[index].count)
     return sorted((offsets[index][1], offsets[index][1] + parameters[index].count, index) for index in here)
 
@@ -452,10 +441,8 @@ def _segments(
 
 
 def _sub_ranges(lo: int, hi: int, groups: int, space: Space, bucket_bytes: int) -> list[tuple[int, int, int]]:
-    """Return (lo, hi, master) of the buckets of one shard in one space.
-
-    The parts are equal, so that no small rest travels alone.
-    """
+    """Return (lo, hi, master) of the buckets of one shard in one space."""
+    # First among the masters, then into buckets of equal length, so that no small rest is sent alone.
     most = bucket_bytes // (ALIGN * space.itemsize) * ALIGN
     masters = enumerate(_even(lo, hi, groups))
     return [(a, b, master) for master, (c, d) in masters if c < d for a, b in _even(c, d, -(-(d - c) // most))]
@@ -464,14 +451,11 @@ def _sub_ranges(lo: int, hi: int, groups: int, space: Space, bucket_bytes: int) 
 def _buckets(
     first: int, shard: int, space: Space, bounds: Sequence[tuple[int, int, int]], segments: Sequence[Segment]
 ) -> list[Bucket]:
-    """Return buckets with their pieces, with ids from `first` on.
-
-    `bounds` and `segments` both ascend.
-    """
+    """Return buckets with their pieces, with ids from `first` on."""
     found: list[Bucket] = []
     at = 0
     for number, (lo, hi, master) in enumerate(bounds, first):
-        # Both lists ascend, so one pass over them is enough.
+        # Bounds and segments both ascend, so one pass over them is enough.
         while segments[at].hi <= lo:
             at += 1
         pieces: list[Piece] = []

@@ -12,16 +12,14 @@ _TOKEN = re.compile(
     r"""\#[^\n]*|(?P<text>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|(?P<word>(?:-\s*)?\w+)|(?P<mark>[{}<>:])"""
 )
 _FIELDS = ("name", "partition_dim")
+# Without 0, by samples: that is what every worker does with an undivided model.
 _DIMS = {"1": "by features", "-1": "as whole layers"}
 _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class DividedLayer:
-    """A layer, and its `partition_dim` in SINGA.
-
-    1: by features, -1: the whole layer on one worker.
-    """
+    """A layer, and its `partition_dim` in SINGA."""
 
     layer: str
     partition_dim: str
@@ -32,10 +30,8 @@ class DividedLayer:
 
 
 def divided_in_text(block: str) -> tuple[DividedLayer, ...]:
-    """Return the divided layers of the text inside `neuralnet { … }`.
-
-    Its braces must be balanced.
-    """
+    """Return the divided layers of the text inside `neuralnet { … }`."""
+    # The caller has checked that the braces are balanced.
     net: dict[str, str] = {}
     layers: list[dict[str, str]] = []
     outer: list[dict[str, str] | None] = [net]  # of each open block: the target of its fields, or None to drop them
@@ -45,6 +41,7 @@ def divided_in_text(block: str) -> tuple[DividedLayer, ...]:
         if token.startswith("#"):
             continue
         if found["mark"] in ("{", "<"):
+            # Only blocks `layer` of the net itself count. Fields of other blocks may have the same names.
             fields: dict[str, str] | None = None
             if name == "layer" and len(outer) == 1:
                 layers.append(fields := {})
@@ -74,10 +71,7 @@ def _fields(block: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def _divided(net: Mapping[str, str], layers: list[dict[str, str]]) -> Iterator[DividedLayer]:
-    """Yield the divided layers; a layer without a `partition_dim` has that of its net.
-
-    0, by samples, equals the behavior of an undivided model.
-    """
+    """Yield the divided layers; a layer without a `partition_dim` has that of its net."""
     for number, layer in enumerate(layers):
         dim = layer.get("partition_dim", net.get("partition_dim", "0"))
         if dim in _DIMS:

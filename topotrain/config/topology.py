@@ -1,11 +1,7 @@
 """Place every worker and every server of a cluster block in a unit.
 
-* The layout is pure arithmetic over six counts and two switches, the same on every machine.
-* Workers fill units in order, `nworkers_per_procs` at a time, and so do servers.
-* A worker group uses one server group and no other.
-
-The layout is that of SINGA v0.x. The four named frameworks (Sandblaster, AllReduce, Downpour, Distributed Hogwild) are
-four of its points, not four programs.
+The layout is pure arithmetic over six counts and two switches, the same on every machine. It is that of SINGA v0.x. The
+four named frameworks (Sandblaster, AllReduce, Downpour, Distributed Hogwild) are four of its points.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,9 +52,8 @@ class Unit:
 class Topology:
     """The whole layout. Build it with `layout`.
 
-    Groups, indices and unit ranks count from 0. With `nserver_groups = 0` a parameter still needs a server. Each worker
-    group then has an *implicit* server group of one server, in the unit of its first worker. Every method below is
-    about these effective groups.
+    Groups, indices and unit ranks count from 0. With `nserver_groups = 0` each worker group has an *implicit* server
+    group of one server. Methods include such groups, and raise ValueError for a group or address that does not exist.
     """
 
     cluster: Cluster
@@ -87,7 +82,7 @@ class Topology:
 
     @property
     def server_groups(self) -> int:
-        """Effective number of server groups (implicit ones count)."""
+        """Effective number of server groups."""
         return self.worker_groups if self.implicit else self.cluster.nserver_groups
 
     @property
@@ -98,83 +93,65 @@ class Topology:
     def sees_memory(self, g: int) -> bool:
         """Whether group `g` and its servers run on one host and may share memory."""
         cluster = self.cluster
+        # Compressed values, and means that workers exchange, exist only in messages.
         if cluster.road is Road.kTcp or cluster.compression is not Compression.kNone or self.collective:
             return False
-        if cluster.backup:  # a late worker still reads the values that the others have finished with
+        # A late worker still reads the values that the others have finished with.
+        if cluster.backup:
             return False
         residents = (*self.workers(g), *self.servers(self.server_group_of(g)))
         return all(self.together(residents[0], resident) for resident in residents)
 
     @property
     def inline(self) -> bool:
-        """Whether each worker's process also runs the server of the same index.
-
-        This is so in one synchronous group on one host in which every worker has a server beside it. All of them work
-        in step: the servers' work is done while the workers wait for it, and needs no process of its own.
-        """
+        """Whether each worker's process also runs the server of the same index."""
+        # In one synchronous group on one host, servers work only while the workers wait for them. So they need no
+        # process of their own.
         return all_reduces(self.cluster) and self.sees_memory(0)
 
     @property
     def foreign(self) -> bool:
         """Whether workers sum gradients through torch.distributed, not through servers."""
+        # With one worker there is nothing to sum, and engine and algorithm change nothing.
         return self.cluster.engine in (Engine.kGloo, Engine.kNccl) and self.workers_per_group > 1
 
     @property
     def relayed(self) -> bool:
-        """Whether gradients are summed on their way from server to server.
-
-        One of topotrain's own algorithms does that.
-        """
+        """Whether one of topotrain's own algorithms sums gradients from server to server."""
         return self.cluster.algorithm is not Algorithm.kAuto and self.workers_per_group > 1
 
     @property
     def collective(self) -> bool:
         """Whether each worker has the group's mean before the servers have it.
 
-        Server k then gets its part from worker k alone. With one worker there is nothing to sum, and engine and
-        algorithm change nothing.
+        Server k then gets its part from worker k alone.
         """
         return self.foreign or self.relayed
 
     def server_group_of(self, g: int) -> int:
-        """Return the one server group that worker group `g` uses.
-
-        Raises ValueError if there is no group `g`.
-        """
+        """Return the one server group that worker group `g` uses."""
         _check("worker group", g, self.worker_groups)
         # Consecutive worker groups share a server group.
         return g * self.server_groups // self.worker_groups
 
     def worker_groups_of(self, sg: int) -> tuple[int, ...]:
-        """Return the worker groups that use server group `sg`.
-
-        Raises ValueError if there is no group `sg`.
-        """
+        """Return the worker groups that use server group `sg`."""
         _check("server group", sg, self.server_groups)
         share = self.worker_groups // self.server_groups
         return tuple(range(sg * share, (sg + 1) * share))
 
     def workers(self, g: int) -> tuple[Address, ...]:
-        """Return the workers of group `g` in order.
-
-        Raises ValueError if there is no group `g`.
-        """
+        """Return the workers of group `g` in order."""
         _check("worker group", g, self.worker_groups)
         return tuple(Address(Role.WORKER, g, i) for i in range(self.workers_per_group))
 
     def servers(self, sg: int) -> tuple[Address, ...]:
-        """Return the servers of group `sg` in shard order.
-
-        Raises ValueError if there is no group `sg`.
-        """
+        """Return the servers of group `sg` in shard order."""
         _check("server group", sg, self.server_groups)
         return tuple(Address(Role.SERVER, sg, k) for k in range(self.shards))
 
     def unit_of(self, address: Address) -> int:
-        """Return the rank of the unit of `address`.
-
-        Raises ValueError if the layout has no such address.
-        """
+        """Return the rank of the unit of `address`."""
         role, group, index = address
         if role is Role.WORKER:
             _check("worker group", group, self.worker_groups)
@@ -185,12 +162,9 @@ class Topology:
         return _server_unit(self.cluster, group, index)
 
     def host_of(self, address: Address) -> int:
-        """Return the number of the host of `address`.
-
-        With `cluster.link` every unit stands for a host of its own. Raises ValueError if the layout has no such
-        address.
-        """
+        """Return the number of the host of `address`."""
         unit = self.unit_of(address)
+        # An emulated link is between hosts, so every unit counts as one.
         if self.cluster.link is not None:
             return unit
         return self.hosts[unit] if self.hosts else 0
@@ -200,21 +174,17 @@ class Topology:
         return self.host_of(a) == self.host_of(b)
 
     def regroups(self, g: int) -> bool:
-        """Whether the workers of group `g` can restart while all other processes go on.
-
-        They cannot where they sum gradients among themselves, or share a process with a server. Raises ValueError if
-        there is no group `g`.
-        """
+        """Whether the workers of group `g` can restart while all other processes go on."""
         _check("worker group", g, self.worker_groups)
+        # Without the lost worker a collective never ends, and a server in its process is lost with it.
         return not (self.collective or self.inline)
 
     def sum_tree(self, g: int) -> tuple[tuple[int, ...], ...]:
         """Return the worker indices of group `g`, grouped by unit, in order.
 
-        This is the canonical order of every sum over the group: first inside a unit, then over units. A sum in a unit's
-        shared memory, and one message per unit, give this order anyway. So every transport can keep to it, and all of
-        them produce the same bits.
+        This is the canonical order of every sum over the group, which gives the same bits over all transports.
         """
+        # First inside a unit, then over units: a sum in shared memory and one message per unit give this order anyway.
         # `groupby` is enough, because consecutive workers share a unit.
         by_unit = groupby(self.workers(g), key=self.unit_of)
         return tuple(tuple(worker.index for worker in members) for _, members in by_unit)
@@ -223,13 +193,14 @@ class Topology:
         """Return the sets of workers of `unit` that share parameter values.
 
         This is in-memory Hogwild (Recht et al., 2011). A set has workers of at least two worker groups of one server
-        group. Empty with `share_memory: false`.
+        group.
         """
         _check("unit", unit, len(self.units))
         if not self.cluster.share_memory:
             return ()
         by_home = groupby(self.units[unit].workers, key=lambda worker: self.server_group_of(worker.group))
         sets = (tuple(members) for _, members in by_home)
+        # The workers of one group have the same values in any case.
         return tuple(members for members in sets if len({worker.group for worker in members}) > 1)
 
     @property
@@ -242,10 +213,7 @@ class Topology:
         return _synchronous(self) if self.worker_groups == 1 else _asynchronous(self)
 
     def as_data(self) -> dict[str, Any]:
-        """Return the layout as plain data (`plan --json`).
-
-        It has declared servers only; a group without servers maps to None.
-        """
+        """Return the layout as plain data (`plan --json`), with declared servers only."""
         return {
             "nprocs": len(self.units),
             "units": [
@@ -305,6 +273,7 @@ def layout(cluster: Cluster, hosts: Sequence[int] = ()) -> Topology:
         ConfigError: the counts do not fit together.
         ValueError: there are not as many hosts as units.
     """
+    # First: the counts below are exact only if every unit is full.
     validate(cluster)
     worker_units, server_units = _unit_counts(cluster)
     total = worker_units + server_units if cluster.server_worker_separate else max(worker_units, server_units)
@@ -324,10 +293,7 @@ def layout(cluster: Cluster, hosts: Sequence[int] = ()) -> Topology:
 
 
 def validate(cluster: Cluster) -> None:
-    """Raise ConfigError for a count of `cluster` that does not fit the others.
-
-    job.py has checked each count by itself.
-    """
+    """Raise ConfigError for a count of `cluster` that does not fit the others."""
     groups, homes = cluster.nworker_groups, cluster.nserver_groups
     _fill_units("worker", groups, cluster.nworkers_per_group, cluster.nworkers_per_procs)
     # Without declared servers each worker group has an implicit one, which always fits.
@@ -342,6 +308,7 @@ def validate(cluster: Cluster) -> None:
 
 def _fill_units(role: str, groups: int, per_group: int, per_unit: int) -> None:
     """Check that units are full, with whole groups or an equal part of one group."""
+    # Before the divisors are listed, which takes as long as the count is large.
     if groups * per_group > MOST:
         accepted = f"must be at most {MOST // groups} with n{role}_groups = {groups}: a job has up to {MOST} {role}s"
         raise ConfigError(f"cluster.n{role}s_per_group", per_group, accepted)
@@ -376,8 +343,9 @@ def _worker_unit(cluster: Cluster, g: int, i: int) -> int:
 
 def _server_unit(cluster: Cluster, g: int, k: int) -> int:
     if cluster.nserver_groups == 0:
-        # An implicit server is in the unit of its first worker.
+        # An implicit server is in the unit of the first worker of its group.
         return _worker_unit(cluster, g, 0)
+    # Units of servers alone come after those of the workers.
     first = _unit_counts(cluster)[0] if cluster.server_worker_separate else 0
     return first + (g * cluster.nservers_per_group + k) // cluster.nservers_per_procs
 
@@ -437,6 +405,7 @@ def _names(addresses: Iterable[Address]) -> str:
 
 
 def _places(t: Topology, addresses: Iterable[Address]) -> str:
+    # Addresses of a group are in consecutive units, so the first and the last are enough.
     ranks = list(dict.fromkeys(t.unit_of(address) for address in addresses))
     return f"unit {ranks[0]}" if len(ranks) == 1 else f"units {ranks[0]}-{ranks[-1]}"
 

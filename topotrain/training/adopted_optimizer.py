@@ -17,7 +17,7 @@ from topotrain.training.worker import Worker
 
 def adopt(optimizer: Optimizer, worker: Worker) -> None:
     """Let `optimizer` commit steps of `worker`; its identity and groups stay."""
-    # A scheduler wraps `step` on the object itself, where it would hide the method of the new class.
+    # An earlier scheduler has wrapped `step` on the object itself, where it would hide the method of the new class.
     had_step = optimizer.__dict__.pop("step", None)
     cls = type(optimizer)
     # The names stay those of the user's class: error messages and pickled states show them.
@@ -27,12 +27,10 @@ def adopt(optimizer: Optimizer, worker: Worker) -> None:
 
 
 def _tracked(optimizer: Optimizer) -> Callable[..., Any]:
-    """Wrap `step` as a scheduler that was built earlier had wrapped it.
-
-    The scheduler checks with it that `step` is called before its own.
-    """
+    """Wrap `step` as a scheduler that was built earlier had wrapped it."""
     step = optimizer.step
 
+    # The scheduler warns if `_opt_called` is not set, or if `step` has lost the mark below.
     def tracked(*args: Any, **kwargs: Any) -> Any:
         optimizer._opt_called = True  # type: ignore[attr-defined]
         return step(*args, **kwargs)
@@ -48,7 +46,8 @@ class _Adopted(Optimizer):
 
     @Optimizer.profile_hook_step  # runs the hooks that the script registered
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Commit the step; the new values stand in the parameters when this returns."""
+        """Commit the step; the new values are in the parameters when this returns."""
+        # GradScaler sets both on the optimizer, just for this call.
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None:
             self._refuse_scaler()
@@ -61,10 +60,7 @@ class _Adopted(Optimizer):
         return loss
 
     def _refuse_scaler(self) -> None:
-        """Refuse a scaler that cannot see the group's gradients.
-
-        A scaler looks for overflow in `.grad`, which with hidden gradients is this worker's own.
-        """
+        """Refuse a scaler where overflow of the group's gradients is not known in time."""
         job = self._topotrain.job
         if job.pull is Pull.kLazy:
             raise RuntimeError("a GradScaler must know of overflows when step() returns; use pull: kStep")

@@ -99,9 +99,11 @@ def prepare(
     built = optimizer is None
     if optimizer is None:
         optimizer = _build(here, model)
+    # The names cannot collide with those of `tt.keep`, which are Python names without a space.
     for number, thing in enumerate(stateful):
         here.kept[f"prepare {number}"] = thing
     worker = _enter_job(here, model, optimizer, loader)
+    # Last: a fresh process restores its buffers and kept objects here.
     here.resume_at(_position(here, worker, optimizer))
     updater = here.place.job.updater
     if built and updater is not None:
@@ -115,7 +117,7 @@ def _position(here: Context, worker: Worker, optimizer: Optimizer) -> ScriptPosi
 
 
 def _warn_of_wrong_kernels(optimizer: Optimizer) -> None:
-    """In a job this is an error; an ordinary process is the script's own."""
+    """Warn of `fused=True` where it computes wrongly, which is an error in a job."""
     for group in optimizer.param_groups:
         try:
             kernel_choice.check_named(type(optimizer), group, kernel_choice.kinds(group["params"]))
@@ -125,10 +127,11 @@ def _warn_of_wrong_kernels(optimizer: Optimizer) -> None:
 
 
 def _check_arguments(model: object, optimizer: object, loader: object, stateful: Sequence[object]) -> None:
-    """Refuse what stands in another's place, by name."""
+    """Refuse arguments of a wrong type, or in a wrong place, by name."""
     if not isinstance(model, nn.Module):
         raise ConfigError("tt.prepare", type(model).__name__, "the model must be a torch.nn.Module")
     listed = optimizer if isinstance(optimizer, list | tuple) else (optimizer,)
+    # Anywhere, also among the stateful objects: a second optimizer there would change parameters without the servers.
     several = [type(thing).__name__ for thing in (*listed, loader, *stateful) if isinstance(thing, Optimizer)]
     if len(several) > 1:
         own = "one of this worker's own, which trains another model, stands in tt.keep"
@@ -148,21 +151,17 @@ def _check_arguments(model: object, optimizer: object, loader: object, stateful:
 
 
 class _LrSchedule(WorkerExtension):
-    """Sets the learning rate of the updater block.
-
-    It goes by the steps of the group, some of which may have been made without this worker.
-    """
+    """Sets the learning rate of the updater block."""
 
     def __init__(self, optimizer: Optimizer, updater: Updater, worker: Worker) -> None:
         self._optimizer, self._updater, self._tally = optimizer, updater, worker.tally
         self.after_epoch()
 
     def after_step(self, outcome: StepOutcome | None) -> None:
-        """As `WorkerExtension.after_step`."""
         self.after_epoch()
 
     def after_epoch(self) -> None:
-        """As `WorkerExtension.after_epoch`."""
+        # By the steps of the group, some of which may have been made without this worker.
         set_lr(self._optimizer, self._updater, self._tally.steps)
 
 
@@ -189,6 +188,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     for extension in here.extensions:
         extension.connected(here, request)
 
+    # Now, because a job must not find at its end that the disk is full.
     if here.is_main:
         tensors = (*parts.tensors, *parts.buffer_tensors, *aside)
         reserve(here.workspace / FINAL, sum(t.nbytes for t in tensors) if cut is None else cut.nbytes)
@@ -212,6 +212,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     here.join(worker, cut)
     if place.job.debug and here.is_main:
         worker.attach(NormLog(worker, here.workspace / "debug.jsonl"))
+    # Hooks run in the order of attachment, so the reporter, attached later, sees the counts that features change.
     for extension in here.extensions:
         extension.attach(here, worker)
     _warn(here, worker)
@@ -219,6 +220,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     watch_losses(worker, rising)
     worker.attach(ProgressReporter(here, worker, roads, rising))
     here.check_with(MisuseChecks(here, worker, optimizer))
+    # Spans from here on belong to the first step.
     here.spans.step_done(0)
     return worker
 
@@ -234,17 +236,14 @@ def _batch_replay(here: Context, worker: Worker) -> BatchReplay | None:
 
 
 def _warn(here: Context, worker: Worker) -> None:
-    """Say at the start what would otherwise be seen in the result only."""
+    """Warn of too much momentum before training, and not only when the loss rises."""
     text = async_momentum.warning(here.place.job, here.place.topology, worker.momentum)
     if text and here.is_main:
         here.emit(Notice(str(here.me), text))
 
 
 class _UnitMemory(WorkerMemory):
-    """A worker's memory: that of its transports, and shared values.
-
-    The workers of a unit share values in memory (in-memory Hogwild) where the launcher gives them a descriptor.
-    """
+    """A worker's memory: that of its transports, and values that workers share."""
 
     def __init__(self, here: Context, roads: Connections) -> None:
         super().__init__(roads)
@@ -252,8 +251,10 @@ class _UnitMemory(WorkerMemory):
 
     def flat_buffers(self, slice_map: SliceMap) -> FlatBuffers:
         flats = super().flat_buffers(slice_map)
-        # Where a server of the host shows its values, they are shared already.
+        # In-memory Hogwild: the launcher gives the workers of a unit a descriptor. Where a server of the host shows its
+        # values, they are shared already.
         if self._fd is not None and not self._roads.exchange.model.windowed:
+            # In whole cache lines, so that spaces share none.
             sizes = [-(-space.length * space.itemsize // 64) * 64 for space in slice_map.spaces]
             region = self._roads.memory.adopt(self._fd, sum(sizes))
             for space in slice_map.spaces:
@@ -265,6 +266,7 @@ class _UnitMemory(WorkerMemory):
 def _data_plan(here: Context, model: nn.Module) -> DataPlan:
     job, topology = here.place.job, here.place.topology
     groups = topology.worker_groups
+    # A loop that counts batches by `len(loader)` needs the exact number, and leases give a nominal one.
     lease = job.shard is Shard.kLease or (job.shard is Shard.kAuto and groups > 1 and not here.counted)
     return DataPlan(
         group=here.me.group,
@@ -282,10 +284,7 @@ def _data_plan(here: Context, model: nn.Module) -> DataPlan:
 
 
 class EpochLoop:
-    """The loop over the epochs of `range(count)` that are left.
-
-    Its length is the number of these epochs, so that a progress bar can show a total.
-    """
+    """The loop over the epochs of `range(count)` that are left."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -296,6 +295,7 @@ class EpochLoop:
         position = None if here is None else here.continuing
         return range(self._count) if position is None else position.remaining(self._count)
 
+    # For progress bars, which show a total.
     def __len__(self) -> int:
         return len(self._remaining() if self._begun is None else self._begun)
 
@@ -303,7 +303,8 @@ class EpochLoop:
         here = process.current()
         position = None if here is None else here.continuing
         loop = process.begin_loop()
-        self._begun = self._remaining()  # from here on the script's next loop is another one
+        # Asked before the loop begins, after which the script's "next loop" is another one.
+        self._begun = self._remaining()
         for number in self._begun if position is None else position.epochs(self._count):
             yield number
             # The epochs of two nested loops cannot be told apart after a restart.
@@ -315,12 +316,10 @@ class EpochLoop:
 def epochs(count: int) -> EpochLoop:
     """`range(count)`, or after a restart the epochs that are left.
 
-    The first of them is the one that was under way.
-
-    A script may have several such loops, one after the other, but not one inside the other.
+    The first of them is the one that was under way. A script may have several such loops, one after the other.
 
     Raises:
-        ConfigError: the number of epochs is not a whole number of at least 0, or a loop stands inside another one.
+        ConfigError: the number of epochs is not a whole number of at least 0, or a loop is inside another one.
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise ConfigError("tt.epochs", count, "must be a whole number >= 0")
@@ -331,9 +330,9 @@ def keep(**objects: Any) -> None:
     """Name objects that a restart must restore: tt.keep(average=ema, scaler=scaler).
 
     Anything with `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors. It is copied when an
-    epoch begins, and at each snapshot; after a restart it is loaded here, or in `prepare` if that comes later, and
-    again as the epoch begins that was under way. Model, optimizer, its LR schedulers and the random number generators
-    need no word. Outside a job this does nothing.
+    epoch begins, and at each snapshot. After a restart it is loaded here, or in `prepare` if that comes later, and
+    again when the epoch begins that was under way. Model, optimizer, its LR schedulers and the random number generators
+    are kept without this call. Outside a job it does nothing.
 
     Raises:
         ConfigError: an object has no such methods, or there is another one of that name.
@@ -343,6 +342,7 @@ def keep(**objects: Any) -> None:
         if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
             raise ConfigError(f"tt.keep {name}", type(thing).__name__, "must have state_dict and load_state_dict")
         if here is not None:
+            # The same object again is no error: the call may be in a loop.
             if here.kept.setdefault(name, thing) is not thing:
                 raise ConfigError(f"tt.keep {name}", type(thing).__name__, "must be the object that has the name")
             if here.continuing is not None:
@@ -352,10 +352,10 @@ def keep(**objects: Any) -> None:
 def report(**metrics: Metric) -> None:
     """Report metrics: numbers, or functions of the job's final parameters.
 
-    Functions are called once, on worker (0,0).
-
-    In an ordinary process functions are called at once, and every metric is printed.
+    Functions are called once, on worker (0,0), with these parameters in the model. In an ordinary process they are
+    called at once, and every metric is printed.
     """
+    # Checked here, where the traceback shows the script's line, and not at the job's end.
     for name, value in metrics.items():
         if not callable(value):
             _number(name, value)
@@ -391,6 +391,7 @@ def weight(count: float) -> None:
 
     The default is its number of samples.
     """
+    # In this form the comparison refuses NaN, too.
     if not count >= 0:
         raise ValueError(f"weight = {count}: must be >= 0")
     worker = _worker()
@@ -417,8 +418,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_`, which also works with `grads: kHidden`.
 
-    There the servers clip, at `step()`, and the norm is known only afterwards: the one of the last step is returned
-    (NaN before the first).
+    Then the servers clip at `step()`, which alone knows the norm. The norm of the last step is returned (NaN before the
+    first).
     """
     worker = _worker()
     if worker is None or worker.job.grads is Grads.kVisible:
@@ -429,4 +430,5 @@ def clip_grad_norm_(
 
 def _worker() -> Worker | None:
     here = process.current()
+    # An evaluation in a thread of its own may call these functions, and must not change the script's step.
     return None if here is None or process.is_aside() else here.worker

@@ -40,10 +40,7 @@ class Connections(ABC):
 
     @abstractmethod
     def meet_group(self) -> ClientExtension:
-        """Connect the workers of the group, which all call this once.
-
-        Returns their channel.
-        """
+        """Connect the workers of the group, which all call this once; their channel."""
 
     @abstractmethod
     def traffic(self) -> tuple[int, int]:
@@ -74,9 +71,8 @@ class PrepareRequest:
 class PrepareExtension:
     """A feature's part of preparing a script, of its training and of its end.
 
-    Every method does nothing unless a subclass overrides it. A process of a job has one list of extensions
-    (`Context.extensions`), in which the launcher's composition names every one. The methods are called in the order in
-    which they stand here.
+    Every method does nothing unless a subclass overrides it. The launcher's composition names all extensions of a
+    process (`Context.extensions`). The methods are called in the order in which they are defined here.
     """
 
     def splits(self, model: nn.Module) -> bool:
@@ -108,10 +104,7 @@ class PrepareExtension:
         """The worker has started: join its steps."""
 
     def script_position(self, here: "Context", worker: Worker, optimizer: Optimizer) -> ScriptPosition | None:
-        """The position of the script, from which a fresh process can go on.
-
-        None: this feature does not resume scripts.
-        """
+        """The position of the script, to resume it; None: not by this feature."""
         return None
 
     # --- the end
@@ -132,10 +125,7 @@ class PrepareExtension:
 
 
 class ProcessOwner:
-    """The code that made this process a part of the job.
-
-    A subclass hears of the script's loops and of `tt.leave`.
-    """
+    """The code that made this process part of a job. Each method does nothing here."""
 
     by_hand = False
     """Whether the script itself has joined the job, and may leave it."""
@@ -236,6 +226,7 @@ class Context:
         return any(extension.splits(model) for extension in self.extensions)
 
 
+# No Exception, which a script may catch around `tt.prepare`.
 class PlanRun(BaseException):
     """Carries the arguments of `prepare` out of a script that is only planned."""
 
@@ -249,6 +240,7 @@ class PlanRun(BaseException):
 class _Aside(threading.local):
     """Whether a thread's work is in no step."""
 
+    # A default on the class, which every thread sees without an `__init__` of its own.
     active = False
 
     def begin(self) -> None:
@@ -271,9 +263,10 @@ def current() -> Context | None:
 
 
 def enter(context: Context | None) -> None:
-    """This process is part of a job from here on; with None, of none any more."""
+    """Make this process part of a job; with None, of none any more."""
     global _current
     _current = context
+    # A process that joins or leaves a job may call `tt.prepare` once more.
     forget()
 
 
@@ -291,7 +284,7 @@ def prepare_once() -> None:
 
 
 def forget() -> None:
-    """An ordinary process may call `tt.prepare` again."""
+    """Let an ordinary process call `tt.prepare` again."""
     global _prepared
     _prepared = False
 
@@ -318,7 +311,7 @@ def is_latest(loop: int) -> bool:
 
 
 def plan_only() -> None:
-    """From here on `prepare` raises Planning."""
+    """Let `prepare` raise `PlanRun` from now on."""
     global _planning
     _planning = True
 
@@ -329,10 +322,8 @@ def planning() -> bool:
 
 
 def placed() -> bool:
-    """Whether a script's call to join a job by hand has no effect.
-
-    The process is part of a job already, or the script is only planned.
-    """
+    """Whether a script's call to join a job by hand has no effect."""
+    # A launcher has made this process part of a job, or the script is only planned.
     return _planning or (_current is not None and not _current.owner.by_hand)
 
 

@@ -31,7 +31,8 @@ from topotrain.training.parameters.flat_parameters import FileMemory, ModelParts
 from topotrain.training.worker import Worker
 
 FINAL = "final.safetensors"
-_APART_BYTES = 64
+_APART_BYTES = 64  # each tensor begins at a multiple, so that every dtype is aligned and vectorized
+# Besides its own errors the reader raises whatever a broken header leads to.
 _UNREADABLE = (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
 
 
@@ -47,10 +48,7 @@ class NotSaved(OSError):
 
 
 def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-    """Write parameters, `more` of them, and buffers, atomically.
-
-    A tensor that does not share its memory is not copied.
-    """
+    """Write parameters, `more` of them, and buffers, atomically."""
     found, metadata = tensors_of(parts)
     tensors = {name: _apart(tensor) for name, tensor in found.items()}
     tensors |= {name: weight.detach().contiguous() for name, weight in more.items()}
@@ -58,10 +56,7 @@ def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] =
 
 
 def tensors_of(parts: ModelParts) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and buffers by name, contiguous, and a file's metadata.
-
-    Tensors that are contiguous in the model are not copied.
-    """
+    """Parameters and buffers by name, copied unless contiguous, and a file's metadata."""
     names = [*(p.name for p in parts.parameters), *(b.name for b in parts.buffers)]
     held = zip(names, (*parts.tensors, *parts.buffer_tensors), strict=True)
     tensors = {name: tensor.detach().contiguous() for name, tensor in held}
@@ -69,7 +64,8 @@ def tensors_of(parts: ModelParts) -> tuple[dict[str, torch.Tensor], dict[str, st
 
 
 def metadata_of(aliases: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Of a file that has these parameters; the other names of each."""
+    """Metadata of a file with these parameters; `aliases` are the other names of each."""
+    # "format" is what readers of safetensors look at to choose a framework.
     return {"format": "pt", "tied": json.dumps({name: list(more) for name, more in aliases.items() if more})}
 
 
@@ -78,20 +74,19 @@ def fetch_final(worker: Worker, folder: Path | None = None) -> list[torch.Tensor
 
     Returns the model's buffers, averaged over the groups.
 
-    Groups without servers each have a model of their own: group 0's is the result, and so are its buffers.
+    If the model is split, parameters of other workers are fetched, too. Parameter i is then `buffers.view("params",
+    i)`, and buffers of other workers are in the returned list only.
 
-    Where the model is split, parameters of other workers are fetched, too: parameter i then is
-    `buffers.view("params", i)`, and buffers of other workers are in the returned list only. folder: memory for the
-    parameters that this worker does not hold is in files there, since the whole model may not fit; None: ordinary
-    memory.
+    folder: memory for the parameters that this worker does not hold is in files there. None: ordinary memory.
     """
     for space in worker.map.spaces:
+        # The memory of this host was enough for a part of the model, and may be too small for all of it.
         if folder is not None and not space.on(worker.me.index):
             memory = FileMemory(folder).allocate(space.length, torch_dtype(space.dtype))
             worker.buffers.flats.put("params", space.index, memory)
     worker.client.values.fetch_final()
     found = worker.client.buffers.final()
-    # These groups were never averaged, so an average of their buffers belongs to no model.
+    # Without servers each group has a model of its own, and group 0's is the result. Averages fit to none of them.
     if worker.job.cluster.nserver_groups == 0:
         found = {0: found.get(0, {})}
     averaged = []
@@ -100,6 +95,7 @@ def fetch_final(worker: Worker, folder: Path | None = None) -> list[torch.Tensor
         averaged.append(_averaged(rows))
         if not buffer.is_meta:
             buffer.copy_(averaged[index])
+    # The result is no edit of the script.
     worker.buffers.remember()
     return averaged
 
@@ -109,13 +105,14 @@ def _averaged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     like = rows[0]
     if len(rows) == 1 or not (like.is_floating_point() or like.is_complex()):
         return like
+    # In float64, because float16 sums of many groups could overflow.
     return torch.stack(list(rows)).to(torch.complex128 if like.is_complex() else torch.float64).mean(0).to(like.dtype)
 
 
 def in_one_file(likes: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:
-    """Contiguous tensors of these shapes and dtypes, zeroed, in an unlinked file.
+    """Contiguous zeros of these shapes and dtypes, in one unlinked file.
 
-    Each has a storage of its own, as a file's writer wants it. Raises ConfigError where the disk has no room.
+    Each has a storage of its own. Raises ConfigError if the disk has no room.
     """
     ends = list(accumulate(-(-like.nbytes // _APART_BYTES) * _APART_BYTES for like in likes))
     memory = FileMemory(folder).allocate(ends[-1] if ends else 0, torch.uint8)
@@ -130,17 +127,15 @@ def in_one_file(likes: Sequence[torch.Tensor], folder: Path) -> list[torch.Tenso
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The file's writer takes no tensors that share memory."""
+    """A tensor with a storage of just its elements: the tensor itself, or a copy."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write contiguous tensors, atomically.
+    """Write contiguous tensors atomically, also with regard to a power cut.
 
-    Under this name there is always a whole file, also after a power cut.
-
-    Room that `reserve` has taken is used. Raises NotSaved where the disk does not take them, ConfigError for a dtype
-    that the format does not know.
+    Room that `reserve` has taken is used. Raises NotSaved if the disk does not take them, ConfigError for a dtype that
+    the format does not know.
     """
     try:
         layout = lay_out((_told(name, tensor) for name, tensor in tensors.items()), metadata)
@@ -173,11 +168,11 @@ def _told(name: str, tensor: torch.Tensor) -> TensorDescription:
 def reserve(path: Path, nbytes: int) -> None:
     """Reserve `nbytes` on the disk, until `save_tensors` or `release`.
 
-    Raises:
-        ConfigError: there is no room, or the file cannot be written.
+    Raises ConfigError if there is no room, or the file cannot be written.
     """
     release(path)
     try:
+        # The last rename would fail, and after all of the training.
         if path.is_dir():
             raise IsADirectoryError(EISDIR, f"{path.name} is a folder", str(path))
         with _opened(_beside(path)) as fd:
@@ -208,13 +203,12 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _take_room(fd: int, nbytes: int) -> None:
-    """Allocate blocks on the disk. Raises OSError.
-
-    A file system that cannot allocate blocks ahead is accepted.
-    """
+    """Allocate blocks on the disk, where the file system can do that. Raises OSError."""
     try:
+        # At least 1, because a length of 0 is an error.
         os.posix_fallocate(fd, 0, max(1, nbytes))
     except OSError as error:
+        # A network or memory file system may not know how. A full disk then shows when the file is written.
         if error.errno not in (EINVAL, EOPNOTSUPP):
             raise
 
@@ -222,7 +216,8 @@ def _take_room(fd: int, nbytes: int) -> None:
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read a file of `save_tensors`. Raises ConfigError for any other file."""
     try:
-        os.close(open_for_reading(path))  # the file's reader would wait at a named pipe
+        # It refuses a named pipe, at which the reader would wait for ever.
+        os.close(open_for_reading(path))
         with safe_open(str(path), "pt") as file:
             return _out_of_pairs({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
     except _UNREADABLE as error:
@@ -248,6 +243,7 @@ def _flat_bytes(tensor: torch.Tensor) -> memoryview:
 def from_bytes(data: bytes, what: str) -> dict[str, torch.Tensor]:
     """The tensors of `to_bytes`. Raises ConfigError, about the field `what`."""
     try:
+        # `load` drops the metadata. The header is JSON after its length, in 8 bytes.
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return _out_of_pairs(load(data), header.get("__metadata__", {}))
     except _UNREADABLE as error:

@@ -17,20 +17,21 @@ from topotrain.training.worker import Worker
 
 
 class Unfinished(Exception):
-    """The job's result is not written; the text says how the job can go on."""
+    """The job's result is not written; the text has a hint how the job can go on."""
 
 
 def is_complete(here: Context) -> bool:
-    """Whether the script may end here: it is in the middle of no loop."""
+    """Whether the script is in the middle of no loop, so that it may end here."""
     in_epochs = here.continuing is not None and here.continuing.in_epochs
     return not (in_epochs or (here.loader is not None and here.loader.under_way))
 
 
 def finish(here: Context) -> None:
-    """After the program: goodbye to the servers; worker (0,0) brings the result home."""
+    """After the script: send the last messages; worker (0,0) saves the result."""
     worker = here.worker
     if worker is None and here.tables is None:
         raise ConfigError("program", None, "ended without calling topotrain.prepare: there was nothing to train")
+    # Before any message: the error of a script that trained nothing must not look like a finished job.
     if here.training is not None:
         here.training.check()
     for extension in here.extensions:
@@ -53,7 +54,8 @@ def finish(here: Context) -> None:
 
 
 def _save(here: Context, worker: Worker) -> None:
-    """Write what came of the job. Raises NotSaved."""
+    """Write the job's result. Raises NotSaved."""
+    # On every worker, because tables end with a barrier of all of them.
     more = _exported(here)
     if here.is_main:
         if not worker.tally.steps:
@@ -66,6 +68,7 @@ def _save(here: Context, worker: Worker) -> None:
             _measure(here)
         save_final(parts, path, more)
         here.emit(Final(str(path), time.monotonic() - started))
+        # Only now, so that the file can be examined.
         if spoiled:
             raise SpoiledResult(_complaint(here, worker, spoiled, path))
 
@@ -82,7 +85,7 @@ def _no_step(here: Context) -> str:
 
 
 def _whole(here: Context, worker: Worker) -> ModelParts:
-    """The job's result stands in the model."""
+    """Copy the job's result into the model, and return all of its parts."""
     if here.split is not None:
         return here.split.whole(worker)
     fetch_final(worker)
@@ -97,6 +100,7 @@ def _spoiled(here: Context, parts: ModelParts) -> list[str]:
     """Names of trained parameters that are not finite, and not allowed to be so."""
     if here.place.job.nonfinite is NonFinite.kAllow:
         return []
+    # A frozen parameter has the value that the script gave it, such as a mask of -inf.
     described = zip(parts.parameters, parts.tensors, strict=True)
     return [known.name for known, value in described if known.trainable and not bool(torch.isfinite(value).all())]
 
@@ -113,7 +117,7 @@ def _complaint(here: Context, worker: Worker, spoiled: list[str], path: Path) ->
 
 
 def _left(here: Context) -> str:
-    """From where a job can go on that could not write its result."""
+    """A hint for a job that could not write its result."""
     hints = (extension.resume_hint(here.workspace) for extension in here.extensions)
     return next(filter(None, hints), "there is no snapshot from which the job can go on")
 
@@ -125,7 +129,7 @@ def _measure(here: Context) -> None:
 
 
 def _finish_without_model(here: Context) -> None:
-    """The program has used a key-value store and nothing else."""
+    """End a script that has used a key-value store and nothing else."""
     _exported(here)
     if here.is_main:
         _measure(here)
@@ -134,13 +138,15 @@ def _finish_without_model(here: Context) -> None:
 
 
 def close(here: Context, finished: bool) -> None:
-    """Leave the roads; finished: the script came to its end, and `finish` went well."""
+    """Close all connections; finished: the script has ended, and `finish` went well."""
     if here.training is not None:
         here.training.close()
+    # The room that `tt.prepare` reserved. After `finish` there is none left.
     if here.is_main and not finished:
         release(here.workspace / FINAL)
+    # Before the memory is unmapped that it has pinned for a GPU.
     if here.worker is not None:
-        here.worker.mirror.close()  # before the memory that it has pinned goes
+        here.worker.mirror.close()
     for extension in here.extensions:
         extension.close(here)
     if here.roads is not None:
@@ -151,7 +157,8 @@ def kind_of(error: BaseException) -> str:
     """The kind of failure (`events.Failed`) of a worker's exception."""
     if isinstance(error, ConfigError) or (isinstance(error, JobError) and error.config):
         return "config"
-    if isinstance(error, JobError):  # may be about a worker that left its loop with an exception, which explains more
+    # Not "program": it may be about another worker that left its loop with an exception, which explains more.
+    if isinstance(error, JobError):
         return "quarantine" if error.quarantine else "internal"
     # The connection to another process is a consequence of its death, and no fault of this script.
     return "peer" if isinstance(error, PeerLost | PeerUnreachable | ConnectionLost) else "program"

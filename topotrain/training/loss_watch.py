@@ -1,14 +1,10 @@
 """The losses of a worker, taken where `backward()` starts and watched for a rise.
 
-PyTorch has no hook for the root of a backward. So in a worker process of a job, and in no other, the function that
-every backward calls is wrapped. A scaled loss refers to the loss that the scaler was given.
+Worker (0,0) reports once if the loss rises for good. Noise must not cause a report, so losses are compared in blocks. A
+block is above another one if each of its losses is above each of the other's.
 
-Worker (0,0) reports once if the loss rises for good. Noise must not cause a report, so losses are compared in blocks of
-8. The first three losses are also compared by themselves, because a job may go wrong within its first block. A block is
-above another one if each of its losses is above each of the other's, which happens by chance once in 12,870 times.
-
-The loss rises if three blocks in a row are above the block with the lowest median, or the last block is at the job's
-end. In both cases its median must have lost more than half of the gain so far, and a quarter of the lowest median.
+The loss rises if several blocks in a row are above the block with the lowest median, or the last block is at the job's
+end. In both cases the median must have lost a large part of the gain so far, and of the lowest median.
 """
 
 import math
@@ -24,7 +20,9 @@ from topotrain.training.context import Context
 from topotrain.training.worker import Worker
 
 _PLAIN = "_topotrain_unscaled"
+# Of equal losses, one block of 8 is above another by chance once in C(16, 8) = 12,870 times.
 _BLOCK = 8
+# The first losses are a block of their own: a job may go wrong within its first 8 steps.
 _BEGINNING = 3
 _IN_A_ROW = 3
 _OF_THE_GAIN = 0.5
@@ -32,7 +30,7 @@ _OF_THE_LOWEST = 0.25
 
 
 class LossTrend:
-    """Losses one by one; tells when they have risen for good."""
+    """Takes losses one by one and finds out whether they have risen for good."""
 
     def __init__(self) -> None:
         self._open: list[float] = []
@@ -45,6 +43,7 @@ class LossTrend:
     def __call__(self, loss: float) -> bool:
         """Take one more; whether the loss is rising."""
         self._seen += 1
+        # NaN compares false with everything and would break the order; a loss that is not finite is the worst one.
         self._open.append(math.inf if math.isnan(loss) else loss)
         if self._seen == _BEGINNING:
             self._first, self._lowest = median(self._open), tuple(self._open)
@@ -55,13 +54,14 @@ class LossTrend:
 
     def end(self) -> bool:
         """No more will come; whether the last ones were far above the lowest."""
+        # Fewer losses are noise. With no more than the first ones, these are the lowest block themselves.
         if len(self._open) >= _BEGINNING < self._seen:
             self._close()
         return self._above > 0
 
     @property
     def lowest(self) -> float:
-        """The middle of the lowest block."""
+        """The median of the lowest block."""
         return median(self._lowest)
 
     def _close(self) -> None:
@@ -81,7 +81,7 @@ class LossTrend:
 
 
 class LossWatch:
-    """Says so, once, where worker groups do not wait for each other."""
+    """Reports a rising loss once, where worker groups do not wait for each other."""
 
     def __init__(self, here: Context, worker: Worker) -> None:
         self._here, self._worker = here, worker
@@ -89,12 +89,12 @@ class LossWatch:
         self._trend: LossTrend | None = LossTrend() if watches else None
 
     def __call__(self, loss: float) -> None:
-        """A backward has begun at this loss."""
+        """Take the loss at which a backward has begun."""
         if self._trend is not None and self._trend(loss):
             self._say(self._trend)
 
     def end(self) -> None:
-        """The script has come to its end."""
+        """Judge the last losses, at the end of the script."""
         if self._trend is not None and self._trend.end():
             self._say(self._trend)
 
@@ -107,15 +107,15 @@ class LossWatch:
 
 
 def watch_losses(worker: Worker, watch: LossWatch) -> None:
-    """Add every backward's scalar root to the worker's tally.
-
-    `watch` gets each that is a number already.
-    """
+    """Add every backward's scalar root to the tally; `watch` gets those on the CPU."""
+    # PyTorch has no hook for the root of a backward. `Tensor.backward` looks this function up at every call, so both
+    # ways to start one come here. Only worker processes of a job are changed.
     torch.autograd.backward = _watched(torch.autograd.backward, worker, watch)
     torch.amp.GradScaler.scale = _remembered(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
 
 
 def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) -> Callable[..., None]:
+    # The name `tensors` is torch's: callers may pass it by keyword.
     def watched(tensors: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         # A scaled loss has grown by the scale; the attribute leads to the loss before it.
@@ -135,16 +135,15 @@ def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) ->
 
 
 def _told(loss: torch.Tensor) -> float | torch.Tensor:
-    """The loss as a number, or as a tensor on a device that works on its own.
-
-    Reading a tensor's value would wait for the device.
-    """
+    """The loss as a number, or as a tensor if it is on a device."""
+    # Reading a value from a device would wait until the device has done all its work.
     return float(loss.detach()) if loss.device.type == "cpu" else loss.detach().double().reshape(())
 
 
 def _remembered(scale: Callable[..., Any]) -> Callable[..., Any]:
     def remembered(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         scaled = scale(scaler, outputs)
+        # A scaler that is disabled returns the loss itself.
         if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor) and scaled is not outputs:
             setattr(scaled, _PLAIN, outputs.detach())
         return scaled

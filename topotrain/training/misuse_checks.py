@@ -1,9 +1,6 @@
 """Checks that a script trains what it has prepared.
 
-Each sign that it does not is reported once and by name.
-
-Rule: a script that only evaluates is no mistake. So nothing is said of a step that was not made, unless the script went
-backward; and nothing of other optimizers, unless one of them changes what the servers hold.
+Each sign that it does not is reported once and by name. A script that only evaluates is no mistake.
 """
 
 import threading
@@ -28,7 +25,6 @@ class MisuseChecks(WorkerExtension):
     """Watches the steps of a script until this worker's part ends.
 
     Args:
-        here, worker: this process's place.
         optimizer: the one that was given to `tt.prepare`; its steps are the job's.
     """
 
@@ -40,6 +36,7 @@ class MisuseChecks(WorkerExtension):
             id(tensor): parameter.name
             for tensor, parameter in zip(worker.parts.tensors, worker.parts.parameters, strict=True)
         }
+        # torch's hook is for all optimizers of the process, and servers in this process have some, in other threads.
         self._thread = threading.get_ident()
         worker.attach(self)
         self._hook = register_optimizer_step_post_hook(self._stepped)
@@ -49,7 +46,6 @@ class MisuseChecks(WorkerExtension):
         self._hook.remove()
 
     def before_commit(self, step: int, end: StepEnd) -> None:
-        """As `WorkerExtension.before_commit`."""
         self._steps += 1
         if self._steps == 1 and self._here.is_main:
             self._look_at_loader()
@@ -81,15 +77,12 @@ class MisuseChecks(WorkerExtension):
             raise ConfigError("another optimizer", type(optimizer).__name__, accepted)
 
     def check(self) -> None:
-        """At the end of the script.
-
-        Raises:
-            ConfigError: it went backward, and no step of it has reached a server, or none with a gradient.
-        """
+        """At the end of the script: raise ConfigError if its backwards trained nothing."""
         tally = self._worker.tally
         if self._here.tables is not None or not any(tensor.requires_grad for tensor in self._worker.parts.tensors):
-            return  # what is pushed by hand needs no step
+            return  # tables are pushed by hand, without a step
         kind = type(self._optimizer).__name__
+        # Without a backward the script only evaluates.
         if tally.backwards and not tally.steps:
             accepted = (
                 f"went backward {tally.backwards} times and never called step() of the {kind} that tt.prepare was "

@@ -17,8 +17,8 @@ Stand = dict[str, torch.Tensor]
 class RngState:
     """The global random number generators of torch (CPU), numpy and Python, to swap.
 
-    Inside `with`, they go on where they stood at the end of the last `with` of this object, the first time from
-    `start`: a seed, or where they were seen to stand. Afterwards they are as they were.
+    Inside `with`, they continue from the end of the last `with` of this object, the first time from `start`: a seed, or
+    a saved state. Afterwards they are as they were.
     """
 
     def __init__(self, start: int | Stand) -> None:
@@ -32,6 +32,7 @@ class RngState:
             self._write(self._inner)
         elif isinstance(self._start, int):
             torch.default_generator.manual_seed(self._start)
+            # numpy takes seeds of 32 bits only.
             numpy.random.seed(self._start % (1 << 32))
             random.seed(self._start)
         else:
@@ -73,16 +74,15 @@ def stand(own: Sequence[torch.Generator] = (), device: torch.device | None = Non
 def put_back(
     noted: Mapping[str, torch.Tensor], own: Sequence[torch.Generator] = (), device: torch.device | None = None
 ) -> None:
-    """Restore the state of the generators.
-
-    A generator without a saved state stays as it is.
+    """Restore a saved state; a generator that is not in it stays as it is.
 
     Raises:
-        ConfigError: this is no such note.
+        ConfigError: this is no such state.
     """
     try:
         torch.set_rng_state(noted["torch"])
         gauss = noted["python gauss"].tolist()
+        # 3 is the version of Python's own format.
         random.setstate((3, tuple(noted["python"].tolist()), gauss[0] if gauss else None))
         words, gauss = noted["numpy"].tolist(), noted["numpy gauss"].tolist()
         key = numpy.array(words[:-1], dtype=numpy.uint32)

@@ -16,22 +16,22 @@ from topotrain.training.loss_watch import LossWatch
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
 
-INTERVAL_S = 0.25
+INTERVAL_S = 0.25  # steps may take microseconds, and no display needs more than four lines a second
 
 
 class ProgressReporter(WorkerExtension):
-    """Reports progress at most four times a second, and once at the worker's end."""
+    """Reports progress, at most once in INTERVAL_S and at the worker's end."""
 
     def __init__(
         self, here: Context, worker: Worker, connections: Connections, rising: LossWatch | None = None
     ) -> None:
         self._rising = rising
-        self._loss: float | None = None  # the last that was told
+        self._loss: float | None = None  # the last one that was reported
         self._here, self._worker, self._connections = here, worker, connections
         self._due = 0.0
 
     def after_step(self, outcome: StepOutcome | None) -> None:
-        """As `WorkerExtension.after_step`."""
+        # The losses of a late step were dropped (`drop_step`).
         if outcome is None or not outcome.late:
             self._worker.tally.count_loss()
         self._tell_skips()
@@ -43,6 +43,7 @@ class ProgressReporter(WorkerExtension):
     def _tell_skips(self) -> None:
         tally = self._worker.tally
         skips = tally.take_skips() if tally.skips else []
+        # `skipped` counts these already, so each report has the total at its own step.
         for total, skip in enumerate(skips, tally.skipped - len(skips) + 1):
             self._here.emit(Skipped(str(self._here.me), skip.step, total, skip.by, skip.parameter))
 
@@ -75,7 +76,8 @@ class ProgressReporter(WorkerExtension):
     def left_job(self) -> None:
         """Report the last steps, and no end."""
         self._tell_skips()
-        if self._worker.tally.started:  # steps may be those of an earlier life alone
+        # Otherwise all steps are those of earlier processes of this worker, which have reported them.
+        if self._worker.tally.started:
             self._tell(time.monotonic())
 
     def job_over(self) -> None:
@@ -124,13 +126,13 @@ class NormLog(WorkerExtension):
         self._file = create_text(path)
 
     def after_step(self, outcome: StepOutcome | None) -> None:
-        """As `WorkerExtension.after_step`."""
         norms = {}
         for tensor, described in zip(self._worker.parts.tensors, self._worker.parts.parameters, strict=True):
-            if tensor.is_meta:  # another worker of the group holds it
+            # A meta tensor: another worker of the group holds the parameter.
+            if tensor.is_meta:
                 continue
             gradient = None if tensor.grad is None else float(torch.linalg.vector_norm(tensor.grad))
             norms[described.name] = {"value": float(torch.linalg.vector_norm(tensor.detach())), "grad": gradient}
         self._file.write(json.dumps({"step": self._worker.tally.steps, "norms": norms}) + "\n")
-        # A script that fails must leave the lines of its last steps.
+        # At every step, so that a script that fails leaves the lines of its last steps.
         self._file.flush()

@@ -29,13 +29,13 @@ from topotrain.training.worker_stats import BatchAccounting, ProcessClock, Skipp
 
 
 def plan_of(topology: Topology, parts: ModelParts, spec: OptimizerSpec) -> tuple[Schema, SliceMap]:
-    """The description of a model for the servers, and its map, equal on all workers."""
+    """The model's description for the servers and its slice map, equal on all workers."""
     slice_map = slice_map_for(parts.parameters, topology)
     return Schema(parts.parameters, parts.buffers, spec.to_text(), slice_map.digest), slice_map
 
 
 class WorkerMemory:
-    """Where a worker's flat buffers are; a subclass may put some of them elsewhere."""
+    """Allocates a worker's flat buffers; a subclass may put some of them elsewhere."""
 
     def __init__(self, memory: BufferMemory) -> None:
         self._memory = memory
@@ -49,11 +49,8 @@ class Worker(BatchAccounting):
     """One worker of the job.
 
     Args:
-        me, job, topology: its place.
         parts: the model, taken apart.
-        optimizer: the user's.
-        client: the worker's client of the servers.
-        memory: where the worker's flat buffers are.
+        memory: allocates the worker's flat buffers.
         aside: parameters of the optimizer that an extension transfers by rows, and not the worker.
     """
 
@@ -89,6 +86,7 @@ class Worker(BatchAccounting):
         # The own time of a worker is its time without waits for others.
         client.channel.measure_waits(ProcessClock())
         client.open(schema, self.map, self.buffers.flats, job.apply is Apply.kOnArrival, sees_means, self.lazy)
+        # The groups of a server group would load the same state, so the first one does it for all.
         speaks = me.group == topology.worker_groups_of(topology.server_group_of(me.group))[0]
         state = client.optimizer_state
         self.server_state = ServerState(parts, self.map, optimizer, state, me.index if speaks else None)
@@ -104,7 +102,7 @@ class Worker(BatchAccounting):
         """Whether the worker's group leaves the job, so that the script must not be given more batches."""
         self._own_steps = 0  # calls of `step`
         self._committed = 0  # steps of the group
-        self._clip = (0.0, 2.0)
+        self._clip = (0.0, 2.0)  # largest norm (0: no bound) and its type, for the next commit only
         self._held = HeldGradients(parts)
         self._freed: tuple[float, float] | None = None  # time, and seconds waited, when the last step was over
 
@@ -114,6 +112,7 @@ class Worker(BatchAccounting):
             return ArrivalPath(*args, hyper=self.hyper)
         if group_size > 1 and self.job.grads is Grads.kVisible:
             return MeanPath(*args)
+        # With local steps the pushed gradient is a sum that exists only at step(), so no backward can send it.
         return PushPath(*args, compare=group_size == 1, eager=self.job.cluster.n_push == 1)
 
     def attach(self, extension: WorkerExtension) -> None:
@@ -121,10 +120,8 @@ class Worker(BatchAccounting):
         self._hooks.add(extension)
 
     def start(self) -> None:
-        """Fetch the job's initial values.
-
-        They are worker (0,0)'s, or those of the first worker of group 0 that holds them.
-        """
+        """Fetch the job's initial values."""
+        # They come from worker (0,0); in a split model, from the first worker of group 0 that holds the parameter.
         if self.me.group == 0 and any(space.speaker == self.me.index for space in self.map.spaces):
             self.buffers.copy_from_model("local")
             # Out of "local": "params" may be memory of the servers, which is not here yet.
@@ -138,12 +135,13 @@ class Worker(BatchAccounting):
         self.client.values.fetch()
         self.client.gradients.start(self.device)
         self.buffers.move_model()
+        # Not before: `move_model` itself takes the first values, into memory that it may have to allocate.
         self.client.values.observe(self.mirror)
 
     def rejoin(self, taken: int) -> None:
-        """This process replaces one that is gone: come to the step of its group.
+        """This process replaces one that is gone: continue at its group's present step.
 
-        taken: so many of the group's steps are counted in the tally.
+        taken: the number of the group's steps that the tally counts already.
         """
         for extension in self._hooks.rejoin:
             outcome = extension.rejoin()
@@ -159,14 +157,14 @@ class Worker(BatchAccounting):
         return momentum_of(self._optimizer_name, self.optimizer.param_groups)
 
     def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
-        """The loader gave the script a batch."""
+        """Implement `BatchAccounting.drawn`."""
         self.tally.start(time.monotonic())
         self.client.channel.spans.since("data")
         self.tally.add_batch(samples)
         self.batches.add(stream, seq, weight, samples)
 
     def left_early(self, epoch: int, batches: int) -> None:
-        """The script left the loop over the loader early."""
+        """Implement `BatchAccounting.left_early`."""
         if any(extension.leave_epoch(epoch) for extension in self._hooks.leave_epoch):
             return
         if not self.path.backwards:  # no batch that was given since the last step has a gradient
@@ -174,7 +172,7 @@ class Worker(BatchAccounting):
         self.client.channel.exit_loop(self._committed, self.path.backwards)
 
     def lost(self, stream: int, batches: int) -> None:
-        """Count batches as lost that a stream no longer had when it was read again."""
+        """Implement `BatchAccounting.lost`."""
         self.tally.add_lost(batches)
 
     def clip(self, max_norm: float, norm_type: float) -> None:
@@ -198,7 +196,7 @@ class Worker(BatchAccounting):
         self._sent_hyper = b""  # a server that dropped the late commit does not know its hyper-parameters
 
     def end_epoch(self) -> None:
-        """The others have made steps while this worker had no batch left."""
+        """Call `after_epoch` of all extensions."""
         for extension in self._hooks.after_epoch:
             extension.after_epoch()
 
@@ -207,12 +205,14 @@ class Worker(BatchAccounting):
     def step(self, inv_scale: float = 1.0, check_finite: bool = False) -> StepOutcome | None:
         """Commit the step; the new values are in the parameters when this returns.
 
-        Returns None where the job lets a worker go on alone for some steps (`n_push` > 1).
+        Returns None where the outcome is not known yet (`pull: kLazy`), or the step was local (`n_push` > 1).
         """
+        # A script that divides its data itself has no loader that would have started the clock.
         self.tally.start(time.monotonic())
         for extension in self._hooks.before_step:
             extension.before_step()
         if self._local.is_used:
+            # A local step writes the parameters, so an edit by the script must be found before it.
             self._check()
         if self._freed is not None:
             then, waited = self._freed
@@ -283,7 +283,8 @@ class Worker(BatchAccounting):
         return outcome
 
     def _end_of(self, step: int, inv_scale: float, check_finite: bool, fetch: bool) -> tuple[StepEnd, bytes]:
-        """The commit of a step, after its gradients, and the hyper-parameters."""
+        """Send the remaining gradients; return the commit and the hyper-parameters."""
+        # A lazily committed step may still read "local", which `at_step` may write.
         self.client.values.settle()
         try:
             revisions, edited, dropped = self.path.at_step(step)
@@ -294,6 +295,7 @@ class Worker(BatchAccounting):
         clip_norm, clip_type = self._clip
         if not clip_norm and updater is not None and updater.clip_norm:
             clip_norm = updater.clip_norm
+        # At each step: the script or a scheduler may have changed the parameter groups.
         hyper = self.hyper()
         weights = (extension.weight() for extension in self._hooks.weight)
         end = StepEnd(
@@ -314,7 +316,8 @@ class Worker(BatchAccounting):
         return end, hyper
 
     def _settled(self, outcome: StepOutcome) -> None:
-        """A step that was committed lazily is over, and its gradients may change again."""
+        """A step that was committed lazily is over; its gradients may change again."""
+        # `_committed` was raised when the step was committed, so it is the number of that step from 1.
         self._count(outcome, self._committed)
         self._held.release()
 
@@ -344,14 +347,14 @@ class Worker(BatchAccounting):
 
     def _push_sum(self, fetch: bool) -> StepOutcome | None:
         with self._local.sum_as_gradient():
+            # 1.0: each local step has unscaled its gradients.
             return self._commit(1.0, False, fetch)
 
     def _overflows(self, scaled: bool) -> bool:
-        """Whether this step's own gradients are left out of the sum.
+        """Whether this step's gradients are left out of the sum.
 
-        A GradScaler expects that now and then.
-
-        Raises JobError where it happens too often, in the servers' words.
+        scaled: by a GradScaler, which overflows now and then. Such steps are not counted. Raises JobError if other
+        steps overflow too often.
         """
         policy = self.job.nonfinite
         if not scaled and policy is NonFinite.kAllow:
@@ -372,17 +375,18 @@ class Worker(BatchAccounting):
     def finish(self) -> None:
         """The script has ended: push what is left, and send the model's buffers."""
         if self._local.has_sum:
+            # Without values: worker (0,0) fetches the result after all groups have ended.
             self._push_sum(fetch=False)
         self.client.buffers.put(self.parts.buffer_tensors)
         self.client.finish(self._committed)
 
     def end_job(self) -> None:
-        """The job has ended, and its result is in the model of worker (0,0)."""
+        """Call `job_over` of all extensions."""
         # In reverse, so that an extension still finds those that were attached before it.
         for extension in reversed(self._hooks.job_over):
             extension.job_over()
 
     def leave_job(self) -> None:
-        """This worker leaves while the job goes on."""
+        """Call `left_job` of all extensions."""
         for extension in self._hooks.left_job:
             extension.left_job()

@@ -1,7 +1,6 @@
-"""The seam of a worker: a `WorkerExtension` adds a feature to its steps.
+"""Extensions of a worker: a `WorkerExtension` adds a feature to its steps.
 
-The worker names no feature. When an extension is attached, the worker looks up which of the methods it has, so that a
-hook without a user costs an empty loop.
+The worker names no feature.
 """
 
 from topotrain.core.client.client_context import StepEnd, StepOutcome
@@ -72,7 +71,8 @@ class WorkerHooks:
 
     def add(self, extension: WorkerExtension) -> None:
         """Call this extension from now on."""
+        # The fields of this object have the names of the hooks. Only overridden hooks are called, so that one without a
+        # user costs an empty loop in each step.
         for name, known in vars(self).items():
-            # The fields of this object have the names of the hooks.
             if getattr(type(extension), name) is not getattr(WorkerExtension, name):
                 setattr(self, name, (*known, extension))

@@ -10,15 +10,15 @@ from topotrain.training.data.distributed_loader import most_workers
 
 
 def bound(here: Context, model: nn.Module, loader: Any, cut: bool) -> None:
-    """Worker (0,0) tells it, where there is something to tell.
+    """Worker (0,0) reports the limit, if there is one.
 
     Args:
-        model, loader: what `tt.prepare` was given.
         cut: the model is split over the workers of the group.
     """
     if not here.is_main:
         return
     job, most = here.place.job, 0
+    # `will_split` is false for a group of one, although a script that names workers would split with more of them.
     alone = here.place.topology.workers_per_group == 1
     if cut or job.splits or (alone and here.names_workers(model)):
         text = "one model is split over the workers of the group, and a snapshot has the parts of just these"

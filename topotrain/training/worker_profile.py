@@ -34,15 +34,16 @@ class ProfileRecorders:
         self._recorders: list[WorkerRecorder | ServerRecorder] = []
 
     def worker(self) -> Recorder:
-        """For the worker of this process; its clock counts for all processes of the host."""
+        """Make the recorder of this process's worker."""
         if not self._wanted:
             return SILENT
+        # The monotonic clock is one for all processes of a host, so their spans can be compared.
         made = WorkerRecorder(self._wanted, ProcessClock())
         self._recorders.append(made)
         return made
 
     def server(self, me: Address, groups: Iterable[int]) -> Recorder:
-        """For one of the servers of this process, which serves these worker groups."""
+        """Make the recorder of a server of this process, which serves these groups."""
         if not self._wanted:
             return SILENT
         made = ServerRecorder(self._wanted, ProcessClock(), str(me), groups)
@@ -54,6 +55,7 @@ class ProfileRecorders:
         spans = tuple(span for recorder in self._recorders for span in recorder.kept())
         if spans:
             file = self._folder / (re.sub(r"\W", "-", str(self._resident)) + ".json")
+            # Renamed when it is whole: the launcher reads every .json file that it finds.
             half = file.with_suffix(".tmp")
             write_text(half, to_json(ProcessSpans(str(self._resident), os.getpid(), spans)))
             half.replace(file)

@@ -17,11 +17,9 @@ class ProcessClock(Clock):
     """The clock of this process."""
 
     def now(self) -> int:
-        """As `Clock.now`."""
         return time.monotonic_ns()
 
     def thread(self) -> str:
-        """As `Clock.thread`."""
         return threading.current_thread().name
 
 
@@ -32,9 +30,8 @@ class BatchAccounting(ABC):
     def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
         """The script gets batch `seq` (from 0) of a stream.
 
-        Weight 0: a repeated batch that must not count.
-
-        stream: (epoch << 32) | lease, or the value of `DataPlan.stream`.
+        stream: (epoch << 32) | lease, or the value of `DataPlan.stream`. Weight 0: a repeated batch, which must not
+        count.
         """
 
     @abstractmethod
@@ -49,8 +46,8 @@ class BatchAccounting(ABC):
 class StepBatches:
     """Counts what one worker's loader gave the script since the last commit.
 
-    A job may let a worker make several steps before it commits. Samples therefore count for the commit only when the
-    step that used them is over (`use`), and batches when the script is given them.
+    A job may let a worker make several steps before it commits. Samples count for the commit when the step that used
+    them is over (`use`), and batches when the script is given them.
     """
 
     def __init__(self) -> None:
@@ -65,7 +62,6 @@ class StepBatches:
 
     def add(self, stream: int, seq: int, weight: float, samples: int) -> None:
         """The script was given batch `seq` of a data stream."""
-        # `tt.weight` holds for one batch.
         self._batch_weight, self._given_weight = weight, None
         self.last_samples = samples
         self._unused += samples
@@ -78,7 +74,7 @@ class StepBatches:
         return self._batch_weight if self._given_weight is None else self._given_weight
 
     def set_weight(self, weight: float) -> None:
-        """Set the weight of the coming backward (the tokens of a token mean, say)."""
+        """Set the weight of the coming backward, which holds for one batch."""
         self._given_weight = weight
 
     def use(self, counts: bool = True) -> None:
@@ -105,15 +101,16 @@ class StepBatches:
         return sum(last - first + 1 for first, last in self._marks.values())
 
 
-_FEW_OWN, _MOST_OWN = 10, 501  # steps whose own time is known before it is reported, and that are kept
+# Steps: with fewer own times the median is not reported, and of more only the last ones are kept.
+_FEW_OWN, _MOST_OWN = 10, 501
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedStep:
     """A step of a worker that was skipped, because a gradient was not finite.
 
-    step: its number, from 1. by: the worker with that gradient, "" if only the group's sum is known.
-    parameter: one with such a gradient, "" for the rows of a table.
+    step: its number, from 1. by: the worker with that gradient, "" if only the group's sum is known. parameter: one
+    with such a gradient, "" for the rows of a table.
     """
 
     step: int
@@ -220,6 +217,7 @@ class WorkerStats:
 
     def loss_state(self) -> tuple[float | torch.Tensor, int]:
         """The losses so far, for `drop_step`."""
+        # A tensor is cloned, because `add_backward` adds to it in place.
         return (self.loss_sum.clone() if isinstance(self.loss_sum, torch.Tensor) else self.loss_sum), self.losses
 
     def drop_step(self, samples: int, losses: tuple[float | torch.Tensor, int]) -> None:

@@ -1,6 +1,6 @@
 """The client of the data service in server (0,0): leases, draws, applied batches.
 
-A worker has one request at a time. A reply to an earlier request is dropped.
+A worker has one request at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class DrawObserver:
     """An action before a draw is sent or awaited. The method does nothing here."""
 
     def draw(self, epoch: int, chunk: int) -> None:
-        """A chunk of the epoch's draw is sent next by worker (0,0), or awaited by another."""
+        """Worker (0,0) sends a chunk of the epoch's draw next, or another awaits it."""
 
 
 class DataClient(ClientExtension):
@@ -35,19 +35,19 @@ class DataClient(ClientExtension):
 
     def __init__(self, bounded: bool) -> None:
         self._bounded = bounded
-        self._answers: Callable[[m.Message], bool] = lambda _: False  # to the last question
+        self._answers: Callable[[m.Message], bool] = lambda _: False  # whether a message replies to the last request
         self._replies: list[m.Message] = []
         self.leaves = False
         """The group leaves the job, and is not to wait for batches that others may leave."""
         self._observer = DrawObserver()
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
-        """As `ClientExtension.bind`."""
         self._channel, self._values = channel, values
         self._first_server, self._coordinator = channel.first_server, channel.servers[0]
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """A reply; kept if it answers the last question."""
+        """Keep a reply to the last request."""
+        # A reply to an earlier request, delivered once more, is dropped.
         if self._answers(message):
             self._replies.append(message)
 
@@ -59,6 +59,7 @@ class DataClient(ClientExtension):
         """(lease, first, last); see message.Lease."""
 
         def answers(reply: Lease) -> bool:
+            # The reply to the same request without `wait`, which may come late or twice.
             none_now = reply.first == reply.last
             return (reply.epoch, reply.ordinal) == (epoch, ordinal) and not (wait and none_now)
 
@@ -66,20 +67,21 @@ class DataClient(ClientExtension):
         if wait and self._bounded:
             self._channel.send(self._coordinator, m.GroupIdle(epoch, ordinal, True))
         reply = self._ask(self._first_server, LeaseRequest(epoch, ordinal, total, digest, passed, wait), Lease, answers)
-        # The end of an epoch is told to whoever asks, but each worker asks for it once with `wait`: the fetches of a
-        # group's workers must be as many.
+        # Without `wait` only a lease that the group had to wait for ends its idle time. With `wait` the end of an epoch
+        # does, for which each worker asks once: all workers of a group must fetch equally often.
         self.leaves = self.leaves or reply.lease == LEAVES
         if self._bounded and not self.leaves and (reply.rested or (wait and reply.last < 0)):
             self._end_rest(m.GroupIdle(epoch, ordinal, False))
         return reply.lease, reply.first, reply.last
 
     def _end_rest(self, rest: m.GroupIdle) -> None:
-        """Others went on meanwhile; what this group has read is older than the job allows."""
+        """End the idle time of this group, and fetch the present values."""
+        # The other groups went on meanwhile, so the values here are older than `max_staleness` allows.
         self._ask(self._coordinator, rest, m.GroupIdle, lambda echo: echo == rest)
         self._values.fetch()
 
     def free(self, epoch: int, ordinal: int, first: int) -> None:
-        """Give the rest of the epoch's leases back."""
+        """Give the rest of the epoch's leases back, without waiting."""
         # The script leaves its loop here, perhaps at the end of the process: an ended connection is no error.
         self._channel.try_send(self._first_server, LeaseRelease(epoch, ordinal, first))
 
@@ -89,7 +91,7 @@ class DataClient(ClientExtension):
         return self._ask(self._coordinator, question, m.AppliedBatchesReply, lambda at: at.stream == stream).count
 
     def put_draw(self, epoch: int, chunk: int, end: bool, sizes: Sequence[int], indices: Sequence[int]) -> None:
-        """Tell the others of the job which samples the batches have."""
+        """Send the samples of batches to the other workers of the job."""
         self._observer.draw(epoch, chunk)
         self._channel.send(self._first_server, DrawnBatches(epoch, chunk, end, tuple(sizes), tuple(indices)))
 
@@ -103,7 +105,7 @@ class DataClient(ClientExtension):
         return reply.sizes, reply.indices, reply.end
 
     def _ask(self, server: Address, question: m.Message, kind: type[T], answers: Callable[[T], bool]) -> T:
-        """Ask and wait for the reply to just this question."""
+        """Send a request and wait for the reply to just this one."""
         with self._channel.waiter.update():
             # Under exclusive access: a late reply to the last request may be arriving now.
             self._replies.clear()

@@ -8,7 +8,7 @@ one of three ways:
   the draw to the others. With one worker in all this is the plain loader, bit for bit.
 * "static": all draw the same list from (seed, epoch), and batch b is for group b mod groups.
 * "lease": the same list, from which groups lease ranges, so that a slow group takes fewer. A pass ends when no group
-  holds a batch that might come back, because batches of a group that leaves early are read here.
+  holds a batch that might be given back.
 
 A stream (IterableDataset) cannot be drawn from: every worker reads all of it and keeps its part.
 """
@@ -69,11 +69,9 @@ class BatchReplay(Protocol):
 class ShardedLoader:
     """Iterates over this worker's share of the batches.
 
-    Other attributes (`dataset`, `batch_size`, ...) are those of the script's loader.
-
-    Each `iter()` is an epoch, counted from 0. A loop that is left early gives back what it did not read, at the latest
-    when the next one begins. `len()` is the number of batches per epoch, in mode "lease" the nominal one (an equal
-    part).
+    Other attributes (`dataset`, `batch_size`, ...) are those of the script's loader. Each `iter()` is an epoch, counted
+    from 0. A loop that is left early gives back the batches that it has not read. `len()` is the number of batches per
+    epoch, in mode "lease" the nominal one (an equal part).
 
     Raises:
         ConfigError: this loader cannot be divided; or there is no data, or less than a group's batch of it.
@@ -87,7 +85,7 @@ class ShardedLoader:
         ledger: BatchAccounting,
         replay: BatchReplay | None = None,
     ) -> None:
-        """`replay`: with backup workers, what gives batches again."""
+        """`replay`: gives batches again, with backup workers."""
         _check(loader, plan)
         self._replay = replay
         self._loader = loader
@@ -101,11 +99,12 @@ class ShardedLoader:
         self._live: Callable[[], _Pass | None] = lambda: None
 
     def __iter__(self) -> Iterator[Any]:
-        # The batches that the last pass holds are given back before this one asks for leases.
+        # Other groups may wait for the batches that a loop that was left early still holds.
         if self._plan.mode == "lease":
             self.close()
         epoch = self._epochs
         self._epochs += 1
+        # An earlier process has finished this pass.
         if self._recorder is not None and epoch < self._recorder.first:
             return iter(())
         inner = self._kept or LoaderCopy(self._loader, self._plan)
@@ -130,17 +129,19 @@ class ShardedLoader:
         dice = self._plan.alone if inner.indices is None else self._plan.mode == "broadcast"
         generators = tuple(generators_of(self._loader))
         opening, kept = self._recorder.opening(EpochStart(epoch, "dice" if dice else "seed", inner.fresh, generators))
-        if kept and inner.fresh:  # then it threw no dice at this moment, and now it would
+        # The earlier process kept its iterator, which draws no seed when a pass begins. A new iterator does, so it
+        # gets a generator of its own to draw from.
+        if kept and inner.fresh:
             inner.seed(epoch_seed(self._plan.seed, epoch))
         return opening
 
     @property
     def passes(self) -> int:
-        """How many passes were begun."""
+        """Number of passes that were begun."""
         return self._epochs
 
     def skip_to(self, epoch: int) -> None:
-        """The next pass is that of this epoch, or a later one."""
+        """Begin the next pass at this epoch, unless it is a later one already."""
         self._epochs = max(self._epochs, epoch)
 
     def __len__(self) -> int:
@@ -161,7 +162,7 @@ class ShardedLoader:
         return self._ledger
 
     def account_to(self, accounting: BatchAccounting) -> None:
-        """Let this one note the batches from the next pass on."""
+        """Note batches in `accounting` from the next pass on."""
         self._ledger = accounting
 
     def resume_with(self, recorder: ResumeRecorder | None) -> None:
@@ -181,7 +182,7 @@ class ShardedLoader:
             live.close()
 
 
-# --- the door: what cannot be divided ----------------------------------------------------------------------------
+# --- loaders that cannot be divided ------------------------------------------------------------------------------
 
 
 def _check(loader: DataLoader[Any], plan: DataPlan) -> None:
@@ -190,6 +191,7 @@ def _check(loader: DataLoader[Any], plan: DataPlan) -> None:
     if loader.num_workers > 0 and not getattr(loader, "in_order", True):
         accepted = "must be True: which samples a step has seen is known from the order of the batches"
         raise ConfigError("loader.in_order", False, accepted)
+    # Such a sampler would leave out the samples of the other replicas, and the rest would be divided once more.
     for sampler in samplers(loader):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             accepted = "must be 1, or another sampler: the batches are divided among the workers already"
@@ -218,6 +220,7 @@ def most_workers(loader: DataLoader[Any], per_worker_batch: bool) -> int | None:
 
 
 def _length(what: Any) -> int | None:
+    # Some samplers and datasets raise NotImplementedError instead of having no `__len__`.
     try:
         return len(what)
     except (TypeError, NotImplementedError):
@@ -235,6 +238,7 @@ def _batch_of(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
 class _Pass(Iterator[Any]):
     """The iterator that the script holds."""
 
+    # On the class, because `__del__` also runs after an `__init__` that has failed.
     _open = False
 
     def __init__(
@@ -265,6 +269,8 @@ class _Pass(Iterator[Any]):
             raise
         if self._memory is not None:
             self._memory.given()
+        # Only after the recorder has the state from which the draw can be repeated: with the draw, the others may train
+        # without this worker.
         self._feed.tell()
         self._ledger.drawn(place.stream, place.seq, float(samples), samples)
         self._given += 1
@@ -274,12 +280,13 @@ class _Pass(Iterator[Any]):
         try:
             return self._feed.next()
         except StopIteration:
+            # A draw without a batch for this worker has batches for others.
             self._feed.tell()
             raise
 
     @property
     def is_open(self) -> bool:
-        """It has not come to its end, and was not left."""
+        """Whether the pass has neither ended nor been left."""
         return self._open
 
     def close(self) -> None:

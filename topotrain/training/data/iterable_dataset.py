@@ -1,6 +1,4 @@
-"""One pass over a stream: every worker reads all of it, and keeps its part.
-
-A stream is an IterableDataset.
+"""One pass over an IterableDataset, a stream that every worker reads as a whole.
 
 With several workers the random numbers of a stream come from (seed, epoch). So all read the same stream, and can read
 it again when another group left a part of it. A stream that is different every time is read at most once, and missing
@@ -29,7 +27,7 @@ _END = object()
 
 
 def is_own(plan: DataPlan, opening: ResumePoint) -> bool:
-    """The stream shares the script's dice, as in the plain script."""
+    """Whether the stream shares the script's generators, as in the plain script."""
     return plan.alone and not opening.drawn
 
 
@@ -40,7 +38,7 @@ class _Reader:
         self.at = 0
         self._ended = False
         seed, noted = epoch_seed(plan.seed, epoch), opening.dice if opening.drawn == "dice" else None
-        # Processes of the loader have dice of their own; without them the stream would share the script's.
+        # Processes of the loader have generators of their own. Without them the stream would share the script's.
         own = is_own(plan, opening)
         self._dice: AbstractContextManager[object] = nullcontext()
         if not own and not inner.loader.num_workers:
@@ -49,6 +47,7 @@ class _Reader:
             inner.seed(seed)
         elif not own and noted is not None:
             inner.seed_from(noted)
+        # `iter` may run code of the dataset, which may draw.
         with self._dice:
             self._batches = iter(inner.loader)
 
@@ -64,10 +63,7 @@ class _Reader:
 
 
 class IterableEpoch:
-    """One pass over a stream, with the interface of `MapEpoch`.
-
-    A lease is requested when everything before it was read, so a request may wait.
-    """
+    """One pass over a stream, with the interface of `MapEpoch`."""
 
     def __init__(
         self,
@@ -83,13 +79,14 @@ class IterableEpoch:
         self._leases = LeaseIterator(desk, epoch, -1, 0) if plan.mode == "lease" else None
         returned = opening.returned and self._leases is None
         self._seq = desk.applied(self._place(0).stream) if returned else 0
+        # The reader's `iter` uses another generator than the script's, which the plain loader's would have moved.
         if not is_own(plan, opening):
             inner.throw()
         self._front: _Reader | None = _Reader(inner, plan, epoch, opening)
-        self._back: _Reader | None = None  # for batches that went by: the front must not lose its place
+        # For batches that went by: a reader cannot go back, and the front one must not lose its place.
+        self._back: _Reader | None = None
 
     def next(self) -> tuple[BatchPosition, int, Any]:
-        """As `MapEpoch.next`."""
         if self._leases is None:
             place = self._place(self._seq)
             self._seq += 1
@@ -101,7 +98,7 @@ class IterableEpoch:
         return (place, *unit)
 
     def catch_up(self, recorder: ResumeRecorder) -> None:
-        """As `MapEpoch.catch_up`."""
+        # The script's generators are restored next, and the stream shares them: so it must be at its place by then.
         if self._opening.restored and self._front is not None and self._leases is None:
             self._front.batch(nth(self._opening.done, self._first(self._place(self._seq).number)) - 1)
         recorder.opened()
@@ -110,13 +107,11 @@ class IterableEpoch:
         """Do nothing: all workers read the same stream, so there is no draw to send."""
 
     def leave(self) -> None:
-        """As `MapEpoch.leave`."""
         if self._leases is not None:
             self._leases.leave(None)
         self.end()
 
     def end(self) -> None:
-        """As `MapEpoch.end`."""
         self._front = self._back = None
 
     def _place(self, seq: int) -> BatchPosition:
@@ -125,6 +120,7 @@ class IterableEpoch:
 
     def _leased(self, leases: LeaseIterator) -> tuple[BatchPosition, Any]:
         while True:
+            # It may wait, because everything before the lease was read.
             if leases.at >= leases.last and not leases.ask(wait=True):
                 raise StopIteration
             place = leases.take()
@@ -132,6 +128,7 @@ class IterableEpoch:
             unit = self._unit(place.number)
             if unit is not _END:
                 return place, unit
+            # This worker has read the batch before, so the stream is shorter when it is read again.
             if went_by:
                 self._ledger.lost(place.stream, leases.last - place.number)
                 leases.drop_rest()
@@ -153,6 +150,7 @@ class IterableEpoch:
             return _END
         if plan.index:
             mine = self._batch(number * plan.workers + plan.index)
+        # The last round has fewer batches than workers. The others repeat its first one at weight 0.
         if mine is _END:
             return _END if plan.own_streams else (0, self._counted(first)[1])
         return self._counted(mine)

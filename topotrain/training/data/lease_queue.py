@@ -21,21 +21,23 @@ from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.server_extension import RegroupExtension
 from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 
-LONGEST = 32  # batches in a lease: a group that dies or leaves gives back at most this many
-_MOST_EPOCHS = 1 << 16  # open at a time: one that groups leave early stays so
-_MOST_CHUNKS, _MOST_DRAWN = 1 << 16, 1 << 23  # draws that a worker has yet to fetch, and numbers in them
-LEAVES = -2  # in the place of a lease: there is none, since the group leaves the job
-UNKNOWN_TOTAL = 4  # batches in a lease of a stream with an unknown end
+# Batches in a lease: a group that dies or leaves gives back at most this many.
+LONGEST = 32
+# Open epochs: one that groups leave early stays open. These limits bound the memory that peers can take.
+_MOST_EPOCHS = 1 << 16
+# Chunks of draws that a worker has yet to fetch, and numbers in them.
+_MOST_CHUNKS, _MOST_DRAWN = 1 << 16, 1 << 23
+# In the place of a lease: there is none, since the group leaves the job.
+LEAVES = -2
+# Batches in a lease of a stream with an unknown end, where no rest can be divided.
+UNKNOWN_TOTAL = 4
 
 Replies = list[tuple[Address, Message]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A lease of batches [first, last) of an epoch.
-
-    `lease` numbers the leases of the epoch over all groups.
-    """
+    """A lease of batches [first, last); `lease` numbers those of all groups."""
 
     lease: int
     first: int
@@ -62,22 +64,19 @@ class _Leaving:
 
 @dataclass(slots=True)
 class _Epoch:
-    """One open epoch.
-
-    `freed` is sorted. No batch from `frontier` on was leased yet.
-    """
+    """One open epoch."""
 
     total: int = -1
     digest: int = 0
-    witness: Address | None = None  # who named the digest first
-    frontier: int = 0
+    witness: Address | None = None  # the worker that named the digest first
+    frontier: int = 0  # no batch from here on was leased yet
     leases: int = 0
-    freed: list[tuple[int, int]] = field(default_factory=list)
-    tables: dict[int, list[_Run]] = field(default_factory=dict)
-    passed: dict[Address, int] = field(default_factory=dict)
+    freed: list[tuple[int, int]] = field(default_factory=list)  # sorted
+    tables: dict[int, list[_Run]] = field(default_factory=dict)  # by group; a lease's position is its `ordinal`
+    passed: dict[Address, int] = field(default_factory=dict)  # leases that a worker has finished
     left: dict[int, "_Leaving"] = field(default_factory=dict)
-    gone: set[Address] = field(default_factory=set)
-    held: list[tuple[Address, LeaseRequest]] = field(default_factory=list)
+    gone: set[Address] = field(default_factory=set)  # workers that have left the epoch
+    held: list[tuple[Address, LeaseRequest]] = field(default_factory=list)  # requests without a reply
 
     def table(self, group: int) -> list[_Run]:
         return self.tables.setdefault(group, [])
@@ -104,18 +103,19 @@ class _Epoch:
         return _Run(self.leases - 1, first, min(last, first + length))
 
     def take_held(self) -> list[tuple[Address, LeaseRequest]]:
-        """The requests that have no reply yet; those that get none now are appended again."""
+        """Take the requests without a reply; those that get none now are appended again."""
         held, self.held = self.held, []
         return held
 
     def name_digest(self, digest: int, witness: Address) -> None:
-        """A worker is the first to name the hash of the epoch's list."""
+        """Record the hash of the epoch's list, and the worker that named it first."""
         self.digest, self.witness = digest, witness
 
     def give_back(self, runs: list[tuple[int, int]]) -> None:
         """Return runs to the queue. Adjacent runs are joined."""
         merged: list[tuple[int, int]] = []
         for first, last in sorted([*self.freed, *runs]):
+            # The end of a stream may be known only now, and leases of it may go beyond.
             last = last if self.total < 0 else min(last, self.total)
             if first >= last:
                 continue
@@ -128,7 +128,7 @@ class _Epoch:
     def restart(self, group: int, number: int, applied: Mapping[int, int]) -> None:
         """Free the unfinished part of the leases of a group that is gone.
 
-        number: of the epoch. applied: as for `group_restarted`.
+        number: that of the epoch. applied: as for `group_restarted`.
         """
         rest = [(run.first + applied.get(_stream(number, run), 0), run.last) for run in self.tables.pop(group, [])]
         self.give_back(rest)
@@ -141,6 +141,7 @@ class _Epoch:
         """Record the number of batches, of streams the longest."""
         if total > self.total:
             self.total = total
+            # Cuts the freed runs at the new end.
             self.give_back([])
 
     def state_dict(self) -> State:
@@ -192,10 +193,7 @@ class LeaseQueue(RegroupExtension):
     def handle(self, sender: Address, message: Message) -> Replies:
         """Handle a message, and return the replies, also to earlier requests that waited.
 
-        Workers that contradict each other get a Fail.
-
-        Raises:
-            ProtocolError: no correct worker sends this message.
+        Raises ProtocolError for a message that no correct worker sends.
         """
         match message:
             case LeaseRequest():
@@ -211,15 +209,13 @@ class LeaseQueue(RegroupExtension):
     def group_over(self, group: int) -> Replies:
         """Stop waiting for a group with scripts that have ended. May be called twice."""
         self._finished.add(group)
+        # Without group 0 the warm-up would never end.
         if group == 0:
             self._warming = False
         return self._reply_to_all()
 
     def group_leaves(self, group: int) -> Replies:
-        """Lease nothing more to a group that leaves the job.
-
-        The reply to its waiting workers is to leave.
-        """
+        """Lease nothing more to a group that leaves; its waiting workers get `LEAVES`."""
         self._parting.add(group)
         return self._reply_to_all()
 
@@ -228,10 +224,8 @@ class LeaseQueue(RegroupExtension):
         self._finished.discard(group)
 
     def refuses_leave(self) -> str:
-        """Return why no group can leave, or "".
-
-        Without leases other groups could not read its batches.
-        """
+        """Return why no group can leave, or ""."""
+        # Without leases other groups could not read its batches.
         if self._newest:
             return ""
         return "no batch is leased yet: a group that leaves now may leave batches that no other group reads"
@@ -262,7 +256,7 @@ class LeaseQueue(RegroupExtension):
 
     @property
     def open_epochs(self) -> tuple[int, ...]:
-        """The open epochs. There may be several: a group may leave an epoch early."""
+        """The open epochs: several, if a group has left one early."""
         return tuple(self._epochs)
 
     @property
@@ -280,12 +274,13 @@ class LeaseQueue(RegroupExtension):
         epoch = self._epochs.setdefault(ask.epoch, _Epoch())
         if ask.ordinal > len(epoch.table(sender.group)) and sender.group not in epoch.left:
             raise ProtocolError(f"{sender}: lease {ask.ordinal} before lease {len(epoch.table(sender.group))}")
+        # Workers that would read different batches get a Fail.
         refusal = _contradiction(epoch, sender, ask)
         if refusal:
             return [(sender, Fail(refusal))]
         epoch.learn(ask.total)
         epoch.passed[sender] = max(ask.passed, epoch.passed.get(sender, 0))
-        # A worker asks again after its connection was made anew.
+        # After a reconnection a worker sends its request again, and needs one reply.
         if (sender, ask) not in epoch.held:
             epoch.held.append((sender, ask))
         # Only a newer epoch can close earlier ones.
@@ -298,12 +293,10 @@ class LeaseQueue(RegroupExtension):
         return epoch < self._floor or epoch in self._over
 
     def _close(self) -> Replies:
-        """End the epochs that every worker has left behind, also with unread batches.
-
-        The one before a worker's newest stays open: a fresh process in its place may begin there.
-        """
+        """End the epochs that every worker has left behind, also with unread batches."""
         reading = [Address(Role.WORKER, g, i) for g in range(self._groups) for i in range(self._workers)]
         newest = [self._newest.get(worker, 0) for worker in reading if worker.group not in self._finished]
+        # The epoch before a worker's newest stays open: a fresh process in its place may begin there.
         self._floor = max(self._floor, min(newest, default=0) - 1)
         replies: Replies = []
         for number in [number for number in self._epochs if number < self._floor]:
@@ -320,9 +313,11 @@ class LeaseQueue(RegroupExtension):
         if position < 0:
             raise ProtocolError(f"{sender}: {free} lies in no lease of group {sender.group}")
         epoch.gone.add(sender)
+        # All workers of a group must have trained on the same batches, or their shares do not make up the batches.
         torn = _disagreement(epoch, sender, position)
         if torn:
             return [(sender, Fail(f"epoch {free.epoch}: {torn}; workers of one group must leave it at the same batch"))]
+        # The first worker that leaves gives the group's batches back, the others confirm the same batch.
         if sender.group not in epoch.left:
             self._leave(epoch, sender, free, position)
         return self._reply_ready(free.epoch)
@@ -332,6 +327,7 @@ class LeaseQueue(RegroupExtension):
         epoch.left[sender.group] = _Leaving(position, sender, tuple(table))
         rest = table[free.ordinal :]
         del table[free.ordinal :]
+        # The part that was read stays with the group, whose other workers still ask for it.
         if rest and rest[0].first < free.first:
             table.append(replace(rest[0], last=free.first))
         given_back = [(run.first, run.last) for run in rest[1:]]
@@ -358,12 +354,14 @@ class LeaseQueue(RegroupExtension):
 
     def _reply_to(self, epoch: _Epoch, sender: Address, ask: LeaseRequest) -> Message | None:
         table = epoch.table(sender.group)
+        # First of all: a lease that the group has is repeated to each of its workers, whatever happens meanwhile.
         if ask.ordinal < len(table):
             return _lease(ask, table[ask.ordinal])
         if sender.group in epoch.left or sender.group in self._finished or self._is_over(epoch):
             return _over(ask)
         if self._warming and sender.group != 0:
             return None
+        # Without `wait` the worker still has batches to read, and asks again.
         if sender.group in self._parting and ask.wait:
             return Lease(ask.epoch, ask.ordinal, LEAVES, 0, -1)
         run = None if sender.group in self._parting else epoch.take(self._length(epoch))
@@ -376,6 +374,7 @@ class LeaseQueue(RegroupExtension):
         remaining = epoch.remaining()
         if remaining < 0:
             return UNKNOWN_TOTAL
+        # Half of an equal part: the other half evens out groups that turn out to be slow.
         return min(LONGEST, max(1, remaining // (2 * max(1, self._groups - len(self._finished)))))
 
     def _is_over(self, epoch: _Epoch) -> bool:
@@ -386,7 +385,7 @@ class LeaseQueue(RegroupExtension):
         leases = len(epoch.table(group))
         if leases == 0 or group in self._finished:
             return True
-        # Every worker counts, not only the fastest: a slow one still has to be told the leases of its group.
+        # Every worker counts, not only the fastest: a slow one still has to get the leases of its group.
         return all(
             worker in epoch.gone or epoch.passed.get(worker, 0) >= leases
             for worker in (Address(Role.WORKER, group, i) for i in range(self._workers))
@@ -423,6 +422,7 @@ def _over(ask: LeaseRequest) -> Lease:
 
 
 def _contradiction(epoch: _Epoch, sender: Address, ask: LeaseRequest) -> str:
+    # 0: indices that are no integers, or a stream. They cannot be compared.
     if not ask.digest:
         return ""
     if not epoch.digest:
@@ -442,14 +442,12 @@ def _position(table: Sequence[_Run], free: LeaseRelease) -> int:
     if 0 <= free.ordinal < len(table):
         run = table[free.ordinal]
         return before + free.first - run.first if run.first <= free.first <= run.last else -1
+    # A group may leave after its last lease, before it asks for another one.
     return before if free.ordinal == len(table) else -1
 
 
 def _disagreement(epoch: _Epoch, sender: Address, position: int) -> str:
-    """Return an error if another worker of the group left elsewhere, or "".
-
-    It is also an error if the other worker has read further.
-    """
+    """Return an error if another worker of the group left elsewhere or read on, or ""."""
     left = epoch.left.get(sender.group)
     if left:
         same = position == left.position
@@ -479,7 +477,7 @@ class _Chunk:
     held: list[Address] = field(default_factory=list)
 
     def fill(self, put: DrawnBatches) -> None:
-        """The chunk is here."""
+        """Store the chunk."""
         self.put = put
 
 
@@ -488,36 +486,35 @@ class DrawnChunks:
 
     They are for `askers` other workers. A chunk is kept until all of them have it.
 
-    Worker (0,0) draws epoch after epoch. After a restart of its group it first draws the epoch that it was in. Earlier
-    epochs are over, so a worker that requests them gets an empty chunk.
-
-    keeps: a worker may restart alone, in the epoch in which it last had a batch, and request that epoch again. An epoch
-    that all workers have passed by more than one is not requested again.
+    keeps: a worker may restart alone, in the epoch in which it last had a batch, and request that epoch again.
     """
 
     def __init__(self, askers: int, keeps: bool = False) -> None:
         self._askers, self._keeps = askers, keeps
         self._newest: dict[Address, int] = {}  # the last epoch that each asked for
-        self._first: int | None = None
+        self._first: int | None = None  # the epoch that worker (0,0) drew first
         self._chunks: dict[tuple[int, int], _Chunk] = {}
-        self._drawn = 0
+        self._drawn = 0  # numbers in all chunks that are kept
 
     def put(self, put: DrawnBatches) -> Replies:
         """Store a chunk, and reply to the workers that wait for it.
 
-        Raises:
-            ProtocolError: the chunk differs from an earlier one.
+        Raises ProtocolError if it differs from an earlier one, or too much is kept.
         """
         key = (put.epoch, put.chunk)
         chunk = self._chunk(key)
+        # The same chunk again is no error: a transport may deliver it twice, or worker (0,0) has restarted.
         if chunk.put not in (None, put):
             raise ProtocolError(f"chunk {put.chunk} of epoch {put.epoch} came twice")
         if chunk.put is None:
             self._drawn += _numbers(put)
-        if self._drawn > _MOST_DRAWN * (1 + 2 * self._keeps):  # then of up to three epochs
+        # With `keeps` there are chunks of up to three epochs.
+        if self._drawn > _MOST_DRAWN * (1 + 2 * self._keeps):
             raise ProtocolError(f"{self._drawn} numbers were drawn that some worker has not fetched")
         chunk.fill(put)
         over: Replies = []
+        # After a restart of its group, worker (0,0) first draws the epoch that it was in. Earlier ones are over, so a
+        # request for them gets an empty chunk.
         if self._first is None:
             self._first = put.epoch
             for each in [each for each in self._chunks if each[0] < put.epoch]:
@@ -533,6 +530,7 @@ class DrawnChunks:
         if sender not in held:
             held.append(sender)
         self._newest[sender] = max(ask.epoch, self._newest.get(sender, 0))
+        # An epoch that all workers have passed by more than one is not requested again.
         if self._keeps and len(self._newest) == self._askers:
             self._drop_before(min(self._newest.values()) - 1)
         return self._serve(key)

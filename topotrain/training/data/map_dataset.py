@@ -1,8 +1,7 @@
 """One pass over a loader with a sampler: this worker's share of each batch.
 
 The script's loader is copied with all its settings, and only its sampler is replaced. A loader with processes of its
-own runs ahead of the script, so some batches are drawn and not read yet. Leases are given back from what was read, and
-the sampler never waits for a lease.
+own runs ahead of the script, so some batches are drawn and not read yet.
 """
 
 from abc import ABC, abstractmethod
@@ -41,7 +40,7 @@ from topotrain.training.data.sampling import (
 )
 from topotrain.training.rng_state import Stand
 
-# --- who this worker is, and whom it talks to --------------------------------------------------------------------
+# --- the worker's part of the data -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class DataPlan:
 
     @property
     def alone(self) -> bool:
-        """One worker is the whole job: everything must be as in the plain script."""
+        """Whether one worker is the whole job: everything must be as in the plain script."""
         return self.groups == self.workers == 1 and self.mode == "broadcast"
 
     def stream(self, epoch: int) -> int:
@@ -95,8 +94,8 @@ class DataPlan:
 class BatchPosition(NamedTuple):
     """The position of a batch.
 
-    stream, seq: its stream, and its number there. ordinal: its lease, of those of the group. number: in the epoch.
-    last: it ends the lease.
+    stream, seq: its stream, and its number there. ordinal: number of its lease among those of the group. number: its
+    number in the epoch. last: it ends the lease.
     """
 
     stream: int
@@ -130,7 +129,7 @@ class ResumePoint:
         returned: the servers know how many of the batches that are left are applied. An earlier process read them.
         drawn: all workers draw the epoch again, from the generators of worker (0,0) or from the seed. Empty: the plan's
             own way, with the generators as they are.
-        dice: state of worker (0,0)'s generators, for drawn "dice".
+        dice: state of the generators of worker (0,0), for `drawn` = "dice".
         fresh: the loader's iterator was a new one then.
         again: batches that are left out are loaded all the same, for the generators of the loader's processes.
         restored: the generators of this process are restored once the pass has begun.
@@ -208,7 +207,7 @@ def _nothing() -> Iterator[Any]:
 
 
 class _Indices:
-    """The copied loader's sampler. It notes the position of each batch it yields."""
+    """The copied loader's sampler, which records the position of each batch."""
 
     def __init__(self) -> None:
         self._open: Callable[[], Iterator[tuple[_Mark, Any]]] = _nothing
@@ -223,8 +222,10 @@ class _Indices:
         self._open = _nothing
 
     def __iter__(self) -> Iterator[Any]:
+        # A new queue: marks of an iterator that was left are of batches that are never loaded.
         self.marks = deque()
-        return self._noted(self._open(), self.marks)  # opens now: plain samplers may draw in iter() already
+        # It opens now, because plain samplers may draw in iter() already.
+        return self._noted(self._open(), self.marks)
 
     @staticmethod
     def _noted(drawn: Iterator[tuple[_Mark, Any]], marks: deque[_Mark]) -> Iterator[Any]:
@@ -241,7 +242,7 @@ class _Ahead(Iterator[Any]):
         self._begun = False
 
     def catch_up(self, recorder: ResumeRecorder) -> None:
-        """Draw them now, and tell the recorder so."""
+        """Draw the first items now, and report it to the recorder."""
         self._recorder = recorder
         self.skip()
 
@@ -273,10 +274,7 @@ class _CollateShare:
 
 
 class LoaderCopy:
-    """A copy of the script's loader with another sampler.
-
-    DataLoader does not allow to set attributes the usual way.
-    """
+    """A copy of the script's loader with another sampler."""
 
     def __init__(self, loader: DataLoader[Any], plan: DataPlan) -> None:
         self.original = loader
@@ -294,6 +292,7 @@ class LoaderCopy:
             self._set("collate_fn", _CollateShare(loader.collate_fn, plan))
 
     def _set(self, name: str, value: Any) -> None:
+        # DataLoader refuses ordinary assignment to most attributes.
         object.__setattr__(self.loader, name, value)
 
     def seed(self, seed: int) -> None:
@@ -303,16 +302,17 @@ class LoaderCopy:
     def seed_from(self, dice: Stand) -> None:
         """Give the processes the seeds of a worker with generators in this state."""
         generator = torch.Generator()
+        # "own 0" is the loader's generator. A loader without one draws from the global generator.
         generator.set_state(dice.get("own 0", dice["torch"]) if self.original.generator else dice["torch"])
         self._set("generator", generator)
 
     @property
     def fresh(self) -> bool:
-        """The next pass has a new iterator; processes that persist keep theirs."""
+        """Whether the next pass has a new iterator; processes that persist keep theirs."""
         return self.loader._iterator is None
 
     def throw(self) -> None:
-        """Move the script's dice as far as the plain loader's `iter()` does."""
+        """Move the script's generator as far as the plain loader's `iter()` does."""
         # An iterator that persists draws its seeds once, when it is made.
         if self.fresh:
             throw(self.original)
@@ -327,7 +327,7 @@ class LeaseIterator:
     def __init__(self, desk: DataClient, epoch: int, total: int, digest: int) -> None:
         self._desk, self._epoch, self._digest = desk, epoch, digest
         self.total = total
-        self.passed = 0  # leases whose last batch the script has done with
+        self.passed = 0  # leases with a last batch that the script has read
         self.asked = 0
         self.stream = self.first = self.at = self.last = 0
 
@@ -336,8 +336,9 @@ class LeaseIterator:
 
         With `wait`, all leased batches must have been read.
         """
+        # Also if the last batch failed to load and the script went on: it will never be read.
         if wait:
-            self.passed = self.asked  # also where the last batch failed to load and the script went on
+            self.passed = self.asked
         lease, first, last = self._desk.lease(self._epoch, self.asked, self.total, self._digest, self.passed, wait)
         if last <= first:
             return False
@@ -352,15 +353,12 @@ class LeaseIterator:
         return place
 
     def read(self, place: BatchPosition) -> None:
-        """The script is given this batch, so all leases before it are read.
-
-        Its own lease is read if this is the lease's last batch.
-        """
-        # A lease is finished with its last batch; a bool is 0 or 1.
+        """The script is given this batch, so all leases before it are read."""
+        # And its own lease, if this is the lease's last batch; a bool is 0 or 1.
         self.passed = place.ordinal + place.last
 
     def end_at(self, total: int) -> None:
-        """The stream ends after so many batches, so the lease does, too."""
+        """End the lease, because the stream ends after so many batches."""
         self.total = total
         self.drop_rest()
 
@@ -370,6 +368,7 @@ class LeaseIterator:
 
     def leave(self, unread: BatchPosition | None) -> None:
         """Give back everything from `unread` (None: from the next batch) on."""
+        # By what was read: a loader with processes has drawn further.
         if self.asked:
             ordinal, number = (unread.ordinal, unread.number) if unread else (self.asked - 1, self.at)
             self._desk.free(self._epoch, ordinal, number)
@@ -392,13 +391,16 @@ class MapEpoch:
     ) -> None:
         self._original, self._indices, self._plan, self._desk, self._epoch = inner.original, indices, plan, desk, epoch
         self._opening = opening
-        handed_out = plan.mode == "broadcast" and not opening.drawn  # elsewhere what is done is not in the list at all
+        # Otherwise every worker makes the list of the epoch, and leaves out of it what is applied.
+        handed_out = plan.mode == "broadcast" and not opening.drawn
+        # Only where the applied batches are the first ones of the epoch, as in a group that has read it in order.
         self._again = (
             handed_out and opening.again and inner.loader.num_workers > 0 and [f for f, _ in opening.done] == [0]
         )
-        if plan.own_streams:  # the workers may have come to different places
+        # With backup workers each worker may have come to another batch.
+        if plan.own_streams:
             self._again = False
-        self._untold: list[Chunk] = []  # of the whole epoch
+        self._untold: list[Chunk] = []  # the draw of the whole epoch, until it is sent
         self._ahead: _Ahead | None = None
         self._recorder: ResumeRecorder | None = None
         self._leases: LeaseIterator | None = None
@@ -412,6 +414,7 @@ class MapEpoch:
             if plan.mode == "lease":
                 self._leases = LeaseIterator(desk, epoch, len(units), digest(batches))
                 places = partial(self._leased, self._leases, units)
+        # A new iterator of the loader calls this again, and goes on where the leases have come to.
         indices.open(lambda: map(self._own, places()))
         self._reopen: Callable[[], Iterator[Any]] = lambda: iter(inner.loader)
         self._batches = self._reopen()
@@ -419,14 +422,15 @@ class MapEpoch:
     def catch_up(self, recorder: ResumeRecorder) -> None:
         """Go to the batch that an earlier process had reached.
 
-        The recorder is told when all random numbers up to there are drawn.
-
-        A loader that makes its iterator only when it is asked for a batch does both at that moment.
+        `ResumeRecorder.opened` is called when all random numbers up to there are drawn. That may be at the first batch.
         """
         if self._again:
+            # The processes of the loader draw random numbers for each batch, so these are loaded and dropped.
             for _ in range(self._units_done()):
                 self._load()
         elif self._opening.restored and self._plan.mode == "broadcast" and not self._opening.drawn:
+            # A subclass of DataLoader may make its iterator at the first batch only. Then `_broadcast` passes the
+            # recorder.
             self._recorder = recorder
             if self._ahead is not None:
                 self._ahead.catch_up(recorder)
@@ -451,12 +455,14 @@ class MapEpoch:
                 data = next(self._batches)
                 break
             except StopIteration:
-                # The sampler stopped because the queue was empty. Now that all is read, wait for what others leave.
+                # The sampler stopped because the queue was empty. All batches are read now, so this may wait for those
+                # that other groups give back.
                 if self._leases is None or not self._leases.ask(wait=True):
                     raise
                 self._batches = self._reopen()
             except Exception:
-                if self._indices.marks:  # the loader skips the batch that failed
+                # The loader skips the batch that failed.
+                if self._indices.marks:
                     self._indices.marks.popleft()
                 raise
         if not self._indices.marks:
@@ -464,10 +470,7 @@ class MapEpoch:
         return data, self._indices.marks.popleft()
 
     def tell(self) -> None:
-        """Tell the others what was drawn, where that is not told by and by.
-
-        They may train without this worker: not before what it takes to draw the same again has been left.
-        """
+        """Send the draw to the other workers, unless `_announced` sends it in parts."""
         untold, self._untold = self._untold, []
         for number, (sizes, indices, end) in enumerate(untold):
             self._desk.put_draw(self._epoch, number, end, sizes, indices)
@@ -481,7 +484,7 @@ class MapEpoch:
 
     def end(self) -> None:
         """Release the loader's iterator, so that its processes end at once."""
-        # The last reference to the loader's iterator, which ends its processes.
+        # The last reference to the iterator.
         self._batches = _nothing()
         self._reopen = _nothing
         self._indices.close()
@@ -505,7 +508,8 @@ class MapEpoch:
             batches = iter(index_sampler(loader))
         elif plan.is_main:
             drawn = self._listed(iter(index_sampler(loader)))
-            if plan.own_streams:  # the others do not wait for a worker (0,0) that is slow
+            # With backup workers the others do not wait for a slow worker (0,0), so it draws the epoch at once.
+            if plan.own_streams:
                 runs = list(in_runs(drawn, True))
                 self._untold = [chunk for _, chunks in runs for chunk in chunks]
                 batches = iter([batch for run, _ in runs for batch in run])
@@ -513,9 +517,11 @@ class MapEpoch:
                 batches = self._announced(in_runs(drawn, draws_at_once(loader)))
         else:
             batches = received(desk.get_draw(epoch, number) for number in count())
+        # The batches that `catch_up` loads and drops have negative numbers.
         if self._again:
             return self._placed(self._units(batches), -self._units_done())
         done = self._opening.done
+        # The applied batches at the start are skipped before the generators are restored, later ones as they come.
         first = done[0][1] if done and done[0][0] == 0 else 0
         self._ahead = _Ahead(iter(batches), first, self._recorder)
         rest = tuple((a - first, b - first) for a, b in done if a)
@@ -545,7 +551,7 @@ class MapEpoch:
         return ((BatchPosition(stream, seq, 0, seq, False), unit) for seq, unit in numbered)
 
     def _units_done(self) -> int:
-        """Of a synchronous group, which reads everything in order."""
+        """The number of units that a synchronous group, which reads in order, has read."""
         batches = max((last for _, last in self._opening.done), default=0)
         return -(-batches // self._plan.workers) if self._plan.in_rounds else batches
 

@@ -1,8 +1,7 @@
 """Batches as lists of indices: draws, shares of workers, and chunks of a draw.
 
 A share is a range of consecutive samples of the group's batch, in rank order, so that the shares together are the
-batch. A worker without a share repeats samples at weight 0. Its collectives and its BatchNorm keep working, and its
-gradient does not count.
+batch.
 """
 
 from array import array
@@ -28,7 +27,8 @@ from torch.utils.data import (
 from topotrain.config.job import ConfigError
 from topotrain.training.rng_state import RngState, Stand, put_back, stand
 
-CHUNK = 4096  # numbers in one chunk of a broadcast draw: 32 KiB, half of what a message's fields may have
+# Numbers in one chunk of a broadcast draw: 32 KiB, half of what the fields of a message may have.
+CHUNK = 4096
 KEY = -(1 << 32)  # in a chunk's sizes: one index that is no list (`batch_size=None`)
 
 Bounds = tuple[tuple[int, int], ...]
@@ -52,7 +52,8 @@ def cut(samples: int, workers: int, shares: tuple[float, ...] = (), min_share: i
         edges, reached = [0], 0.0
         for r in active[:-1]:
             reached += claims[r]
-            edges.append(int(samples * reached / total + 1e-9))  # 0.7 + 0.2 is not 0.9
+            # 0.7 + 0.2 is a little less than 0.9, and would lose a sample to the next worker.
+            edges.append(int(samples * reached / total + 1e-9))
         edges.append(samples)
         # BatchNorm needs two samples to compute a variance.
         if len(active) == 1 or min(hi - lo for lo, hi in pairwise(edges)) >= min_share:
@@ -69,6 +70,7 @@ def is_list(index: Any) -> bool:
 
 def repeats(samples: int, count: int) -> list[int]:
     """Positions of `count` samples for a worker without a share."""
+    # Its collectives and its BatchNorm must take part in the step. At weight 0 its gradient does not count.
     return [i % samples for i in range(count)] if samples else []
 
 
@@ -102,11 +104,7 @@ def _leaves(data: Any) -> Iterator[Any]:
 
 
 def length_of(data: Any) -> int:
-    """The common leading dimension of a loaded batch, along which it is divided.
-
-    Raises:
-        ConfigError: the tensors have no common leading dimension.
-    """
+    """The leading dimension of a loaded batch. Raises ConfigError if tensors differ."""
     samples = leading(data)
     if samples is None:
         raise ConfigError(
@@ -121,10 +119,8 @@ def length_of(data: Any) -> int:
 def share_of_loaded(data: Any, samples: int, bounds: tuple[int, int], min_share: int) -> tuple[Any, int]:
     """A worker's part of a loaded batch, and how many of its samples count.
 
-    samples: the length of the batch.
-
-    Every tensor, array, and list of n plain values is sliced. Dicts, lists, tuples and named tuples are kept. All
-    workers get the other values.
+    Every tensor, array, and list of `samples` plain values is sliced. Dicts, lists, tuples and named tuples are kept.
+    All workers get the other values.
     """
     lo, hi = bounds
     which = slice(lo, hi) if hi > lo else repeats(samples, min_share)
@@ -138,7 +134,8 @@ def _pick(data: Any, which: slice | list[int], samples: int) -> Any:
         picked = {key: _pick(value, which, samples) for key, value in data.items()}
         if not isinstance(data, MutableMapping):
             return picked
-        clone = copy(data)  # its constructor may want something else (a defaultdict's does)
+        # A copy, because its constructor may need other arguments (a defaultdict's does).
+        clone = copy(data)
         clone.update(picked)
         return clone
     if isinstance(data, list | tuple):
@@ -154,10 +151,8 @@ def _pick(data: Any, which: slice | list[int], samples: int) -> Any:
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """The seed of an epoch, of 63 bits.
-
-    With `seed + epoch`, epochs of different jobs would have the same seed.
-    """
+    """The seed of an epoch, of 63 bits."""
+    # With `seed + epoch`, epochs of different jobs would have the same seed.
     return int.from_bytes(blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -176,9 +171,7 @@ def index_sampler(loader: DataLoader[Any]) -> Any:
 def draw_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
     """All index lists of an epoch, a function of (seed, epoch) only.
 
-    The state of no random number generator changes.
-
-    `set_epoch` is called where a sampler has it.
+    No generator's state changes. `set_epoch` is called if a sampler has it.
     """
     mixed = epoch_seed(seed, epoch)
     generators = generators_of(loader)
@@ -200,14 +193,17 @@ def draw_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
 def draw_again(loader: DataLoader[Any], dice: Stand, fresh: bool) -> list[Any]:
     """All index lists of an epoch that worker (0,0) drew as a plain loader does.
 
-    `dice` is the state of its generators before the draw.
+    No generator's state changes.
 
-    fresh: the loader's iterator was a new one, which throws its dice once itself. No generator is moved.
+    Args:
+        dice: the state of the generators of worker (0,0) before the draw.
+        fresh: its loader's iterator was a new one, which draws a seed for its processes.
     """
     generators = generators_of(loader)
     before = stand(generators)
     try:
         put_back(dice, generators)
+        # In the order of torch: the sampler's iterator, the seed, the batches. Samplers draw at the first or the last.
         drawn = iter(index_sampler(loader))
         if fresh:
             throw(loader)
@@ -217,7 +213,7 @@ def draw_again(loader: DataLoader[Any], dice: Stand, fresh: bool) -> list[Any]:
 
 
 def throw(loader: DataLoader[Any]) -> None:
-    """Move the dice as far as a new iterator of the loader does."""
+    """Draw the seed that a new iterator of the loader draws for its processes."""
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
@@ -229,12 +225,10 @@ def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
 
 
 def digest(batches: Iterable[Any]) -> int:
-    """Hash of an epoch's index lists, 63 bits and never 0.
-
-    0: the indices are no integers.
-    """
+    """Hash of an epoch's index lists, 63 bits; 0 if the indices are no integers."""
     batches = [batch if is_list(batch) else [batch] for batch in batches]
     try:
+        # The lengths are hashed, too: the same indices in other batches are another epoch.
         numbers = array("q", map(len, batches))
         numbers.extend(map(as_int, chain.from_iterable(batches)))
     except TypeError:
@@ -246,16 +240,15 @@ def digest(batches: Iterable[Any]) -> int:
 def draws_at_once(loader: DataLoader[Any]) -> bool:
     """Whether drawing the next batches early changes nothing.
 
-    It changes nothing for torch's own samplers, which draw all random numbers at first.
-
-    Any other sampler is asked one batch at a time, as the plain loader asks it: it may look at the training, or
-    share a random number generator with it.
+    That is so for torch's own samplers. Any other one is asked one batch at a time, as the plain loader asks it: it may
+    look at the training, or share a random number generator with it.
     """
     sampler: Any = index_sampler(loader)
     # Exact types: a subclass may do anything.
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
     if type(sampler) is RandomSampler:
+        # One permutation is drawn as a whole. More is drawn in parts, from a generator of its own if none was given.
         once = not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
         return once or sampler.generator is None
     return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -265,10 +258,7 @@ def draws_at_once(loader: DataLoader[Any]) -> bool:
 
 
 def in_runs(batches: Iterator[Any], at_once: bool) -> Iterator[tuple[list[Any], list[Chunk]]]:
-    """The batches in runs, as worker (0,0) draws them, each with its chunks.
-
-    The other workers need the chunks to get the same batches.
-    """
+    """The batches in runs, as worker (0,0) draws them, each with its chunks to send."""
     end = False
     while not end:
         run: list[Any] = []
@@ -277,6 +267,7 @@ def in_runs(batches: Iterator[Any], at_once: bool) -> Iterator[tuple[list[Any], 
             drawn = list(islice(batches, 1))
             end = not drawn
             run += drawn
+            # A batch costs its indices and its size, as in `pack`.
             room -= sum(len(batch) + 1 if is_list(batch) else 2 for batch in drawn)
         yield run, list(pack(run, end))
 
@@ -284,16 +275,14 @@ def in_runs(batches: Iterator[Any], at_once: bool) -> Iterator[tuple[list[Any], 
 def pack(batches: Sequence[Any], end: bool) -> Iterator[Chunk]:
     """Chunks (sizes, indices, end) of at most CHUNK numbers each.
 
-    A batch that continues in the next chunk has size -n.
-
-    Raises:
-        ConfigError: an index is no integer of 64 bits.
+    A batch that continues in the next chunk has size -n. Raises ConfigError if an index is no integer of 64 bits.
     """
     sizes: list[int] = []
     indices: list[int] = []
     for batch in batches:
         numbers = _integers(batch if is_list(batch) else [batch])
         while True:
+            # One for the size of the batch. An empty batch needs no more than that.
             room = CHUNK - len(sizes) - len(indices) - 1
             if room < min(1, len(numbers)):
                 yield tuple(sizes), tuple(indices), False
@@ -320,7 +309,7 @@ def _integers(batch: Any) -> list[int]:
 
 
 def received(chunks: Iterator[Chunk]) -> Iterator[Any]:
-    """The other workers: the batches of the chunks that worker (0,0) has sent."""
+    """The batches of the chunks that worker (0,0) has sent, on another worker."""
     end = False
     begun: list[int] = []
     while not end:
@@ -331,6 +320,7 @@ def received(chunks: Iterator[Chunk]) -> Iterator[Any]:
                 yield indices[at]
                 at += 1
                 continue
+            # A negative size: the batch goes on, in the next chunk.
             begun.extend(indices[at : at + abs(size)])
             at += abs(size)
             if size >= 0:

@@ -7,7 +7,7 @@ from topotrain.training.data.map_dataset import ResumeRecorder
 
 
 class ScriptPosition(ResumeRecorder):
-    """The feature that resumes scripts, for `tt.epochs`, `tt.keep` and a job's end."""
+    """Position of a script, for `tt.epochs`, `tt.keep` and a job's end."""
 
     in_epochs: bool
     """Whether the script is in the middle of a loop over `tt.epochs`."""
@@ -23,7 +23,7 @@ class ScriptPosition(ResumeRecorder):
 
     @abstractmethod
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs of `range(count)` that are left."""
+        """Begin the script's next loop: the epochs of `range(count)` that are left."""
 
     @abstractmethod
     def restore_kept(self, name: str) -> None:

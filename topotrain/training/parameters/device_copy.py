@@ -1,8 +1,7 @@
 """Copies between a device and the host, concurrent with the device's work.
 
-A copier has a stream of its own. A copy to the host starts when the device has done the work queued so far. A copy to
-the device is done before work that is queued later. All copies of a copier happen one after another, so an event
-recorded after a copy covers all earlier copies, in both directions.
+All copies of a copier happen one after another, so an event recorded after a copy covers all earlier copies, in both
+directions.
 
 The device copies concurrently only from and to memory with pages that cannot move (pinned memory). The flat buffers are
 pinned in place. Small buffers, and those that the driver refuses to pin, get a pinned *bounce* buffer.
@@ -114,8 +113,9 @@ class PinningDriver:
         """Return whether it could pin this memory."""
         if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)) == 0:  # type: ignore[no-untyped-call]
             return True
+        # Clears the driver's error, which the next kernel of the script would report otherwise.
         with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # clears the driver's error, which the next kernel would report otherwise
+            torch.zeros(1, device="cuda")
         return False
 
     def unpin(self, address: int) -> None:
@@ -128,7 +128,8 @@ class PinnedStorages:
 
     def __init__(self, driver: PinningDriver) -> None:
         self._driver = driver
-        self._known: dict[int, tuple[bool, torch.UntypedStorage]] = {}  # keeps the storage, so its address stays in use
+        # Keeps each storage: once it is freed, another one could have its address and pass for pinned.
+        self._known: dict[int, tuple[bool, torch.UntypedStorage]] = {}
 
     def pinned(self, view: torch.Tensor) -> bool:
         """Return whether the memory is pinned. The first call tries to pin it."""
@@ -153,10 +154,11 @@ class CudaCopier:
     def __init__(self, device: torch.device, pins: PinnedStorages) -> None:
         self._device, self._pins = device, pins
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._read: torch.cuda.Event | None = None
+        self._read: torch.cuda.Event | None = None  # the end of the last `out`
 
     def home(self, source: torch.Tensor, place: torch.Tensor) -> None:
         """Copy after the present work of the device's current stream."""
+        # The gradient is complete when the work that the device has queued so far is done.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             matching = source
@@ -171,6 +173,7 @@ class CudaCopier:
     def out(self, pairs: Iterable[Pair]) -> None:
         """Copy before later work of the current stream."""
         current = torch.cuda.current_stream(self._device)
+        # Kernels that are queued already still read the old values.
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for target, place in pairs:
@@ -184,7 +187,7 @@ class CudaCopier:
         return self._event()
 
     def _event(self) -> torch.cuda.Event:
-        # blocking: a waiting thread leaves the processor to the servers
+        # blocking: the waiting thread sleeps, and leaves its core to the servers.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
@@ -206,6 +209,7 @@ class CudaCopier:
 
     def close(self) -> None:
         """Wait for all copies, then unpin."""
+        # In this order: the device may still read or write pinned memory.
         self._stream.synchronize()
         self._pins.close()
 

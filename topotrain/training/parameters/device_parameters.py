@@ -2,10 +2,6 @@
 
 Servers read and write the flat buffers, which are always in host memory.
 
-- `HostParameters`: the parameters are views of the flat buffers, and nothing is copied.
-- `DeviceParameters`: the parameters are on a device. New values are copied there when a step is applied. Gradients are
-  copied to the host while the backward still runs.
-
 In a split model, a tensor on the meta device is a parameter of another worker. It is ignored here.
 """
 
@@ -32,10 +28,7 @@ class ParameterViews(ABC):
 
     @abstractmethod
     def own(self, name: str, index: int) -> torch.Tensor:
-        """Return the same memory as a tensor with its own storage and version counter.
-
-        torch.save and pickle would write the whole storage of a view.
-        """
+        """Return the same memory as a tensor with its own storage and version counter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +85,7 @@ class ParameterHolder(ValueObserver, ABC):
 
     @abstractmethod
     def then(self, push: QueuedPush) -> None:
-        """Send a push when everything copied so far has arrived.
-
-        It is sent at once, or during a later call of `then` or `drain`.
-        """
+        """Send a push when all copies so far have arrived, at the latest in `drain`."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -103,17 +93,11 @@ class ParameterHolder(ValueObserver, ABC):
 
     @abstractmethod
     def show(self, earlier: Mapping[int, torch.Tensor | None]) -> None:
-        """Set `.grad` of each named parameter to its earlier value plus "grad".
-
-        The earlier value is None if there was none.
-        """
+        """Set `.grad` of each named parameter to its earlier value, if any, plus "grad"."""
 
     @abstractmethod
     def bring(self, name: str, gradients: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """Return gradients in host memory.
-
-        They are the same tensors, or copies in the flat buffer of that name.
-        """
+        """Return gradients in host memory: themselves, or copies in that flat buffer."""
 
     @abstractmethod
     def value(self, index: int) -> torch.Tensor:
@@ -121,10 +105,7 @@ class ParameterHolder(ValueObserver, ABC):
 
     @abstractmethod
     def room(self, name: str, index: int) -> torch.Tensor:
-        """Return memory like the parameter on its device, zeroed at the first call.
-
-        Later calls return the same memory.
-        """
+        """Return memory like the parameter on its device, zeroed at the first call only."""
 
     @abstractmethod
     def close(self) -> None:
@@ -132,12 +113,7 @@ class ParameterHolder(ValueObserver, ABC):
 
 
 class HostParameters(ParameterHolder):
-    """Parameters in the flat buffers.
-
-    Args:
-        tensors: the parameters.
-        views: their places in the flat buffers.
-    """
+    """Parameters that are views of the flat buffers, so that nothing is copied."""
 
     def __init__(self, tensors: Sequence[nn.Parameter], views: ParameterViews) -> None:
         super().__init__(tensors)
@@ -148,6 +124,7 @@ class HostParameters(ParameterHolder):
         for index, tensor in enumerate(self._tensors):
             # A meta tensor belongs to another worker of the group and must not get memory.
             if not tensor.is_meta:
+                # A storage of its own: torch.save and pickle would write the whole storage of a view.
                 tensor.data = self._own("params", index)
 
     def address(self, index: int) -> int:
@@ -163,14 +140,13 @@ class HostParameters(ParameterHolder):
     def send(self, index: int, gradient: torch.Tensor) -> None:
         """Copy the gradient, unless it is "local" already."""
         local = self._view("local", index)
+        # `keep` has made `.grad` a view of "local", and autograd accumulated into it.
         if gradient.data_ptr() != local.data_ptr():
             local.copy_(gradient)
 
     def keep(self, index: int) -> None:
-        """Make `.grad` a view of "local", which frees autograd's memory.
-
-        The next gradient can then reuse memory that is in cache.
-        """
+        """Make `.grad` a view of "local"."""
+        # This frees autograd's memory, so the next gradient can reuse memory that is in cache.
         gradient = self._tensors[index].grad
         # A history means create_graph=True: the tensor is the script's own, and overwriting it would change it.
         if gradient is not None and gradient.grad_fn is None:
@@ -217,12 +193,10 @@ class _Arrival:
 class DeviceParameters(ParameterHolder):
     """Parameters on devices, each on its own. They keep their memory there.
 
-    Only `drain`, `bring` and `before_values` wait for a device. There is no thread of its own. A copy that arrives
-    while hooks still run is noticed at the next hook. The rest is noticed at the end of the backward, when the
-    script's thread has nothing else to do.
+    New values are copied there when a step is applied, and gradients to the host while the backward still runs. Only
+    `drain`, `bring` and `before_values` wait for a device.
 
     Args:
-        tensors, views: as for `HostParameters`.
         copiers: a copier for each device. None: those of this machine.
     """
 
@@ -244,12 +218,9 @@ class DeviceParameters(ParameterHolder):
         self._arrivals: deque[_Arrival] = deque()
 
     def move(self) -> None:
-        """Copy the values.
-
-        A parameter that does not fill its memory exactly once gets new memory.
-        """
+        """Copy the values."""
         for index, tensor in self._here.items():
-            # An expanded or overlapping tensor cannot be the target of a copy.
+            # An expanded or overlapping tensor cannot be the target of a copy, and gets new memory.
             if tensor.stride() != self._view("params", index).stride():
                 tensor.data = self._like("params", index)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
@@ -261,6 +232,7 @@ class DeviceParameters(ParameterHolder):
 
     def after_values(self) -> None:
         """Copy all values to the devices, before later work of theirs."""
+        # Through `.data`, which raises no version: the script's edits are found by versions.
         self._out("params", {index: tensor.data for index, tensor in self._here.items()})
 
     def before_values(self) -> None:
@@ -277,6 +249,8 @@ class DeviceParameters(ParameterHolder):
 
     def then(self, push: QueuedPush) -> None:
         """Queue the push, and send all pushes that are due, in order."""
+        # No thread waits for copies. Those that arrive while hooks run are noticed here, at the next hook. The rest is
+        # left to `drain`, when the script's thread has nothing else to do.
         self._queue(push)
         while self._arrivals and all(mark.query() for mark in self._arrivals[0].marks):
             self._arrive()
@@ -288,6 +262,7 @@ class DeviceParameters(ParameterHolder):
 
     def drain(self) -> None:
         """Wait for each copy in turn, and send its push while later copies are in flight."""
+        # Copies without a full bucket may still be in bounce buffers.
         if self._landing:
             self._queue(None)
         while self._arrivals:
@@ -347,6 +322,7 @@ class DeviceParameters(ParameterHolder):
     def _place(self, name: str, index: int) -> torch.Tensor:
         """Return host memory for copies: the view in the flat buffer, or a bounce buffer."""
         place = self._places.get((name, index))
+        # To ask for the place may pin memory, which is slow, so it is done once.
         if place is None:
             view, ferry = self._view(name, index), self._ferry[index]
             place = self._places[name, index] = view if ferry.reaches(view) else ferry.bounce(view)
@@ -355,6 +331,7 @@ class DeviceParameters(ParameterHolder):
     def _home(self, name: str, index: int, gradient: torch.Tensor) -> None:
         view, place = self._view(name, index), self._place(name, index)
         self._ferry[index].home(gradient.detach(), place)
+        # The bounce buffer is read after the event of this copy (`_arrive`).
         if place is not view:
             self._landing.append((view, place))
 
@@ -371,10 +348,7 @@ class DeviceParameters(ParameterHolder):
 
 
 def mirror_for(tensors: Sequence[nn.Parameter], views: ParameterViews) -> ParameterHolder:
-    """Return the holder of these parameters.
-
-    If any parameter is on a device, parameters are copied. Otherwise they are views of the flat buffers.
-    """
+    """Return the holder of these parameters: copies if any of them is on a device."""
     if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
         return DeviceParameters(tensors, views)
     return HostParameters(tensors, views)

@@ -9,11 +9,7 @@ from topotrain.training.context import Context
 
 
 def device_of(here: Context | None, count: int) -> torch.device:
-    """Return the device of this process, on a machine with `count` GPUs.
-
-    Raises:
-        ConfigError: the machine does not have the GPU that the job names.
-    """
+    """Return the device of this process, on a machine with `count` GPUs; see `chosen`."""
     if here is None:
         return torch.device("cuda", 0) if count else torch.device("cpu")
     if not here.gpus:
@@ -27,11 +23,12 @@ def chosen(gpu: Sequence[int], in_unit: int, in_job: int, count: int) -> torch.d
     """Return the device of a worker.
 
     With a list `gpu`, worker number `in_unit` of its unit (from 0) takes gpu[in_unit], cyclically. Without a list,
-    worker number `in_job` of the job takes the GPUs of the machine cyclically, or the CPU if there is none.
+    worker number `in_job` of the job takes the `count` GPUs of the machine cyclically, or the CPU if there is none.
 
     Raises:
         ConfigError: the machine does not have the GPU that the job names.
     """
+    # Counted over the job, because the workers of several units may share the machine.
     if not gpu:
         return torch.device("cuda", in_job % count) if count else torch.device("cpu")
     wanted = gpu[in_unit % len(gpu)]

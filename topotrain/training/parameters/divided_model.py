@@ -32,7 +32,7 @@ class DividedModel(ABC):
 
     @abstractmethod
     def start(self, worker: Worker) -> None:
-        """Connect the workers of the group; then the model can be called."""
+        """Connect the workers of the group. The model can be called afterwards."""
 
     @abstractmethod
     def weight_said(self) -> None:

@@ -1,7 +1,6 @@
 """A model's parameters as views of flat buffers.
 
 A parameter keeps its identity: the script, the optimizer and tied modules hold the same object. Only its memory moves.
-A parameter on a device keeps its memory there, which is a copy of the flat buffer (`device_parameters`).
 
 The parameters stay connected to the buffers after `load_state_dict`, `deepcopy` and torch.compile. After `.to(dtype)`,
 `p.data = …` or `load_state_dict(assign=True)` they are silently disconnected, so every step checks for that.
@@ -93,6 +92,7 @@ def _describe(names: list[str], tensor: nn.Parameter) -> Parameter:
         raise ConfigError(f"model parameter {names[0]}", str(tensor.device), f"must be on {' or '.join(DEVICES)}")
     if tensor.layout is not torch.strided:
         raise ConfigError(f"model parameter {names[0]}", str(tensor.layout), "must be a dense tensor")
+    # Elements of an expanded or sliced tensor overlap or have gaps. In the flat buffer it is contiguous.
     stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in NAMES:
@@ -103,11 +103,9 @@ def _describe(names: list[str], tensor: nn.Parameter) -> Parameter:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill their memory exactly once.
-
-    This is true for channels_last and false for expanded or sliced tensors.
-    """
+    """Return whether the elements fill their memory exactly once (channels_last does)."""
     expected = 1
+    # From the innermost dimension on; a dimension of size 1 may have any stride.
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size != 1:
             if stride != expected:
@@ -120,8 +118,6 @@ class ModelBuffers(ParameterViews):
     """The flat buffers of one worker, and the views of each parameter in them.
 
     Args:
-        parts: the model, taken apart.
-        slice_map: the slice map of the model.
         flats: the worker's flat buffers. "params" becomes the memory of the parameters, or the source of their copies.
     """
 
@@ -165,10 +161,7 @@ class ModelBuffers(ParameterViews):
                 self.view(name, index).copy_(tensor.detach())
 
     def live_in(self, name: str) -> None:
-        """Make the parameters views of a flat buffer and free their memory.
-
-        Parameters on a device keep their memory.
-        """
+        """Make the parameters views of a flat buffer and free their memory on the host."""
         if isinstance(self.mirror, HostParameters):
             for index, tensor in enumerate(self._parts.tensors):
                 if not tensor.is_meta:
@@ -176,6 +169,7 @@ class ModelBuffers(ParameterViews):
 
     def make(self, name: str) -> None:
         """Allocate this worker's part of a flat buffer, before other code uses it."""
+        # A flat buffer is made when its first view is.
         for index, tensor in enumerate(self._parts.tensors):
             if not tensor.is_meta:
                 self.view(name, index)
@@ -199,11 +193,7 @@ class ModelBuffers(ParameterViews):
                 yield tensor
 
     def check(self, names: Iterable[Parameter]) -> None:
-        """Check that the script has not moved, replaced or changed a parameter.
-
-        Raises:
-            RuntimeError: it has moved or replaced one, or changed one outside `step()`.
-        """
+        """Raise RuntimeError if the script has moved, replaced or changed a parameter."""
         # Every step calls this, so the usual case takes three short passes.
         # Objects compared by id are alive in the model's parts, so no other object can have the same id.
         owned = list(map(id, map(dict.get, self._tables, self._names)))
@@ -222,6 +212,7 @@ class ModelBuffers(ParameterViews):
                 )
         for index, parameter in enumerate(names):
             tensor = self._parts.tensors[index]
+            # An empty parameter has no memory, so its address means nothing.
             if not tensor.is_meta and tensor.data_ptr() != self.mirror.address(index) and parameter.count:
                 raise RuntimeError(
                     f"parameter {parameter.name} is no longer in the memory where topotrain put it: "
@@ -240,10 +231,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 class FileMemory:
-    """Memory over unlinked files in a folder.
-
-    The system can write this memory to disk, so it may be larger than the memory of a process.
-    """
+    """Memory over unlinked files in a folder; it may be larger than the host's."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -251,6 +239,7 @@ class FileMemory:
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros, 1-D. Raises ConfigError if the disk is full."""
         nbytes = numel * dtype.itemsize
+        # mmap refuses a length of 0.
         if not nbytes:
             return torch.empty(0, dtype=dtype)
         try:
@@ -270,6 +259,7 @@ def _own_storage(view: torch.Tensor) -> torch.Tensor:
     if count == 0:
         return view
     flat = view.as_strided((count,), (1,), view.storage_offset())
-    # torch.frombuffer makes a storage of exactly this memory. A view would share the storage of the whole buffer.
+    # torch.frombuffer makes a storage of exactly this memory. A view would share the storage of the whole buffer. numpy
+    # knows no bfloat16, so the bytes go through it as uint8.
     storage = torch.frombuffer(flat.view(torch.uint8).numpy().data, dtype=view.dtype)
     return storage.as_strided(view.shape, view.stride())

@@ -14,7 +14,7 @@ Gradients = Sequence[torch.Tensor | None]  # by parameter
 
 
 class NonfiniteGradients:
-    """Finds them for one worker."""
+    """Finds gradients that are not finite, for one worker."""
 
     def __init__(self, me: Address, parts: ModelParts) -> None:
         self._me, self._parts = me, parts
@@ -27,13 +27,11 @@ class NonfiniteGradients:
         return ""
 
     def skipped(self, step: int, outcome: StepOutcome, mine: Gradients) -> SkippedStep | None:
-        """The step as skipped, if it was; `mine` are this worker's own gradients of it.
-
-        The worker itself is named before others. If only the sum is known, no worker is, unless it is this one.
-        """
+        """The step as skipped, if it was; `mine` are this worker's own gradients of it."""
         refused = dict(outcome.refused)
         if not refused or not (outcome.found_inf or self._me.index in refused):
             return None
+        # This worker before others. NOBODY is the smallest number, and is taken only if no worker is known.
         by = self._me.index if self._me.index in refused else max(refused)
         parameter = self._parts.parameters[refused[by]].name if refused[by] >= 0 else ""
         if by != NOBODY:

@@ -3,17 +3,14 @@
 There are several paths. The job chooses one (see `core.server.gradients`).
 
 - *MeanPath* (a synchronous group, `grads: kVisible`): each backward is reduced over the group, so that `p.grad` is the
-  group's mean when `backward()` returns. A hook before accumulation sets the earlier `.grad` aside and registers a
-  callback for the end of the backward. The hook after accumulation copies the gradient of this backward into the flat
-  buffer "local" and sends every bucket that is full. The callback waits for the means and sets `.grad` to the earlier
-  value plus the mean.
+  group's mean when `backward()` returns. Full buckets are sent during the backward. A callback at its end waits for the
+  means and sets `.grad` to the earlier value plus the mean.
 - *PushPath* (a group of one, or `grads: kHidden`): autograd accumulates as usual. The accumulated gradient is sent
-  during the backward that is expected to be the last of the step. It is sent again at `step()` if that guess was wrong
-  or the script changed a gradient.
+  during the backward that is expected to be the last of the step, and at `step()` again if it is another one then.
 - *ArrivalPath* (`apply: kOnArrival`): each bucket is applied as soon as all workers have pushed it.
 
 If parameters are on a device, a gradient arrives in "local" some time after its hook (`device_parameters`). A bucket
-then leaves at a later hook, or at the end of the backward. With several devices, hooks run on several threads.
+then leaves at a later hook, or at the end of the backward.
 """
 
 import threading
@@ -32,18 +29,12 @@ from topotrain.training.parameters.device_parameters import QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, version_of
 from topotrain.training.worker_stats import StepBatches
 
+# Integer dtypes by element size. torch has none of 16 bytes, so complex128 is compared as numbers.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class GradientPath(ABC):
-    """Common code of all paths: pieces of parameters, and full buckets.
-
-    Args:
-        parts, slice_map: the model.
-        buffers: the worker's flat buffers.
-        gradients: adds up gradients over the group.
-        batches: knows the weight of this worker's gradient.
-    """
+    """Common code of all paths: pieces of parameters, and full buckets."""
 
     def __init__(
         self,
@@ -62,16 +53,17 @@ class GradientPath(ABC):
         self._map = slice_map
         self._batches = batches
         self._step = 0
-        self._task: int | None = None
+        self._task: int | None = None  # autograd's number of the backward that has begun
         self.private = False
         self.backwards = 0
         self._pieces: list[list[tuple[Bucket, int]]] = [[] for _ in parts.tensors]
         for bucket in slice_map.buckets:
             for i, piece in enumerate(bucket.pieces):
                 self._pieces[slice_map.segments[piece.segment].parameter].append((bucket, i))
+        # Without frozen pieces: no hook fires for them, and their bucket would never be full.
         self._expected = [self._trainable_pieces(bucket) for bucket in slice_map.buckets]
         self._owners = [[slice_map.segments[p.segment].parameter for p in b.pieces] for b in slice_map.buckets]
-        self._arrived = [0] * len(slice_map.buckets)
+        self._arrived = [0] * len(slice_map.buckets)  # bit per piece with a gradient of this backward
         self._pushed = 0  # bit per bucket that was sent in this backward
         self._hooked: set[int] = set()
         # With several devices autograd runs hooks on a thread for each.
@@ -83,10 +75,7 @@ class GradientPath(ABC):
 
     @property
     def sent(self) -> list[torch.Tensor | None]:
-        """This worker's own gradients after the last backward, by parameter.
-
-        None: another worker holds the parameter.
-        """
+        """This worker's own gradients after the last backward; None: not held here."""
         return [self._buffers.view("local", i) if i in self._hooked else None for i in range(len(self._tensors))]
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
@@ -94,6 +83,7 @@ class GradientPath(ABC):
             with self._turn:
                 self._after(index, p)
 
+        # It fires once per parameter and backward, also for a tied weight that is used several times.
         tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -107,18 +97,15 @@ class GradientPath(ABC):
 
     @abstractmethod
     def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
-        """Send all remaining gradients.
-
-        Returns (revisions, edited bitmap, dropped bitmap) for the commit.
-        """
+        """Send the rest; return (revisions, edited bits, dropped bits) for the commit."""
 
     @abstractmethod
     def _after(self, index: int, tensor: torch.Tensor) -> None:
-        """Autograd is done with this parameter."""
+        """Handle a parameter's gradient, which autograd has accumulated."""
 
     @abstractmethod
     def _end(self) -> None:
-        """The backward is over."""
+        """Handle the end of a backward."""
 
     def _trainable_pieces(self, bucket: Bucket) -> int:
         """Return a bitmap of the bucket's pieces with parameters that may get a gradient."""
@@ -129,15 +116,14 @@ class GradientPath(ABC):
         return bits
 
     def _arm(self) -> bool:
-        """Register a call for the end of a backward, at its first gradient.
-
-        Returns True if this is the first gradient.
-        """
-        # torch has no public name for it. A nested backward has a number of its own.
+        """Register a call for the end of a backward; whether this is its first gradient."""
+        # torch has no public name for it. A nested backward has a number of its own. A backward that raised is never
+        # called back and leaves its number here, which no later one has.
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return False
-        self._gradients.values.settle()  # buffers of the last step may still be read, and are about to be overwritten
+        # Servers may still read "local" for a lazily committed step, and it is about to be overwritten.
+        self._gradients.values.settle()
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish_backward(task))
         return True
@@ -151,7 +137,8 @@ class GradientPath(ABC):
         if gradient.is_sparse:
             name = self._parameters[index].name
             raise RuntimeError(f"parameter {name} has a sparse gradient: this version sends dense ones (sparse=False)")
-        self._mirror.send(index, gradient.detach())  # after create_graph=True it has a history
+        # After create_graph=True the gradient has a history.
+        self._mirror.send(index, gradient.detach())
         full = []
         for bucket, piece in self._pieces[index]:
             bit = 1 << piece
@@ -179,17 +166,14 @@ class GradientPath(ABC):
                 local[piece.lo - bucket.lo : piece.hi - bucket.lo] = 0
 
     def _rest(self) -> Iterator[Bucket]:
-        """Yield, at the end of a backward, the buckets that are only partly filled.
-
-        Their other pieces are zeroed.
-        """
+        """Yield the buckets that a backward filled in part only; other pieces are zeroed."""
         for bucket in self._map.buckets:
             if self._arrived[bucket.id] and not self._pushed >> bucket.id & 1:
                 self._zero_absent(bucket)
                 yield bucket
 
     def _same_bits(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        # As integers: NaN differs from itself, and -0.0 equals 0.0.
+        # As integers: compared as numbers, NaN differs from itself, and -0.0 equals 0.0.
         kind = _BITS[a.element_size()]
         return torch.equal(a.view(kind), b.view(kind))
 
@@ -214,10 +198,10 @@ class MeanPath(GradientPath):
         slice_map: SliceMap,
         batches: StepBatches,
     ) -> None:
-        self._aside: dict[int, torch.Tensor] = {}
-        self._union = [0] * len(slice_map.buckets)
-        self._sums: dict[int, torch.Tensor] = {}
-        self._own_sums = False
+        self._aside: dict[int, torch.Tensor] = {}  # `.grad` from before this backward
+        self._union = [0] * len(slice_map.buckets)  # bit per piece with a mean in this step, by any worker
+        self._sums: dict[int, torch.Tensor] = {}  # sum of the step's means by bucket, as the servers have it
+        self._own_sums = False  # the sums are copies, and not views that the next means overwrite
         self._open = False  # a backward has begun and has not ended
         super().__init__(parts, buffers, gradients, slice_map, batches)
 
@@ -226,6 +210,7 @@ class MeanPath(GradientPath):
             with self._turn:
                 self._before(index, tensor)
 
+        # A hook of a leaf itself is called before autograd accumulates into its `.grad`.
         tensor.register_hook(before)  # type: ignore[no-untyped-call]
         super()._hook(index, tensor)
 
@@ -236,26 +221,29 @@ class MeanPath(GradientPath):
             self._begin()
         if tensor.grad is not None:
             local = self._buffers.view("local", index)
-            alias = tensor.grad.data_ptr() == local.data_ptr()  # left by a backward that raised; soon overwritten
+            # A backward that raised has left a view of "local" here, which this backward overwrites.
+            alias = tensor.grad.data_ptr() == local.data_ptr()
             self._aside[index] = tensor.grad.clone() if alias else tensor.grad
+            # Autograd now stores the gradient of this backward alone. The earlier one is a mean already, and must not
+            # be reduced again.
             self._mirror.set_gradient(index, None)
 
     def _begin(self) -> None:
         self._give_up()
         self._open = True
+        # After one backward the sums are the means themselves, in memory that the next means overwrite.
         if self.backwards == 1:
             self._keep_sums()
 
     def _give_up(self) -> None:
-        """End a backward that raised. Part of it was sent, so it counts for the servers.
-
-        Its means are added to the sums that the servers have, and not to `.grad`, which then counts as edited.
-        """
+        """End a backward that raised."""
         if not self._open:
             return
+        # Part of it was sent and cannot be taken back, so it counts as a backward for the servers.
         self._mirror.drain()
         self._gradients.end_backward(self._step, self.backwards, self._batches.weight(), self._pushed)
         means, written = self._gradients.wait_means()
+        # Not added to `.grad`: it then differs from the sums of the servers, and counts as the script's edit.
         for number, (present, mean) in means.items():
             self._sum(self._map.buckets[number], present, mean)
         self._note_written(written)
@@ -299,6 +287,7 @@ class MeanPath(GradientPath):
 
     def _is_fresh(self, bucket: Bucket) -> bool:
         """Return whether the bucket's parameters had no `.grad` before this backward."""
+        # A server then may write the mean into "grad". Elsewhere it is added to the earlier value here.
         for i, index in enumerate(self._owners[bucket.id]):
             arrived = self._arrived[bucket.id] >> i & 1
             if index in self._aside or not (arrived or self._tensors[index].grad is None):
@@ -307,13 +296,14 @@ class MeanPath(GradientPath):
 
     def _end(self) -> None:
         if not any(self._arrived):
-            # autograd.grad() calls the first hook, too, but accumulates nothing.
+            # autograd.grad() calls the hook before accumulation, too, but accumulates nothing.
             for index, gradient in self._aside.items():
                 self._mirror.set_gradient(index, gradient)
             self._close()
             return
         for bucket in self._rest():
             self._push(bucket)
+        # The end of a backward lists its buckets, so all of them are sent before it.
         self._mirror.drain()
         self._gradients.end_backward(self._step, self.backwards, self._batches.weight(), self._pushed)
         means, written = self._gradients.wait_means()
@@ -326,7 +316,7 @@ class MeanPath(GradientPath):
     def _note_written(self, written: int) -> set[int]:
         """Record pieces that the servers wrote into "grad" and return their parameters."""
         found: set[int] = set()
-        first = 0
+        first = 0  # bit of the bucket's first piece: `written` numbers the pieces over all buckets
         for bucket in self._map.buckets if written else ():
             here = written >> first & (1 << len(bucket.pieces)) - 1
             self._union[bucket.id] |= here
@@ -335,10 +325,7 @@ class MeanPath(GradientPath):
         return found
 
     def _add(self, means: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor | None]:
-        """Put means into "grad".
-
-        Returns their parameters, with the earlier `.grad` that must be added.
-        """
+        """Put means into "grad"; return their parameters with the `.grad` to be added."""
         fresh: dict[int, list[tuple[Bucket, int, torch.Tensor]]] = {}
         for number, (present, mean) in means.items():
             bucket = self._map.buckets[number]
@@ -351,9 +338,8 @@ class MeanPath(GradientPath):
         return {index: self._add_to(index, rows) for index, rows in fresh.items()}
 
     def _sum(self, bucket: Bucket, present: int, mean: torch.Tensor) -> None:
-        if (
-            self._gradients.model.windowed or self._gradients.model.sends_own_shard
-        ):  # "grad" itself counts, so nothing has to be compared
+        # Here the servers get "grad" itself, so there is nothing to compare at step().
+        if self._gradients.model.windowed or self._gradients.model.sends_own_shard:
             self._union[bucket.id] |= present
             return
         if not self._union[bucket.id]:
@@ -368,8 +354,10 @@ class MeanPath(GradientPath):
     def _add_to(self, index: int, rows: list[tuple[Bucket, int, torch.Tensor]]) -> torch.Tensor | None:
         mine = self._buffers.view("grad", index)
         earlier = self._aside.get(index)
+        # Only other workers had a gradient, so no hook of this backward has set `.grad` aside.
         if earlier is None and not self._arrived_for(index):
             earlier = self._tensors[index].grad
+        # Where an earlier backward of this step has made `.grad` the flat buffer.
         in_place = earlier is not None and earlier.data_ptr() == mine.data_ptr()
         for bucket, i, part in rows:
             piece = bucket.pieces[i]
@@ -384,11 +372,12 @@ class MeanPath(GradientPath):
         return all(self._arrived[bucket.id] >> i & 1 for bucket, i in self._pieces[index])
 
     def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+        # The script may call step() after a backward that raised.
         self._give_up()
         edited = dropped = 0
         left = self._mirror.bring("grad", {i: t.grad for i, t in enumerate(self._tensors) if t.grad is not None})
         for index, tensor in enumerate(self._tensors):
-            if not self._pieces[index]:
+            if not self._pieces[index]:  # a parameter without elements
                 continue
             if tensor.grad is not None and index not in self._hooked:
                 raise RuntimeError(
@@ -402,10 +391,12 @@ class MeanPath(GradientPath):
             mine = self._buffers.view("grad", index)
             if left[index].data_ptr() != mine.data_ptr():
                 mine.copy_(left[index])
+            # No worker had a gradient and the script has made one; or a collective, whose means the servers never saw.
             if not has or self._gradients.model.sends_own_shard:
                 edited |= self._bits(index)
             elif not self._gradients.model.windowed:
                 edited |= self._edited(index)
+        # In shared memory the servers read "grad" when they apply the step.
         if not self._gradients.model.windowed:
             self._send_edits(step, edited)
         return (), edited, dropped
@@ -427,14 +418,11 @@ class MeanPath(GradientPath):
         return bits
 
     def _send_edits(self, step: int, edited: int) -> None:
-        """Send changed buckets, each from one worker of the group.
-
-        All workers report in their commit which buckets were changed.
-        """
+        """Send changed buckets, each from one worker of the group."""
         workers, mine = self._gradients.channel.group_size, self._gradients.channel.me.index
         for bucket in self._map.buckets if edited else ():
             changed = any(edited & self._gradients.model.piece_bit(bucket, i) for i in range(len(bucket.pieces)))
-            # Every worker has the same mean, so one of them sends the edit; the load is spread over all.
+            # All workers edit alike, so one of them sends the bucket. The commits of all say which pieces were edited.
             sender = bucket.shard if self._gradients.model.sends_own_shard else bucket.id % workers
             if changed and sender == mine:
                 self._gradients.edit(step, bucket, self._flats.view("grad", bucket))
@@ -471,12 +459,13 @@ class PushPath(GradientPath):
         # If the servers read this memory itself at step(), edits need not be found. If an edit is an error, the version
         # of the tensor shows it. Otherwise `.grad` must stay apart from the sent gradient, to be compared with it.
         self._sees = eager and (gradients.model.windowed or not compare)
-        self._guess = 1 if eager else 0
+        self._guess = 1 if eager else 0  # number of backwards in a step, of which the last one sends
         self._eager = eager
         self._revision = [NO_REVISION] * len(slice_map.buckets)
-        self._sent = [0] * len(slice_map.buckets)
+        self._sent = [0] * len(slice_map.buckets)  # bit per piece with a gradient in the last push
         self._unsent = [False] * len(slice_map.buckets)  # "local" is newer than what was pushed
         self._pushes = [0] * len(slice_map.buckets)  # in this step; numbers the revisions
+        # The id shows a `.grad` that was replaced, the version one that was edited.
         self._versions: dict[int, tuple[int, int]] = {}
         super().__init__(parts, buffers, gradients, slice_map, batches)
 
@@ -517,6 +506,7 @@ class PushPath(GradientPath):
         self._mirror.drain()
         wanted = [0] * len(self._map.buckets)
         gradients = {index: tensor.grad for index, tensor in enumerate(self._tensors) if tensor.grad is not None}
+        # Where an edit is an error, only gradients that no hook has seen have to be read.
         unknown = {index: g for index, g in gradients.items() if self._compare or index not in self._versions}
         left = self._mirror.bring("local" if self._sees else "left", unknown)
         for index, gradient in gradients.items():
@@ -524,11 +514,13 @@ class PushPath(GradientPath):
             self._collect(index, left.get(index), wanted)
         for bucket in self._map.buckets:
             present = wanted[bucket.id]
+            # The guess was wrong, the script has edited a gradient, or has set one to None.
             if present and (self._unsent[bucket.id] or self._sent[bucket.id] != present):
                 self._arrived[bucket.id] = present
                 self._zero_absent(bucket)
                 self._push(bucket, present)
             elif not present:
+                # What was pushed must not count: the script has set all these gradients to None.
                 self._revision[bucket.id] = NO_REVISION
         self._mirror.drain()
         return tuple(self._revision), 0, 0
@@ -542,10 +534,8 @@ class PushPath(GradientPath):
             )
 
     def _collect(self, index: int, left: torch.Tensor | None, wanted: list[int]) -> None:
-        """Update "local" with the script's gradient, and note the buckets to send (again).
-
-        `left` is None for a gradient that the script has not changed. "local" is a copy of it already.
-        """
+        """Update "local" with the script's gradient, and note the buckets to send (again)."""
+        # `left` is None for a gradient that the script has not changed. "local" is a copy of it already.
         changed = index not in self._versions
         if left is not None:
             local = self._buffers.view("local", index)
@@ -558,6 +548,7 @@ class PushPath(GradientPath):
             self._unsent[bucket.id] = self._unsent[bucket.id] or changed
 
     def _same(self, gradient: torch.Tensor, local: torch.Tensor) -> bool:
+        # Elements in another order cannot be compared as flat memory.
         if gradient.stride() != local.stride():
             return torch.equal(gradient, local)
         flat = (gradient.numel(),), (1,)
@@ -566,7 +557,7 @@ class PushPath(GradientPath):
         )
 
     def after_step(self) -> None:
-        # A script mostly makes as many backwards in each step.
+        # Most scripts make as many backwards in each step.
         self._guess = max(1, self.backwards) if self._eager else 0
         super().after_step()
         self._revision = [NO_REVISION] * len(self._revision)
@@ -579,8 +570,7 @@ class PushPath(GradientPath):
 class ArrivalPath(GradientPath):
     """Sends buckets that servers apply during the backward (`apply: kOnArrival`).
 
-    A bucket is applied when all workers have pushed it. So a step has one backward, and an applied gradient cannot be
-    taken back. Anything that would need that is an error here.
+    An applied gradient cannot be taken back. So a step has one backward, and anything that would need more is an error.
 
     Args:
         hyper: returns the optimizer's present hyper-parameters.
@@ -597,7 +587,7 @@ class ArrivalPath(GradientPath):
     ) -> None:
         self._hyper = hyper
         self._sent_hyper = b""
-        self._open = False
+        self._open = False  # a backward has begun and has not ended
         self._versions: dict[int, tuple[int, int]] = {}
         super().__init__(parts, buffers, gradients, slice_map, batches)
 

@@ -25,6 +25,7 @@ def wait_by_layer(model: nn.Module, worker: Worker) -> None:
             for segment in worker.map.segments_of_parameter(index)
             for piece in worker.map.pieces_of(segment.id)
         )
+        # `wanted` as a default: a closure would see the buckets of the last module of the loop.
         if buckets:
             module.register_forward_pre_hook(lambda *_, wanted=buckets: worker.client.values.wait_for(wanted))
     model.register_state_dict_pre_hook(lambda *_: worker.client.values.settle())  # type: ignore[no-untyped-call]

@@ -14,13 +14,7 @@ from topotrain.training.parameters.flat_parameters import ModelParts
 
 
 class LocalSgd:
-    """The local steps of one worker.
-
-    Args:
-        parts, holder: the model, and the memory of its parameters.
-        optimizer: the script's, of which only the learning rates are used.
-        cluster: says after how many steps the worker pushes and fetches.
-    """
+    """The local steps of one worker; of the optimizer they use the rates only."""
 
     def __init__(self, parts: ModelParts, holder: ParameterHolder, optimizer: Optimizer, cluster: Cluster) -> None:
         self._parts, self._holder, self._optimizer = parts, holder, optimizer
@@ -44,6 +38,7 @@ class LocalSgd:
 
     def step(self, inv_scale: float) -> None:
         """Make a step of plain SGD, and add the gradients, times a factor, to the sum."""
+        # At each step: a scheduler may have changed the rates.
         rate = {id(p): float(group["lr"]) for group in self._optimizer.param_groups for p in group["params"]}
         for index, tensor in enumerate(self._parts.tensors):
             if tensor.grad is None:
@@ -57,6 +52,7 @@ class LocalSgd:
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:
         """Inside, `.grad` is the sum, so that it is pushed. Afterwards the sum is zero."""
+        # The script may still look at the gradient of its last backward.
         own = [tensor.grad for tensor in self._parts.tensors]
         for index in range(len(own)):
             self._holder.set_gradient(index, self._holder.room("accrued", index) if index in self._summed else None)

@@ -14,8 +14,6 @@ class ServerState:
     """Copies the state between one worker's optimizer and the servers.
 
     Args:
-        parts, slice_map: the model.
-        optimizer: the script's.
         client: reads and loads the pieces.
         speaker: index of this worker in its group, if the group loads the state into its servers. None: another does.
     """
@@ -40,11 +38,13 @@ class ServerState:
             tensor = self._parts.tensors[segment.parameter]
             entry = held.setdefault(tensor, {})
             if part.body is None:
+                # A number, such as a count of steps. Each piece has it; the last one counts.
                 entry[part.key] = torch.tensor(part.number)
             else:
                 self._place(entry, part, part.body)
                 whole.add((tensor, part.key))
-        for parameter, key in whole:  # as in torch, numbers (a count of steps) stay on the CPU
+        # As in torch: tensors are on the device of their parameter, and numbers stay on the CPU.
+        for parameter, key in whole:
             if not parameter.is_meta:
                 held[parameter][key] = held[parameter][key].to(parameter.device)
         self._optimizer.state.clear()
@@ -63,14 +63,12 @@ class ServerState:
         flat[at : at + piece.hi - piece.lo] = body.view(flat.dtype)
 
     def scatter(self) -> None:
-        """Load `optimizer.state` into the servers and clear it here.
-
-        One worker of the group loads each parameter.
-        """
+        """Load `optimizer.state` into the servers and clear it here."""
         if self._speaker is not None:
             index_of = {id(tensor): index for index, tensor in enumerate(self._parts.tensors)}
             for tensor, entry in self._optimizer.state.items():
                 space, _ = self._map.offsets[index_of[id(tensor)]]
+                # One worker of the group loads each parameter. In a split model that is not always worker 0.
                 if self._map.spaces[space].speaker == self._speaker:
                     for key, value in entry.items():
                         self._put(index_of[id(tensor)], key, value)
@@ -89,6 +87,7 @@ class ServerState:
         for segment in self._map.segments_of_parameter(index):
             for piece in self._map.pieces_of(segment.id):
                 bucket = self._map.buckets[piece.bucket]
+                # `piece` counts elements of the space, and `flat` those of the parameter.
                 at = segment.start + piece.lo - segment.lo
                 part = number if number is not None else flat[at : at + piece.hi - piece.lo].clone()
                 self._client.put(bucket, bucket.pieces.index(piece), key, part)

@@ -1,7 +1,6 @@
 """Evaluation of a model on held-out data, at once or concurrent with training.
 
-An evaluation leaves no trace. The model runs in eval mode and is set back. Data is drawn with a separate random
-generator. Calls of `tt.weight` and `tt.local` are not reported to the job.
+An evaluation leaves no trace in the model, in random generators or in the job.
 
 A concurrent evaluation uses a copy of the model with the values that the worker has just pulled. A split model has no
 copy. All workers of its group stop: the first worker passes the whole batches, and the others one sample of each, so
@@ -44,13 +43,13 @@ class Objective:
             return means.
 
     Raises:
-        ConfigError: `loss` is something else, or has parameters, which would not be trained. Or a metric is called
-            "loss".
+        ConfigError: `loss` is something else, or has parameters. Or a metric is called "loss".
     """
 
     def __init__(self, loss: Loss, metrics: Mapping[str, Measure]) -> None:
         if not callable(loss):
             raise ConfigError("tt.Trainer loss", loss, "must be a loss module, or a function of (model, batch)")
+        # The optimizer does not have them, so they would not be trained.
         if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
             raise ConfigError("tt.Trainer loss", type(loss).__name__, "has parameters: make it a part of the model")
         for name, metric in metrics.items():
@@ -69,6 +68,7 @@ class Objective:
 
     def follow(self, model: nn.Module, batch: Any) -> None:
         """Call the model as often as `measure` does, while another worker measures."""
+        # A loss module is called outside the model, so this worker has no part in it.
         if isinstance(self._loss, nn.Module):
             self._all(model, batch, {})
         else:
@@ -81,18 +81,18 @@ class Objective:
             accepted = "needs batches (input, target); for other batches make the loss a function of (model, batch)"
             raise ConfigError("tt.Trainer loss", type(self._loss).__name__, accepted)
         here = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
-        device = next(here, torch.device("cpu"))  # this worker may hold nothing of a split model
+        # A worker may hold nothing of a split model.
+        device = next(here, torch.device("cpu"))
         given, target = (part.to(device) if isinstance(part, torch.Tensor) else part for part in batch)
         output = model(given)
         return {name: of(output, target) for name, of in wanted.items()}
 
 
 class EvaluationLoader:
-    """A loader of evaluation data with a separate random generator.
+    """A copy of the script's loader with a separate random generator.
 
     Args:
         kind: "test" or "validate".
-        loader: the script's loader, which is copied.
         batches: the number of batches from the first; -1: all.
     """
 
@@ -101,6 +101,7 @@ class EvaluationLoader:
         self._batches = None if batches < 0 else batches
         self._dice = torch.Generator()
         self._loader = copy.copy(loader)
+        # `copy` has copied the iterator of persistent processes, which belongs to the script's loader.
         own = {"generator": self._dice, "_iterator": None, "sampler": self._with_dice(loader.sampler)}
         if isinstance(loader.batch_sampler, BatchSampler) and hasattr(loader.batch_sampler, "sampler"):
             own["batch_sampler"] = copy.copy(loader.batch_sampler)
@@ -111,6 +112,7 @@ class EvaluationLoader:
     def _with_dice(self, sampler: Any) -> Any:
         if getattr(sampler, "generator", self) is not None:  # it has its own, or does not use one
             return sampler
+        # A copy, since the training loader may use the sampler as well.
         twin = copy.copy(sampler)
         twin.generator = self._dice
         return twin
@@ -124,17 +126,15 @@ class EvaluationLoader:
 def evaluate(
     model: nn.Module, objective: Objective, data: EvaluationLoader, stop: threading.Event | None = None
 ) -> Values:
-    """Return the means over all samples of `data`.
+    """Return the means over all samples of `data`, or those before `stop` was set.
 
-    With `stop`, only the samples before it was set count.
-
-    Raises:
-        ConfigError: the loader gives no batch.
+    Raises ConfigError if the loader gives no batch.
     """
     sums: Values = {}
     samples = 0
     with _looking(model):
         for batch in data:
+            # Batches count by their samples, since the last one may be smaller.
             count = leading(batch) or 1
             for name, value in objective.measure(model, batch).items():
                 sums[name] = sums.get(name, 0.0) + float(value) * count
@@ -151,6 +151,7 @@ def follow(model: nn.Module, objective: Objective, data: EvaluationLoader) -> No
     with _looking(model):
         for batch in data:
             samples = leading(batch)
+            # This worker's own input does not count, so one sample of it is enough.
             objective.follow(model, batch if samples is None else share_of_loaded(batch, samples, (0, 1), 1)[0])
 
 
@@ -160,6 +161,7 @@ def _looking(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
+        # `aside`: calls of `tt.weight` and `tt.local` in the model are no part of the script's step.
         with torch.no_grad(), aside():
             yield
     finally:
@@ -177,20 +179,14 @@ class EvaluationResult:
 
 
 class BackgroundEvaluator:
-    """Evaluates a copy of the model in a separate thread.
-
-    A thread of the job's process is enough: torch's kernels run without Python's lock, and the copy is ordinary memory.
-    The thread has low priority, so training goes first on a shared core.
-
-    Args:
-        model: the model before training, which is copied.
-        objective: the measures.
+    """Evaluates a copy of the model in a separate thread of low priority.
 
     Raises:
         ConfigError: the model cannot be copied.
     """
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
+        # torch.compile wraps a module. The module itself has the same parameters, and can be copied.
         model = getattr(model, "_orig_mod", model)
         try:
             self._copy = copy.deepcopy(model)
@@ -199,21 +195,20 @@ class BackgroundEvaluator:
             raise ConfigError("tt.Trainer model", type(model).__name__, accepted) from error
         self._model, self._objective = model, objective
         self._stop = threading.Event()
+        # No process of its own: torch's kernels run without Python's lock.
         self._pool = ThreadPoolExecutor(1, "evaluation", _yield_to_others)
         self._running: Future[list[EvaluationResult]] | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def offer(self, step: int, data: list[EvaluationLoader]) -> bool:
-        """Start to evaluate the present model.
-
-        Returns False, without doing anything, if the last evaluation still runs.
-        """
+        """Start to evaluate the present model; False if the last evaluation still runs."""
         if self._running is not None:
             return False
         with torch.no_grad():
             for into, now in zip(_contents(self._copy), _contents(self._model), strict=True):
                 # On the script's thread: the values must not change while they are copied.
                 into.copy_(now)
+        # On a GPU the copy may still run when this returns, so the evaluation waits for this event.
         copied = _mark(next(self._copy.parameters()).device)
         self._running = self._pool.submit(self._evaluate, step, data, copied)
         return True
@@ -270,10 +265,8 @@ def _yield_to_others() -> None:
 
 @contextlib.contextmanager
 def same_dice(model: nn.Module) -> Iterator[None]:
-    """Restore the random state after the block.
-
-    Some models draw random numbers even in eval mode.
-    """
+    """Restore the random state after the block."""
+    # Some models draw random numbers even in eval mode.
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices, key=str)):
         yield

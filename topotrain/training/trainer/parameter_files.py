@@ -20,12 +20,9 @@ _SHOWN = 4  # names that an error lists
 
 
 class ParameterFiles:
-    """Writes parameters and buffers in a thread. Training waits only for the copy.
+    """Writes parameters and buffers in a thread; training waits only for the copy.
 
     Every file is written. If the last file is still being written when the next is due, training waits for it.
-
-    Args:
-        folder: the folder of the files, which is made if it is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,20 +32,14 @@ class ParameterFiles:
         make_folder(folder)
 
     def write(self, step: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-        """Start to write tensors, which must not change any more.
-
-        Raises the error of the last file, if there was one.
-        """
+        """Start to write tensors, which must not change any more."""
+        # Raises the error of the last file, if there was one.
         self.wait()
         path = self._folder / f"step-{step}.safetensors"
         self._writing = self._pool.submit(save_tensors, tensors, path, {**metadata, "step": str(step)})
 
     def wait(self) -> None:
-        """Wait until all files are on disk.
-
-        Raises:
-            OSError: a file could not be written.
-        """
+        """Wait until all files are on disk. Raises OSError if one could not be written."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
@@ -61,8 +52,7 @@ class ParameterFiles:
 def load_checkpoints(model: nn.Module, paths: Sequence[str]) -> list[str]:
     """Copy tensors from files into the model by name, one file after another.
 
-    This is what SINGA does. A parameter that is in no file keeps its value. Names that the model does not have are
-    ignored.
+    This is what SINGA does. A parameter that is in no file keeps its value. Other names of a file are ignored.
 
     Returns:
         A sentence for each file about what was found.
@@ -70,6 +60,7 @@ def load_checkpoints(model: nn.Module, paths: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a file is missing or not a safetensors file, a shape differs, or no name fits.
     """
+    # Duplicates too: a file may have any of the names of a tied weight.
     places = {
         name.replace("_orig_mod.", ""): tensor
         for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
@@ -90,6 +81,7 @@ def _load(places: dict[str, torch.Tensor], path: str) -> str:
         raise ConfigError(
             _FIELD, path, f"has no tensor of the model: it has {_names(held)}; the model {_names(places)}"
         )
+    # All checks come before the first copy, so that an error leaves the model as it is.
     for name, tensor in known.items():
         if tensor.shape != places[name].shape:
             wanted, found = tuple(places[name].shape), tuple(tensor.shape)
@@ -100,6 +92,7 @@ def _load(places: dict[str, torch.Tensor], path: str) -> str:
     with torch.no_grad():
         for name, tensor in known.items():
             places[name].copy_(tensor)
+    # By identity: one name of a tied weight restores all of them.
     same = {id(places[name]) for name in known}
     missing = [name for name, tensor in places.items() if id(tensor) not in same]
     more = [name for name in held if name not in places]

@@ -34,7 +34,8 @@ from topotrain.training.trainer.evaluation import (
 from topotrain.training.trainer.parameter_files import load_checkpoints
 from topotrain.training.trainer.trainer_callbacks import KINDS, TrainerCallbacks
 
-_EMPTY_PASSES = 1000  # a slow group may find this many epochs read by others; more means that there is no data
+# A slow group may find epochs that the others have read without it; more in a row mean that there is no data.
+_EMPTY_PASSES = 1000
 
 
 class Trainer:
@@ -104,13 +105,16 @@ class Trainer:
             for kind, loader in self._loaders.items()
             if loader is not None
         }
+        # The callbacks close their threads also if training fails.
         with ExitStack() as stack:
             split = here is not None and here.will_split(self.model)
             looks = main or (split and here is not None and here.me.group == 0)
+            # Before `prepare`, so that a job that this model does not allow is refused before anything is connected.
             watch = TrainerCallbacks(self.model, self._objective, job, here, held, stack, split) if looks else None
             self.results = [] if watch is None else watch.results
             optimizer, loader = self._prepare(job, here)
             self._loop(job, here, optimizer, loader, watch)
+        # Only reported here. The functions are called when the job has its final parameters.
         for data in held.values():
             self._report(job, data, watch)
 
@@ -145,6 +149,7 @@ class Trainer:
             watch.begin()
         groups = 1 if here is None else here.place.topology.worker_groups
         done = 0
+        # A fresh process continues at its step, in the pass that was under way.
         if here is not None and here.continuing is not None and here.continuing.steps:
             done = here.continuing.steps
             loader.skip_to(here.continuing.first)
@@ -161,6 +166,7 @@ class Trainer:
 
     def _report(self, job: Job, data: EvaluationLoader, watch: TrainerCallbacks | None) -> None:
         """Report the result, measured once with the final parameters."""
+        # One evaluation gives all metrics, and each is reported as a function of its own.
         found: Values = {}
 
         def value(name: str) -> float:
@@ -194,10 +200,8 @@ def _check(job: Job, loaders: Mapping[str, DataLoader[Any] | None], here: Contex
 
 
 def _batches(loader: Any, steps: int, groups: int, done: int) -> Iterator[Any]:
-    """Yield the batches of steps `done` + 1 to `steps`, epoch after epoch.
-
-    The epoch of step `done` may be over.
-    """
+    """Yield the batches of steps `done` + 1 to `steps`, epoch after epoch."""
+    # After a restart one more pass may be empty: that of step `done`, if it was over.
     empty = -1 if done else 0
     while done < steps:
         before = done
@@ -212,10 +216,7 @@ def _batches(loader: Any, steps: int, groups: int, done: int) -> Iterator[Any]:
 
 
 def _follow_updater(optimizer: Optimizer, updater: Updater) -> None:
-    """Apply the updater block's rate and bounds in an ordinary process.
-
-    In a job, workers and servers do this.
-    """
+    """Apply the updater block in an ordinary process, as workers and servers do."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.register_step_pre_hook(lambda *_: clip(updater, parameters))
     optimizer.register_step_post_hook(follow_schedule(optimizer, updater))

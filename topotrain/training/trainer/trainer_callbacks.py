@@ -1,11 +1,10 @@
 """Side tasks of a `tt.Trainer`: output lines, tests and checkpoints.
 
-The job says when. The main worker does them. The group waits only while values are copied, and for a checkpoint that is
-not written when the next is due. Side tasks read the values that the worker has just pulled, which do not change before
-its next `step()`.
+The job says when, and the main worker does them. Side tasks read the values that the worker has just pulled, which do
+not change before its next `step()`.
 
 A split model is in parts on the workers of the group. So each worker computes its part of a test and sends its part of
-a checkpoint. All of them use the same job and count the same steps, so no message is needed to start this.
+a checkpoint. All of them count the same steps of the same job, so no message is needed to start this.
 """
 
 import time
@@ -44,7 +43,7 @@ class TrainerCallbacks:
 
     Args:
         model: the model before training.
-        objective, job, here: the measures, the job, and the context of this process (None in an ordinary process).
+        here: the context of this process; None in an ordinary process.
         held: the evaluation data by kind.
         stack: closes resources.
         split: the model will be split over the group.
@@ -77,6 +76,7 @@ class TrainerCallbacks:
         tests = any(self._rhythms[kind].freq for kind in KINDS)
         if tests or self._rhythms["checkpoint"].freq:
             _refuse_tables(job, self._model)
+        # An ordinary process has no group that would wait, so it tests in its loop.
         if tests and here is not None and not split:
             self._beside = BackgroundEvaluator(self._model, objective)
             stack.callback(self._beside.close)
@@ -93,7 +93,8 @@ class TrainerCallbacks:
     def stepped(self, step: int, loss: torch.Tensor, samples: int) -> None:
         """Handle the end of step `step`, with its loss and its number of samples."""
         told = loss.detach()
-        self._loss += float(told) if told.device.type == "cpu" else told.double()  # do not wait for a GPU here
+        # To read a value from a GPU would wait for it, at every step.
+        self._loss += float(told) if told.device.type == "cpu" else told.double()
         self._steps += 1
         self._samples += samples
         if self._main and self._rhythms["disp"].due(step):
@@ -137,9 +138,11 @@ class TrainerCallbacks:
         if due:
             self._test(step, due)
         if write and self._checkpoints is not None:
-            self._checkpoints.wait()  # before the next copy, so that there is one at a time
+            # Before the next copy of the model, so that there is one at a time.
+            self._checkpoints.wait()
             self._checkpoints.write(step, *self._values())
         elif write:
+            # Another worker of the main worker's group: only its part of a split model is wanted.
             self._split().gather(_CHECKPOINT)
 
     def _test(self, step: int, due: list[EvaluationLoader]) -> None:
@@ -173,10 +176,8 @@ class TrainerCallbacks:
 
 
 def _refuse_tables(job: Job, model: nn.Module) -> None:
-    """Refuse tests and checkpoints of models with tables.
-
-    Rows are pulled over the worker's own connections, one request at a time, and are in no checkpoint.
-    """
+    """Refuse tests and checkpoints of models with tables."""
+    # Rows are pulled over the worker's own connections, one request at a time, and are in no checkpoint.
     kinds = (nn.Embedding, nn.EmbeddingBag)
     if any(isinstance(m, RowModule) or (isinstance(m, kinds) and m.sparse) for m in model.modules()):
         for what in ("checkpoint", *KINDS):
