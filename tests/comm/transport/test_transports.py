@@ -152,11 +152,13 @@ def test_the_death_of_a_peer_is_seen_once(town):
     pair = Pair(town)
     pair.to_worker(Fetch(round=1))
     pair.worker.next()
+    assert pair.worker_wire.connected(WORKER, SERVER) and pair.server_wire.connected(SERVER, WORKER)
     town.die(pair.worker_wire, WORKER)
     assert pair.server.ends.get(timeout=WAIT)[0] == WORKER
     with pytest.raises(TransportError, match="no connection from server 0/0 to worker 0/1"):
         pair.to_worker(Fetch(round=2))
     town.close()
+    assert not pair.worker_wire.connected(WORKER, SERVER) and not pair.server_wire.connected(SERVER, WORKER)
     assert pair.server.ends.empty()
 
 

@@ -173,6 +173,10 @@ class SocketTransport:
             raise ConnectionLost(f"no connection from {me} to {to}")
         connection.send(message, wait)
 
+    def connected(self, me: Address, peer: Address) -> bool:
+        """Whether there is a connection from an endpoint to a peer now."""
+        return (me, peer) in self._routes
+
     def set_admission(self, admission: PeerAdmission) -> None:
         """Ask this rule about every peer that connects from now on."""
         self._admission = admission
