@@ -463,7 +463,7 @@ class ReplicatedServers:
         standby = Standby(StandbyFactory(self._factory), server)
         self._standbys[server] = endpoint = StandbyEndpoint(standby, self._process)
         urls = self._router.attach(standby.me, endpoint)
-        self._router.publish(f"shadow-{where.standbys}", server, urls)
+        self._router.publish(f"standby-{where.standbys}", server, urls)
         return urls
 
     def _add_primary(self, copy: ReplicatedServer, standby: int = 0) -> PrimaryEndpoint:
@@ -578,7 +578,7 @@ class ReplicatedServers:
         """Connect to the standby and send it the state."""
         if where.standby < 0:
             return
-        self._router.connect(primary.me, primary.primary.standby, f"shadow-{where.standbys}", anew=True)
+        self._router.connect(primary.me, primary.primary.standby, f"standby-{where.standbys}", anew=True)
         primary.add_standby(where.standbys)
 
     # --- end -----------------------------------------------------------------------------------------------------
