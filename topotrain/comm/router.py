@@ -254,8 +254,10 @@ class Router:
             del self._routes[(me, peer)]
 
     def has_route(self, me: Address, peer: Address) -> bool:
-        """Whether it is known which transport leads there."""
-        return (me, peer) in self._routes
+        """Whether it is known which transport leads there, and there is a connection."""
+        transport = self._routes.get((me, peer))
+        # A connection may have ended before `_connect` could note it as a route.
+        return transport is not None and transport.connected(me, peer)
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
         """Send on the transport that leads there; `wait` as in `Transport.send`.

@@ -21,7 +21,7 @@ class Role(IntEnum):
 
     WORKER = 0
     SERVER = 1
-    SHADOW = 2
+    STANDBY = 2
     """The replica of the server of the same group and index, in another process (`cluster.replicas`)."""
 
 

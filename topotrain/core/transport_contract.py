@@ -92,6 +92,10 @@ class Transport(Protocol):
         """
         ...
 
+    def connected(self, me: Address, peer: Address) -> bool:
+        """Whether there is a connection from an endpoint to a peer now."""
+        ...
+
     def traffic(self) -> tuple[int, int]:
         """Return the bytes of messages sent and received so far."""
         ...

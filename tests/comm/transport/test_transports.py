@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -151,11 +152,13 @@ def test_the_death_of_a_peer_is_seen_once(town):
     pair = Pair(town)
     pair.to_worker(Fetch(round=1))
     pair.worker.next()
+    assert pair.worker_wire.connected(WORKER, SERVER) and pair.server_wire.connected(SERVER, WORKER)
     town.die(pair.worker_wire, WORKER)
     assert pair.server.ends.get(timeout=WAIT)[0] == WORKER
     with pytest.raises(TransportError, match="no connection from server 0/0 to worker 0/1"):
         pair.to_worker(Fetch(round=2))
     town.close()
+    assert not pair.worker_wire.connected(WORKER, SERVER) and not pair.server_wire.connected(SERVER, WORKER)
     assert pair.server.ends.empty()
 
 
@@ -347,6 +350,30 @@ def test_a_restarted_peer_replaces_its_older_self_and_never_the_other_way_round(
     with pytest.raises(Refused, match="was replaced by 2") as refused:
         pair.worker_wire.connect(WORKER, SERVER, pair.url)
     assert refused.value.code == "FENCED"
+
+
+@sockets
+def test_nothing_leaves_on_a_newer_connection_before_the_end_of_the_older_is_handled(town):
+    sent = []
+
+    class Answering(Recorder):
+        def lost(self, peer, reason):
+            for _ in range(2):  # as another thread would that sends while the older connection ends
+                with suppress(TransportError):
+                    pair.to_worker(Fetch(round=7))
+                    sent.append(peer)
+            super().lost(peer, reason)
+
+    pair = Pair(town, server=Answering())
+    again, after = town.wire(incarnation=2), Recorder()
+    again.attach(WORKER, after)
+    again.connect(WORKER, SERVER, pair.url)
+    assert "replaced" in pair.server.end()
+    assert not sent
+    again.send(WORKER, SERVER, Fetch(round=1))
+    assert pair.server.next() == Fetch(round=1)
+    pair.to_worker(Fetch(round=2))
+    assert after.next() == Fetch(round=2)
 
 
 @sockets

@@ -98,6 +98,19 @@ def test_a_copy_that_knows_only_the_dead_takes_whoever_stands_in_as_new() -> Non
             primary.handle(worker, late)
 
 
+def test_a_server_that_confirms_too_much_gets_no_message_on_its_connection() -> None:
+    """It would count them, and count them again on its next connection."""
+    primary, peer = place("sandblaster", 0).run().home[SERVER].primaries[SERVER].primary, Address(Role.SERVER, 0, 1)
+    channel = primary.copy.channels[peer]
+    channel.send(m.Drained())
+    primary.disconnected(peer)
+    primary.drop_standby()
+    assert [to for to, _ in primary.handle(peer, ResumeConnection(channel.sent + 1))] == []
+    assert primary.fault is not None and "were confirmed" in str(primary.fault)
+    again = [x for to, x in primary.handle(peer, ResumeConnection(channel.sent - 1)) if to == peer]
+    assert again == [ResumeConnection(channel.received, answer=True), m.Drained()]
+
+
 # --- rules left out ----------------------------------------------------------------------------------------------
 
 

@@ -138,6 +138,10 @@ class InProcessTransport:
             # Under the lock, so that messages of two threads of one sender keep the order of their calls.
             inbox.put(lambda: self._deliver(link, inbox, me, message))
 
+    def connected(self, me: Address, peer: Address) -> bool:
+        """Whether two endpoints of this process are connected."""
+        return frozenset((me, peer)) in self._links
+
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received so far: payloads, and a header for each."""
         with self._lock:

@@ -173,6 +173,10 @@ class SocketTransport:
             raise ConnectionLost(f"no connection from {me} to {to}")
         connection.send(message, wait)
 
+    def connected(self, me: Address, peer: Address) -> bool:
+        """Whether there is a connection from an endpoint to a peer now."""
+        return (me, peer) in self._routes
+
     def set_admission(self, admission: PeerAdmission) -> None:
         """Ask this rule about every peer that connects from now on."""
         self._admission = admission
@@ -323,34 +327,52 @@ class SocketTransport:
         With `caller`, the accepted socket, this side accepted, and only lane 0 is given: the others are parked.
         """
         route = (peer.me, peer.address)
-        with self._lock:
-            # `close` may have copied the table already, and would miss this connection.
-            if self._stop.is_set():
-                raise TransportError("this transport is closed")
-            # A process that was taken for dead and replaced must not come back.
-            if peer.incarnation < self._incarnations.get(peer.address, 0):
-                known = self._incarnations[peer.address]
-                raise Refused("FENCED", f"{peer.address} of incarnation {peer.incarnation} was replaced by {known}")
-            if caller is not None and _hung_up(caller):
-                # It may have connected again meanwhile, and must not lose its new connection to the one it gave up.
-                raise HandshakeAborted("the other side closed the connection before it was welcomed")
-            if caller is not None:
-                if self._admission is not None:
-                    self._admission.admit(peer, route in self._routes)
-                lines = [*lines, *self._pending.claim(route, peer.lane.bundle, self._lanes)]
-            self._incarnations[peer.address] = peer.incarnation
-            generation = self._identity.generation
-            resident = self._residents[peer.me]
-            channels = [self._shape(line, peer) for line in lines]
-            channel = MultiSocketChannel(channels, len(greeting)) if len(channels) > 1 else channels[0]
-            connection = Connection(channel, *route, resident, generation, self._regions, greeting, self.unregister)
-            older, self._routes[route] = self._routes.get(route), connection
-            self._connections.add(connection)
-            self._watch_over(connection, channels)
-        if older is not None:
-            # Outside the lock, which the reader of the older connection needs in `unregister`.
+        older: Connection | None = None
+        while True:
+            with self._lock:
+                self._check(peer, caller)
+                found = self._routes.get(route)
+                # `older` is still there only if this thread is its reader.
+                if found is None or found is older:
+                    return self._add(lines, peer, greeting, parked=caller is not None)
+            # Outside the lock, which the reader of the older connection needs in `unregister`. The newer connection is
+            # not in the table yet: the endpoint would send on it before it knows that the older one has ended, and the
+            # peer would count a message that was also among those which are sent again.
+            older = found
             older.cut("replaced by a newer connection of the same peer")
-            older.join(LINGER)  # all its messages, and its end, are handled before the first message of the newer one
+            if not older.join(LINGER):
+                raise Refused("FULL", f"an earlier connection of {peer.address} has not ended yet")
+
+    def _check(self, peer: Peer, caller: socket.socket | None) -> None:
+        """Check that a proven peer may connect; `caller` as in `_register`. Raises TransportError."""
+        # `close` may have copied the table already, and would miss this connection.
+        if self._stop.is_set():
+            raise TransportError("this transport is closed")
+        # A process that was taken for dead and replaced must not come back.
+        if peer.incarnation < self._incarnations.get(peer.address, 0):
+            known = self._incarnations[peer.address]
+            raise Refused("FENCED", f"{peer.address} of incarnation {peer.incarnation} was replaced by {known}")
+        if caller is None:
+            return
+        if _hung_up(caller):
+            # It may have connected again meanwhile, and must not lose its new connection to the one it gave up.
+            raise HandshakeAborted("the other side closed the connection before it was welcomed")
+        if self._admission is not None:
+            self._admission.admit(peer, (peer.me, peer.address) in self._routes)
+
+    def _add(self, lines: list[HandshakeSocket], peer: Peer, greeting: bytes, parked: bool) -> Connection:
+        route = (peer.me, peer.address)
+        if parked:
+            lines = [*lines, *self._pending.claim(route, peer.lane.bundle, self._lanes)]
+        self._incarnations[peer.address] = peer.incarnation
+        generation = self._identity.generation
+        resident = self._residents[peer.me]
+        channels = [self._shape(line, peer) for line in lines]
+        channel = MultiSocketChannel(channels, len(greeting)) if len(channels) > 1 else channels[0]
+        connection = Connection(channel, *route, resident, generation, self._regions, greeting, self.unregister)
+        self._routes[route] = connection
+        self._connections.add(connection)
+        self._watch_over(connection, channels)
         return connection
 
     def unregister(self, connection: Connection) -> None:

@@ -212,10 +212,10 @@ class PrimaryEndpoint:
     def drop_standby(self, number: int) -> None:
         """Continue without the standby, which is gone. `number`: of the next standby."""
         self._cancel_alarm()
-        self._reported_complete = False
-        self.standby_number = number
         with self._event() as out:
+            # With the number: the reader of another peer could report the new standby as complete for the old one.
             out += self.primary.drop_standby()
+            self._reported_complete, self.standby_number = False, number
 
     def add_standby(self, number: int) -> None:
         """Send the state to the standby with this number, unless it was replaced."""
@@ -235,7 +235,7 @@ class PrimaryEndpoint:
                 self._alarm.start()
         if waits:
             self._process.slot.on_disconnect(self.me)
-        self._report()
+        self._notify_if_done()
 
     def _cancel_alarm(self) -> None:
         with self._lock:
@@ -256,13 +256,16 @@ class PrimaryEndpoint:
                 self._compare()  # the launcher must know of a difference before any message is sent
                 self._send(out)
                 self._read_snapshots()
+                complete = self._newly_complete()
         # The peer's fault: the server itself can continue.
         except ProtocolError:
             raise
         except Exception:
             self._process.observer.on_failure()
             raise
-        self._report()
+        if complete >= 0:
+            self._process.slot.on_standby_complete(self.me, complete)
+        self._notify_if_done()
 
     def _compare(self) -> None:
         if self.primary.differs > self._differed:
@@ -280,10 +283,14 @@ class PrimaryEndpoint:
             with suppress(TransportError):  # the transport will call `lost`
                 self._router.send(self.me, to, message)
 
-    def _report(self) -> None:
-        if self.primary.covered and not self._reported_complete:
-            self._reported_complete = True
-            self._process.slot.on_standby_complete(self.me, self.standby_number)
+    def _newly_complete(self) -> int:
+        """Return the number of the standby if it has the whole state for the first time, else -1."""
+        if not self.primary.covered or self._reported_complete:
+            return -1
+        self._reported_complete = True
+        return self.standby_number
+
+    def _notify_if_done(self) -> None:
         if self.server.done:
             self._process.notify()
 
@@ -456,7 +463,7 @@ class ReplicatedServers:
         standby = Standby(StandbyFactory(self._factory), server)
         self._standbys[server] = endpoint = StandbyEndpoint(standby, self._process)
         urls = self._router.attach(standby.me, endpoint)
-        self._router.publish(f"shadow-{where.standbys}", server, urls)
+        self._router.publish(f"standby-{where.standbys}", server, urls)
         return urls
 
     def _add_primary(self, copy: ReplicatedServer, standby: int = 0) -> PrimaryEndpoint:
@@ -544,9 +551,12 @@ class ReplicatedServers:
         # confirms nothing. A call would take the connection away from the new primary, so the standby is asked first.
         self._slot.on_disconnect(primary.me)
         until = time.monotonic() + self._process.grace_s
-        while self._placement[0].moves == moves and not primary.done:
+        while not primary.done:
             index = primary.probe()
             time.sleep(spread(_AGAIN_S))
+            # The launcher has reported a move, or another thread has connected: a further connection would end that one.
+            if self._placement[0].moves != moves or self._router.has_route(primary.me, self._servers[0]):
+                return
             with suppress(TransportError, TimeoutError):
                 if primary.primary.confirmed(index):
                     self._reconnect(primary, moves)
@@ -568,7 +578,7 @@ class ReplicatedServers:
         """Connect to the standby and send it the state."""
         if where.standby < 0:
             return
-        self._router.connect(primary.me, primary.primary.standby, f"shadow-{where.standbys}", anew=True)
+        self._router.connect(primary.me, primary.primary.standby, f"standby-{where.standbys}", anew=True)
         primary.add_standby(where.standbys)
 
     # --- end -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ MESSAGE, LOST, CONFIRMED, NEW_PRIMARY = 0, 1, 2, 3
 
 def standby_of(server: Address) -> Address:
     """Return the address of a server's standby."""
-    return Address(Role.SHADOW, server.group, server.index)
+    return Address(Role.STANDBY, server.group, server.index)
 
 
 @dataclass(slots=True)

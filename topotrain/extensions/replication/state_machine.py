@@ -257,6 +257,8 @@ class Primary:
         if (channel is None and message.received) or (channel is not None and channel.restarts > message.restarts):
             raise m.ProtocolError(f"{sender} resumes a connection that it never had")
         out += self._event(CONFIRMED, sender, message.received)
+        if self.fault is not None:
+            return out  # the connection ends: messages that were sent again on it would be counted, and sent once more
         self.up.add(sender)
         if not message.answer:
             out.append((sender, ResumeConnection(self._received(sender), True)))

@@ -349,6 +349,10 @@ class SimulatedTransport:
 
     # --- the rest of the contract --------------------------------------------------------------------------------
 
+    def connected(self, me: Address, peer: Address) -> bool:
+        """Whether two residents are connected and neither is down."""
+        return frozenset((me, peer)) in self._connections and self._down.isdisjoint((me, peer))
+
     def traffic(self) -> tuple[int, int]:
         """Return the bytes of messages sent and received so far, over all residents."""
         return self._sent, self._received
