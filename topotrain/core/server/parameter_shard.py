@@ -61,7 +61,8 @@ class OptimizerState:
         self._flats = flats
         self._units = units
         self._home = {p.piece: (u, key, p) for u in units for key, places in u.places.items() for p in places}
-        self._loading: dict[tuple[int, int, str], torch.Tensor] = {}
+        # Of entries of which pieces are missing: (first bucket, key, name) -> value, and the pieces that are in it.
+        self._loading: dict[tuple[int, int, str], tuple[torch.Tensor, set[int]]] = {}
         self._names: dict[int, set[str]] = {}
 
     def tell(self, number: int, worker: int) -> Iterator[m.Message]:
@@ -95,7 +96,7 @@ class OptimizerState:
         return m.StatePart(number, bucket.id, index, 0.0, name, body=body)
 
     def load(self, part: m.StatePart) -> None:
-        """Load one part. An entry counts when its last piece is here."""
+        """Load one part. An entry counts when all of its pieces are here."""
         bucket = self._map.buckets[part.bucket]
         unit, key, place = self._home[bucket.pieces[part.piece]]
         names = self._names.setdefault(key, set())
@@ -110,22 +111,26 @@ class OptimizerState:
         like = self._flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
         places = unit.places[key]
         entry = (unit.buckets[0].id, key, part.key)
-        held = self._loading.get(entry)
-        if held is None:
-            held = self._loading[entry] = torch.empty(places[-1].hi, dtype=like.dtype)
-        held[place.lo : place.hi] = typed(part.body, like)
-        # A worker sends the pieces in order, and real transports keep it: the last one completes the entry.
-        if place is places[-1]:
-            loaded = self._loading.pop(entry)
+        if entry not in self._loading:
+            self._loading[entry] = torch.zeros(places[-1].hi, dtype=like.dtype), set()
+        loaded, here = self._loading[entry]
+        loaded[place.lo : place.hi] = typed(part.body, like)
+        here.add(place.lo)
+        if len(here) == len(places):
+            del self._loading[entry]
             if unit.whole:
                 described = self._map.parameters[self._map.segments[key].parameter]
                 loaded = loaded.as_strided(described.shape, described.stride)
             unit.update.load_state(key, part.key, loaded)
 
-    @property
-    def loading(self) -> bool:
-        """Whether parts of an entry have come, and others have not."""
-        return bool(self._loading)
+    def state_dict(self) -> State:
+        """Return the incomplete entries, see `component_state`. Optimizers have the others."""
+        return {"loading": self._loading, "names": {key: sorted(names) for key, names in self._names.items()}}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._loading = {entry: (value, set(here)) for entry, (value, here) in state["loading"].items()}
+        self._names = {key: set(names) for key, names in state["names"].items()}
 
 
 @dataclass(slots=True)
@@ -281,10 +286,9 @@ class ParameterShard:
         return gradient if factor == 1.0 else gradient * factor
 
     def state_dict(self) -> State | None:
-        """Return the state, see `component_state`; None while optimizer state is loaded."""
-        # Half-loaded entries are in no optimizer yet. The last part of an entry comes soon.
+        """Return the state, see `component_state`. None: not possible for the codec now."""
         codec = self.codec.state_dict()
-        if self.state.loading or codec is None:
+        if codec is None:
             return None
         return {
             "buffers": list(self._kept_buffers()),
@@ -292,6 +296,7 @@ class ParameterShard:
             "staging": {group: staging.state_dict() for group, staging in self.staging.items()},
             "hyper": self.hyper.state_dict(),
             "agreement": self.agreement.state_dict(),
+            "state": self.state.state_dict(),
             "codec": codec,
         }
 
@@ -307,6 +312,7 @@ class ParameterShard:
             staging.load_state_dict(state["staging"][group])
         self.hyper.load_state_dict(state["hyper"])
         self.agreement.load_state_dict(state["agreement"])
+        self.state.load_state_dict(state["state"])
         self.codec.load_state_dict(state["codec"])
 
     def _kept_buffers(self) -> Iterator[tuple[str, int, torch.Tensor]]:
