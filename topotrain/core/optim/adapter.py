@@ -258,14 +258,12 @@ def _groups(data: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _setting(name: str, value: Any) -> Any:
-    if isinstance(value, list):  # torch has tuples there: betas, etas, step_sizes
-        # A list inside a list is refused as a dictionary is.
-        return tuple(_setting(name, item) if not isinstance(item, list) else _setting(name, {}) for item in value)
-    if isinstance(value, dict) or name in _BOOKKEEPING:
+    items = value if isinstance(value, list) else [value]
+    if name in _BOOKKEEPING or any(isinstance(item, list | dict) for item in items):
         raise ConfigError(
             f"optimizer.groups.{name}", value, "must be a number, text, bool, null or a flat list of these"
         )
-    return value
+    return tuple(value) if isinstance(value, list) else value  # torch has tuples there: betas, etas, step_sizes
 
 
 # ---- on a slice ------------------------------------------------------------------------------------------------------

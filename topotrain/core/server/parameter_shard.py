@@ -286,7 +286,7 @@ class ParameterShard:
         return gradient if factor == 1.0 else gradient * factor
 
     def state_dict(self) -> State | None:
-        """Return the state, see `component_state`. None: not possible for the codec now."""
+        """Return the state, see `component_state`. None: not possible now."""
         codec = self.codec.state_dict()
         if codec is None:
             return None

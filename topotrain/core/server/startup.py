@@ -70,8 +70,8 @@ class Startup:
         Raises:
             ProtocolError: no model has this description.
         """
-        first = self.schema is None
-        if first or self._map is None:
+        first = self._map is None
+        if self._map is None:
             try:
                 self._map = slice_map_for(schema.parameters, self._topology)
             except ValueError as error:  # a correct worker has made the same map before it described the model

@@ -11,7 +11,7 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.server.component_state import State
-from topotrain.core.server.consistency import IS_BACK, RESTARTS, RESTS, AppliedBatches, DecisionLog, pairs
+from topotrain.core.server.consistency import IS_BACK, RESTARTS, RESTS, AppliedBatches, DecisionLog
 from topotrain.core.server.gradients.gradient_source import GradientSource, StepError
 from topotrain.core.server.group_exchange import GroupExchange
 from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
@@ -352,4 +352,4 @@ def check_refused(message: m.StepVote | m.StepDecision, workers: int, parameters
         raise m.ProtocolError(f"{where}: no such parameters: {numbers[1::2]}")
     if any(not 0 <= index < workers for index in members):
         raise m.ProtocolError(f"{where}: no such workers: {members}")
-    return pairs(numbers)
+    return m.refused_pairs(numbers)
