@@ -23,7 +23,7 @@ from topotrain.core.server.gradients.backward_means import ArrivalMeans, Returne
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 from topotrain.core.server.gradients.gradient_source import GradientSource, GroupBuffers, ReducedBucket, SourceSettings
 from topotrain.core.server.group_sync import GroupSync, MasterSync, NoSync, RingSync
-from topotrain.core.server.nonfinite import NOBODY, all_finite
+from topotrain.core.server.nonfinite import NO_WORKER, all_finite
 from topotrain.core.server.server_extension import ExtensionHooks
 
 _MOST_ENTRIES = 32  # of a parameter's state: torch's optimizers have at most five, and a peer must not fill the memory
@@ -60,14 +60,14 @@ class OptimizerState:
         self._map = slice_map
         self._flats = flats
         self._units = units
-        self._home = {p.piece: (u, key, p) for u in units for key, places in u.places.items() for p in places}
+        self._by_piece = {p.piece: (u, key, p) for u in units for key, places in u.places.items() for p in places}
         # Of entries of which pieces are missing: (first bucket, key, name) -> value, and the pieces that are in it.
         self._loading: dict[tuple[int, int, str], tuple[torch.Tensor, set[int]]] = {}
         self._names: dict[int, set[str]] = {}
 
-    def tell(self, number: int, worker: int) -> Iterator[m.Message]:
+    def parts(self, number: int, worker: int) -> Iterator[m.Message]:
         """The entries of a worker's parameters, in reply to its request `number`."""
-        parts = 0
+        count = 0
         for unit in self._units:
             for key, name, value in unit.update.state():
                 if not self._map.spaces[self._map.segments[key].space].on(worker):
@@ -78,10 +78,10 @@ class OptimizerState:
                     yield m.Fail(f"optimizer state {name!r} is not element-wise and cannot be gathered")
                     return
                 for place in unit.places[key]:
-                    parts += 1
+                    count += 1
                     yield self._part(number, place, name, value, whole)
         # The count tells the worker when all parts are here, also on a transport that reorders them.
-        yield m.StatePart(number, -1, -1, float(parts), "")
+        yield m.StatePart(number, -1, -1, float(count), "")
 
     def _part(
         self, number: int, place: StatePosition, name: str, value: torch.Tensor | float, whole: bool
@@ -98,7 +98,7 @@ class OptimizerState:
     def load(self, part: m.StatePart) -> None:
         """Load one part. An entry counts when all of its pieces are here."""
         bucket = self._map.buckets[part.bucket]
-        unit, key, place = self._home[bucket.pieces[part.piece]]
+        unit, key, place = self._by_piece[bucket.pieces[part.piece]]
         names = self._names.setdefault(key, set())
         names.add(part.key)
         # The names come from a worker, and each would allocate memory of the size of the parameter.
@@ -143,7 +143,7 @@ class ParameterShard:
     flats: FlatBuffers
     units: tuple[UpdateUnit, ...]
     staging: dict[int, GradientSource]
-    agreement: GroupSync
+    group_sync: GroupSync
     state: OptimizerState
     codec: ServerBodyCodec
     hyper: HyperCheck
@@ -218,7 +218,7 @@ class ParameterShard:
 
     def _refused(self, staging: GradientSource) -> tuple[int, ...]:
         """`StepVote.refused` of a step that is not under a GradScaler."""
-        found = sorted(staging.spoilers().items())
+        found = sorted(staging.nonfinite_workers().items())
         return tuple(n for worker, key in found for n in (worker, self.map.segments[key].parameter))
 
     def _may_go_on(self, staging: GradientSource, refused: tuple[int, ...]) -> bool:
@@ -226,7 +226,7 @@ class ParameterShard:
         # Their part must be in no mean yet, and in no norm.
         if self.on_arrival:
             return True
-        return not staging.visible and NOBODY not in refused[::2] and staging.commits[0].clip_norm <= 0
+        return not staging.visible and NO_WORKER not in refused[::2] and staging.commits[0].clip_norm <= 0
 
     def refuse(self, group: int, workers: Collection[int]) -> bool:
         """Leave these workers' gradients out of the group's step. False: nothing is left."""
@@ -295,7 +295,7 @@ class ParameterShard:
             "updates": [unit.update.state_dict() for unit in self.units],
             "staging": {group: staging.state_dict() for group, staging in self.staging.items()},
             "hyper": self.hyper.state_dict(),
-            "agreement": self.agreement.state_dict(),
+            "group_sync": self.group_sync.state_dict(),
             "state": self.state.state_dict(),
             "codec": codec,
         }
@@ -311,7 +311,7 @@ class ParameterShard:
         for group, staging in self.staging.items():
             staging.load_state_dict(state["staging"][group])
         self.hyper.load_state_dict(state["hyper"])
-        self.agreement.load_state_dict(state["agreement"])
+        self.group_sync.load_state_dict(state["group_sync"])
         self.state.load_state_dict(state["state"])
         self.codec.load_state_dict(state["codec"])
 
@@ -409,13 +409,14 @@ def open_model(
             codec=codec,
         )
         staging[group] = hooks.gradient_source(job, slice_map, settings) or _source(job, settings)
-    agreement = _agreement(me.group, job, topology, BucketValues(flats, buckets))
+    group_sync = _group_sync(me.group, job, topology, BucketValues(flats, buckets))
     state = OptimizerState(slice_map, flats, units)
     on_arrival = job.apply is Apply.kOnArrival
     hyper = HyperCheck(OptimizerSpec.from_text(schema.optimizer), job.import_)
     checked = job.nonfinite is not NonFinite.kAllow
-    home = (schema, slice_map, buckets, flats, units, staging, agreement)
-    return ParameterShard(*home, state, codec, hyper, on_arrival, checked)
+    return ParameterShard(
+        schema, slice_map, buckets, flats, units, staging, group_sync, state, codec, hyper, on_arrival, checked
+    )
 
 
 def _source(job: Job, settings: SourceSettings) -> GradientSource:
@@ -467,7 +468,7 @@ def _unit(
     return UpdateUnit(buckets, places, update, whole)
 
 
-def _agreement(group: int, job: Job, topology: Topology, values: BucketValues) -> GroupSync:
+def _group_sync(group: int, job: Job, topology: Topology, values: BucketValues) -> GroupSync:
     cluster = job.cluster
     if not topology.synced:
         return NoSync()

@@ -43,10 +43,10 @@ class CrossGroupCut(ExchangeExtension):
 
     @property
     def _agreement(self) -> MasterSync:
-        agreement = self._server.state.known.agreement
+        group_sync = self._server.state.known.group_sync
         # Jobs with RingSync take no snapshots (`server_snapshots.refusal`).
-        assert isinstance(agreement, MasterSync)
-        return agreement
+        assert isinstance(group_sync, MasterSync)
+        return group_sync
 
     # --- the moment of the snapshot ------------------------------------------------------------------------------
 
