@@ -17,7 +17,8 @@ from topotrain.core import protocol as m
 from topotrain.core.model.body_codec import ServerBodyCodec, present_body
 from topotrain.core.model.schema import BucketValues, BufferMemory, FlatBuffers, Schema, bucket_of, effective, typed
 from topotrain.core.model.shared_windows import VALUES
-from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate, clip_bounds
+from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate
+from topotrain.core.optim.updater_block import clip_bounds
 from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.backward_means import ArrivalMeans, ReturnedMeans, SharedMemoryMeans
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
