@@ -1,4 +1,4 @@
-"""SINGA's updater block: the optimizer, its learning rate, and the clipping of gradients."""
+"""SINGA's updater block: optimizer, learning rate, and clipping of gradients."""
 
 import re
 from collections.abc import Callable, Iterable

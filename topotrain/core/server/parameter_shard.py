@@ -125,7 +125,8 @@ class OptimizerState:
             unit.update.load_state(key, part.key, loaded)
 
     def state_dict(self) -> State:
-        """Return the incomplete entries, see `component_state`. Optimizers have the others."""
+        """Return the incomplete entries, see `component_state`."""
+        # Complete entries are in the state of the optimizers.
         return {"loading": self._loading, "names": {key: sorted(names) for key, names in self._names.items()}}
 
     def load_state_dict(self, state: State) -> None:

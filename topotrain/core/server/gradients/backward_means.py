@@ -277,7 +277,7 @@ class BackwardMeans(GradientSource):
         return True
 
     def _find_nonfinite(self, made_of: Mapping[int, Mapping[int, Part]]) -> dict[int, int]:
-        """`nonfinite_workers`, of these buckets of the shard, each with the parts of its last mean."""
+        """`nonfinite_workers` of these buckets, each with the parts of its last mean."""
         found: dict[int, int] = {}
         for at, parts in made_of.items():
             bucket, present = self._buckets[at], self._present[at]
@@ -439,5 +439,5 @@ class ArrivalMeans(BackwardMeans):
         return ReducedBucket(bucket, present, mean)
 
     def nonfinite_workers(self) -> dict[int, int]:
-        """As `GradientSource.nonfinite_workers`. The parts of these workers were not applied."""
+        """As `GradientSource.nonfinite_workers`. Their parts were not applied."""
         return self._nonfinite
