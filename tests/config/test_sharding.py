@@ -301,7 +301,7 @@ def test_a_space_has_parameters_of_the_same_owners(slicing):
     ]
     assert all(m.spaces[space].owners == p.owners for p, (space, _) in zip(SPLIT, m.offsets, strict=True))
     check_parameters_lie_apart(m)
-    assert [space.speaker for space in m.spaces] == [0, 1, 0, 0, 1]
+    assert [space.sending_worker for space in m.spaces] == [0, 1, 0, 0, 1]
     held = [{m.spaces[bucket.space].owners for bucket in m.buckets_on(worker)} for worker in range(4)]
     assert held == [{(0,), (), (0, 2)}, {(1,), ()}, {(), (0, 2)}, {()}]
 

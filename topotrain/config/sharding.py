@@ -108,7 +108,7 @@ class Space:
         return not self.owners or worker in self.owners
 
     @property
-    def speaker(self) -> int:
+    def sending_worker(self) -> int:
         """The worker of a group that sends messages that only one may send."""
         return self.owners[0] if self.owners else 0
 

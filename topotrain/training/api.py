@@ -20,7 +20,7 @@ from topotrain.core.client.client_context import StepOutcome
 from topotrain.core.events import Notice
 from topotrain.core.model.schema import FlatBuffers, torch_dtype
 from topotrain.core.optim import kernel_choice
-from topotrain.core.optim.adapter import build, set_lr
+from topotrain.core.optim.updater_block import build, set_lr
 from topotrain.training import context as process
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.context import Connections, Context, Metric, PrepareRequest

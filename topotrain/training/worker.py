@@ -17,7 +17,7 @@ from topotrain.config.topology import Address, Topology
 from topotrain.core.client.client import Client, JobError, StepEnd, StepOutcome
 from topotrain.core.model.schema import BufferMemory, FlatBuffers, Schema, effective, slice_map_for
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe
-from topotrain.core.server.nonfinite import NonfiniteLimit, complaint
+from topotrain.core.server.nonfinite import NonfiniteLimit, nonfinite_message
 from topotrain.training.parameters.device_parameters import HostParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 from topotrain.training.parameters.gradient_checks import HeldGradients, NonfiniteGradients
@@ -122,7 +122,7 @@ class Worker(BatchAccounting):
     def start(self) -> None:
         """Fetch the job's initial values."""
         # They come from worker (0,0); in a split model, from the first worker of group 0 that holds the parameter.
-        if self.me.group == 0 and any(space.speaker == self.me.index for space in self.map.spaces):
+        if self.me.group == 0 and any(space.sending_worker == self.me.index for space in self.map.spaces):
             self.buffers.copy_from_model("local")
             # Out of "local": "params" may be memory of the servers, which is not here yet.
             self.client.send_initial("local")
@@ -366,7 +366,7 @@ class Worker(BatchAccounting):
             self.tally.add_skip(SkippedStep(self._own_steps, str(self.me), name))
         if self._limit.step(self.me.group, [self.me.index] if name else []) is not None:
             why = explanation(self._topology, self.momentum)
-            words = complaint(str(self.me), name, self._own_steps, self._limit.most, why)
+            words = nonfinite_message(str(self.me), name, self._own_steps, self._limit.most, why)
             raise JobError(f"worker group {self.me.group}: {words}", False, self._limit.quarantine)
         return bool(name)
 

@@ -49,7 +49,7 @@ def test_what_only_some_workers_hold_is_described_and_told():
         replace(parameter(), owners=(1,)), buffers=[ModelBuffer("b", "int64", 1, (0, 2)), ModelBuffer("c", "int64", 1)]
     )
     assert parse_schema(mine.text()) == mine
-    assert [buffer.speaker for buffer in mine.buffers] == [0, 0]
+    assert [buffer.sending_worker for buffer in mine.buffers] == [0, 0]
     theirs = replace(mine, buffers=(ModelBuffer("b", "int64", 1, (2,)), mine.buffers[1]))
     assert (
         "me has b with 1 elements of int64, held by workers 0 and 2, you has b with 1 elements of int64, held by "

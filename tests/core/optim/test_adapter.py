@@ -16,13 +16,10 @@ from topotrain.core.optim.adapter import (
     OptimizerSpec,
     SliceUpdate,
     UnsupportedOptimizer,
-    build,
-    clip,
     describe,
-    follow_schedule,
     hyper,
-    set_lr,
 )
+from topotrain.core.optim.updater_block import build, clip, follow_schedule, set_lr
 
 SHAPES = [(37, 11), (130,), (5, 3, 3, 3), (700,)]
 HARD: dict[str, dict[str, Any]] = {  # settings that reach the branches of each class

@@ -37,7 +37,14 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError
 from topotrain.core.events import Event, Skipped, from_json, to_json
 from topotrain.core.model.schema import slice_map_for
-from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, all_finite, complaint, look, spoiled
+from topotrain.core.server.nonfinite import (
+    NO_WORKER,
+    NonfiniteLimit,
+    all_finite,
+    look,
+    nonfinite_message,
+    nonfinite_segment,
+)
 from topotrain.extensions.tables.row_optimizers import optimizer_text
 from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_spec import TableSpec
@@ -407,7 +414,7 @@ def test_rows_that_are_not_finite_take_the_step_with_them() -> None:
             number = torch.nan if step == 1 and seat.me.index == 1 else 1.0
             door.push("t", range(4), torch.tensor([1.0, number, 1.0, 1.0]).view(-1, 1))
             outcome = seat.step(ones)
-            assert (outcome.found_inf, outcome.refused) == ((True, ((NOBODY, -1),)) if step == 1 else (False, ()))
+            assert (outcome.found_inf, outcome.refused) == ((True, ((NO_WORKER, -1),)) if step == 1 else (False, ()))
         assert door.pull("t", range(4)).view(-1).tolist() == [-4.0] * 4
         door.close()
         seat.finish()
@@ -502,11 +509,11 @@ def test_where_in_a_bucket() -> None:
     parameters = tuple(Parameter(f"p{i}", (70,), (1,), "float32", True) for i in range(3))
     (bucket,) = slice_map_for(parameters, layout(job_of("one").cluster)).buckets
     gradient = torch.zeros(bucket.hi - bucket.lo)
-    assert spoiled(bucket, 0b111, gradient) is None
+    assert nonfinite_segment(bucket, 0b111, gradient) is None
     second = bucket.pieces[1]
     gradient[second.hi - bucket.lo - 1] = torch.inf
-    assert spoiled(bucket, 0b111, gradient) == second.segment
-    assert spoiled(bucket, 0b101, gradient) is None
+    assert nonfinite_segment(bucket, 0b111, gradient) == second.segment
+    assert nonfinite_segment(bucket, 0b101, gradient) is None
 
 
 def test_finite_parts_of_an_infinite_sum() -> None:
@@ -541,9 +548,9 @@ def test_strikes() -> None:
     assert strikes.step(0, [2]) is None
     assert strikes.step(0, [1, 2]) == 2
     strikes.forget(0)
-    assert [strikes.step(0, [NOBODY]) for _ in range(3)] == [None, None, NOBODY]
+    assert [strikes.step(0, [NO_WORKER]) for _ in range(3)] == [None, None, NO_WORKER]
     assert NonfiniteLimit(NonFinite.kFail).step(0, [0]) == 0
-    assert "sum of the group's gradients of a table's rows is not finite in step 1" in complaint("", "", 1, 1)
+    assert "sum of the group's gradients of a table's rows is not finite in step 1" in nonfinite_message("", "", 1, 1)
 
 
 def test_a_shard_cannot_refuse_who_is_not_there() -> None:

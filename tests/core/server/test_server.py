@@ -9,7 +9,7 @@ import torch
 from single_servers import Hall, server, started, worker
 from torch import nn
 
-from topotrain.config.job import Updater
+from topotrain.config.job import Slicing, Updater
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.protocol import NO_REVISION
@@ -415,6 +415,36 @@ def test_optimizer_state_goes_out_and_comes_back():
     for key, part in first.items():
         assert part.number == second[key].number
         assert part.body is None or torch.equal(part.body, second[key].body)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 1, 0, 0, 2]])
+def test_optimizer_state_counts_when_all_pieces_are_here_in_any_order(order):
+    def adam(parameters):
+        return torch.optim.Adam(parameters, lr=0.5)
+
+    hall = started(optimizer=adam, size=2500, slicing=Slicing.kTensor, slice_bytes=4096)
+    buckets = hall.map.buckets_of(0)
+    assert [len(bucket.pieces) for bucket in buckets] == [1, 1, 1]
+    entries = ("exp_avg", "exp_avg_sq")
+
+    def part(number, key):
+        (piece,) = buckets[number].pieces
+        return m.StatePart(0, number, 0, 0.0, key, body=torch.full((piece.hi - piece.lo,), number + 1.0))
+
+    hall.say(worker(), server(), m.StatePart(0, 0, 0, 1.0, "step"))
+    for number in order[:-1]:
+        hall.say(worker(), server(), *(part(number, key) for key in entries))
+    # A second copy of the server, made now, has the pieces, too.
+    original, copy = hall.servers[server()], hall.made(server())
+    copy.load_state_dict(original.state_dict())
+    for each in (original, copy):
+        hall.servers[server()] = each
+        hall.say(worker(), server(), m.StateRequest(1))
+        assert {p.key for p in hall.heard(worker(), m.StatePart)} == {"step", ""}
+        hall.say(worker(), server(), *(part(order[-1], key) for key in entries), m.StateRequest(2))
+        found = {(p.key, p.bucket): p.body for p in hall.heard(worker(), m.StatePart) if p.key in entries}
+        assert found.keys() == {(key, bucket.id) for key in entries for bucket in buckets}
+        assert all((body == number + 1).all() for (_, number), body in found.items())
 
 
 # --- other server groups and the end -----------------------------------------------------------------------------

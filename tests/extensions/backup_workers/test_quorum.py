@@ -164,10 +164,10 @@ def test_what_could_make_a_sum_infinite_is_refused_before_it_is_known_whose_sum(
     contribute(home, 0, 1.0)
     contribute(home, 2, value)
     assert home.try_stage()
-    assert list(home.spoilers()) == [2]
+    assert list(home.nonfinite_workers()) == [2]
     contribute(home, 1, 1e19)  # its square is infinite in float32, and no sum of three such is
     assert home.try_stage()
-    assert list(home.spoilers()) == [2]
+    assert list(home.nonfinite_workers()) == [2]
 
 
 def test_hyper_parameters_are_those_that_most_say():

@@ -435,6 +435,31 @@ def test_revisions_rise_per_bucket_also_in_models_of_many_buckets():
         assert ordinal < last[bucket] == revisions[bucket] < NO_REVISION
 
 
+def test_after_many_backwards_that_raised_the_last_gradient_still_counts():
+    model = Fused()
+    path, sent, slice_map = path_of(model, bucket_bytes=4096)
+    model.blows = True
+    for _ in range(300):
+        with pytest.raises(ArithmeticError):
+            backward(model)
+    model.blows = False
+    model.zero_grad()
+    backward(model)
+    revisions, _, _ = path.at_step(0)
+    by_bucket = {b.id: [push for push in sent.pushes if push[2] == b.id] for b in slice_map.buckets}
+    assert max(map(len, by_bucket.values())) == NO_REVISION - 1
+    for number, pushes in by_bucket.items():
+        ordinals = [push[1] for push in pushes]
+        assert ordinals == sorted(set(ordinals)) and ordinals[-1] == revisions[number] < NO_REVISION
+    for bucket in slice_map.buckets:
+        for piece in bucket.pieces:
+            segment = slice_map.segments[piece.segment]
+            gradient = list(model.parameters())[segment.parameter].grad.view(-1)
+            at = segment.start + piece.lo - segment.lo
+            body = by_bucket[bucket.id][-1][4][piece.lo - bucket.lo : piece.hi - bucket.lo]
+            assert torch.equal(body, gradient[at : at + piece.hi - piece.lo])
+
+
 def test_a_lazy_path_pushes_only_at_the_step():
     model = mlp()
     path, sent, _ = path_of(model, eager=False)

@@ -23,7 +23,7 @@ from topotrain.config import job_file
 from topotrain.config.intervals import Rhythm
 from topotrain.config.job import Adam, Cluster, ConfigError, Job, LRGen, Step, Updater
 from topotrain.core import events
-from topotrain.core.optim.adapter import build, set_lr
+from topotrain.core.optim.updater_block import build, set_lr
 from topotrain.training import context
 from topotrain.training.final_parameters import tensors_of
 from topotrain.training.parameters.flat_parameters import describe_model

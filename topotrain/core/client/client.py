@@ -155,7 +155,7 @@ class Client:
         for bucket in model.map.buckets:
             server = model.server_of(bucket)
             # One worker sends a space. A server that is ahead of a restarted script has newer values.
-            if model.map.spaces[bucket.space].speaker == me.index and not self.rejoin.is_ahead(server):
+            if model.map.spaces[bucket.space].sending_worker == me.index and not self.rejoin.is_ahead(server):
                 self.channel.send(server, m.Init(bucket.id, body=model.flats.view(buffer, bucket)))
 
     # --- calls by the transport ----------------------------------------------------------------------------------

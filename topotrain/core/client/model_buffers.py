@@ -51,7 +51,7 @@ class ModelBufferClient(ClientExtension):
         """Send this worker's share of the buffers. In most jobs worker 0 sends all."""
         channel = self._channel
         for index, buffer in enumerate(buffers):
-            if self._described[index].speaker == channel.me.index:
+            if self._described[index].sending_worker == channel.me.index:
                 # A copy, because the script may change the buffer before the message is sent.
                 body = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
                 channel.send(channel.first_server, m.ModelBufferValue(channel.me.group, index, body=body))

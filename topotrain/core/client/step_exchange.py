@@ -16,8 +16,7 @@ from topotrain.core.client.client_extension import ClientExtension, ClientHooks
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.model.body_codec import present_body
 from topotrain.core.model.schema import typed
-from topotrain.core.protocol import NO_REVISION, bits_to_int, check_bits, int_to_bits
-from topotrain.core.server.consistency import pairs
+from topotrain.core.protocol import NO_REVISION, bits_to_int, check_bits, int_to_bits, refused_pairs
 
 Means = dict[int, tuple[int, torch.Tensor]]
 """Bucket number -> bitmap of its pieces, and their mean as a 1-D view that stays until the next push."""
@@ -276,7 +275,7 @@ class StepCommit:
             norm=replies[0].norm,
             snapshot=max(reply.snapshot for reply in replies),
             # From the decision, too, so that one shard's reply has the pairs of all shards.
-            refused=tuple(pairs(replies[0].refused)),
+            refused=tuple(refused_pairs(replies[0].refused)),
             leaves=any(reply.leaves for reply in replies),
         )
 

@@ -3,7 +3,8 @@
 An extension may bring other codecs (`ClientExtension.body_codec`, `GradientExtension.server_codec`).
 """
 
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 
@@ -11,7 +12,6 @@ from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
 from topotrain.core.model.schema import typed
 from topotrain.core.protocol import Message, ProtocolError, Push, ReducedGradient, Values
-from topotrain.core.server.component_state import State
 
 
 class BodyCodec:
@@ -96,9 +96,9 @@ class ServerBodyCodec:
         """The encoded body of the values shown last. None: they travel as they are."""
         return None
 
-    def state_dict(self) -> State | None:
+    def state_dict(self) -> dict[str, Any] | None:
         """Return the state, see `component_state`. None: a second copy is not possible."""
         return {}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""

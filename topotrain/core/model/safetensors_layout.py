@@ -72,18 +72,18 @@ class TensorDescription:
 class FileTensor:
     """A tensor in a file. `begin` is the offset of its first byte."""
 
-    told: TensorDescription
+    described: TensorDescription
     begin: int
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return _ITEM_BYTES[self.told.dtype]
+        return _ITEM_BYTES[self.described.dtype]
 
     @property
     def count(self) -> int:
         """Number of elements."""
-        return math.prod(self.told.shape)
+        return math.prod(self.described.shape)
 
     @property
     def end(self) -> int:
@@ -93,7 +93,7 @@ class FileTensor:
     @property
     def ordered(self) -> bool:
         """Whether the elements have the same order in memory as in the file."""
-        return row_major(self.told.shape, self.told.stride)
+        return row_major(self.described.shape, self.described.stride)
 
     def bytes_of(self, lo: int, hi: int) -> tuple[int, int]:
         """Return the byte range of elements [lo, hi); only for an ordered tensor.
@@ -102,7 +102,7 @@ class FileTensor:
             ValueError: the elements are out of bounds.
         """
         if not 0 <= lo <= hi <= self.count:
-            raise ValueError(f"{self.told.name}: elements {lo} to {hi} of {self.count}")
+            raise ValueError(f"{self.described.name}: elements {lo} to {hi} of {self.count}")
         return self.begin + lo * self.itemsize, self.begin + hi * self.itemsize
 
 
@@ -122,21 +122,22 @@ def lay_out(tensors: Iterable[TensorDescription], metadata: Mapping[str, str]) -
         ValueError: a name is used twice, the format does not support a dtype, or the header is too long.
     """
     # Larger elements first, so that all are aligned without gaps, which the format forbids.
-    ordered = sorted(tensors, key=lambda told: -_ITEM_BYTES.get(told.dtype, 0))
-    paired = [told.name for told in ordered if told.dtype == PAIRS]
-    header: dict[str, object] = {"__metadata__": {**metadata, **said_of(paired)}}
+    ordered = sorted(tensors, key=lambda tensor: -_ITEM_BYTES.get(tensor.dtype, 0))
+    paired = [tensor.name for tensor in ordered if tensor.dtype == PAIRS]
+    pairs = {PAIRED: json.dumps(paired)} if paired else {}
+    header: dict[str, object] = {"__metadata__": {**metadata, **pairs}}
     at = 0
     begins: list[int] = []
-    for told in ordered:
-        if told.name in header:
-            raise ValueError(f"tensor {told.name!r} is named twice")
-        if told.dtype not in NAMES:
-            raise ValueError(f"tensor {told.name!r}: the format of the file does not support {told.dtype}")
-        if not dense(told.shape, told.stride):
-            raise ValueError(f"tensor {told.name!r}: strides {told.stride} leave gaps in a shape of {told.shape}")
-        end = at + math.prod(told.shape) * _ITEM_BYTES[told.dtype]
-        shape = [*told.shape, 2] if told.dtype == PAIRS else list(told.shape)
-        header[told.name] = {"dtype": NAMES[told.dtype], "shape": shape, "data_offsets": [at, end]}
+    for tensor in ordered:
+        if tensor.name in header:
+            raise ValueError(f"tensor {tensor.name!r} is named twice")
+        if tensor.dtype not in NAMES:
+            raise ValueError(f"tensor {tensor.name!r}: the format of the file does not support {tensor.dtype}")
+        if not dense(tensor.shape, tensor.stride):
+            raise ValueError(f"tensor {tensor.name!r}: strides {tensor.stride} leave gaps in a shape of {tensor.shape}")
+        end = at + math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]
+        shape = [*tensor.shape, 2] if tensor.dtype == PAIRS else list(tensor.shape)
+        header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [at, end]}
         begins.append(at)
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -145,13 +146,8 @@ def lay_out(tensors: Iterable[TensorDescription], metadata: Mapping[str, str]) -
     if len(text) > MOST_HEADER:
         raise ValueError(f"{len(ordered)} tensors: a header of {len(text)} bytes, at most {MOST_HEADER}")
     first = _LENGTH_BYTES + len(text)
-    entries = {told.name: FileTensor(told, first + begin) for told, begin in zip(ordered, begins, strict=True)}
+    entries = {tensor.name: FileTensor(tensor, first + begin) for tensor, begin in zip(ordered, begins, strict=True)}
     return FlatFile(len(text).to_bytes(_LENGTH_BYTES, "little") + text, entries, first + at)
-
-
-def said_of(paired: Sequence[str]) -> dict[str, str]:
-    """Return the metadata of a file with these tensors stored as pairs."""
-    return {PAIRED: json.dumps(list(paired))} if paired else {}
 
 
 def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -59,7 +59,7 @@ class ModelBuffer:
         return self.count * torch_dtype(self.dtype).itemsize
 
     @property
-    def speaker(self) -> int:
+    def sending_worker(self) -> int:
         """The worker of a group that sends it to the servers."""
         return self.owners[0] if self.owners else 0
 

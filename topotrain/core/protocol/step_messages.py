@@ -66,6 +66,11 @@ def check_bits(bits: bytes, count: int, sender: Address, what: str) -> None:
         raise ProtocolError(f"{sender}: {what}: a bitmap of {len(bits)} bytes over {count} items")
 
 
+def refused_pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The (worker, parameter) pairs in `refused` of a message."""
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
 # --- one step --------------------------------------------------------------------------------------------------------
 
 

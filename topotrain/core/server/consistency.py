@@ -13,7 +13,7 @@ state-machine replication (Schneider, 1990).
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from topotrain.core.protocol import ProtocolError, StepDecision, StepVote
+from topotrain.core.protocol import ProtocolError, StepDecision, StepVote, refused_pairs
 from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.gradients.gradient_source import StepError
 from topotrain.core.server.server_extension import ALL_WORKERS, StepPolicy
@@ -163,7 +163,7 @@ class DecisionLog:
             vote.members[shard] = vote.members.get(shard, frozenset()).union(members)
         # At most once per shard, because the norm is a sum. Votes with members have none.
         vote.add_norm(message)
-        for worker, parameter in pairs(message.refused):
+        for worker, parameter in refused_pairs(message.refused):
             if self._holds(message, worker):
                 vote.refused[worker] = max(parameter, vote.refused.get(worker, -1))
 
@@ -465,11 +465,6 @@ class AppliedBatches:
 def _reader(stream: int, group: int) -> int:
     # The epoch is in the upper 32 bits of a stream, so that the reader is the same in all epochs.
     return stream & ~STATIC & 0xFFFF_FFFF if stream & STATIC else group
-
-
-def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The (worker, parameter) pairs in `refused` of a message."""
-    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _triples(marks: tuple[int, ...]) -> list[tuple[int, int, int]]:

@@ -227,7 +227,7 @@ class GroupExchange:
     def distance(self) -> Distance:
         """How far the other server groups were away, so far."""
         model = self._state.model
-        return Distance() if model is None else model.agreement.distance
+        return Distance() if model is None else model.group_sync.distance
 
     def expect_buffers(self, count: int) -> None:
         """The model has so many buffers, which are collected at the end of the job."""
@@ -235,7 +235,7 @@ class GroupExchange:
 
     def begin(self) -> None:
         """All server groups start from the values that are here now."""
-        self._state.known.agreement.begin()
+        self._state.known.group_sync.begin()
         self._queue.handle_later(self._early)
         self._early = []
 
@@ -248,11 +248,11 @@ class GroupExchange:
             return
         if any(extension.take_exchange(sender, message, body) for extension in self._hooks.take_exchange):
             return
-        agreement = self._state.known.agreement
-        taken = agreement.taken(sender.group, message.bucket)
-        self.send(agreement.meet(sender.group, message, body))
+        group_sync = self._state.known.group_sync
+        taken = group_sync.taken(sender.group, message.bucket)
+        self.send(group_sync.meet(sender.group, message, body))
         # Not for a difference that came twice: a snapshot that is being cut adds it to its own values, too.
-        if agreement.taken(sender.group, message.bucket) > taken:
+        if group_sync.taken(sender.group, message.bucket) > taken:
             for extension in self._hooks.exchanged:
                 extension.exchanged(message, body)
         self._end()
@@ -270,12 +270,12 @@ class GroupExchange:
             return
         for extension in self._hooks.on_drain:
             extension.on_drain()
-        self.send(self._state.known.agreement.drain())
+        self.send(self._state.known.group_sync.drain())
         self._end()
 
     def _end(self) -> None:
         """Hand on the final values, once nothing more can change them."""
-        if not self._groups.any_runs and self._state.known.agreement.drained():
+        if not self._groups.any_runs and self._state.known.group_sync.drained():
             self._queue.send_all(self._shutdown.drained(self._state.known))
 
     def close(self, sender: Address, message: Any) -> None:

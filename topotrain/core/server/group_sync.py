@@ -162,7 +162,7 @@ class MasterSync:
         self._updates = dict.fromkeys(self._masters, 0)
         self._round = dict.fromkeys(self._masters, 0)
         self._waiting: set[int] = set()
-        self._taken: dict[tuple[int, int], int] = {}
+        self._last_added: dict[tuple[int, int], int] = {}
         self._made = dict.fromkeys((b.id for b in values.buckets if b.master == group), 0)  # updates of all groups
         self._made_by: dict[tuple[int, int], int] = {}  # those of one of them
         self._seen = dict.fromkeys(self._masters, 0)  # updates of others
@@ -205,14 +205,14 @@ class MasterSync:
     def _take(self, group: int, message: Delta, body: torch.Tensor) -> GroupMessages:
         key = (group, message.bucket)
         # Each difference is added once, although a request may come twice.
-        if message.sync == self._taken.get(key, 0) + 1:
+        if message.sync == self._last_added.get(key, 0) + 1:
             value = self._view(message.bucket)
             value.add_(body)
-            self._taken[key] = message.sync
+            self._last_added[key] = message.sync
             self._made[message.bucket] = self._made.get(message.bucket, 0) + message.updates
             self._made_by[key] = self._made_by.get(key, 0) + message.updates
             self.distance.add(message.updates, body, value)
-        elif message.sync > self._taken.get(key, 0):
+        elif message.sync > self._last_added.get(key, 0):
             return []  # an earlier one is still under way; it will be sent again
         others = self._made.get(message.bucket, 0) - self._made_by.get(key, 0)
         # A copy of the present value, also in reply to a repeated request: the first reply may be lost.
@@ -236,7 +236,7 @@ class MasterSync:
         return []
 
     def taken(self, group: int, bucket: int) -> int:
-        return self._taken.get((group, bucket), 0)
+        return self._last_added.get((group, bucket), 0)
 
     def remainders(self) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         """Of each bucket of another master: (master, bucket, last exchange, change since)."""
@@ -261,7 +261,7 @@ class MasterSync:
             "updates": self._updates,
             "round": self._round,
             "waiting": self._waiting,
-            "taken": self._taken,
+            "last_added": self._last_added,
             "made": self._made,
             "made_by": self._made_by,
             "seen": self._seen,
@@ -272,7 +272,11 @@ class MasterSync:
     def load_state_dict(self, state: State) -> None:
         self._snap, self._sent = dict(state["snap"]), dict(state["sent"])
         self._updates, self._round, self._waiting = dict(state["updates"]), dict(state["round"]), set(state["waiting"])
-        self._taken, self._made, self._made_by = dict(state["taken"]), dict(state["made"]), dict(state["made_by"])
+        self._last_added, self._made, self._made_by = (
+            dict(state["last_added"]),
+            dict(state["made"]),
+            dict(state["made_by"]),
+        )
         self._seen, self._draining = dict(state["seen"]), state["draining"]
         self.distance = Distance(*state["distance"])
 

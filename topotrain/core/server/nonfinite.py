@@ -36,11 +36,11 @@ def all_finite(x: torch.Tensor) -> bool:
     return bool(torch.isfinite(x).all())
 
 
-NOBODY = -1  # instead of a worker: the sum is not finite; instead of a parameter: it is a table's
+NO_WORKER = -1  # the sum is not finite, and no worker's part explains it
 _MOST_IN_A_ROW = 3  # one bad batch is no reason to end a group
 
 
-def spoiled(bucket: Bucket, present: int, gradient: torch.Tensor) -> int | None:
+def nonfinite_segment(bucket: Bucket, present: int, gradient: torch.Tensor) -> int | None:
     """A segment of the bucket's present pieces that is not finite, or None."""
     if all_finite(gradient):
         return None
@@ -58,20 +58,20 @@ def look(bucket: Bucket, part: torch.Tensor) -> tuple[int | None, bool]:
     # into the dtype, no weighted sum of such parts is infinite.
     if numbers.dtype in _SQUARED and math.isfinite(torch.dot(numbers, numbers).item()):
         return None, False
-    return spoiled(bucket, (1 << len(bucket.pieces)) - 1, part), True
+    return nonfinite_segment(bucket, (1 << len(bucket.pieces)) - 1, part), True
 
 
-def suspects(bucket: Bucket, present: int, total: torch.Tensor, parts: Mapping[int, Part]) -> dict[int, int]:
+def nonfinite_workers(bucket: Bucket, present: int, total: torch.Tensor, parts: Mapping[int, Part]) -> dict[int, int]:
     """The workers that make a bucket's sum not finite, each with a segment.
 
     Empty: the sum is finite. -1: no part explains it.
     """
-    segment = spoiled(bucket, present, total)
+    segment = nonfinite_segment(bucket, present, total)
     if segment is None:
         return {}
     # The parts are looked at only now, because a finite sum has only finite parts.
     found = {w: look(bucket, part)[0] for w, (weight, part) in parts.items() if weight > 0 and part is not None}
-    return {worker: where for worker, where in found.items() if where is not None} or {NOBODY: segment}
+    return {worker: where for worker, where in found.items() if where is not None} or {NO_WORKER: segment}
 
 
 class NonfiniteLimit:
@@ -94,7 +94,7 @@ class NonfiniteLimit:
         before = self._counts.get(group, {})
         # A worker that is not among them starts at 0 again: only steps in a row count.
         self._counts[group] = now = {worker: before.get(worker, 0) + 1 for worker in workers}
-        # From the highest number, so that a worker is named before NOBODY.
+        # From the highest number, so that a worker is named before NO_WORKER.
         return next((worker for worker, count in sorted(now.items(), reverse=True) if count >= self.most), None)
 
     def forget(self, group: int) -> None:
@@ -110,11 +110,14 @@ class NonfiniteLimit:
         self._counts = {group: dict(counts) for group, counts in state["counts"].items()}
 
 
-def complaint(who: str, parameter: str, step: int, times: int, why: str = "") -> str:
-    """Why a group does not go on. step: counted from 1. why: a possible cause."""
-    whose = f"of {parameter}" if parameter else "of a table's rows"
-    said = f"the gradient {whose} that {who} pushed" if who else f"the sum of the group's gradients {whose}"
+def nonfinite_message(worker: str, parameter: str, step: int, times: int, why: str = "") -> str:
+    """Return the reason why a group does not go on.
+
+    worker: "" for a sum that no worker's part explains. step: counted from 1. why: a possible cause.
+    """
+    where = f"of {parameter}" if parameter else "of a table's rows"
+    gradient = f"the gradient {where} that {worker} pushed" if worker else f"the sum of the group's gradients {where}"
     often = f"in {times} steps in a row, the last of them step {step}" if times > 1 else f"in step {step}"
-    return f"{said} is not finite {often}; nothing of it was applied (nonfinite: kAllow would apply it)" + (
+    return f"{gradient} is not finite {often}; nothing of it was applied (nonfinite: kAllow would apply it)" + (
         f". {why}" if why else ""
     )

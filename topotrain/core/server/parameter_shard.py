@@ -17,13 +17,14 @@ from topotrain.core import protocol as m
 from topotrain.core.model.body_codec import ServerBodyCodec, present_body
 from topotrain.core.model.schema import BucketValues, BufferMemory, FlatBuffers, Schema, bucket_of, effective, typed
 from topotrain.core.model.shared_windows import VALUES
-from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate, clip_bounds
+from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate
+from topotrain.core.optim.updater_block import clip_bounds
 from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.backward_means import ArrivalMeans, ReturnedMeans, SharedMemoryMeans
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 from topotrain.core.server.gradients.gradient_source import GradientSource, GroupBuffers, ReducedBucket, SourceSettings
 from topotrain.core.server.group_sync import GroupSync, MasterSync, NoSync, RingSync
-from topotrain.core.server.nonfinite import NOBODY, all_finite
+from topotrain.core.server.nonfinite import NO_WORKER, all_finite
 from topotrain.core.server.server_extension import ExtensionHooks
 
 _MOST_ENTRIES = 32  # of a parameter's state: torch's optimizers have at most five, and a peer must not fill the memory
@@ -60,13 +61,14 @@ class OptimizerState:
         self._map = slice_map
         self._flats = flats
         self._units = units
-        self._home = {p.piece: (u, key, p) for u in units for key, places in u.places.items() for p in places}
-        self._loading: dict[tuple[int, int, str], torch.Tensor] = {}
+        self._by_piece = {p.piece: (u, key, p) for u in units for key, places in u.places.items() for p in places}
+        # Of entries of which pieces are missing: (first bucket, key, name) -> value, and the pieces that are in it.
+        self._loading: dict[tuple[int, int, str], tuple[torch.Tensor, set[int]]] = {}
         self._names: dict[int, set[str]] = {}
 
-    def tell(self, number: int, worker: int) -> Iterator[m.Message]:
+    def parts(self, number: int, worker: int) -> Iterator[m.Message]:
         """The entries of a worker's parameters, in reply to its request `number`."""
-        parts = 0
+        count = 0
         for unit in self._units:
             for key, name, value in unit.update.state():
                 if not self._map.spaces[self._map.segments[key].space].on(worker):
@@ -77,10 +79,10 @@ class OptimizerState:
                     yield m.Fail(f"optimizer state {name!r} is not element-wise and cannot be gathered")
                     return
                 for place in unit.places[key]:
-                    parts += 1
+                    count += 1
                     yield self._part(number, place, name, value, whole)
         # The count tells the worker when all parts are here, also on a transport that reorders them.
-        yield m.StatePart(number, -1, -1, float(parts), "")
+        yield m.StatePart(number, -1, -1, float(count), "")
 
     def _part(
         self, number: int, place: StatePosition, name: str, value: torch.Tensor | float, whole: bool
@@ -95,9 +97,9 @@ class OptimizerState:
         return m.StatePart(number, bucket.id, index, 0.0, name, body=body)
 
     def load(self, part: m.StatePart) -> None:
-        """Load one part. An entry counts when its last piece is here."""
+        """Load one part. An entry counts when all of its pieces are here."""
         bucket = self._map.buckets[part.bucket]
-        unit, key, place = self._home[bucket.pieces[part.piece]]
+        unit, key, place = self._by_piece[bucket.pieces[part.piece]]
         names = self._names.setdefault(key, set())
         names.add(part.key)
         # The names come from a worker, and each would allocate memory of the size of the parameter.
@@ -110,22 +112,27 @@ class OptimizerState:
         like = self._flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
         places = unit.places[key]
         entry = (unit.buckets[0].id, key, part.key)
-        held = self._loading.get(entry)
-        if held is None:
-            held = self._loading[entry] = torch.empty(places[-1].hi, dtype=like.dtype)
-        held[place.lo : place.hi] = typed(part.body, like)
-        # A worker sends the pieces in order, and real transports keep it: the last one completes the entry.
-        if place is places[-1]:
-            loaded = self._loading.pop(entry)
+        if entry not in self._loading:
+            self._loading[entry] = torch.zeros(places[-1].hi, dtype=like.dtype), set()
+        loaded, here = self._loading[entry]
+        loaded[place.lo : place.hi] = typed(part.body, like)
+        here.add(place.lo)
+        if len(here) == len(places):
+            del self._loading[entry]
             if unit.whole:
                 described = self._map.parameters[self._map.segments[key].parameter]
                 loaded = loaded.as_strided(described.shape, described.stride)
             unit.update.load_state(key, part.key, loaded)
 
-    @property
-    def loading(self) -> bool:
-        """Whether parts of an entry have come, and others have not."""
-        return bool(self._loading)
+    def state_dict(self) -> State:
+        """Return the incomplete entries, see `component_state`."""
+        # Complete entries are in the state of the optimizers.
+        return {"loading": self._loading, "names": {key: sorted(names) for key, names in self._names.items()}}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._loading = {entry: (value, set(here)) for entry, (value, here) in state["loading"].items()}
+        self._names = {key: set(names) for key, names in state["names"].items()}
 
 
 @dataclass(slots=True)
@@ -138,7 +145,7 @@ class ParameterShard:
     flats: FlatBuffers
     units: tuple[UpdateUnit, ...]
     staging: dict[int, GradientSource]
-    agreement: GroupSync
+    group_sync: GroupSync
     state: OptimizerState
     codec: ServerBodyCodec
     hyper: HyperCheck
@@ -213,7 +220,7 @@ class ParameterShard:
 
     def _refused(self, staging: GradientSource) -> tuple[int, ...]:
         """`StepVote.refused` of a step that is not under a GradScaler."""
-        found = sorted(staging.spoilers().items())
+        found = sorted(staging.nonfinite_workers().items())
         return tuple(n for worker, key in found for n in (worker, self.map.segments[key].parameter))
 
     def _may_go_on(self, staging: GradientSource, refused: tuple[int, ...]) -> bool:
@@ -221,7 +228,7 @@ class ParameterShard:
         # Their part must be in no mean yet, and in no norm.
         if self.on_arrival:
             return True
-        return not staging.visible and NOBODY not in refused[::2] and staging.commits[0].clip_norm <= 0
+        return not staging.visible and NO_WORKER not in refused[::2] and staging.commits[0].clip_norm <= 0
 
     def refuse(self, group: int, workers: Collection[int]) -> bool:
         """Leave these workers' gradients out of the group's step. False: nothing is left."""
@@ -281,17 +288,17 @@ class ParameterShard:
         return gradient if factor == 1.0 else gradient * factor
 
     def state_dict(self) -> State | None:
-        """Return the state, see `component_state`; None while optimizer state is loaded."""
-        # Half-loaded entries are in no optimizer yet. The last part of an entry comes soon.
+        """Return the state, see `component_state`. None: not possible now."""
         codec = self.codec.state_dict()
-        if self.state.loading or codec is None:
+        if codec is None:
             return None
         return {
             "buffers": list(self._kept_buffers()),
             "updates": [unit.update.state_dict() for unit in self.units],
             "staging": {group: staging.state_dict() for group, staging in self.staging.items()},
             "hyper": self.hyper.state_dict(),
-            "agreement": self.agreement.state_dict(),
+            "group_sync": self.group_sync.state_dict(),
+            "state": self.state.state_dict(),
             "codec": codec,
         }
 
@@ -306,7 +313,8 @@ class ParameterShard:
         for group, staging in self.staging.items():
             staging.load_state_dict(state["staging"][group])
         self.hyper.load_state_dict(state["hyper"])
-        self.agreement.load_state_dict(state["agreement"])
+        self.group_sync.load_state_dict(state["group_sync"])
+        self.state.load_state_dict(state["state"])
         self.codec.load_state_dict(state["codec"])
 
     def _kept_buffers(self) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -403,13 +411,14 @@ def open_model(
             codec=codec,
         )
         staging[group] = hooks.gradient_source(job, slice_map, settings) or _source(job, settings)
-    agreement = _agreement(me.group, job, topology, BucketValues(flats, buckets))
+    group_sync = _group_sync(me.group, job, topology, BucketValues(flats, buckets))
     state = OptimizerState(slice_map, flats, units)
     on_arrival = job.apply is Apply.kOnArrival
     hyper = HyperCheck(OptimizerSpec.from_text(schema.optimizer), job.import_)
     checked = job.nonfinite is not NonFinite.kAllow
-    home = (schema, slice_map, buckets, flats, units, staging, agreement)
-    return ParameterShard(*home, state, codec, hyper, on_arrival, checked)
+    return ParameterShard(
+        schema, slice_map, buckets, flats, units, staging, group_sync, state, codec, hyper, on_arrival, checked
+    )
 
 
 def _source(job: Job, settings: SourceSettings) -> GradientSource:
@@ -461,7 +470,7 @@ def _unit(
     return UpdateUnit(buckets, places, update, whole)
 
 
-def _agreement(group: int, job: Job, topology: Topology, values: BucketValues) -> GroupSync:
+def _group_sync(group: int, job: Job, topology: Topology, values: BucketValues) -> GroupSync:
     cluster = job.cluster
     if not topology.synced:
         return NoSync()

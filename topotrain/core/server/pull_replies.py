@@ -54,7 +54,7 @@ class PullReplies:
         self._copies: dict[int, tuple[int, torch.Tensor]] = {}  # bucket -> its values at a version
         self._lazy = job.pull is Pull.kLazy  # the workers wait for each bucket by itself
         self._workers = state.topology.workers_per_group
-        self._everybody = tuple(range(self._workers))
+        self._all_workers = tuple(range(self._workers))
         # A worker group that alone changes the values is shown the values themselves, and no copy of them.
         self._private = len(groups.groups) == 1 and not state.topology.synced
         self._buffers = buffers
@@ -184,7 +184,7 @@ class PullReplies:
 
     def _owners(self, model: ParameterShard, bucket: Bucket) -> Sequence[int]:
         """The workers of a group that hold a bucket."""
-        return model.map.spaces[bucket.space].owners or self._everybody
+        return model.map.spaces[bucket.space].owners or self._all_workers
 
     def _all_wait(self, held: _Held, waiting: Sequence[_Held]) -> bool:
         """Whether all workers of a group wait that must wait for this reply."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from topotrain.config.job import ConfigError, Job
-from topotrain.config.topology import Address, Role, Topology
+from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import BufferMemory
 from topotrain.core.model.shared_windows import buffers_of
@@ -50,8 +50,6 @@ _BEFORE_MODEL = frozenset({m.SchemaPart, m.SharedBuffer, m.StepDecision, m.StepD
 
 Steps are decided only where the model is known. Changes are decided before, too.
 """
-
-_EXCHANGES = (m.Delta, m.MasterValue, m.RingOffer, m.RingReply)
 
 Handler = Callable[[Address, Any], None]
 _Extension = TypeVar("_Extension", bound=ServerExtension)
@@ -193,7 +191,7 @@ class Server:
             m.GroupIdle: decisions.idle,
             m.Finish: self._finish,
         }
-        handlers |= dict.fromkeys(_EXCHANGES, exchange.receive)
+        handlers |= dict.fromkeys((m.Delta, m.MasterValue, m.RingOffer, m.RingReply), exchange.receive)
         ends = (m.Drained, m.FinalValue, m.FinalRequest, m.ModelBufferValue, m.BufferRequest)
         return handlers | dict.fromkeys(ends, exchange.close)
 
@@ -244,25 +242,25 @@ class Server:
         if isinstance(message, m.ModelBufferValue):
             return self.shutdown.buffer_place(message, model.schema)
         bucket = model.bucket(getattr(message, "bucket", -1))
-        if isinstance(message, m.Init):
-            # A repeated one must not overwrite values that have been updated since.
-            return model.flats.view("unwanted" if self.state.has_values(message.bucket) else "values", bucket)
-        if isinstance(message, m.StatePart):
-            piece = model.piece(message.bucket, message.piece)
-            # The handler copies it at once, so all entries of all workers use one buffer.
-            return model.flats.view("scratch", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
-        # The sender's memory is read where it is: a view needs no buffer and no copy.
-        if viewable:
-            return None
-        if sender.role is Role.WORKER and sender.group in self.groups:
-            coded = model.codec.landing(sender, bucket) if isinstance(message, m.Push) else None
-            if coded is not None or isinstance(message, m.Push | m.GradientOverride):
+        match message:
+            case m.Init():
+                # A repeated one must not overwrite values that have been updated since.
+                return model.flats.view("unwanted" if self.state.has_values(message.bucket) else "values", bucket)
+            case m.StatePart():
+                piece = model.piece(message.bucket, message.piece)
+                # The handler copies it at once, so all entries of all workers use one buffer.
+                return model.flats.view("scratch", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+            # The sender's memory is read where it is: a view needs no buffer and no copy.
+            case _ if viewable:
+                return None
+            case m.Push() | m.GradientOverride() if sender.group in self.groups:
+                coded = model.codec.landing(sender, bucket) if isinstance(message, m.Push) else None
                 # A buffer per worker: the sum has a fixed order, so it waits for the parts of all. An override comes
                 # after the mean, when the worker's part is not needed any more.
                 return model.flats.view(f"push {sender.group}/{sender.index}", bucket) if coded is None else coded
-        if isinstance(message, (*_EXCHANGES, m.FinalValue)):
-            # The next message of this group overwrites it, so handlers copy what they keep.
-            return model.flats.view(f"from {sender.group}", bucket)
+            case m.Delta() | m.MasterValue() | m.RingOffer() | m.RingReply() | m.FinalValue():
+                # The next message of this group overwrites it, so handlers copy what they keep.
+                return model.flats.view(f"from {sender.group}", bucket)
         return None
 
     # --- calls by the host -----------------------------------------------------------------------------------------
@@ -380,4 +378,4 @@ class ServerFactory(ABC):
 
     @abstractmethod
     def make(self, me: Address, sender: MessageSender) -> Server:
-        """Return a new server whose messages this sender sends."""
+        """Return a new server that sends its messages through this sender."""

@@ -45,7 +45,7 @@ class Startup:
         self._windows: shared_windows.Flats = {}
         self._whole: shared_windows.Flats = {}
         self._early: list[m.SharedBuffer] = []
-        self._who_first = ""
+        self._first_worker = ""
         self._parts: dict[Address, SchemaParts] = {}
 
     def part(self, sender: Address, message: m.SchemaPart) -> Schema | None:
@@ -70,34 +70,34 @@ class Startup:
         Raises:
             ProtocolError: no model has this description.
         """
-        first = self.schema is None
-        if first or self._map is None:
+        first = self._map is None
+        if self._map is None:
             try:
                 self._map = slice_map_for(schema.parameters, self._topology)
             except ValueError as error:  # a correct worker has made the same map before it described the model
                 raise m.ProtocolError(f"{sender} describes an impossible model: {error}") from error
-            self.schema, self._who_first = schema, self._who(sender)
-            self._look_through()
+            self.schema, self._first_worker = schema, self._worker_of(sender)
+            self._map_early_buffers()
         # A worker connects to all servers of its group before it describes the model, so they can receive windows.
         # The description of another server group may come earlier.
         if self._me.index == 0 and self.buffers and not self._whole and sender.role is Role.WORKER:
-            self._give_out(self._map)
+            self._allocate_windows(self._map)
             return True
         return first
 
     def difference(self, sender: Address, schema: Schema) -> str:
         """The difference between the first description and this one; "": none."""
         assert self.schema is not None
-        return difference(self.schema, schema, self._who_first, self._who(sender))
+        return difference(self.schema, schema, self._first_worker, self._worker_of(sender))
 
-    def _who(self, sender: Address) -> str:
+    def _worker_of(self, sender: Address) -> str:
         if sender.role is Role.SERVER:  # another server group describes the model of its workers
             return str(self._topology.workers(self._topology.worker_groups_of(sender.group)[0])[0])
         return str(sender)
 
     # --- memory --------------------------------------------------------------------------------------------------
 
-    def _give_out(self, slice_map: SliceMap) -> None:
+    def _allocate_windows(self, slice_map: SliceMap) -> None:
         self._whole = shared_windows.make(slice_map, self._topology, self._me.group, self._memory)
         self._windows = shared_windows.part(self._whole, slice_map, 0)
         for server in self._topology.servers(self._me.group)[1:]:
@@ -117,9 +117,9 @@ class Startup:
         """The first server has sent this shard's part of a buffer."""
         # Its size is known only with the map of the model, so it waits for a description.
         self._early.append(message)
-        self._look_through()
+        self._map_early_buffers()
 
-    def _look_through(self) -> None:
+    def _map_early_buffers(self) -> None:
         if self._map is not None:
             for message in self._early:
                 self._windows[message.name, message.space] = shared_windows.seen(message, self._map, self._me.index)
@@ -147,7 +147,7 @@ class Startup:
         memory = ShardMemory(self._memory, self._shared, self._windows)
         return open_model(self._me, self._job, self._topology, self.schema, self._map, memory, hooks)
 
-    def mold(self, schema: Schema, hooks: ExtensionHooks) -> ParameterShard:
+    def open_copy(self, schema: Schema, hooks: ExtensionHooks) -> ParameterShard:
         """The model of another copy of this server. Raises ValueError."""
         self.schema, self._map = schema, slice_map_for(schema.parameters, self._topology)
         return self.open(hooks)
@@ -158,11 +158,11 @@ class Startup:
         if self._early:
             return None
         parts = {sender: parts.state_dict() for sender, parts in self._parts.items()}
-        return {"who_first": self._who_first, "parts": parts}
+        return {"first_worker": self._first_worker, "parts": parts}
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
-        self._who_first, self._parts = state["who_first"], {}
+        self._first_worker, self._parts = state["first_worker"], {}
         for sender, parts in state["parts"].items():
             self._parts[sender] = SchemaParts()
             self._parts[sender].load_state_dict(parts)
@@ -264,7 +264,7 @@ class ModelStart:
 
     def make_model(self, schema: str) -> None:
         """Make the model of another copy of this server from its description."""
-        self._state.open(self._startup.mold(parse_schema(schema), self._hooks))
+        self._state.open(self._startup.open_copy(parse_schema(schema), self._hooks))
 
     def refused(self, sender: Address, message: m.Fail) -> None:
         """Server group 0 refuses this group's model."""
@@ -291,7 +291,7 @@ class ModelStart:
         """A worker gives the state of its optimizer, or asks for that of the server."""
         model = self._state.known
         if isinstance(message, m.StateRequest):
-            for part in model.state.tell(message.round, sender.index):
+            for part in model.state.parts(message.round, sender.index):
                 self._queue.send(sender, part)
             return
         model.piece(message.bucket, message.piece)

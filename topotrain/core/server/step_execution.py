@@ -11,10 +11,10 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.server.component_state import State
-from topotrain.core.server.consistency import IS_BACK, RESTARTS, RESTS, AppliedBatches, DecisionLog, pairs
+from topotrain.core.server.consistency import IS_BACK, RESTARTS, RESTS, AppliedBatches, DecisionLog
 from topotrain.core.server.gradients.gradient_source import GradientSource, StepError
 from topotrain.core.server.group_exchange import GroupExchange
-from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
+from topotrain.core.server.nonfinite import NO_WORKER, NonfiniteLimit, nonfinite_message
 from topotrain.core.server.parameter_shard import ParameterShard, global_norm, step_factor
 from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server_context import ServerContext
@@ -79,7 +79,7 @@ class StepExecution:
         self.batches = AppliedBatches(start.first_epoch)
         self._samples = SampleCounts(self._topology, state.me.group, start.samples)
         self._strikes = NonfiniteLimit(job.nonfinite)
-        self._taken = dict.fromkeys(groups.groups, 0)  # steps, of all incarnations of a group
+        self._steps_of = dict.fromkeys(groups.groups, 0)  # steps, of all incarnations of a group
 
     @property
     def samples(self) -> Mapping[Address, int]:
@@ -89,7 +89,7 @@ class StepExecution:
     def applied_batches(self, sender: Address, message: m.AppliedBatchesRequest) -> None:
         """Reply with the number of applied batches of a stream, or of steps of the group."""
         group = sender.group
-        count = self._taken[group] if message.stream < 0 else self.batches.count(message.stream, group)
+        count = self._steps_of[group] if message.stream < 0 else self.batches.count(message.stream, group)
         self._queue.send(sender, m.AppliedBatchesReply(message.stream, count))
 
     # --- the decided step ----------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class StepExecution:
         version = self._state.version
         applied = m.Applied(staging.step, version, staleness, skipped, norm, refused=decision.refused)
         self._end_step(group, staging, applied)
-        self._complain(group, step, refused)
+        self._count_nonfinite(group, step, refused)
 
     def _record_batches(self, group: int, marks: tuple[int, ...]) -> bool:
         """Whether the batches of the step count now; False: they have counted before."""
@@ -141,7 +141,7 @@ class StepExecution:
         state.count_update()
         # Updates of the warm-up are no difference: the other groups start from these values.
         if state.common and self._topology.synced:
-            self._exchange.send(model.agreement.updated(model.touched(group)))
+            self._exchange.send(model.group_sync.updated(model.touched(group)))
 
     def _end_step(self, group: int, staging: GradientSource, applied: m.Applied) -> None:
         for extension in self._hooks.amend_reply:
@@ -153,21 +153,21 @@ class StepExecution:
         result = StepResult(group, staging.step, staging.commits, applied)
         staging.next_step()
         self._groups.clocks.tick(group)
-        self._taken[group] += 1
+        self._steps_of[group] += 1
         # The replies above are held until `release`, so these messages arrive before them.
         for each in self._hooks.step_over:
             self._queue.send_all(each.step_over(result))
 
-    def _complain(self, group: int, step: int, refused: dict[int, int]) -> None:
+    def _count_nonfinite(self, group: int, step: int, refused: dict[int, int]) -> None:
         """End the group if a worker of it has sent too many non-finite gradients."""
         number = self._strikes.step(group, refused)
         if number is None:
             return
-        model, who = self._state.known, "" if number == NOBODY else str(self._groups.workers[group][number])
+        model, worker = self._state.known, "" if number == NO_WORKER else str(self._groups.workers[group][number])
         # Groups that do not wait for each other may have come to it by their momentum.
         momentum = momentum_in(OptimizerSpec.from_text(model.schema.optimizer).name, self._hyper.of_group[group])
         why = explanation(self._topology, momentum)
-        text = complaint(who, model.parameter(refused[number]), step + 1, self._strikes.most, why)
+        text = nonfinite_message(worker, model.parameter(refused[number]), step + 1, self._strikes.most, why)
         self.fail(group, text, self._strikes.quarantine)
 
     # --- the workers of a group ----------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class StepExecution:
             "batches": self.batches.state_dict(),
             "samples": self._samples.state_dict(),
             "nonfinite": self._strikes.state_dict(),
-            "taken": self._taken,
+            "steps_of": self._steps_of,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -198,7 +198,7 @@ class StepExecution:
         self.batches.load_state_dict(state["batches"])
         self._samples.load_state_dict(state["samples"])
         self._strikes.load_state_dict(state["nonfinite"])
-        self._taken = dict(state["taken"])
+        self._steps_of = dict(state["steps_of"])
 
 
 class Decisions:
@@ -346,10 +346,10 @@ def check_refused(message: m.StepVote | m.StepDecision, workers: int, parameters
     if not numbers and not members:
         return []
     where = f"step {message.step} of group {message.group}"
-    if len(numbers) % 2 or any(not NOBODY <= n < workers for n in numbers[::2]):
+    if len(numbers) % 2 or any(not NO_WORKER <= n < workers for n in numbers[::2]):
         raise m.ProtocolError(f"{where}: no such workers: {numbers[::2]}")
     if any(not -1 <= n < parameters for n in numbers[1::2]):
         raise m.ProtocolError(f"{where}: no such parameters: {numbers[1::2]}")
     if any(not 0 <= index < workers for index in members):
         raise m.ProtocolError(f"{where}: no such workers: {members}")
-    return pairs(numbers)
+    return m.refused_pairs(numbers)

@@ -44,8 +44,8 @@ class QuorumPushes(CommittedPushes):
         self._find_present(self.commits)
         return others
 
-    def spoilers(self) -> dict[int, int]:
-        """As `GradientSource.spoilers`, of the complete contributions."""
+    def nonfinite_workers(self) -> dict[int, int]:
+        """As `GradientSource.nonfinite_workers`, of the complete contributions."""
         found: dict[int, int] = {}
         for at, bucket in enumerate(self._buckets):
             held = self._pushes.get(bucket.id, {})

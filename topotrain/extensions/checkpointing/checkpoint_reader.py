@@ -261,8 +261,8 @@ class Manifest:
         if entry is None:
             raise _damaged(self.path, f"has no {name} in {file}")
         # A server of another model or layout asks for other elements. Nothing is converted silently.
-        if str(out.dtype).removeprefix("torch.") != entry.told.dtype or not 0 <= lo <= entry.count - out.numel():
-            raise _damaged(self.path, f"has {entry.count} elements of {entry.told.dtype} of {name}")
+        if str(out.dtype).removeprefix("torch.") != entry.described.dtype or not 0 <= lo <= entry.count - out.numel():
+            raise _damaged(self.path, f"has {entry.count} elements of {entry.described.dtype} of {name}")
         if not entry.ordered:
             first, last = lo * entry.itemsize, (lo + out.numel()) * entry.itemsize
             bytes_of(out)[:] = self._in_memory_order(file, name)[first:last]
@@ -275,12 +275,12 @@ class Manifest:
         import torch
 
         entry = self.files[file].entries[name]
-        rows = torch.empty(entry.told.shape, dtype=getattr(torch, entry.told.dtype))
+        rows = torch.empty(entry.described.shape, dtype=getattr(torch, entry.described.dtype))
         with self._opened(file) as fd:
             self._fill(fd, file, bytes_of(rows), entry.begin)
         flat = torch.empty(entry.count, dtype=rows.dtype)
         # The file is row-major. A copy through the memory's strides gives the order of a server's memory.
-        flat.as_strided(entry.told.shape, entry.told.stride).copy_(rows)
+        flat.as_strided(entry.described.shape, entry.described.stride).copy_(rows)
         return bytes(bytes_of(flat))
 
     def _opened(self, name: str) -> "_Opened":

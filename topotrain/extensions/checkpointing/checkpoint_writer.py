@@ -438,9 +438,9 @@ def _scatter(fd: int, layout: FlatFile, slab: TensorSlice) -> None:
 
     entry = layout.entries[slab.name]
     # `places[i]` becomes the place in the file of element i in memory order.
-    rows = torch.arange(entry.count).view(entry.told.shape)
+    rows = torch.arange(entry.count).view(entry.described.shape)
     places = torch.empty(entry.count, dtype=rows.dtype)
-    places.as_strided(entry.told.shape, entry.told.stride).copy_(rows)
+    places.as_strided(entry.described.shape, entry.described.stride).copy_(rows)
     mine = places[slab.lo : slab.lo + slab.body.numel()]
     order = mine.argsort()
     mine, body = mine[order], slab.body[order]

@@ -42,11 +42,11 @@ class CrossGroupCut(ExchangeExtension):
         self._report: Sequence[tuple[Address, SnapshotPart]] = ()
 
     @property
-    def _agreement(self) -> MasterSync:
-        agreement = self._server.state.known.agreement
+    def _group_sync(self) -> MasterSync:
+        group_sync = self._server.state.known.group_sync
         # Jobs with RingSync take no snapshots (`server_snapshots.refusal`).
-        assert isinstance(agreement, MasterSync)
-        return agreement
+        assert isinstance(group_sync, MasterSync)
+        return group_sync
 
     # --- the moment of the snapshot ------------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ class CrossGroupCut(ExchangeExtension):
         """The shard freezes now: send the masters the changes that they do not have."""
         self.number = number
         # Also for buckets without a change: a master's snapshot is complete only with every group's Remainder.
-        for master, bucket, sync, body in self._agreement.remainders():
+        for master, bucket, sync, body in self._group_sync.remainders():
             to = Address(Role.SERVER, master, self._server.me.index)
             self._server.queue.send(to, Remainder(number, bucket, sync, body=body))
 
@@ -75,7 +75,7 @@ class CrossGroupCut(ExchangeExtension):
         """Whether all changes before the snapshot are in what is frozen."""
         # A Remainder names the last exchange before the freeze. The Deltas up to that one may still be on their way.
         return self._sent.keys() == self._wanted and all(
-            self._agreement.taken(group, bucket) >= sync for (group, bucket), sync in self._sent.items()
+            self._group_sync.taken(group, bucket) >= sync for (group, bucket), sync in self._sent.items()
         )
 
     def _report_if_complete(self) -> None:

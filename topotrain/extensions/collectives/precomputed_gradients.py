@@ -30,7 +30,7 @@ from topotrain.core.server.gradients.gradient_source import (
     SourceSettings,
     check_revisions,
 )
-from topotrain.core.server.nonfinite import suspects
+from topotrain.core.server.nonfinite import nonfinite_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class PrecomputedGradients(GradientSource):
         super()._reset()
         self._backwards = BackwardsOfStep()
         self._sums: dict[int, torch.Tensor | None] = {}  # by bucket
-        self._suspects: dict[int, int] = {}
+        self._nonfinite: dict[int, int] = {}
         self._gathered = False
 
     # --- arrivals ------------------------------------------------------------------------------------------------
@@ -126,13 +126,13 @@ class PrecomputedGradients(GradientSource):
 
     # --- the staged step -----------------------------------------------------------------------------------------
 
-    def spoilers(self) -> dict[int, int]:
-        """As `GradientSource.spoilers`."""
+    def nonfinite_workers(self) -> dict[int, int]:
+        """As `GradientSource.nonfinite_workers`."""
         # No worker is named: its part is not known here.
         for bucket in self._buckets:
             if self.present(bucket):
-                self._suspects |= suspects(bucket, self.present(bucket), self.gradient(bucket), {})
-        return self._suspects
+                self._nonfinite |= nonfinite_workers(bucket, self.present(bucket), self.gradient(bucket), {})
+        return self._nonfinite
 
     def sum_all(self) -> None:
         """As `GradientSource.sum_all`."""
@@ -152,14 +152,14 @@ class PrecomputedGradients(GradientSource):
 
     def state_dict(self) -> State:
         """As `GradientSource.state_dict`."""
-        own = {"sums": self._sums, "suspects": self._suspects, "gathered": self._gathered}
+        own = {"sums": self._sums, "nonfinite": self._nonfinite, "gathered": self._gathered}
         return {**super().state_dict(), **own, "backwards": self._backwards.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         super().load_state_dict(state)
         self._backwards.load_state_dict(state["backwards"])
-        self._sums, self._suspects = dict(state["sums"]), dict(state["suspects"])
+        self._sums, self._nonfinite = dict(state["sums"]), dict(state["nonfinite"])
         self._gathered = state["gathered"]
 
 
@@ -212,8 +212,8 @@ class RelayedTotals(PrecomputedGradients):
         at = number - self._first
         # Applied on arrival, so a sum that is not finite must be found now: later there is no step to refuse.
         if self._on_arrival and self._settings.checked:
-            found = suspects(self._buckets[at], present, total, {})
-            self._suspects |= found
+            found = nonfinite_workers(self._buckets[at], present, total, {})
+            self._nonfinite |= found
             present = 0 if found else present
         self._present[at] = present
         return ReducedBucket(number, present, total) if self._on_arrival else None
@@ -221,7 +221,7 @@ class RelayedTotals(PrecomputedGradients):
     def _complete(self) -> bool:
         return len(self._sums) == len(self._buckets)
 
-    def spoilers(self) -> dict[int, int]:
-        """As `GradientSource.spoilers`."""
+    def nonfinite_workers(self) -> dict[int, int]:
+        """As `GradientSource.nonfinite_workers`."""
         # On arrival the sums are applied already, and were checked one by one.
-        return self._suspects if self._on_arrival else super().spoilers()
+        return self._nonfinite if self._on_arrival else super().nonfinite_workers()

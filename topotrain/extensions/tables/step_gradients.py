@@ -8,7 +8,7 @@ import torch
 from topotrain.config.job import ConfigError, Job, NonFinite, Reduce
 from topotrain.config.topology import Topology
 from topotrain.core import protocol as m
-from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, all_finite
+from topotrain.core.server.nonfinite import NO_WORKER, NonfiniteLimit, all_finite
 from topotrain.core.server.parameter_shard import norm_of, to_power
 from topotrain.extensions.tables.push_modes import StepTable, TableShard
 from topotrain.extensions.tables.table_spec import Ids
@@ -56,7 +56,7 @@ class StepGradients:
         grads = [rows for _, rows in self._mean(vote.group, vote.step, commits).values()]
         if checked and not all(all_finite(g.reshape(-1)) for g in grads):
             # With a GradScaler overflow is normal. Otherwise it counts against the group: no worker is known.
-            refused = vote.refused if commit.check_finite else (*vote.refused, NOBODY, -1)
+            refused = vote.refused if commit.check_finite else (*vote.refused, NO_WORKER, -1)
             return replace(vote, finite=False, power=0.0, refused=refused)
         # The rows of refused workers are in the means already, so the whole step is skipped.
         if vote.refused:

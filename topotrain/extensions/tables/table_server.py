@@ -11,8 +11,8 @@ import torch
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
-from topotrain.core.optim.adapter import clip_bounds
 from topotrain.core.optim.state_table import StateError
+from topotrain.core.optim.updater_block import clip_bounds
 from topotrain.core.server.component_state import State
 from topotrain.core.server.server_extension import Outbox, RegroupExtension, StepResult
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotParticipant, SnapshotSource

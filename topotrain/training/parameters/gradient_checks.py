@@ -6,7 +6,7 @@ import torch
 
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client_context import StepOutcome
-from topotrain.core.server.nonfinite import NOBODY, all_finite
+from topotrain.core.server.nonfinite import NO_WORKER, all_finite
 from topotrain.training.parameters.flat_parameters import ModelParts, version_of
 from topotrain.training.worker_stats import SkippedStep
 
@@ -34,7 +34,7 @@ class NonfiniteGradients:
         # This worker before others. NOBODY is the smallest number, and is taken only if no worker is known.
         by = self._me.index if self._me.index in refused else max(refused)
         parameter = self._parts.parameters[refused[by]].name if refused[by] >= 0 else ""
-        if by != NOBODY:
+        if by != NO_WORKER:
             return SkippedStep(step, str(Address(Role.WORKER, self._me.group, by)), parameter)
         # The servers saw only the sum, but this worker can still look at its own part.
         own = self.find(mine)

@@ -488,11 +488,12 @@ class PushPath(GradientPath):
         self._versions[index] = (id(tensor.grad), version_of(tensor.grad))
         if self.backwards == self._guess - 1:
             for bucket in full:
-                self._push(bucket, self._arrived[bucket.id])
+                # A revision is one byte, and each backward that raised took one. The last is left for `at_step`.
+                if self._pushes[bucket.id] < NO_REVISION - 2:
+                    self._push(bucket, self._arrived[bucket.id])
 
     def _push(self, bucket: Bucket, present: int) -> None:
-        # A revision is one byte of the commit, and NO_REVISION is reserved.
-        self._pushes[bucket.id] = number = min(self._pushes[bucket.id] + 1, NO_REVISION - 1)
+        self._pushes[bucket.id] = number = self._pushes[bucket.id] + 1
         self._revision[bucket.id] = number
         self._sent[bucket.id] = present
         self._unsent[bucket.id] = False

@@ -15,7 +15,7 @@ class ServerState:
 
     Args:
         client: reads and loads the pieces.
-        speaker: index of this worker in its group, if the group loads the state into its servers. None: another does.
+        index: index of this worker in its group, if the group loads the state into its servers. None: another does.
     """
 
     def __init__(
@@ -24,10 +24,10 @@ class ServerState:
         slice_map: SliceMap,
         optimizer: Optimizer,
         client: OptimizerStateClient,
-        speaker: int | None,
+        index: int | None,
     ) -> None:
         self._parts, self._map, self._optimizer = parts, slice_map, optimizer
-        self._client, self._speaker = client, speaker
+        self._client, self._index = client, index
 
     def gather(self) -> None:
         """Fill `optimizer.state` with the servers' state."""
@@ -64,12 +64,12 @@ class ServerState:
 
     def scatter(self) -> None:
         """Load `optimizer.state` into the servers and clear it here."""
-        if self._speaker is not None:
+        if self._index is not None:
             index_of = {id(tensor): index for index, tensor in enumerate(self._parts.tensors)}
             for tensor, entry in self._optimizer.state.items():
                 space, _ = self._map.offsets[index_of[id(tensor)]]
                 # One worker of the group loads each parameter. In a split model that is not always worker 0.
-                if self._map.spaces[space].speaker == self._speaker:
+                if self._map.spaces[space].sending_worker == self._index:
                     for key, value in entry.items():
                         self._put(index_of[id(tensor)], key, value)
         self._optimizer.state.clear()

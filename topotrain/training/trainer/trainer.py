@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job, Updater
-from topotrain.core.optim.adapter import build, clip, follow_schedule
+from topotrain.core.optim.updater_block import build, clip, follow_schedule
 from topotrain.training import api
 from topotrain.training import context as process
 from topotrain.training.context import Context

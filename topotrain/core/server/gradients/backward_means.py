@@ -28,7 +28,7 @@ from topotrain.core.protocol import (
 )
 from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings, StepError
-from topotrain.core.server.nonfinite import NOBODY, spoiled, suspects
+from topotrain.core.server.nonfinite import NO_WORKER, nonfinite_segment, nonfinite_workers
 from topotrain.core.server.ordered_sum import Part
 
 IN_CACHE = 1 << 17
@@ -140,7 +140,7 @@ class BackwardMeans(GradientSource):
     def _reset(self) -> None:
         super()._reset()
         self._backwards = BackwardsOfStep()
-        self._suspects: dict[int, int] = {}  # workers with parts that were not finite, and the segment
+        self._nonfinite: dict[int, int] = {}  # workers with parts that were not finite, and the segment
 
     # --- arrivals ------------------------------------------------------------------------------------------------
 
@@ -223,10 +223,10 @@ class BackwardMeans(GradientSource):
     def _sum(self, bucket: int, present: int, parts: Mapping[int, Part], pushes: Sequence[Push]) -> ReducedBucket:
         """Reduce a bucket of which all parts are here, at least one with a gradient."""
 
-    def _suspect(self, bucket: Bucket, present: int, total: torch.Tensor, parts: Mapping[int, Part]) -> bool:
+    def _note_nonfinite(self, bucket: Bucket, present: int, total: torch.Tensor, parts: Mapping[int, Part]) -> bool:
         """Note the workers that make a sum not finite. False: it is finite, or unchecked."""
-        found = suspects(bucket, present, total, parts) if self._settings.checked else {}
-        self._suspects |= found
+        found = nonfinite_workers(bucket, present, total, parts) if self._settings.checked else {}
+        self._nonfinite |= found
         return bool(found)
 
     def closed(self, ordinal: int) -> tuple[int, int] | None:
@@ -276,28 +276,28 @@ class BackwardMeans(GradientSource):
         """Write the edits (a bit per piece) over the gradient. False: one is not here."""
         return True
 
-    def _find_spoilers(self, made_of: Mapping[int, Mapping[int, Part]]) -> dict[int, int]:
-        """`spoilers`, of these buckets of the shard, each with the parts of its last mean."""
+    def _find_nonfinite(self, made_of: Mapping[int, Mapping[int, Part]]) -> dict[int, int]:
+        """`nonfinite_workers` of these buckets, each with the parts of its last mean."""
         found: dict[int, int] = {}
         for at, parts in made_of.items():
             bucket, present = self._buckets[at], self._present[at]
-            segment = spoiled(bucket, present, self.gradient(bucket)) if present else None
+            segment = nonfinite_segment(bucket, present, self.gradient(bucket)) if present else None
             if segment is not None:
-                self._suspects |= suspects(bucket, present, self.gradient(bucket), parts)
-                found[NOBODY] = segment
-        named = {worker: where for worker, where in self._suspects.items() if worker != NOBODY}
+                self._nonfinite |= nonfinite_workers(bucket, present, self.gradient(bucket), parts)
+                found[NO_WORKER] = segment
+        named = {worker: where for worker, where in self._nonfinite.items() if worker != NO_WORKER}
         # Only if the gradient is not finite now: a script may have repaired a mean that was not.
         return (named or found) if found else {}
 
     def state_dict(self) -> State:
         """As `GradientSource.state_dict`."""
-        return {**super().state_dict(), "backwards": self._backwards.state_dict(), "suspects": self._suspects}
+        return {**super().state_dict(), "backwards": self._backwards.state_dict(), "nonfinite": self._nonfinite}
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         super().load_state_dict(state)
         self._backwards.load_state_dict(state["backwards"])
-        self._suspects = dict(state["suspects"])
+        self._nonfinite = dict(state["nonfinite"])
 
 
 class ReturnedMeans(BackwardMeans):
@@ -325,7 +325,7 @@ class ReturnedMeans(BackwardMeans):
             self._in_total.add(at)
         self._mean.write(parts, mean)
         # A sum of finite means may be infinite, so such a bucket is looked at when the step is staged.
-        if earlier or self._suspect(described, present, mean, parts):
+        if earlier or self._note_nonfinite(described, present, mean, parts):
             self._doubtful.add(at)
         # The server goes on with the mean that the workers decode, so that both have the same numbers.
         self._settings.codec.mean(self._settings.group, described, present, mean)
@@ -350,9 +350,9 @@ class ReturnedMeans(BackwardMeans):
                     target[part] = self._edits[bucket.id][part]
         return True
 
-    def spoilers(self) -> dict[int, int]:
-        """As `GradientSource.spoilers`."""
-        return self._find_spoilers({at: {} for at in sorted(self._doubtful)})
+    def nonfinite_workers(self) -> dict[int, int]:
+        """As `GradientSource.nonfinite_workers`."""
+        return self._find_nonfinite({at: {} for at in sorted(self._doubtful)})
 
     def state_dict(self) -> State:
         """As `GradientSource.state_dict`."""
@@ -393,7 +393,7 @@ class SharedMemoryMeans(BackwardMeans):
             return ReducedBucket(bucket, present, None)
         mean = self._buffers.view("mean", self._buckets[at])
         self._mean.write(parts, mean)
-        self._suspect(self._buckets[at], present, mean, parts)
+        self._note_nonfinite(self._buckets[at], present, mean, parts)
         return ReducedBucket(bucket, present, mean)
 
     def _write(self, at: int, parts: Mapping[int, Part]) -> None:
@@ -407,10 +407,10 @@ class SharedMemoryMeans(BackwardMeans):
             for other in others:
                 other[here].copy_(first[here])
 
-    def spoilers(self) -> dict[int, int]:
-        """As `GradientSource.spoilers`."""
+    def nonfinite_workers(self) -> dict[int, int]:
+        """As `GradientSource.nonfinite_workers`."""
         # A script may have changed any gradient in its memory, so all are looked at.
-        return self._find_spoilers({at: self._last.get(at, {}) for at in range(len(self._buckets))})
+        return self._find_nonfinite({at: self._last.get(at, {}) for at in range(len(self._buckets))})
 
     def state_dict(self) -> State:
         """As `GradientSource.state_dict`."""
@@ -433,11 +433,11 @@ class ArrivalMeans(BackwardMeans):
         at = bucket - self._first
         mean = self._mean.passing(parts)
         # Without pieces the update changes nothing, so this mean is never applied.
-        if self._suspect(self._buckets[at], present, mean, parts):
+        if self._note_nonfinite(self._buckets[at], present, mean, parts):
             present = 0
         self._present[at] |= present
         return ReducedBucket(bucket, present, mean)
 
-    def spoilers(self) -> dict[int, int]:
-        """As `GradientSource.spoilers`. The parts of these workers were not applied."""
-        return self._suspects
+    def nonfinite_workers(self) -> dict[int, int]:
+        """As `GradientSource.nonfinite_workers`. Their parts were not applied."""
+        return self._nonfinite

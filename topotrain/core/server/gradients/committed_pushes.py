@@ -9,7 +9,7 @@ from topotrain.config.sharding import Bucket
 from topotrain.core.protocol import NO_REVISION, Push, bits_to_int, per_bucket
 from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings
-from topotrain.core.server.nonfinite import NOBODY, look, spoiled
+from topotrain.core.server.nonfinite import NO_WORKER, look, nonfinite_segment
 from topotrain.core.server.ordered_sum import Part
 
 
@@ -95,8 +95,8 @@ class CommittedPushes(GradientSource):
             parts[worker] = (commit.weight, held[worker][1] if has else None)
         return parts
 
-    def spoilers(self) -> dict[int, int]:
-        """As `GradientSource.spoilers`."""
+    def nonfinite_workers(self) -> dict[int, int]:
+        """As `GradientSource.nonfinite_workers`."""
         found: dict[int, int] = {}
         for at in sorted(self._unsummed):
             bucket, large = self._buckets[at], False
@@ -110,8 +110,8 @@ class CommittedPushes(GradientSource):
             if large and len(parts) > 1:  # finite parts may have an infinite sum
                 total = torch.empty_like(self._buffers.view("mean", bucket))
                 self._mean.write({worker: part for worker, part in parts.items() if worker not in found}, total)
-                segment = spoiled(bucket, self._present[at], total)
-                found |= {} if segment is None else {NOBODY: segment}
+                segment = nonfinite_segment(bucket, self._present[at], total)
+                found |= {} if segment is None else {NO_WORKER: segment}
         return found
 
     def _look(self, at: int, worker: int, part: torch.Tensor) -> tuple[int | None, bool]:

@@ -218,7 +218,7 @@ class GradientSource(ABC):
         return self.first.marks
 
     @abstractmethod
-    def spoilers(self) -> dict[int, int]:
+    def nonfinite_workers(self) -> dict[int, int]:
         """The workers with a gradient that is not finite, each with a segment of it.
 
         -1: the sum is not finite, and no worker's part explains it.
