@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from topotrain.config.job import ConfigError
+from topotrain.config.topology import Address, Role
 from topotrain.parallel.estimate.cost_report import CostReport, bill, buffer_bytes, chunks
 from topotrain.parallel.estimate.memory_check import ITSELF, LIMITED, MemoryLimits, check, on_host, room, stacks
 from topotrain.parallel.estimate.process_memory import ProcessNeed
@@ -222,10 +223,12 @@ def test_stretches_are_steps_in_one_place() -> None:
 
 
 MB = 1_000_000
+FIRST, SECOND = ((Address(Role.WORKER, 0, index),) for index in range(2))
+SERVER = (Address(Role.SERVER, 0, 0),)
 
 
 def test_what_does_not_fit_is_refused_with_numbers_and_what_would_help() -> None:
-    need = ProcessNeed("worker 0/1", values=60 * MB, activations=70 * MB)
+    need = ProcessNeed(SECOND, values=60 * MB, activations=70 * MB)
     own = LIMITED + stacks(0)
     check([need], MemoryLimits())
     check([need], MemoryLimits(data=own + 130 * MB))
@@ -237,20 +240,17 @@ def test_what_does_not_fit_is_refused_with_numbers_and_what_would_help() -> None
 
 
 def test_shared_memory_is_no_data_of_the_process_and_counts_once_on_the_host() -> None:
-    one = ProcessNeed("worker 0/0", values=60 * MB, activations=50 * MB, shared=60 * MB)
-    other = ProcessNeed("worker 0/1", activations=50 * MB, seen=60 * MB)
+    one = ProcessNeed(FIRST, values=60 * MB, activations=50 * MB, shared=60 * MB)
+    other = ProcessNeed(SECOND, activations=50 * MB, seen=60 * MB)
     check([one, other], MemoryLimits(data=LIMITED + stacks(0) + 50 * MB))
     with pytest.raises(ConfigError, match="RLIMIT_AS allows 500"):
         check([one, other], MemoryLimits(addresses=500 * MB))
-    assert (
-        on_host([one, other], ITSELF) - on_host([ProcessNeed("worker 0/0"), ProcessNeed("worker 0/1")], ITSELF)
-        == 160 * MB
-    )
+    assert on_host([one, other], ITSELF) - on_host([ProcessNeed(FIRST), ProcessNeed(SECOND)], ITSELF) == 160 * MB
 
 
 def test_all_processes_of_a_host_together_must_fit() -> None:
-    here = [ProcessNeed("worker 0/0", values=400 * MB), ProcessNeed("server 0/0", state=500 * MB)]
-    there = ProcessNeed("worker 0/1", unit=1, host=1, values=400 * MB)
+    here = [ProcessNeed(FIRST, values=400 * MB), ProcessNeed(SERVER, state=500 * MB)]
+    there = ProcessNeed(SECOND, unit=1, host=1, values=400 * MB)
     total = on_host(here, ITSELF)
     check([*here, there], MemoryLimits(machine=total))
     with pytest.raises(ConfigError) as caught:

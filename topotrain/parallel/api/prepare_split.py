@@ -5,11 +5,13 @@ tensors of other workers are on the meta device. At the end the model on worker 
 values and its own forward.
 """
 
+import inspect
 import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +39,8 @@ from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
 from topotrain.training.worker import Worker
 
+_WITHOUT_SCOPES = sys.stdlib_module_names | {"torch", "numpy", "topotrain"}
+"""Packages of which no function is looked into."""
 _ANY = 1 << 16
 """More workers than any group has. In a group of one worker the script may name any worker."""
 
@@ -95,7 +99,7 @@ def tagged(model: nn.Module) -> bool:
 def captured_if_placed(model: nn.Module) -> CapturedForward | None:
     """Return the captured forward if it names a worker with `tt.device`, else None."""
     # Most models are not split, and tracing takes time. So the code is looked at first.
-    if not any(_mentions_device(kind) for kind in {type(module) for module in model.modules()}):
+    if not any(_mentions_device(kind.forward, kind, set()) for kind in {type(module) for module in model.modules()}):
         return None
     try:
         captured = capture(model)
@@ -106,14 +110,37 @@ def captured_if_placed(model: nn.Module) -> CapturedForward | None:
     return captured if any(device.task is not None and device.job != "ps" for device in found) else None
 
 
-def _mentions_device(kind: type[nn.Module]) -> bool:
-    code = getattr(kind.forward, "__code__", None)
-    if code is None or "device" not in code.co_names:
+def _mentions_device(thing: Any, kind: type[nn.Module], seen: set[CodeType]) -> bool:
+    """Return whether a function, or one that it calls by name, uses `tt.device`.
+
+    A function that is called in another way is not seen. Its scope raises ConfigError when it runs.
+    """
+    if not isinstance(thing, FunctionType | staticmethod | classmethod):
         return False
-    named = [kind.forward.__globals__.get(name) for name in code.co_names]
-    return any(getattr(thing, "__name__", "").partition(".")[0] == "topotrain" for thing in named) or any(
-        getattr(thing, "__module__", "") == device_placement.__name__ for thing in named
-    )
+    function = inspect.unwrap(thing)
+    code, package = getattr(function, "__code__", None), (function.__module__ or "").partition(".")[0]
+    if code is None or code in seen or package in _WITHOUT_SCOPES:
+        return False
+    seen.add(code)
+    names = set(_names(code))
+    known = [function.__globals__.get(name) for name in names]
+    known += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    tables = [vars(each) for each in known if isinstance(each, ModuleType | type)]
+    # The object before a dot is not known, so a name is looked for in the module of the forward and in those mentioned.
+    known += [inspect.getattr_static(kind, name, None) for name in names]
+    known += [table[name] for table in tables for name in names & table.keys()]
+    names |= {each.__name__ for each in known if isinstance(each, ModuleType)}
+    if {"topotrain", "device"} <= names or any(each is device_placement.device for each in known):
+        return True
+    return any(_mentions_device(each, kind, seen) for each in known)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the global names and attributes that code uses, with those of functions in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def stacks(peers: int) -> int:
 
 def on_host(processes: Sequence[ProcessNeed], each: int) -> int:
     """Return the bytes that the processes of one host take together."""
-    own = sum(each if "worker" in need.who else ITSELF for need in processes)
+    own = sum(each if need.workers else ITSELF for need in processes)
     units = len({need.unit for need in processes})
     # Processes of a unit are forks of one process, so their common memory counts once per unit.
     return sum(need.total for need in processes) + own - COMMON * (len(processes) - units)
@@ -107,7 +107,7 @@ def excesses(needs: Iterable[ProcessNeed], here: MemoryLimits, host: int = 0, ea
         each: bytes that Python and torch take in the process of a worker.
     """
     mine = tuple(need for need in needs if need.host == host)
-    found = [excess for need in mine for excess in _of_process(need, here, each if "worker" in need.who else ITSELF)]
+    found = [excess for need in mine for excess in _of_process(need, here, each if need.workers else ITSELF)]
     wanted = on_host(mine, each)
     if here.machine is not None and wanted > here.machine:
         most = max(mine, key=lambda need: need.total)
