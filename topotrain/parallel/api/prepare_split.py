@@ -115,13 +115,13 @@ def _mentions_device(thing: Any, kind: type[nn.Module], seen: set[CodeType]) -> 
 
     A function that is called in another way is not seen. Its scope raises ConfigError when it runs.
     """
-    if not isinstance(thing, FunctionType | staticmethod | classmethod):
+    function = inspect.unwrap(thing) if isinstance(thing, FunctionType) else getattr(thing, "__func__", None)
+    if not isinstance(function, FunctionType) or function.__code__ in seen:
         return False
-    function = inspect.unwrap(thing)
-    code, package = getattr(function, "__code__", None), (function.__module__ or "").partition(".")[0]
-    if code is None or code in seen or package in _WITHOUT_SCOPES:
-        return False
+    code = function.__code__
     seen.add(code)
+    if (function.__module__ or "").partition(".")[0] in _WITHOUT_SCOPES:
+        return False
     names = set(_names(code))
     known = [function.__globals__.get(name) for name in names]
     known += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]

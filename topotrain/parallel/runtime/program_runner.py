@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from topotrain.config.field_checks import ConfigError
+from topotrain.config.job import ConfigError, Schedule
 from topotrain.parallel.program.split_program import LocationKind, Program, StepKind
 from topotrain.parallel.program.worker_program import digest, given_of
 from topotrain.parallel.runtime import dropout
@@ -24,8 +24,6 @@ from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.parallel.runtime.one_f_one_b import OneFOneBForward, loss_of
 from topotrain.parallel.runtime.transfers import ForwardMessages
 from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
-
-GPIPE, ONE_F_ONE_B = "kGPipe", "k1F1B"
 
 
 class Runner:
@@ -40,7 +38,7 @@ class Runner:
         channel: the channel to the other workers of the group.
         microbatches: the maximum number of parts into which each worker's share is cut. All shares have fewer parts if
             a worker has fewer samples.
-        schedule: kGPipe or k1F1B.
+        schedule: the order of the micro-batches.
         sync: has the weight of this worker. All runners of a process (for training, for evaluation) share it.
         generator: draws the masks of dropout.
 
@@ -55,7 +53,7 @@ class Runner:
         model: nn.Module,
         channel: NetworkChannel,
         microbatches: int = 1,
-        schedule: str = GPIPE,
+        schedule: Schedule = Schedule.kGPipe,
         sync: WorkerSync | None = None,
         generator: torch.Generator = torch.default_generator,
     ) -> None:
@@ -66,9 +64,9 @@ class Runner:
         self.program, self.model, self.channel = program, model, channel
         self.sync = WorkerSync(channel) if sync is None else sync
         self._microbatches, self._generator = microbatches, generator
-        self._loss = loss_of(program) if schedule == ONE_F_ONE_B else None
+        self._loss = loss_of(program) if schedule is Schedule.k1F1B else None
         self._route, self._outputs = ForwardSettings(program, model, channel.me), OutputMerger(program)
-        self._digest = digest(program, microbatches, schedule)
+        self._digest = digest(program, microbatches, schedule.value)
         # Of the class, because `model.forward` may be this object by now.
         self._signature = signature(type(model).forward)
         self.counts = 0.0
