@@ -24,7 +24,7 @@ from topotrain.extensions.tables.frontend.embedding import Embedding
 from topotrain.parallel.api import device_placement
 from topotrain.parallel.api.automatic_placement import place_modules
 from topotrain.parallel.api.dry_run import state_factor
-from topotrain.parallel.api.split_costs import PlacementRequest, check_room
+from topotrain.parallel.api.split_costs import PlacementRequest, check_memory
 from topotrain.parallel.api.split_forward import SplitForward
 from topotrain.parallel.capture import device_scopes
 from topotrain.parallel.capture.capture_model import CapturedForward, capture
@@ -84,7 +84,7 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
         raise ConfigError("tt.device", None, accepted)
     # Before `localise` allocates anything.
     with _random_state_kept(loader):
-        check_room(replace(asked, found=found), loader, topology.hosts[unit] if topology.hosts else 0)
+        check_memory(replace(asked, found=found), loader, topology.hosts[unit] if topology.hosts else 0)
     return SplitModel(
         here, model, optimizer, captured, found, localise(model, optimizer, division, here.me.index, job.seed)
     )
@@ -147,15 +147,14 @@ def _names(code: CodeType) -> Iterator[str]:
 def _random_state_kept(loader: Any) -> Iterator[None]:
     """Restore the random state of a loader and of torch after the block."""
     sampler = getattr(loader, "sampler", None)
-    own = [
-        dice for thing in (loader, sampler) if isinstance(dice := getattr(thing, "generator", None), torch.Generator)
-    ]
-    states = [dice.get_state() for dice in own]
+    held = [getattr(thing, "generator", None) for thing in (loader, sampler)]
+    own = [generator for generator in held if isinstance(generator, torch.Generator)]
+    states = [generator.get_state() for generator in own]
     # Looking at a batch must not change the order of the batches.
     with torch.random.fork_rng(devices=[]):
         yield
-    for dice, state in zip(own, states, strict=True):
-        dice.set_state(state)
+    for generator, state in zip(own, states, strict=True):
+        generator.set_state(state)
 
 
 def _check(job: Job, model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from topotrain.config.job import ConfigError, Partition
 from topotrain.parallel.api.split_costs import PlacementRequest
 from topotrain.parallel.auto_placement.cost_model import EVERYWHERE, USUAL, WorkerSpeeds, work_of
 from topotrain.parallel.auto_placement.placement_choice import ChosenPlacement, choose
-from topotrain.parallel.estimate.cost_report import bill
+from topotrain.parallel.estimate.cost_report import estimate_costs
 from topotrain.parallel.placement.assign_modules import DEFAULT, Assignment
 from topotrain.parallel.placement.parameter_owners import divide
 from topotrain.parallel.program.build_program import program
@@ -50,7 +50,7 @@ def place(
     fixed = {name: one for name, one in said.items() if one != DEFAULT or _matched(name, modules.get(name), blocks)}
     workers = len(call.shares)
     cut = program(asked.captured, fixed, model, call.args, call.kwargs, call.samples, workers, model.training)
-    costs = bill(cut, model, divide(model, fixed, workers), call.shares, examples=call.kwargs)
+    costs = estimate_costs(cut, model, divide(model, fixed, workers), call.shares, examples=call.kwargs)
     stays = {name: EVERYWHERE if one.location is None else one.location for name, one in fixed.items()}
     work = work_of(costs, model, stays, copies, speeds, measured, alive)
     if not work.units:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from topotrain.config.job import Cluster, ConfigError, Schedule
-from topotrain.parallel.api.split_costs import PlacementRequest, bill_of, needs_of
+from topotrain.parallel.api.split_costs import PlacementRequest, costs_of, needs_of
 from topotrain.parallel.auto_placement.auto_modules import place
 from topotrain.parallel.auto_placement.cost_model import USUAL, WorkerSpeeds
 from topotrain.parallel.auto_placement.placement_choice import ChosenPlacement
@@ -43,7 +43,7 @@ def placed(
             if first:  # the first excess is more useful than "no cut is small enough"
                 raise first[0].error() from None
             raise
-        planned = needs_of(asked, found, bill_of(asked, found))
+        planned = needs_of(asked, found, costs_of(asked, found))
         # All hosts are taken to be like this one, because all workers must choose the same placement.
         over = [excess for host in sorted({need.host for need in planned}) for excess in excesses(planned, here, host)]
         if not over:

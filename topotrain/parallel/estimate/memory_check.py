@@ -59,7 +59,7 @@ class MemoryLimits:
         return min((bound for bound in (self.data, self.addresses, self.machine) if bound is not None), default=None)
 
 
-def room() -> MemoryLimits:
+def memory_limits() -> MemoryLimits:
     """Return the limits of this process, which its children inherit, and of this host."""
     data, addresses = (_limit(kind) for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
     # MemTotal, not MemAvailable: memory that is in use at the moment changes all the time.

@@ -65,7 +65,7 @@ class Runner:
         self.sync = WorkerSync(channel) if sync is None else sync
         self._microbatches, self._generator = microbatches, generator
         self._loss = loss_of(program) if schedule is Schedule.k1F1B else None
-        self._route, self._outputs = ForwardSettings(program, model, channel.me), OutputMerger(program)
+        self._settings, self._outputs = ForwardSettings(program, model, channel.me), OutputMerger(program)
         self._digest = digest(program, microbatches, schedule.value)
         # Of the class, because `model.forward` may be this object by now.
         self._signature = signature(type(model).forward)
@@ -82,20 +82,20 @@ class Runner:
         # Weight 0 counts as 1 here, and `factor` takes the loss of such a worker out of the mean.
         self.counts = weights[me]
         factor = said[me] / weights[me] * (sum(weights) / (sum(said) or math.inf))
-        trip = self._trip(given, tuple(hello.samples for hello in hellos), weights)
+        forward_pass = self._forward_pass(given, tuple(hello.samples for hello in hellos), weights)
         # The backward runs inside this call, so the script's graph behind an argument cannot get a gradient.
         if self._loss is not None and torch.is_grad_enabled():
             leaves = [name for name, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad]
             if leaves:
                 raise ConfigError(leaves[0], None, "must not need a gradient where schedule is k1F1B: detach it")
-            return OneFOneBForward(self._route, trip, self._loss, factor)(self.channel, self.sync)
-        flights = [MicroBatchState(self._route, trip, micro) for micro in range(trip.micros)]
-        pipe(flights, self.channel)
-        output = self._outputs.joined(flights, me)
+            return OneFOneBForward(self._settings, forward_pass, self._loss, factor)(self.channel, self.sync)
+        micro_batches = [MicroBatchState(self._settings, forward_pass, micro) for micro in range(forward_pass.micros)]
+        pipe(micro_batches, self.channel)
+        output = self._outputs.joined(micro_batches, me)
         # Without gradients there is no backward that the tokens would have to run.
         if not torch.is_grad_enabled():
             return output
-        return tied(output, [token for flight in flights for token in flight.tokens], self.sync, factor)
+        return tied(output, [token for micro_batch in micro_batches for token in micro_batch.tokens], self.sync, factor)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
         """Return the arguments by name. Raises TypeError like the model's own forward."""
@@ -145,7 +145,9 @@ class Runner:
             chance=dropout.digest(self.program, self.model, self._generator),
         )
 
-    def _trip(self, given: Mapping[str, Any], samples: tuple[int, ...], weights: tuple[float, ...]) -> ForwardPass:
+    def _forward_pass(
+        self, given: Mapping[str, Any], samples: tuple[int, ...], weights: tuple[float, ...]
+    ) -> ForwardPass:
         # Every worker's share must have a sample for each micro-batch.
         micros = max(1, min(self._microbatches, *samples))
         drops = {step.number: drop for step in self.program.steps if (drop := dropout.dropout(step, self.model))}
@@ -154,11 +156,11 @@ class Runner:
         masks = dropout.draw(self.program, drops, self.channel.me, samples, micros, self._generator, themselves)
         # `exchange` has counted this forward already.
         forward = self.sync.forwards - 1
-        post = ForwardMessages(self.channel, forward, weights, self._device(given), self.sync)
-        mine = [stop.step for stop in self._route.stops if stop.step is not None]
+        messages = ForwardMessages(self.channel, forward, weights, self._device(given), self.sync)
+        mine = [stop.step for stop in self._settings.stops if stop.step is not None]
         modules = {step.number: self.model.get_submodule(step.target) for step in mine if step.kind is StepKind.MODULE}
         apart = themselves | {step.number for step in mine if dropout.draws_by_itself(step, self.model)}
-        return ForwardPass(forward, post, given, samples, micros, drops, masks, modules, apart)
+        return ForwardPass(forward, messages, given, samples, micros, drops, masks, modules, apart)
 
     def _device(self, given: Mapping[str, Any]) -> torch.device:
         """Return the device of this worker: that of its parameters, else of its arguments."""
