@@ -22,7 +22,7 @@ from topotrain.parallel.estimate.memory_check import (
 )
 from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.placement.parameter_owners import divide
-from topotrain.parallel.program.segments import stretches, told
+from topotrain.parallel.program.segments import stretches, words_of
 from topotrain.parallel.program.split_program import (
     LayoutEdge,
     LocationKind,
@@ -221,7 +221,7 @@ def test_each_worker_needs_its_samples_said() -> None:
 
 def test_stretches_are_steps_in_one_place() -> None:
     found = stretches(piped())
-    assert [(told(part.layout), part.title(), len(part.steps)) for part in found] == [
+    assert [(words_of(part.layout), part.title(), len(part.steps)) for part in found] == [
         ("worker 0", "one", 2),
         ("worker 1", "two", 1),
     ]

@@ -86,7 +86,7 @@ def test_shapes_come_from_one_sample_and_the_script_draws_what_it_would_have_dra
     assert found.samples == 25
     assert Counted.asked == 1
     assert torch.equal(torch.get_rng_state(), state)
-    assert found.told() == "25x3 float32 (from the loader's first batch)"
+    assert found.text() == "25x3 float32 (from the loader's first batch)"
 
 
 class Named(nn.Module):

@@ -43,11 +43,11 @@ def place(
     Raises:
         ConfigError: the forward cannot be split, or no placement fits into `limits`.
     """
-    model, said, call = asked.model, asked.found, asked.call
+    model, assigned, call = asked.model, asked.found, asked.call
     assert call is not None
     modules, blocks = dict(model.named_modules(remove_duplicate=False)), asked.job.partition
     # DEFAULT by a block is the user's choice. Otherwise it is the lack of one, and the module may be placed.
-    fixed = {name: one for name, one in said.items() if one != DEFAULT or _matched(name, modules.get(name), blocks)}
+    fixed = {name: one for name, one in assigned.items() if one != DEFAULT or _matched(name, modules.get(name), blocks)}
     workers = len(call.shares)
     cut = program(asked.captured, fixed, model, call.args, call.kwargs, call.samples, workers, model.training)
     costs = estimate_costs(cut, model, divide(model, fixed, workers), call.shares, examples=call.kwargs)
@@ -57,7 +57,7 @@ def place(
         raise ConfigError("placement", "kAuto", "finds no module to place: the forward calls no module with parameters")
     chosen = choose(work, workers, asked.job.microbatches, limits, speeds)
     placed = {name: Assignment(-1, worker) for name, worker in chosen.locations.items()}
-    return {**said, **placed, **fixed}, chosen
+    return {**assigned, **placed, **fixed}, chosen
 
 
 def _matched(name: str, module: nn.Module | None, blocks: Sequence[Partition]) -> bool:

@@ -64,11 +64,11 @@ class OutputMerger:
                 None,
                 "the model returns a tuple of tensors from one call; return its tensors one by one",
             )
-        told = f"{type(values[0]).__name__} {list(getattr(values[0], 'shape', []))}"
+        kind = f"{type(values[0]).__name__} {list(getattr(values[0], 'shape', []))}"
         raise ConfigError(
             "microbatches",
             None,
-            f"the model returns neither rows of samples nor a mean (one number), but a {told}: take microbatches: 1",
+            f"the model returns neither rows of samples nor a mean (one number), but a {kind}: take microbatches: 1",
         )
 
 

@@ -76,12 +76,12 @@ class Runner:
         """Return the model's output for this worker's samples, nested as the model does."""
         given = self._bind(args, kwargs)
         hellos = self.sync.exchange(self._hello(self._samples(given)))
-        said = [hello.weight for hello in hellos]
-        weights = tuple(weight if weight > 0 else 1.0 for weight in said)
+        given_weights = [hello.weight for hello in hellos]
+        weights = tuple(weight if weight > 0 else 1.0 for weight in given_weights)
         me = self.channel.me
         # Weight 0 counts as 1 here, and `factor` takes the loss of such a worker out of the mean.
         self.counts = weights[me]
-        factor = said[me] / weights[me] * (sum(weights) / (sum(said) or math.inf))
+        factor = given_weights[me] / weights[me] * (sum(weights) / (sum(given_weights) or math.inf))
         forward_pass = self._forward_pass(given, tuple(hello.samples for hello in hellos), weights)
         # The backward runs inside this call, so the script's graph behind an argument cannot get a gradient.
         if self._loss is not None and torch.is_grad_enabled():
@@ -116,17 +116,17 @@ class Runner:
                 continue
             name = step.target if step.kind is StepKind.INPUT else step.name
             expected = ", ".join("samples" if d == shape.batch else str(size) for d, size in enumerate(shape.sizes))
-            told = f"the split model takes a tensor of shape ({expected})"
+            accepted = f"the split model takes a tensor of shape ({expected})"
             if not isinstance(value, torch.Tensor) or value.dim() != len(shape.sizes):
-                raise ConfigError(name, _of(value), told)
+                raise ConfigError(name, _of(value), accepted)
             samples, rest = divmod(value.shape[shape.batch], shape.per_sample)
             # A tensor that is cut by samples has a fixed number of rows per sample, which need not be one.
             if rest or tuple(value.shape) != shape.at(samples):
-                raise ConfigError(name, _of(value), told)
+                raise ConfigError(name, _of(value), accepted)
             found.setdefault(samples, name)
         if len(found) > 1:
-            told = ", ".join(f"{name} has {count}" for count, name in found.items())
-            raise ConfigError("split model", None, f"its arguments have different numbers of samples: {told}")
+            counts = ", ".join(f"{name} has {count}" for count, name in found.items())
+            raise ConfigError("split model", None, f"its arguments have different numbers of samples: {counts}")
         return next(iter(found), 0)
 
     def _hello(self, samples: int) -> ForwardHello:

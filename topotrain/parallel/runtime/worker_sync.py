@@ -246,8 +246,8 @@ def check(hellos: Collection[ForwardHello]) -> None:
         for name, what in WHAT.items():
             mine, its = getattr(first, name), getattr(hello, name)
             if mine != its:
-                told = f" ({its} and {mine})" if name == "steps" else ""
-                raise disagreement(f"worker {worker} of the group {what} worker 0{told}: {REMEDY.get(name, HINT)}")
+                counts = f" ({its} and {mine})" if name == "steps" else ""
+                raise disagreement(f"worker {worker} of the group {what} worker 0{counts}: {REMEDY.get(name, HINT)}")
 
 
 def disagreement(text: str) -> ConfigError:

@@ -67,7 +67,7 @@ def cut_of(
         found, words, blocks = chosen.found, chosen.text, chosen.blocks if measured else ""
     costs = costs_of(asked, found)
     planned = needs_of(asked, found, costs)
-    plan = CutPlan(costs, given.told(), planned, here, words, blocks, _warnings(planned, here))
+    plan = CutPlan(costs, given.text(), planned, here, words, blocks, _warnings(planned, here))
     return ModelCut(plan, schema_of(divide(model, found, workers)))
 
 
