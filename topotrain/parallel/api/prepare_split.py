@@ -136,7 +136,7 @@ def _mentions_device(thing: Any, kind: type[nn.Module], seen: set[CodeType]) -> 
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the global names and attributes that code uses, with those of functions in it."""
+    """Yield the global names and attributes that code and functions in it use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

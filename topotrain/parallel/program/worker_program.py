@@ -123,7 +123,7 @@ def digest(*things: object) -> int:
 
 
 def hash_number(data: bytes, order: Literal["little", "big"] = "little") -> int:
-    """Return a number below 2**56 that is the same for equal data, in every process."""
+    """Return a number below 2**56 that is the same for equal data everywhere."""
     # 7 bytes, because they fit into the int64 of a hello.
     return int.from_bytes(hashlib.sha256(data).digest()[:7], order)
 

@@ -78,7 +78,7 @@ class _LocalTensor:
 
 
 def _localised(whole: WholeTensor, me: int, made: Mapping[int, torch.Tensor]) -> _LocalTensor:
-    """Put this worker's share into the modules, and free the memory of the others."""
+    """Put this worker's share into the modules and free the memory of the others."""
     own = next((number for number, share in enumerate(whole.shares) if share.here(me)), -1)
     kept = made.get(id(whole.tensor), whole.tensor) if own >= 0 else None
     tensors = tuple(

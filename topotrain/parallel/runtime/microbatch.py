@@ -214,24 +214,20 @@ class MicroBatchState:
         return value.narrow(shape.batch, first * shape.per_sample, (end - first) * shape.per_sample)
 
 
-def pipe(micro_batches: Sequence[MicroBatchState], channel: NetworkChannel) -> None:
+def pipe(batches: Sequence[MicroBatchState], channel: NetworkChannel) -> None:
     """Run all micro-batches to the end, the lowest that can run first."""
     # The end stops run after all steps. Values that arrive there come first in the backward. So a worker that waits for
     # their gradient does not wait for backwards of other micro-batches.
     for only_steps in (True, False):
         while left := [
-            index
-            for index, micro_batch in enumerate(micro_batches)
-            if not (micro_batch.at_end if only_steps else micro_batch.done)
+            index for index, batch in enumerate(batches) if not (batch.at_end if only_steps else batch.done)
         ]:
-            ran, wanted = one_step(micro_batches, left)
+            ran, wanted = one_step(batches, left)
             if not ran:
                 channel.wait_any(wanted)
 
 
-def one_step(
-    micro_batches: Sequence[MicroBatchState], candidates: Iterable[int]
-) -> tuple[bool, list[tuple[int, TensorKey]]]:
+def one_step(batches: Sequence[MicroBatchState], candidates: Iterable[int]) -> tuple[bool, list[tuple[int, TensorKey]]]:
     """Run the next stop of the first candidate that can run.
 
     Returns:
@@ -239,13 +235,13 @@ def one_step(
     """
     wanted = list[tuple[int, TensorKey]]()
     for index in candidates:
-        micro_batch = micro_batches[index]
+        batch = batches[index]
         # No micro-batch overtakes the one before it, so modules with state (BatchNorm) see them in order.
-        if micro_batch.done or (index > 0 and micro_batches[index - 1].place <= micro_batch.place):
+        if batch.done or (index > 0 and batches[index - 1].place <= batch.place):
             continue
-        missing = micro_batch.missing()  # checked only once: wait_any notices a message that arrives after this
+        missing = batch.missing()  # checked only once: wait_any notices a message that arrives after this
         if not missing:
-            micro_batch.run()
+            batch.run()
             return True, []
         wanted += missing
     return False, wanted

@@ -105,7 +105,7 @@ class OneFOneBForward:
     def __init__(self, settings: ForwardSettings, forward_pass: ForwardPass, loss: LossOutput, factor: float) -> None:
         self.settings, self.forward_pass, self.loss, self.factor = settings, forward_pass, loss, factor
         self.limit = in_flight(settings.program, settings.me)
-        self.micro_batches: list[MicroBatchState | None] = [
+        self.batches: list[MicroBatchState | None] = [
             MicroBatchState(settings, forward_pass, m, loss.edge) for m in range(forward_pass.micros)
         ]
         self.parameters = [p for p in settings.model.parameters() if p.requires_grad and not p.is_meta]
@@ -116,7 +116,7 @@ class OneFOneBForward:
 
     def __call__(self, channel: NetworkChannel, sync: WorkerSync) -> torch.Tensor:
         """Run all micro-batches forward and back, and return the loss."""
-        counts = [self._count(micro_batch.samples) for micro_batch in self.micro_batches if micro_batch is not None]
+        counts = [self._count(batch.samples) for batch in self.batches if batch is not None]
         while self.back < self.forward_pass.micros:
             blocked = self._turn(counts)
             if blocked is not None:
@@ -128,7 +128,7 @@ class OneFOneBForward:
 
     def _turn(self, counts: Sequence[int]) -> list[tuple[int, TensorKey]] | None:
         """Run one stop or one backward, or return the tensors for which all wait."""
-        going = [micro_batch for micro_batch in self.micro_batches if micro_batch is not None]
+        going = [batch for batch in self.batches if batch is not None]
         lowest, blocked = going[0], list[tuple[int, TensorKey]]()
         # A backward comes before another forward step: it frees activations.
         if lowest.done:
@@ -136,7 +136,7 @@ class OneFOneBForward:
             if not blocked:
                 self._go_back(lowest, counts[self.back] / max(1, sum(counts)))
                 return None
-        may = [index for index, micro_batch in enumerate(going) if index < self.limit or self._feeds(micro_batch)]
+        may = [index for index, batch in enumerate(going) if index < self.limit or self._feeds(batch)]
         ran, wanted = one_step(going, may)
         return None if ran else blocked + wanted
 
@@ -144,17 +144,15 @@ class OneFOneBForward:
         return samples[self.settings.me] if self.loss.edge is None else sum(samples)
 
     @staticmethod
-    def _feeds(micro_batch: MicroBatchState) -> bool:
+    def _feeds(batch: MicroBatchState) -> bool:
         """Return whether the next step reads an input. Inputs may be sent at any time."""
-        return (
-            not micro_batch.done and micro_batch.next.step is not None and micro_batch.next.step.kind is StepKind.INPUT
-        )
+        return not batch.done and batch.next.step is not None and batch.next.step.kind is StepKind.INPUT
 
-    def _awaited(self, micro_batch: MicroBatchState) -> list[tuple[int, TensorKey]]:
+    def _awaited(self, batch: MicroBatchState) -> list[tuple[int, TensorKey]]:
         """Return the gradients for which the micro-batch's backward would wait at once."""
-        if self._root(micro_batch) is not None or not micro_batch.departed:
+        if self._root(batch) is not None or not batch.departed:
             return []
-        messages, move = self.forward_pass.messages, micro_batch.departed[-1]
+        messages, move = self.forward_pass.messages, batch.departed[-1]
         key = move.key(True)
         return [
             (t.target, key)
@@ -162,21 +160,21 @@ class OneFOneBForward:
             if t.target != messages.me and not messages.channel.arrived(t.target, key)
         ]
 
-    def _root(self, micro_batch: MicroBatchState) -> torch.Tensor | None:
-        root = micro_batch.values[self.loss.ref] if self.loss.edge is None else micro_batch.root
+    def _root(self, batch: MicroBatchState) -> torch.Tensor | None:
+        root = batch.values[self.loss.ref] if self.loss.edge is None else batch.root
         return root if isinstance(root, torch.Tensor) and root.requires_grad else None
 
-    def _go_back(self, micro_batch: MicroBatchState, part: float) -> None:
+    def _go_back(self, batch: MicroBatchState, part: float) -> None:
         """Run the backward of one micro-batch; its loss is `part` of the whole."""
-        self.losses.append(micro_batch.values[self.loss.ref].detach())
+        self.losses.append(batch.values[self.loss.ref].detach())
         # Tokens have no value. They are ends of the graph, so that every move runs its part of the backward.
-        ends, seeds = list(micro_batch.tokens), [torch.zeros_like(token) for token in micro_batch.tokens]
-        root = self._root(micro_batch)
+        ends, seeds = list(batch.tokens), [torch.zeros_like(token) for token in batch.tokens]
+        root = self._root(batch)
         if root is not None:
             ends.insert(0, root)
             seeds.insert(0, torch.full_like(root, self._seed() * part))
         # The graph is freed with its backward, so that the activations do not stay until the last micro-batch.
-        self.micro_batches[self.back] = None
+        self.batches[self.back] = None
         self.back += 1
         if not ends:
             return

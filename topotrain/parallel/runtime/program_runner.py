@@ -89,13 +89,13 @@ class Runner:
             if leaves:
                 raise ConfigError(leaves[0], None, "must not need a gradient where schedule is k1F1B: detach it")
             return OneFOneBForward(self._settings, forward_pass, self._loss, factor)(self.channel, self.sync)
-        micro_batches = [MicroBatchState(self._settings, forward_pass, micro) for micro in range(forward_pass.micros)]
-        pipe(micro_batches, self.channel)
-        output = self._outputs.joined(micro_batches, me)
+        batches = [MicroBatchState(self._settings, forward_pass, micro) for micro in range(forward_pass.micros)]
+        pipe(batches, self.channel)
+        output = self._outputs.joined(batches, me)
         # Without gradients there is no backward that the tokens would have to run.
         if not torch.is_grad_enabled():
             return output
-        return tied(output, [token for micro_batch in micro_batches for token in micro_batch.tokens], self.sync, factor)
+        return tied(output, [token for batch in batches for token in batch.tokens], self.sync, factor)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
         """Return the arguments by name. Raises TypeError like the model's own forward."""

@@ -151,9 +151,8 @@ class EdgeTransfer:
                 whole = tensor.new_empty(sizes_of(want))
             whole[within(transfer.box, want)] = tensor
         if whole is None:  # no samples
-            whole = torch.empty(
-                sizes_of(want), dtype=getattr(torch, self.edge.shape.dtype), device=self.messages.device
-            )
+            dtype = getattr(torch, self.edge.shape.dtype)
+            whole = torch.empty(sizes_of(want), dtype=dtype, device=self.messages.device)
         return whole, tuple(answers)
 
     def answer(self, gradient: torch.Tensor | None) -> None:
