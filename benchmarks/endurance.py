@@ -109,9 +109,11 @@ def look(pid: int) -> Look | None:
 def size(folder: Path) -> int:
     """Bytes of all files below a folder."""
     found = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            found += path.lstat().st_size
+    # Not rglob: it raises for a folder that the job deletes meanwhile, such as an old snapshot.
+    for inner, _, files in os.walk(folder):
+        for file in files:
+            with suppress(OSError):
+                found += os.lstat(os.path.join(inner, file)).st_size
     return found
 
 

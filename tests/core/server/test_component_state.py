@@ -20,8 +20,6 @@ from topotrain.core.server.consistency import STATIC, AppliedBatches, ApplyOrder
 from topotrain.core.server.gradients.gradient_source import StepError
 from topotrain.core.server.group_sync import MasterSync, RingSync
 from topotrain.core.server.nonfinite import NonfiniteLimit
-from topotrain.extensions.backup_workers.backup_messages import StepCatchUp
-from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.extensions.checkpointing.data_position import DataPosition
 from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, TextParts
 from topotrain.extensions.elastic.membership import CoordinatorAnswers, Members
@@ -172,20 +170,6 @@ def answers(rng: Random) -> Event:
     return lambda each: each.add(part)
 
 
-def quorum(rng: Random) -> Event:
-    who, epoch = rng.randrange(3), rng.randrange(3)
-    asks = StepCatchUp(rng.randrange(1, 6), rng.randrange(-1, 3))
-    return rng.choice(
-        [
-            lambda each: each.ask(who, asks),
-            lambda each: each.works(who, epoch),
-            lambda each: each.gone(who),
-            lambda each: each.finish(who),
-            lambda each: each.needed,
-        ]
-    )
-
-
 def position(rng: Random) -> Event:
     epoch, lease = rng.randrange(3), rng.randrange(3)
     return rng.choice(
@@ -246,7 +230,6 @@ CASES = {
     "ring sync": Case(lambda: Synced(ring=True), synced),
     "members": Case(lambda: Members(range(2)), members),
     "coordinator answers": Case(CoordinatorAnswers, answers),
-    "quorum": Case(lambda: Quorum(3, 1), quorum),
     "data position": Case(lambda: DataPosition(2, 1, {0: ((0, 2),)}), position),
     "text parts": Case(TextParts, texts),
     "lease queue": Case(lambda: LeaseQueue(2, 2, singly=True), leases),

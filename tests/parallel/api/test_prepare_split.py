@@ -141,6 +141,49 @@ class Said(nn.Linear):
             return torch.relu(super().forward(given))
 
 
+def on_second(given: torch.Tensor) -> torch.Tensor:
+    with tt.device("/job:worker/task:1"):
+        return torch.relu(given)
+
+
+class CallsFunction(nn.Linear):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return on_second(super().forward(given))
+
+
+class CallsMethod(nn.Linear):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.end(super().forward(given))
+
+    def end(self, given: torch.Tensor) -> torch.Tensor:
+        with tt.device("/job:worker/task:1"):
+            return torch.relu(given)
+
+
+class CallsAgain(CallsMethod):
+    def end(self, given: torch.Tensor) -> torch.Tensor:
+        return given if given is None else on_second(given)
+
+
+def with_closure() -> type[nn.Linear]:
+    named = tt.device
+
+    class Closed(nn.Linear):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            with named("/job:worker/task:1"):
+                return torch.relu(super().forward(given))
+
+    return Closed
+
+
+class Plain(nn.Linear):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.end(super().forward(given))
+
+    def end(self, given: torch.Tensor) -> torch.Tensor:
+        return held_by(0) if given is None else torch.relu(given)
+
+
 class Asks(nn.Linear):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         return super().forward(given.to(tt.device()) if given.sum() > 0 else given)
@@ -148,7 +191,12 @@ class Asks(nn.Linear):
 
 def test_a_forward_that_names_a_worker_is_noticed() -> None:
     assert captured_if_placed(nn.Sequential(Said(3, 3)))
+    assert captured_if_placed(nn.Sequential(CallsFunction(3, 3)))
+    assert captured_if_placed(nn.Sequential(CallsMethod(3, 3)))
+    assert captured_if_placed(nn.Sequential(CallsAgain(3, 3)))
+    assert not captured_if_placed(nn.Sequential(Plain(3, 3)))
     assert not captured_if_placed(nn.Sequential(nn.Linear(3, 3)))
+    assert captured_if_placed(nn.Sequential(with_closure()(3, 3)))
     assert not captured_if_placed(Asks(3, 3))  # nor is what cannot be captured a reason to fail
 
 

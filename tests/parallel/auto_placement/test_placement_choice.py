@@ -19,7 +19,7 @@ from topotrain.parallel.auto_placement.cost_model import (
 )
 from topotrain.parallel.auto_placement.pipeline_stages import SLACK, stages_of
 from topotrain.parallel.auto_placement.placement_choice import BRANCHES, STAGES, ChosenPlacement, choose
-from topotrain.parallel.estimate.cost_report import bill
+from topotrain.parallel.estimate.cost_report import estimate_costs
 from topotrain.parallel.placement.parameter_owners import divide
 from topotrain.parallel.program.split_program import (
     LocationKind,
@@ -219,7 +219,7 @@ def whole() -> Program:
 
 def test_steps_go_with_the_module_whose_result_they_read() -> None:
     model = Two()
-    costs = bill(whole(), model, divide(model, {}, 1), (8,))
+    costs = estimate_costs(whole(), model, divide(model, {}, 1), (8,))
     work = work_of(costs, model, {}, speeds=WorkerSpeeds(flops=1.0, memory=float("inf")))
     assert [unit.name for unit in work.units] == ["one", "two"]
     assert [task.unit for task in work.tasks] == [EVERYWHERE, 0, 0, 1]
@@ -232,7 +232,7 @@ def test_steps_go_with_the_module_whose_result_they_read() -> None:
 
 def test_a_module_that_stays_with_the_samples_is_no_unit() -> None:
     model = Two()
-    costs = bill(whole(), model, divide(model, {}, 1), (8,))
+    costs = estimate_costs(whole(), model, divide(model, {}, 1), (8,))
     work = work_of(costs, model, {"one": EVERYWHERE, "two": 1}, measured={"two": (7.0, 9.0)})
     assert [(unit.name, unit.fixed) for unit in work.units] == [("two", 1)]
     assert [task.unit for task in work.tasks] == [EVERYWHERE, EVERYWHERE, EVERYWHERE, 0]

@@ -9,11 +9,20 @@ from torch import nn
 from torch.nn import functional
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.estimate.cost_report import CostReport, bill, buffer_bytes, chunks
-from topotrain.parallel.estimate.memory_check import ITSELF, LIMITED, MemoryLimits, check, on_host, room, stacks
+from topotrain.config.topology import Address, Role
+from topotrain.parallel.estimate.cost_report import CostReport, buffer_bytes, chunks, estimate_costs
+from topotrain.parallel.estimate.memory_check import (
+    ITSELF,
+    LIMITED,
+    MemoryLimits,
+    check,
+    memory_limits,
+    on_host,
+    stacks,
+)
 from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.placement.parameter_owners import divide
-from topotrain.parallel.program.segments import stretches, told
+from topotrain.parallel.program.segments import stretches, words_of
 from topotrain.parallel.program.split_program import (
     LayoutEdge,
     LocationKind,
@@ -77,16 +86,16 @@ def alone() -> Program:
     return small(BATCH, BATCH, (), {1: None, 3: None, 4: None}, 1)
 
 
-def piped_bill(microbatches: int = 1) -> CostReport:
+def piped_costs(microbatches: int = 1) -> CostReport:
     model = Small()
-    return bill(piped(), model, divide(model, PIPED, 2), SAMPLES, microbatches)
+    return estimate_costs(piped(), model, divide(model, PIPED, 2), SAMPLES, microbatches)
 
 
 PIPED = {"one": Assigned(-1, 0), "two": Assigned(-1, 1)}
 
 
 def test_bytes_per_edge_and_pair() -> None:
-    found = piped_bill()
+    found = piped_costs()
     assert [dict(edge.forward) for edge in found.edges] == [{(1, 0): 5 * 6 * 4}, {(0, 1): 8 * 16 * 4}, {(1, 0): 3 * 16}]
     assert [dict(edge.backward) for edge in found.edges] == [{}, {(1, 0): 8 * 16 * 4}, {(0, 1): 3 * 16}]
     assert found.edges[1].nbytes == (512, 512)
@@ -97,7 +106,7 @@ def test_bytes_per_edge_and_pair() -> None:
 
 @pytest.mark.parametrize("microbatches", [2, 3])
 def test_what_has_rows_travels_once_however_a_batch_is_cut(microbatches: int) -> None:
-    assert piped_bill(microbatches).pairs() == piped_bill().pairs()
+    assert piped_costs(microbatches).pairs() == piped_costs().pairs()
     assert [sum(part) for part in zip(*chunks(SAMPLES, microbatches), strict=True)] == list(SAMPLES)
 
 
@@ -109,7 +118,7 @@ def test_what_has_no_rows_travels_once_per_micro_batch() -> None:
     )
     edges = (*piped().edges[:2], LayoutEdge(2, 4, AT1, WHOLE, SymbolicShape((), "float32")))
     program = Program(2, steps, edges, ("x",), ResultRef(4, 2))
-    found = bill(program, model, divide(model, PIPED, 2), SAMPLES, microbatches=3)
+    found = estimate_costs(program, model, divide(model, PIPED, 2), SAMPLES, microbatches=3)
     assert found.edges[2].nbytes == (12, 12)
 
 
@@ -120,7 +129,7 @@ def test_features_are_gathered_and_dealt() -> None:
     model = Small()
     division = divide(model, {"one": Assigned(1)}, 2)
     program = small(features, BATCH, edges, {1: 0, 3: 1, 4: None}, 2)
-    found = bill(program, model, division, SAMPLES)
+    found = estimate_costs(program, model, division, SAMPLES)
     assert dict(found.edges[0].forward) == {(1, 0): 120, (0, 1): 72}
     assert dict(found.edges[1].forward) == {(0, 1): 5 * 8 * 4, (1, 0): 3 * 8 * 4}
     assert [one.parameters for one in found.workers] == [4 * (8 * 7 + 17 * 4)] * 2
@@ -129,7 +138,7 @@ def test_features_are_gathered_and_dealt() -> None:
 
 
 def test_memory_and_work_of_each_worker() -> None:
-    found = piped_bill()
+    found = piped_costs()
     first, second = found.workers
     assert (first.parameters, second.parameters) == (4 * 16 * 7, 4 * 4 * 17)
     assert first.trainable == first.parameters
@@ -183,7 +192,7 @@ def test_what_is_kept_is_what_autograd_keeps() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = model(torch.rand(6, 1, 8, 8))
-    found = bill(mixed(), model, divide(model, {}, 1), (6,)).workers[0]
+    found = estimate_costs(mixed(), model, divide(model, {}, 1), (6,)).workers[0]
     assert found.kept == sum(size for size, _ in kept.values())
     assert out.shape == (6, 10)
 
@@ -198,7 +207,7 @@ def test_nothing_of_the_model_is_touched_or_made() -> None:
         ProgramStep(1, "one", StepKind.MODULE, "one", AT0, (ResultRef(0, 0),), shape=rows(1 << 34)),
     )
     program = Program(2, steps, (LayoutEdge(0, 0, BATCH, AT0, rows(6)),), ("x",), ResultRef(0))
-    found = bill(program, model, divide(model, PIPED, 2), SAMPLES)
+    found = estimate_costs(program, model, divide(model, PIPED, 2), SAMPLES)
     assert found.workers[0].parameters == 7 * 4 << 34
     assert found.workers[0].peak == (8 * 6 + (8 << 34) + 3 * 6) * 4  # what arrived, the result, its own share
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -207,25 +216,27 @@ def test_nothing_of_the_model_is_touched_or_made() -> None:
 def test_each_worker_needs_its_samples_said() -> None:
     model = Small()
     with pytest.raises(ValueError, match="one number for each of 2 workers"):
-        bill(piped(), model, divide(model, PIPED, 2), (8,))
+        estimate_costs(piped(), model, divide(model, PIPED, 2), (8,))
 
 
 def test_stretches_are_steps_in_one_place() -> None:
     found = stretches(piped())
-    assert [(told(part.layout), part.title(), len(part.steps)) for part in found] == [
+    assert [(words_of(part.layout), part.title(), len(part.steps)) for part in found] == [
         ("worker 0", "one", 2),
         ("worker 1", "two", 1),
     ]
 
 
-# --- room -----------------------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 MB = 1_000_000
+FIRST, SECOND = ((Address(Role.WORKER, 0, index),) for index in range(2))
+SERVER = (Address(Role.SERVER, 0, 0),)
 
 
 def test_what_does_not_fit_is_refused_with_numbers_and_what_would_help() -> None:
-    need = ProcessNeed("worker 0/1", values=60 * MB, activations=70 * MB)
+    need = ProcessNeed(SECOND, values=60 * MB, activations=70 * MB)
     own = LIMITED + stacks(0)
     check([need], MemoryLimits())
     check([need], MemoryLimits(data=own + 130 * MB))
@@ -237,20 +248,17 @@ def test_what_does_not_fit_is_refused_with_numbers_and_what_would_help() -> None
 
 
 def test_shared_memory_is_no_data_of_the_process_and_counts_once_on_the_host() -> None:
-    one = ProcessNeed("worker 0/0", values=60 * MB, activations=50 * MB, shared=60 * MB)
-    other = ProcessNeed("worker 0/1", activations=50 * MB, seen=60 * MB)
+    one = ProcessNeed(FIRST, values=60 * MB, activations=50 * MB, shared=60 * MB)
+    other = ProcessNeed(SECOND, activations=50 * MB, seen=60 * MB)
     check([one, other], MemoryLimits(data=LIMITED + stacks(0) + 50 * MB))
     with pytest.raises(ConfigError, match="RLIMIT_AS allows 500"):
         check([one, other], MemoryLimits(addresses=500 * MB))
-    assert (
-        on_host([one, other], ITSELF) - on_host([ProcessNeed("worker 0/0"), ProcessNeed("worker 0/1")], ITSELF)
-        == 160 * MB
-    )
+    assert on_host([one, other], ITSELF) - on_host([ProcessNeed(FIRST), ProcessNeed(SECOND)], ITSELF) == 160 * MB
 
 
 def test_all_processes_of_a_host_together_must_fit() -> None:
-    here = [ProcessNeed("worker 0/0", values=400 * MB), ProcessNeed("server 0/0", state=500 * MB)]
-    there = ProcessNeed("worker 0/1", unit=1, host=1, values=400 * MB)
+    here = [ProcessNeed(FIRST, values=400 * MB), ProcessNeed(SERVER, state=500 * MB)]
+    there = ProcessNeed(SECOND, unit=1, host=1, values=400 * MB)
     total = on_host(here, ITSELF)
     check([*here, there], MemoryLimits(machine=total))
     with pytest.raises(ConfigError) as caught:
@@ -262,9 +270,9 @@ def test_all_processes_of_a_host_together_must_fit() -> None:
         check([there], MemoryLimits(machine=total - 1), host=1, each=total)
 
 
-def test_a_machine_has_room_and_it_is_the_same_at_any_time() -> None:
-    first = room()
+def test_the_limits_of_a_machine_are_the_same_at_any_time() -> None:
+    first = memory_limits()
     held = torch.zeros(5_000_000)
-    assert first == room()
+    assert first == memory_limits()
     assert first.machine is not None
     assert first.machine > held.nbytes

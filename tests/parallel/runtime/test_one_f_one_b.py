@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from topotrain.config.field_checks import ConfigError
+from topotrain.config.job import ConfigError, Schedule
 from topotrain.parallel.program.split_program import Program
 from topotrain.parallel.runtime.one_f_one_b import in_flight
 
@@ -78,7 +78,7 @@ def shares_of(*counts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(n, 4, generator=generator), torch.randn(n, 4, generator=generator)) for n in counts]
 
 
-def run(program: Program, counts: tuple[int, ...], schedule: str, micros: int) -> tuple[list[float], list[Pipe]]:
+def run(program: Program, counts: tuple[int, ...], schedule: Schedule, micros: int) -> tuple[list[float], list[Pipe]]:
     shares = shares_of(*counts)
     models = [copy.deepcopy(Pipe()) for _ in counts]
     for model in models:
@@ -112,7 +112,7 @@ CASES = [
 @pytest.mark.parametrize(("program", "counts"), CASES)
 @pytest.mark.parametrize("micros", [1, 4])
 def test_gradients_are_those_of_the_whole_model(program, counts, micros):
-    told, models = run(program, counts, "k1F1B", micros)
+    told, models = run(program, counts, Schedule.k1F1B, micros)
     model, shares = Pipe(), shares_of(*counts)
     loss = model(*(torch.cat([share[k] for share in shares]) for k in range(2)))
     (0.5 * loss).backward()
@@ -124,8 +124,8 @@ def test_gradients_are_those_of_the_whole_model(program, counts, micros):
 
 
 def test_fewer_activations_are_alive():
-    _, all_forward = run(CASES[0][0], (8, 8, 8), "kGPipe", 8)
-    _, in_turn = run(CASES[0][0], (8, 8, 8), "k1F1B", 8)
+    _, all_forward = run(CASES[0][0], (8, 8, 8), Schedule.kGPipe, 8)
+    _, in_turn = run(CASES[0][0], (8, 8, 8), Schedule.k1F1B, 8)
     assert [all_forward[k].stages[k].most for k in range(3)] == [8, 8, 8]
     assert all(in_turn[k].stages[k].most <= 3 - k for k in range(3))
     assert [in_flight(CASES[0][0], k) for k in range(3)] == [3, 2, 1]
@@ -135,7 +135,7 @@ def test_it_needs_a_model_that_returns_its_loss():
     cut = Cut(1)
     program = cut.program(cut.module("0", at(0), rows(4), cut.input("x", rows(4))))
     with pytest.raises(ConfigError, match="schedule = 'k1F1B': needs a forward that returns the loss"):
-        make_runner(program, nn.Sequential(nn.Linear(4, 4)), Town(Roads(1), 0), lambda: 1.0, 2, "k1F1B")
+        make_runner(program, nn.Sequential(nn.Linear(4, 4)), Town(Roads(1), 0), lambda: 1.0, 2, Schedule.k1F1B)
 
 
 def test_without_gradients_it_only_goes_forward():
@@ -144,7 +144,9 @@ def test_without_gradients_it_only_goes_forward():
 
     def work(town: Town) -> float:
         with torch.no_grad():
-            return make_runner(program, copy.deepcopy(model), town, lambda: 8.0, 4, "k1F1B")(*shares[town.me]).item()
+            return make_runner(program, copy.deepcopy(model), town, lambda: 8.0, 4, Schedule.k1F1B)(
+                *shares[town.me]
+            ).item()
 
     expected = model(*(torch.cat([share[k] for share in shares]) for k in range(2))).item()
     assert together(3, work) == pytest.approx([expected] * 3, rel=2e-6)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from topotrain.config.field_checks import ConfigError
 from topotrain.parallel.program.split_program import Program, SizeArgument, StepKind, SymbolicShape
-from topotrain.parallel.runtime.channel import STEPPED, TensorKey
+from topotrain.parallel.runtime.channel import ControlEdge, TensorKey
 from topotrain.parallel.runtime.program_runner import Runner
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -578,7 +578,7 @@ def test_steps_and_calls_without_gradient_in_between_are_no_disagreement():
         2, lambda town: use(make_runner(three(2, at(0), at(1), BATCH), models[town.me], town, lambda: 2.0), town), roads
     )
     left = [key for store in roads.stores for _, key in store._came]
-    assert all(key.edge == STEPPED for key in left) and len(left) <= 2  # no later forward has read them
+    assert all(key.edge == ControlEdge.STEPPED for key in left) and len(left) <= 2  # no later forward has read them
 
 
 def test_an_error_in_a_step_names_the_line_and_ends_all():

@@ -21,9 +21,9 @@ from topotrain.parallel.api.dry_run import PreparedArguments
 from topotrain.parallel.api.example_inputs import inputs_of, parse_inputs
 from topotrain.parallel.api.split_costs import (
     PlacementRequest,
-    bill_of,
     call_of,
-    check_room,
+    check_memory,
+    costs_of,
     needs_of,
 )
 from topotrain.parallel.auto_placement.placement_search import placed, speeds_of
@@ -86,7 +86,7 @@ def test_shapes_come_from_one_sample_and_the_script_draws_what_it_would_have_dra
     assert found.samples == 25
     assert Counted.asked == 1
     assert torch.equal(torch.get_rng_state(), state)
-    assert found.told() == "25x3 float32 (from the loader's first batch)"
+    assert found.text() == "25x3 float32 (from the loader's first batch)"
 
 
 class Named(nn.Module):
@@ -259,7 +259,7 @@ def test_what_cannot_fit_is_said_by_the_plan_and_refused_by_the_job(monkeypatch:
     total = found.as_data()["hosts"][0]["total"]
     assert f"{total / 1e6:,.1f} MB" in text
     with pytest.raises(ConfigError, match="does not fit"):
-        check_room(asked(hybrid()), loader(), 0)
+        check_memory(asked(hybrid()), loader(), 0)
 
 
 def asked(job: Job, state_factor: float = 0.0, **more: Any) -> PlacementRequest:
@@ -273,7 +273,7 @@ def asked(job: Job, state_factor: float = 0.0, **more: Any) -> PlacementRequest:
 def needed(job: Job, state_factor: float = 0.0, **more: Any) -> dict[str, ProcessNeed]:
     given = asked(job, state_factor, **more)
     call = call_of(job, given.model, inputs_of(given.model, loader()))
-    costs = bill_of(replace(given, call=call), given.found)
+    costs = costs_of(replace(given, call=call), given.found)
     return {need.who: need for need in needs_of(given, given.found, costs)}
 
 
@@ -362,14 +362,14 @@ def test_the_processes_of_a_host_are_added_up(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(memory_check, "_numbers", lambda file: {"MemTotal": int(one / memory_check.SAFE) + 1000})
     monkeypatch.setattr(memory_check, "_group", lambda: None)
     given = asked(replace(hybrid(), cluster=cluster), hosts=(0, 1, 1))
-    check_room(given, loader(), 0)
+    check_memory(given, loader(), 0)
     with pytest.raises(ConfigError, match=r"host 1.*2 processes"):
-        check_room(given, loader(), 1)
+        check_memory(given, loader(), 1)
 
 
 def test_a_loader_that_does_not_tell_leaves_activations_out() -> None:
-    check_room(asked(hybrid()), None, 0)
-    check_room(asked(hybrid()), [1, 2], 0)
+    check_memory(asked(hybrid()), None, 0)
+    check_memory(asked(hybrid()), [1, 2], 0)
 
 
 class Uneven(nn.Module):

@@ -241,7 +241,7 @@ class StepContributions:
     def _vote(self, group: int) -> m.StepVote:
         model = self._state.known
         vote = model.vote(group, self._state.order.next)
-        # A vote with members is of a job with backup workers, in which no extension adds to votes.
+        # A vote with members is of a job with backup workers. It has no tables, and no incarnation (`GroupRestarts`).
         for extension in () if vote.members else self._hooks.amend_vote:
             vote = extension.amend_vote(vote, model.staging[group].commits)
         return vote

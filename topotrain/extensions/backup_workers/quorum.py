@@ -15,7 +15,6 @@ from topotrain.config.job import Job
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core.protocol import Commit, Message, ProtocolError, StepDecision
-from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import SHOWS
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
 from topotrain.core.server.server import Server
@@ -105,22 +104,6 @@ class Quorum:
             del self._waiting[worker]
             self._idle.discard(worker)
         return found
-
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        return {
-            "waiting": self._waiting,
-            "through": self._through,
-            "idle": self._idle,
-            "finished": self._finished,
-            "asked": self._asked,
-            "dead": self._dead,
-        }
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self._waiting, self._through, self._asked = dict(state["waiting"]), dict(state["through"]), dict(state["asked"])
-        self._idle, self._finished, self._dead = set(state["idle"]), set(state["finished"]), set(state["dead"])
 
 
 class BackupWorkers(GradientExtension, StepPolicy):
@@ -251,14 +234,5 @@ class BackupWorkers(GradientExtension, StepPolicy):
         step = server.model.staging[worker.group].step
         server.queue.send(worker, StepCaughtUp(number, step, server.state.version, snapshot))
 
-    # --- a second copy -------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> State:
-        """As `ServerExtension.state_dict`."""
-        own = {"counted": self._counted, "owed": self._owed, "late": self._late}
-        return {"quorum": self._quorum.state_dict(), **own}
-
-    def load_state_dict(self, state: State) -> None:
-        """As `ServerExtension.load_state_dict`."""
-        self._quorum.load_state_dict(state["quorum"])
-        self._counted, self._owed, self._late = dict(state["counted"]), dict(state["owed"]), list(state["late"])
+    def state_dict(self) -> None:
+        """Return None: `replica_placement.check` refuses a second copy."""

@@ -173,31 +173,32 @@ Out = SendPart | CompleteSum | CollectiveResult
 
 
 @dataclass(frozen=True, slots=True)
-class _Spot:
+class _TreePosition:
     """One rank's position in both trees of a home."""
 
     parent: int
     below: tuple[int, ...]
     order: tuple[int, ...]  # ranks of the terms of a sum: the children and this rank
-    told_by: int  # the source of results
-    tells: tuple[int, ...]  # the ranks to which results are passed on
+    result_source: int  # the source of results
+    result_targets: tuple[int, ...]  # the ranks to which results are passed on
 
 
 @dataclass(slots=True)
 class _Sum:
     """The parts of a bucket's last reduction, by rank."""
 
+    expected: int
     key: tuple[int, int] = (-1, -1)
-    done: bool = True
     parts: dict[int, Contribution] = field(default_factory=dict)
 
     def begin(self, key: tuple[int, int]) -> None:
         """Begin a later reduction."""
-        self.key, self.done = key, False
+        self.key = key
         self.parts.clear()
 
-    def finish(self) -> None:
-        self.done = True
+    @property
+    def done(self) -> bool:
+        return len(self.parts) == self.expected
 
 
 class Relay(ABC):
@@ -214,10 +215,10 @@ class Relay(ABC):
 
     def __init__(self, algorithm: Algorithm, size: int, rank: int, homes: Sequence[int]) -> None:
         self._rank, self._homes = rank, homes
-        self._spots = tuple(_spot(algorithm, size, rank, h) for h in range(size))
+        self._positions = tuple(_position(algorithm, size, rank, h) for h in range(size))
         self._sums: dict[int, _Sum] = {}
         # By bucket and whether it was new values, which come after the means of a step but have the ordinal -1.
-        self._told: dict[tuple[int, bool], tuple[int, int]] = {}
+        self._last_results: dict[tuple[int, bool], tuple[int, int]] = {}
 
     @abstractmethod
     def buffer(self, slot: str, bucket: int) -> torch.Tensor:
@@ -243,8 +244,8 @@ class Relay(ABC):
         # A result that came twice was passed on already.
         if self._is_old(sender, hop):
             return []
-        self._told[hop.bucket, hop.ordinal == VALUES] = (hop.step, hop.ordinal)
-        return [*self._tell(hop), CollectiveResult(hop)]
+        self._last_results[hop.bucket, hop.ordinal == VALUES] = (hop.step, hop.ordinal)
+        return [*self._send_result(hop), CollectiveResult(hop)]
 
     def place(self, sender: int, hop: CollectivePart, viewable: bool) -> torch.Tensor | None:
         """Return memory for the body of a message.
@@ -256,7 +257,7 @@ class Relay(ABC):
         """
         self._check(sender, hop)
         # A view is enough where the body is read once. A result that is passed on needs memory of this process.
-        if viewable and (hop.up or not self._spot(hop.bucket).tells or self._is_old(sender, hop)):
+        if viewable and (hop.up or not self._position(hop.bucket).result_targets or self._is_old(sender, hop)):
             return None
         # Without this check a repeated message would be received into a buffer that a sum is reading.
         if self._is_old(sender, hop):
@@ -274,38 +275,38 @@ class Relay(ABC):
         without one. The body must not change until this rank has the CompleteSum of a later reduction of the bucket.
         """
         # Also sent without a body: only by the result a rank knows that the reduction is complete.
-        spot = self._spot(bucket)
-        if spot.parent != self._rank:
+        position = self._position(bucket)
+        if position.parent != self._rank:
             raise ValueError(f"rank {self._rank} is not the center of bucket {bucket}")
-        return self._tell(CollectivePart(step, ordinal, bucket, False, 0.0, 0, 0.0, present, version, body=body))
+        return self._send_result(CollectivePart(step, ordinal, bucket, False, 0.0, 0, 0.0, present, version, body=body))
 
     def reset(self) -> None:
         """Forget all parts. Reductions start again, with any step."""
         self._sums.clear()
-        self._told.clear()
+        self._last_results.clear()
 
     # --- up ------------------------------------------------------------------------------------------------------
 
     def _add(self, source: int, step: int, ordinal: int, bucket: int, part: Contribution) -> list[Out]:
-        spot, current, key = self._spot(bucket), self._sums.setdefault(bucket, _Sum()), (step, ordinal)
+        position, key = self._position(bucket), (step, ordinal)
+        current = self._sums.setdefault(bucket, _Sum(len(position.order)))
         # A later reduction begins only when all ranks have the result of this one, so no part of this one is lost.
         if key > current.key:
             current.begin(key)
         if key < current.key or source in current.parts:
             return []
         current.parts[source] = part
-        if len(current.parts) < len(spot.order):
+        if not current.done:
             return []
         # Summed at once when all parts are here, in the order of ranks: the bits never depend on the order of arrival.
-        current.finish()
-        total = self._total(bucket, spot, current.parts)
-        if spot.parent == self._rank:
+        total = self._total(bucket, position, current.parts)
+        if position.parent == self._rank:
             return [CompleteSum(step, ordinal, bucket, total)]
-        return [SendPart(spot.parent, _upward(step, ordinal, bucket, total))]
+        return [SendPart(position.parent, _upward(step, ordinal, bucket, total))]
 
-    def _total(self, bucket: int, spot: _Spot, parts: dict[int, Contribution]) -> Contribution:
+    def _total(self, bucket: int, position: _TreePosition, parts: dict[int, Contribution]) -> Contribution:
         # A rank without counted samples adds neither weight nor gradient.
-        counted = [parts[rank] for rank in spot.order if parts[rank].count]
+        counted = [parts[rank] for rank in position.order if parts[rank].count]
         weights = {part.each for part in counted}
         each = weights.pop() if len(weights) == 1 else 0.0
         # The union also has pieces of uncounted ranks: a gradient of zeros is not the same as none for the optimizer.
@@ -314,18 +315,24 @@ class Relay(ABC):
             present |= int.from_bytes(part.present, "little")
         bits = present.to_bytes(max(len(part.present) for part in parts.values()), "little")
         weight, count = sum(part.weight for part in counted), sum(part.count for part in counted)
-        return Contribution(weight, count, each, bits, self._sum(bucket, spot, parts, not each) if present else None)
+        return Contribution(
+            weight, count, each, bits, self._sum(bucket, position, parts, not each) if present else None
+        )
 
-    def _sum(self, bucket: int, spot: _Spot, parts: dict[int, Contribution], mixed: bool) -> torch.Tensor | None:
-        at_center = spot.parent == self._rank
-        ranks = [rank for rank in spot.order if parts[rank].body is not None and parts[rank].count]
+    def _sum(
+        self, bucket: int, position: _TreePosition, parts: dict[int, Contribution], mixed: bool
+    ) -> torch.Tensor | None:
+        at_center = position.parent == self._rank
+        ranks = [rank for rank in position.order if parts[rank].body is not None and parts[rank].count]
         if not at_center and not ranks:
             return None
         if not at_center and len(ranks) == 1 and not (mixed and parts[ranks[0]].each):
             return parts[ranks[0]].body  # nothing to add: the part is passed on without a copy
         # Adding needs no extra memory: the buffer has been read as a term when the sum is written over it.
         # A sum to pass on is made in the buffer of the first child with a part, which is one of the first two terms.
-        inbox = next((rank for rank in ranks if rank in spot.below), spot.below[0] if spot.below else self._rank)
+        inbox = next(
+            (rank for rank in ranks if rank in position.below), position.below[0] if position.below else self._rank
+        )
         out = self.buffer(MEAN, bucket) if at_center else self._inbox(inbox, bucket)
         terms = [self._term(bucket, rank, parts[rank], mixed, out.dtype) for rank in ranks]
         # Ranks have gradients, but none with weight: the mean is zero.
@@ -348,21 +355,21 @@ class Relay(ABC):
         return torch.mul(body, part.each, out=out)
 
     def _inbox(self, child: int, bucket: int) -> torch.Tensor:
-        return self.buffer(f"up{self._spot(bucket).below.index(child)}", bucket)
+        return self.buffer(f"up{self._position(bucket).below.index(child)}", bucket)
 
     # --- down ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, hop: CollectivePart) -> list[Out]:
-        return [SendPart(rank, hop) for rank in self._spot(hop.bucket).tells]
+    def _send_result(self, hop: CollectivePart) -> list[Out]:
+        return [SendPart(rank, hop) for rank in self._position(hop.bucket).result_targets]
 
     # --- both ----------------------------------------------------------------------------------------------------
 
-    def _spot(self, bucket: int) -> _Spot:
-        return self._spots[self._homes[bucket]]
+    def _position(self, bucket: int) -> _TreePosition:
+        return self._positions[self._homes[bucket]]
 
     def _check(self, sender: int, hop: CollectivePart) -> None:
-        spot = self._spot(hop.bucket)
-        if sender not in (spot.below if hop.up else (spot.told_by,)) or sender == self._rank:
+        position = self._position(hop.bucket)
+        if sender not in (position.below if hop.up else (position.result_source,)) or sender == self._rank:
             raise ProtocolError(f"{_name(hop)}: rank {sender} is not the neighbor of rank {self._rank} that sends it")
         current = self._sums.get(hop.bucket)
         if hop.up and current is not None and not current.done and (hop.step, hop.ordinal) > current.key:
@@ -371,16 +378,16 @@ class Relay(ABC):
     def _is_old(self, sender: int, hop: CollectivePart) -> bool:
         key = (hop.step, hop.ordinal)
         if not hop.up:
-            return key <= self._told.get((hop.bucket, hop.ordinal == VALUES), (-1, -1))
+            return key <= self._last_results.get((hop.bucket, hop.ordinal == VALUES), (-1, -1))
         current = self._sums.get(hop.bucket)
         # Old: the reduction is over, or it is the present one and has the sender's part already.
         return current is not None and (key, True) <= (current.key, current.done or sender in current.parts)
 
 
-def _spot(algorithm: Algorithm, size: int, rank: int, home: int) -> _Spot:
+def _position(algorithm: Algorithm, size: int, rank: int, home: int) -> _TreePosition:
     above, below = up(algorithm, size, home), down(algorithm, size, home)
     mine = children(above, rank)
-    return _Spot(above[rank], mine, tuple(sorted((*mine, rank))), below[rank], children(below, rank))
+    return _TreePosition(above[rank], mine, tuple(sorted((*mine, rank))), below[rank], children(below, rank))
 
 
 def _upward(step: int, ordinal: int, bucket: int, part: Contribution) -> CollectivePart:

@@ -49,6 +49,9 @@ class TorchCollectiveServer(GradientExtension):
         """As `GradientExtension.gradient_source`."""
         return EditedTotals(settings, None)
 
+    def state_dict(self) -> None:
+        """Return None: `replica_placement.check` refuses a second copy."""
+
 
 @dataclass(slots=True)
 class _Backward:

@@ -22,7 +22,6 @@ from topotrain.core.protocol import (
     check_bits,
     per_bucket,
 )
-from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.backward_means import BackwardsOfStep, check_ordinal
 from topotrain.core.server.gradients.gradient_source import (
     GradientSource,
@@ -147,20 +146,6 @@ class PrecomputedGradients(GradientSource):
         gradient = self._sums[bucket.id]
         assert gradient is not None
         return gradient
-
-    # --- a second copy -------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> State:
-        """As `GradientSource.state_dict`."""
-        own = {"sums": self._sums, "nonfinite": self._nonfinite, "gathered": self._gathered}
-        return {**super().state_dict(), **own, "backwards": self._backwards.state_dict()}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        super().load_state_dict(state)
-        self._backwards.load_state_dict(state["backwards"])
-        self._sums, self._nonfinite = dict(state["sums"]), dict(state["nonfinite"])
-        self._gathered = state["gathered"]
 
 
 class EditedTotals(PrecomputedGradients):

@@ -23,15 +23,15 @@ class ScratchMemory:
     """Reusable memory for one thread. Fresh memory costs more than the arithmetic."""
 
     def __init__(self) -> None:
-        self._rooms: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
 
-    def room(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D tensor of any content. The next call with this name reuses it."""
         # Bytes, so that one allocation serves all dtypes and all smaller sizes.
         size = numel * dtype.itemsize
-        held = self._rooms.get(name)
+        held = self._buffers.get(name)
         if held is None or held.numel() < size:
-            held = self._rooms[name] = torch.empty(size, dtype=torch.uint8)
+            held = self._buffers[name] = torch.empty(size, dtype=torch.uint8)
         return held[:size].view(dtype)
 
 
@@ -77,7 +77,7 @@ class Codec(ABC):
         """
         # Through scratch memory, since an addition of two dtypes would allocate a copy. Not fused into one operation,
         # because processors differ in whether they round in between.
-        single = self.scratch.room("work", out.numel(), torch.float32)
+        single = self.scratch.buffer("work", out.numel(), torch.float32)
         self.decode(data, single)
         out.add_(single, alpha=sign)
 
@@ -147,7 +147,7 @@ class Int8Codec(Codec):
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> bool:
         _checked(self, out, values)
         single, whole = _single(values, self.scratch)
-        work = self.scratch.room("work", values.numel(), torch.float32)
+        work = self.scratch.buffer("work", values.numel(), torch.float32)
         for (scales, codes, x), (_, _, y) in zip(self._parts(out, single), self._parts(out, work)):
             torch.abs(x, out=y)
             torch.amax(y, 1, keepdim=True, out=scales)
@@ -182,7 +182,7 @@ class Int8Codec(Codec):
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         _checked(self, data, out)
         if out.dtype is not torch.float32:
-            single = self.scratch.room("work", out.numel(), torch.float32)
+            single = self.scratch.buffer("work", out.numel(), torch.float32)
             self.decode(data, single)
             out.copy_(single)
             return
@@ -222,7 +222,7 @@ class TopKCodec(Codec):
         single, whole = _single(values, self.scratch)
         if not values.numel():
             return True
-        bits = self.scratch.room("work", values.numel(), torch.int32)
+        bits = self.scratch.buffer("work", values.numel(), torch.int32)
         torch.bitwise_and(single.view(torch.int32), 0x7FFFFFFF, out=bits)  # orders as magnitudes do, NaN above all
         found = largest(bits.numpy(), indices.numel(), self.scratch)
         indices.copy_(found)
@@ -259,7 +259,7 @@ def largest(bits: np.ndarray, k: int, scratch: ScratchMemory) -> torch.Tensor:
     floor = _guess(bits, k)
     chosen: np.ndarray | None = None
     if floor is not None:
-        mask = scratch.room("mask", bits.size, torch.bool).numpy()
+        mask = scratch.buffer("mask", bits.size, torch.bool).numpy()
         chosen = np.flatnonzero(np.greater_equal(bits, floor, out=mask))
         if chosen.size < k:
             if floor == 1:  # `chosen` has all nonzero elements; the first k elements have enough zeros for the rest
@@ -309,7 +309,7 @@ def _single(values: torch.Tensor, scratch: ScratchMemory) -> tuple[torch.Tensor,
     """Return float32 values (themselves or a copy), and whether all finite ones fit."""
     if values.dtype is torch.float32:
         return values, True
-    single = scratch.room("single", values.numel(), torch.float32)
+    single = scratch.buffer("single", values.numel(), torch.float32)
     single.copy_(values)
     # Only float64 has finite values outside float32's range.
     fits = values.dtype is not torch.float64 or all_finite(single)

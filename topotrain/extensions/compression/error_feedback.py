@@ -148,8 +148,8 @@ class DeltaStream:
         """Sender: encode the changes into `out` (see `Codec`), and add them to `held`."""
         # Both copies treat values that are not finite as 0 in the next round, so that later values replace them.
         self._mend()
-        room = self.codec.scratch.room("delta", values.numel(), working_dtype(values.dtype))
-        self.codec.encode(torch.sub(values, self.held, out=room), out)
+        delta = self.codec.scratch.buffer("delta", values.numel(), working_dtype(values.dtype))
+        self.codec.encode(torch.sub(values, self.held, out=delta), out)
         self._take(out)
 
     def decode(self, data: torch.Tensor) -> None:

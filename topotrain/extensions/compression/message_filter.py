@@ -46,7 +46,7 @@ class _Codecs:
         """The bucket's codec, or None where bodies travel as they are."""
         return self._codecs[bucket.space]
 
-    def room(self, name: str, bucket: Bucket) -> torch.Tensor:
+    def buffer(self, name: str, bucket: Bucket) -> torch.Tensor:
         """The bytes of one encoding of the bucket, 1-D uint8, zero at first."""
         lo, hi = self._places[bucket.id]
         return self._flats.raw(name, self._total)[lo:hi]
@@ -55,9 +55,9 @@ class _Codecs:
 class _Sender:
     """The error feedback of one bucket, and the loss scale of its residual."""
 
-    def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, room: torch.Tensor) -> None:
+    def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, coded: torch.Tensor) -> None:
         kept = working_dtype(dtype)
-        self.room = room
+        self.coded = coded
         self._codec = codec
         # Two buffers: the residual must stay as it is until the step counts.
         self._feedback = ErrorFeedback(codec, torch.zeros(numel, dtype=kept), torch.zeros(numel, dtype=kept))
@@ -70,11 +70,11 @@ class _Sender:
             for i, piece in enumerate(bucket.pieces)
             if not present >> i & 1
         ]
-        self._feedback.encode(gradient, self.room, more, absent)
+        self._feedback.encode(gradient, self.coded, more, absent)
 
     def encode_uncounted(self, gradient: torch.Tensor) -> None:
         """Encode a gradient to which the receiver will give no weight."""
-        self._codec.encode(gradient, self.room)
+        self._codec.encode(gradient, self.coded)
 
     def settle(self, inverse: float) -> None:
         """The encoded gradients count. inverse: their factor (`Commit.inv_scale`)."""
@@ -126,13 +126,13 @@ class WorkerEncoding(BodyCodec):
             return gradient
         sender = self._senders.get(bucket.id)
         if sender is None:
-            room = self._out.room("coded push", bucket)
-            sender = self._senders[bucket.id] = _Sender(codec, gradient.numel(), gradient.dtype, room)
+            coded = self._out.buffer("coded push", bucket)
+            sender = self._senders[bucket.id] = _Sender(codec, gradient.numel(), gradient.dtype, coded)
         if self._adds and weight <= 0:
             sender.encode_uncounted(gradient)  # samples that do not count must not be sent later, either
         else:
             sender.encode(bucket, present, gradient, more=self._adds)
-        return sender.room
+        return sender.coded
 
     def step_done(self, found_inf: bool, weight: float, revisions: Sequence[int], inv_scale: float) -> None:
         """The step is committed: its pushes count, or do not. Arguments as in `Commit`."""
@@ -151,7 +151,7 @@ class WorkerEncoding(BodyCodec):
 
     def landing(self, message: ReducedGradient | Values, bucket: Bucket) -> torch.Tensor:
         """Memory for such a body."""
-        return self._in.room(f"coded {type(message).__name__}", bucket)
+        return self._in.buffer(f"coded {type(message).__name__}", bucket)
 
     def mean(self, bucket: Bucket, data: torch.Tensor) -> torch.Tensor:
         """Decode a mean. It stays until the next one of the bucket."""
@@ -200,7 +200,7 @@ class ServerEncoding(ServerBodyCodec):
     def landing(self, worker: Address, bucket: Bucket) -> torch.Tensor | None:
         """Memory for a worker's push; None: it is not encoded."""
         name = f"coded push {worker.group}/{worker.index}"
-        return None if self._codecs.of(bucket) is None else self._codecs.room(name, bucket)
+        return None if self._codecs.of(bucket) is None else self._codecs.buffer(name, bucket)
 
     def push(self, worker: Address, message: Push, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
         """A worker's gradient, typed like `like`. Raises ProtocolError for another body."""
@@ -223,16 +223,16 @@ class ServerEncoding(ServerBodyCodec):
         senders = self._means.setdefault(group, {})
         sender = senders.get(bucket.id)
         if sender is None:
-            room = self._codecs.room(f"coded mean {group}", bucket)
-            sender = senders[bucket.id] = _Sender(codec, mean.numel(), mean.dtype, room)
+            coded = self._codecs.buffer(f"coded mean {group}", bucket)
+            sender = senders[bucket.id] = _Sender(codec, mean.numel(), mean.dtype, coded)
         # Each mean of a step is sent, so each adds to the residual of the last one.
         sender.encode(bucket, present, mean, more=True)
         # The server goes on with the decoded mean, so that its update is the one that the workers have seen.
-        codec.decode(sender.room, mean)
+        codec.decode(sender.coded, mean)
 
     def mean_body(self, group: int, bucket: Bucket, mean: torch.Tensor) -> torch.Tensor:
         """The body of that mean."""
-        return mean if self._codecs.of(bucket) is None else self._means[group][bucket.id].room
+        return mean if self._codecs.of(bucket) is None else self._means[group][bucket.id].coded
 
     def step_done(self, group: int, applied: bool, inv_scale: float) -> None:
         """The group's step is over: its means count, or do not."""
@@ -265,13 +265,13 @@ class ServerEncoding(ServerBodyCodec):
             stream.restart(values)
             self._coded.discard(key)
         else:
-            stream.encode(values, self._codecs.room(f"coded values {group}", bucket))
+            stream.encode(values, self._codecs.buffer(f"coded values {group}", bucket))
             self._coded.add(key)
 
     def difference(self, group: int, bucket: Bucket) -> torch.Tensor | None:
         """As `ServerBodyCodec.difference`."""
         coded = (group, bucket.id) in self._coded
-        return self._codecs.room(f"coded values {group}", bucket) if coded else None
+        return self._codecs.buffer(f"coded values {group}", bucket) if coded else None
 
     def state_dict(self) -> None:
         """Return None: a second copy is not possible."""

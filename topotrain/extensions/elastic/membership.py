@@ -18,7 +18,7 @@ from topotrain.core.protocol import Commit, Fail, Message, ProtocolError, StepDe
 from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.consistency import REPLACED, RESTARTS, AppliedBatches
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import Outbox, RegroupExtension
+from topotrain.core.server.server_extension import Outbox, RegroupExtension, makes_partial_steps
 from topotrain.extensions.elastic.eligibility import refusal, singly
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
 
@@ -183,6 +183,8 @@ class GroupRestarts(RegroupExtension):
     decrees = (RESTARTS, REPLACED)
 
     def __init__(self, server: Server, job: Job, topology: Topology) -> None:
+        # Votes of partial steps are not amended, so they have no incarnation of a group.
+        assert singly(job) or not makes_partial_steps(job)
         self._server, self._me, self._job, self._topology = server, server.me, job, topology
         self._leases = server.me == (Role.SERVER, 0, 0)  # it leases the batches of all groups
         self._ours = server.groups

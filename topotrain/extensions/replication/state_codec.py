@@ -116,22 +116,22 @@ class StateReader:
         """Return the value of the result of `StateWriter.write`."""
         if not isinstance(tree, dict):
             return tree
-        ((letter, told),) = tree.items()
+        ((letter, content),) = tree.items()
         if letter == "d":
-            return {self.read(key): self.read(item) for key, item in told}
+            return {self.read(key): self.read(item) for key, item in content}
         if letter in _MADE:
-            return _MADE[letter]([self.read(item) for item in told])
+            return _MADE[letter]([self.read(item) for item in content])
         if letter == "b":
-            return bytes.fromhex(told)
+            return bytes.fromhex(content)
         if letter == "a":
-            return Address(Role(told[0]), told[1], told[2])
+            return Address(Role(content[0]), content[1], content[2])
         if letter == "m":
-            return m.decode(told[0], bytes.fromhex(told[1]), self.read(told[2]))
+            return m.decode(content[0], bytes.fromhex(content[1]), self.read(content[2]))
         if letter == "v":
-            return self._view(told)
+            return self._view(content)
         if letter == "x":
             # A copy, because the transferred bytes are freed.
-            return self._tensor(*told).clone()
+            return self._tensor(*content).clone()
         raise ValueError(f"{letter!r} is not a kind of value")
 
     def _view(self, where: list[Any]) -> torch.Tensor:

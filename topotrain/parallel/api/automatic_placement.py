@@ -7,7 +7,7 @@ from typing import Any
 from topotrain.config.job import ConfigError, Schedule
 from topotrain.parallel.api.example_inputs import inputs_of
 from topotrain.parallel.api.split_costs import PlacementRequest, call_of
-from topotrain.parallel.estimate.memory_check import MemoryLimits, room
+from topotrain.parallel.estimate.memory_check import MemoryLimits, memory_limits
 from topotrain.parallel.placement.assign_modules import Assignment
 
 
@@ -39,7 +39,7 @@ def place_modules(asked: PlacementRequest, loader: Any) -> AutomaticPlacement:
         ConfigError: shapes are not known, or no placement fits, or the package is missing.
     """
     given = inputs_of(asked.model, loader, asked.job.schedule is Schedule.k1F1B)
-    return place_call(replace(asked, call=call_of(asked.job, asked.model, given)), room())
+    return place_call(replace(asked, call=call_of(asked.job, asked.model, given)), memory_limits())
 
 
 def place_call(

@@ -88,10 +88,10 @@ def scope(name: str) -> Iterator[None]:
 
 
 def _check_seen(name: str) -> None:
-    here, said = process.current(), device_scopes.parse(name)
+    here, named = process.current(), device_scopes.parse(name)
     if here is None or here.worker is None or here.split is not None or here.place.topology.workers_per_group == 1:
         return
-    if said.task is not None and said.job != "ps":
+    if named.task is not None and named.job != "ps":
         accepted = "comes too late: name a worker where modules are made, with tt.place, or in a partition block"
         raise ConfigError("tt.device", name, accepted)
 

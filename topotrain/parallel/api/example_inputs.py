@@ -34,7 +34,7 @@ class ExampleInputs:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
 
-    def told(self) -> str:
+    def text(self) -> str:
         """Return shapes and dtypes in words."""
         parts = [_words(value) for value in self.args]
         parts += [f"{name}={_words(value)}" for name, value in self.kwargs.items()]

@@ -5,11 +5,13 @@ tensors of other workers are on the meta device. At the end the model on worker 
 values and its own forward.
 """
 
+import inspect
 import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +24,7 @@ from topotrain.extensions.tables.frontend.embedding import Embedding
 from topotrain.parallel.api import device_placement
 from topotrain.parallel.api.automatic_placement import place_modules
 from topotrain.parallel.api.dry_run import state_factor
-from topotrain.parallel.api.split_costs import PlacementRequest, check_room
+from topotrain.parallel.api.split_costs import PlacementRequest, check_memory
 from topotrain.parallel.api.split_forward import SplitForward
 from topotrain.parallel.capture import device_scopes
 from topotrain.parallel.capture.capture_model import CapturedForward, capture
@@ -37,6 +39,8 @@ from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
 from topotrain.training.worker import Worker
 
+_WITHOUT_SCOPES = sys.stdlib_module_names | {"torch", "numpy", "topotrain"}
+"""Packages of which no function is looked into."""
 _ANY = 1 << 16
 """More workers than any group has. In a group of one worker the script may name any worker."""
 
@@ -80,7 +84,7 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
         raise ConfigError("tt.device", None, accepted)
     # Before `localise` allocates anything.
     with _random_state_kept(loader):
-        check_room(replace(asked, found=found), loader, topology.hosts[unit] if topology.hosts else 0)
+        check_memory(replace(asked, found=found), loader, topology.hosts[unit] if topology.hosts else 0)
     return SplitModel(
         here, model, optimizer, captured, found, localise(model, optimizer, division, here.me.index, job.seed)
     )
@@ -95,7 +99,7 @@ def tagged(model: nn.Module) -> bool:
 def captured_if_placed(model: nn.Module) -> CapturedForward | None:
     """Return the captured forward if it names a worker with `tt.device`, else None."""
     # Most models are not split, and tracing takes time. So the code is looked at first.
-    if not any(_mentions_device(kind) for kind in {type(module) for module in model.modules()}):
+    if not any(_mentions_device(kind.forward, kind, set()) for kind in {type(module) for module in model.modules()}):
         return None
     try:
         captured = capture(model)
@@ -106,29 +110,51 @@ def captured_if_placed(model: nn.Module) -> CapturedForward | None:
     return captured if any(device.task is not None and device.job != "ps" for device in found) else None
 
 
-def _mentions_device(kind: type[nn.Module]) -> bool:
-    code = getattr(kind.forward, "__code__", None)
-    if code is None or "device" not in code.co_names:
+def _mentions_device(thing: Any, kind: type[nn.Module], seen: set[CodeType]) -> bool:
+    """Return whether a function, or one that it calls by name, uses `tt.device`.
+
+    A function that is called in another way is not seen. Its scope raises ConfigError when it runs.
+    """
+    function = inspect.unwrap(thing) if isinstance(thing, FunctionType) else getattr(thing, "__func__", None)
+    if not isinstance(function, FunctionType) or function.__code__ in seen:
         return False
-    named = [kind.forward.__globals__.get(name) for name in code.co_names]
-    return any(getattr(thing, "__name__", "").partition(".")[0] == "topotrain" for thing in named) or any(
-        getattr(thing, "__module__", "") == device_placement.__name__ for thing in named
-    )
+    code = function.__code__
+    seen.add(code)
+    if (function.__module__ or "").partition(".")[0] in _WITHOUT_SCOPES:
+        return False
+    names = set(_names(code))
+    known = [function.__globals__.get(name) for name in names]
+    known += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    tables = [vars(each) for each in known if isinstance(each, ModuleType | type)]
+    # The object before a dot is not known, so a name is looked for in the module of the forward and in those mentioned.
+    known += [inspect.getattr_static(kind, name, None) for name in names]
+    known += [table[name] for table in tables for name in names & table.keys()]
+    names |= {each.__name__ for each in known if isinstance(each, ModuleType)}
+    if {"topotrain", "device"} <= names or any(each is device_placement.device for each in known):
+        return True
+    return any(_mentions_device(each, kind, seen) for each in known)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the global names and attributes that code and functions in it use."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 @contextmanager
 def _random_state_kept(loader: Any) -> Iterator[None]:
     """Restore the random state of a loader and of torch after the block."""
     sampler = getattr(loader, "sampler", None)
-    own = [
-        dice for thing in (loader, sampler) if isinstance(dice := getattr(thing, "generator", None), torch.Generator)
-    ]
-    states = [dice.get_state() for dice in own]
+    held = [getattr(thing, "generator", None) for thing in (loader, sampler)]
+    own = [generator for generator in held if isinstance(generator, torch.Generator)]
+    states = [generator.get_state() for generator in own]
     # Looking at a batch must not change the order of the batches.
     with torch.random.fork_rng(devices=[]):
         yield
-    for dice, state in zip(own, states, strict=True):
-        dice.set_state(state)
+    for generator, state in zip(own, states, strict=True):
+        generator.set_state(state)
 
 
 def _check(job: Job, model: nn.Module) -> None:

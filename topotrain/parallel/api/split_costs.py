@@ -14,8 +14,8 @@ from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Topology
 from topotrain.parallel.api.example_inputs import ExampleInputs, inputs_of
 from topotrain.parallel.capture.capture_model import CapturedForward
-from topotrain.parallel.estimate.cost_report import CostReport, bill, buffer_bytes
-from topotrain.parallel.estimate.memory_check import check, room
+from topotrain.parallel.estimate.cost_report import CostReport, buffer_bytes, estimate_costs
+from topotrain.parallel.estimate.memory_check import check, memory_limits
 from topotrain.parallel.estimate.process_memory import ProcessNeed, WorkerLoad, loads, needs
 from topotrain.parallel.placement.assign_modules import Assignment
 from topotrain.parallel.placement.parameter_owners import ParameterOwners, divide
@@ -59,7 +59,7 @@ class PlacementRequest:
     state_factor: float = 0.0
 
 
-def bill_of(asked: PlacementRequest, found: Mapping[str, Assignment]) -> CostReport:
+def costs_of(asked: PlacementRequest, found: Mapping[str, Assignment]) -> CostReport:
     """Compute the cost of these assignments. Raises ConfigError if they do not fit."""
     call, workers = asked.call, asked.topology.workers_per_group
     assert call is not None
@@ -69,7 +69,7 @@ def bill_of(asked: PlacementRequest, found: Mapping[str, Assignment]) -> CostRep
     division = divide(asked.model, found, workers)
     # Of the class, because the `forward` of the object may have been replaced.
     named = inspect.signature(type(asked.model).forward).bind(asked.model, *call.args, **call.kwargs).arguments
-    return bill(made, asked.model, division, call.shares, asked.job.microbatches, named)
+    return estimate_costs(made, asked.model, division, call.shares, asked.job.microbatches, named)
 
 
 def needs_of(
@@ -100,7 +100,7 @@ def call_of(job: Job, model: nn.Module, given: ExampleInputs) -> ModelCall:
     return ModelCall(given.args, given.kwargs, given.samples, tuple(max(1, share) for share in shares))
 
 
-def check_room(asked: PlacementRequest, loader: Any, host: int) -> None:
+def check_memory(asked: PlacementRequest, loader: Any, host: int) -> None:
     """Refuse a job if its processes on this host would not fit in memory.
     Args:
         asked: the model; `found` places every module. The call is taken from the loader. If the loader does not give
@@ -113,7 +113,7 @@ def check_room(asked: PlacementRequest, loader: Any, host: int) -> None:
             and what would help.
     """
     planned = needs_of(asked, asked.found, _bill_if_known(asked, loader))
-    check(planned, room(), host)
+    check(planned, memory_limits(), host)
 
 
 def _bill_if_known(asked: PlacementRequest, loader: Any) -> CostReport | None:
@@ -123,6 +123,6 @@ def _bill_if_known(asked: PlacementRequest, loader: Any) -> CostReport | None:
         return None
     try:
         given = inputs_of(asked.model, loader, asked.job.schedule is Schedule.k1F1B)
-        return bill_of(replace(asked, call=call_of(asked.job, asked.model, given)), asked.found)
+        return costs_of(replace(asked, call=call_of(asked.job, asked.model, given)), asked.found)
     except Exception:  # the first step reports the error better
         return None

@@ -13,7 +13,7 @@ from topotrain.core.client.client import StepEnd
 from topotrain.parallel.capture.capture_model import CapturedForward
 from topotrain.parallel.placement.assign_modules import Assignment
 from topotrain.parallel.program.build_program import program
-from topotrain.parallel.runtime.channel import STEPPED, TensorKey
+from topotrain.parallel.runtime.channel import ControlEdge, TensorKey
 from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.parallel.runtime.program_runner import Runner
 from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
@@ -21,9 +21,6 @@ from topotrain.training.data.data_client import DataClient
 from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
-
-_DICE = STEPPED - 1
-"""`TensorKey.edge` of messages with the state of torch's random generator."""
 
 
 class SplitForward(WorkerExtension):
@@ -78,9 +75,9 @@ class SplitForward(WorkerExtension):
                 self._model,
                 channel,
                 job.microbatches,
-                job.schedule.value,
+                job.schedule,
                 self.sync,
-                self.sync.dice,
+                self.sync.generator,
             )
         return self._runners[key]
 
@@ -113,7 +110,7 @@ class _JobSync(WorkerSync):
         assert isinstance(worker.path, PushPath)  # gradients of a split model are hidden
         self._path, self._batches = worker.path, worker.batches
         # Masks are drawn from the state of worker 0. Only worker 0 draws the order of the batches, so states differ.
-        self.dice = torch.default_generator if channel.me == 0 else torch.Generator()
+        self.generator = torch.default_generator if channel.me == 0 else torch.Generator()
 
     def weight(self) -> float:
         """As `WorkerSync.weight`."""
@@ -128,13 +125,17 @@ class _JobSync(WorkerSync):
 
     def exchange(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:
         """Exchange hellos as `WorkerSync.exchange` does."""
-        channel, key, draws = self.channel, TensorKey(self.forwards, 0, _DICE, False), mine.chance != 0
+        channel, key, draws = (
+            self.channel,
+            TensorKey(self.forwards, 0, ControlEdge.RANDOM_STATE, False),
+            mine.chance != 0,
+        )
         # Sent before the hello, so that no worker has to wait for it.
         for other in range(1, channel.size if draws and channel.me == 0 else 1):
-            channel.send(other, key, self.dice.get_state())
+            channel.send(other, key, self.generator.get_state())
         hellos = super().exchange(replace(mine, chance=int(draws)))
         if draws and channel.me != 0:
-            self.dice.set_state(channel.receive(0, key)[0])
+            self.generator.set_state(channel.receive(0, key)[0])
         return hellos
 
 

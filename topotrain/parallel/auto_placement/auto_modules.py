@@ -13,7 +13,7 @@ from topotrain.config.job import ConfigError, Partition
 from topotrain.parallel.api.split_costs import PlacementRequest
 from topotrain.parallel.auto_placement.cost_model import EVERYWHERE, USUAL, WorkerSpeeds, work_of
 from topotrain.parallel.auto_placement.placement_choice import ChosenPlacement, choose
-from topotrain.parallel.estimate.cost_report import bill
+from topotrain.parallel.estimate.cost_report import estimate_costs
 from topotrain.parallel.placement.assign_modules import DEFAULT, Assignment
 from topotrain.parallel.placement.parameter_owners import divide
 from topotrain.parallel.program.build_program import program
@@ -43,21 +43,21 @@ def place(
     Raises:
         ConfigError: the forward cannot be split, or no placement fits into `limits`.
     """
-    model, said, call = asked.model, asked.found, asked.call
+    model, assigned, call = asked.model, asked.found, asked.call
     assert call is not None
     modules, blocks = dict(model.named_modules(remove_duplicate=False)), asked.job.partition
     # DEFAULT by a block is the user's choice. Otherwise it is the lack of one, and the module may be placed.
-    fixed = {name: one for name, one in said.items() if one != DEFAULT or _matched(name, modules.get(name), blocks)}
+    fixed = {name: one for name, one in assigned.items() if one != DEFAULT or _matched(name, modules.get(name), blocks)}
     workers = len(call.shares)
     cut = program(asked.captured, fixed, model, call.args, call.kwargs, call.samples, workers, model.training)
-    costs = bill(cut, model, divide(model, fixed, workers), call.shares, examples=call.kwargs)
+    costs = estimate_costs(cut, model, divide(model, fixed, workers), call.shares, examples=call.kwargs)
     stays = {name: EVERYWHERE if one.location is None else one.location for name, one in fixed.items()}
     work = work_of(costs, model, stays, copies, speeds, measured, alive)
     if not work.units:
         raise ConfigError("placement", "kAuto", "finds no module to place: the forward calls no module with parameters")
     chosen = choose(work, workers, asked.job.microbatches, limits, speeds)
     placed = {name: Assignment(-1, worker) for name, worker in chosen.locations.items()}
-    return {**said, **placed, **fixed}, chosen
+    return {**assigned, **placed, **fixed}, chosen
 
 
 def _matched(name: str, module: nn.Module | None, blocks: Sequence[Partition]) -> bool:

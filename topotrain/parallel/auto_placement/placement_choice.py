@@ -111,7 +111,7 @@ def choose(
             raise ConfigError(f"location of {unit.name}", unit.fixed, f"must be 0 to {workers - 1}, a worker's number")
     stages = stages_of(work, workers, limits)
     if stages is None:
-        raise _no_room(work, workers, limits or ())
+        raise _does_not_fit(work, workers, limits or ())
     found = {STAGES: (stages, makespan(work, stages, workers, microbatches, speeds))}
     # Without this bound all modules on one worker would be fastest.
     most = int(UNEVEN * max(_memory(work, stages, workers)))
@@ -144,7 +144,7 @@ def _memory(work: TaskGraph, places: Sequence[int], workers: int) -> tuple[int, 
     return tuple(held)
 
 
-def _no_room(work: TaskGraph, workers: int, limits: Sequence[int]) -> ConfigError:
+def _does_not_fit(work: TaskGraph, workers: int, limits: Sequence[int]) -> ConfigError:
     need = sum(unit.memory for unit in work.units) + workers * work.everywhere
     largest = max(work.units, key=lambda unit: unit.memory)
     words = (

@@ -1,11 +1,10 @@
 """Search of a placement that fits into the memory of all processes of a job."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from topotrain.config.job import Cluster, ConfigError, Schedule
-from topotrain.parallel.api.split_costs import PlacementRequest, bill_of, needs_of
+from topotrain.parallel.api.split_costs import PlacementRequest, costs_of, needs_of
 from topotrain.parallel.auto_placement.auto_modules import place
 from topotrain.parallel.auto_placement.cost_model import USUAL, WorkerSpeeds
 from topotrain.parallel.auto_placement.placement_choice import ChosenPlacement
@@ -14,7 +13,6 @@ from topotrain.parallel.placement.assign_modules import Assignment
 
 _COPIES = 3  # of parameters, in what placements are first compared by
 _TRIES = 12
-_INDEX = re.compile(r"worker \d+/(\d+)")
 
 
 def placed(
@@ -45,7 +43,7 @@ def placed(
             if first:  # the first excess is more useful than "no cut is small enough"
                 raise first[0].error() from None
             raise
-        planned = needs_of(asked, found, bill_of(asked, found))
+        planned = needs_of(asked, found, costs_of(asked, found))
         # All hosts are taken to be like this one, because all workers must choose the same placement.
         over = [excess for host in sorted({need.host for need in planned}) for excess in excesses(planned, here, host)]
         if not over:
@@ -53,7 +51,7 @@ def placed(
             return found, replace(chosen, tight=why)
         if not first:
             first, quickest = over, f"{chosen.way} of about {1000 * chosen.seconds:.3g} ms"
-        if not all(any("worker" in need.who for need in excess.needs) for excess in over):
+        if not all(any(need.workers for need in excess.needs) for excess in over):
             break  # servers alone have too much, wherever modules go
         limits = _tighter(limits or [max(chosen.memory)] * workers, chosen, over)
     raise first[0].error()
@@ -63,7 +61,7 @@ def _tighter(limits: Sequence[int], chosen: ChosenPlacement, over: Sequence[Memo
     """Return the bytes that each worker may hold in the next try."""
     found = list(limits)
     for excess in over:
-        mine = sorted({int(index) for need in excess.needs for index in _INDEX.findall(need.who)})
+        mine = sorted({worker for need in excess.needs for worker in need.workers})
         held = sum(chosen.memory[worker] for worker in mine)
         for worker in mine:
             # Workers that exceed a limit give up the excess in proportion to the bytes that they hold.

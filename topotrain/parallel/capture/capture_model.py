@@ -58,19 +58,19 @@ def capture(model: nn.Module, training: bool = True) -> CapturedForward:
 def trace(
     model: nn.Module,
     whole: Mapping[str, StoredTensor],
-    bench: FakeEvaluator | None,
+    evaluator: FakeEvaluator | None,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     training: bool,
 ) -> CapturedForward:
     """Capture a forward.
 
-    With a `bench`, the forward is captured for these arguments and its nodes get meta "values" and "draws".
+    With an `evaluator`, the forward is captured for these arguments and its nodes get meta "values" and "draws".
 
     Raises:
         ConfigError: as `capture`, or the arguments do not fit the forward.
     """
-    tracer = Tracer(model, bench, _bind(model, args, kwargs) if bench else None)
+    tracer = Tracer(model, evaluator, _bind(model, args, kwargs) if evaluator else None)
     unfinished = ""
     with prepared(model, tracer, training):
         try:
@@ -81,7 +81,7 @@ def trace(
             raise
         except Exception as error:  # the user's code, and torch inside it, may raise anything
             # An example would not help against these errors. Others may come from sizes that are not known yet.
-            if bench is None and not isinstance(error, NameError | ImportError | AttributeError):
+            if evaluator is None and not isinstance(error, NameError | ImportError | AttributeError):
                 unfinished = f"{line_of(error)}: {error}"
             else:
                 accepted = f"cannot be captured: {type(error).__name__}: {error}; {ADVICE}"

@@ -55,7 +55,7 @@ def stored(model: nn.Module) -> dict[str, StoredTensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class DropoutMasks:
+class RandomDraws:
     """The random numbers that a node draws.
 
     `masks` has one entry per mask, in order: its tensor for each number of samples, and the probability that an element
@@ -85,12 +85,12 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _drawn(seen: Sequence[_Draws]) -> DropoutMasks:
+def _drawn(seen: Sequence[_Draws]) -> RandomDraws:
     """Combine the draws of a node with each number of samples."""
     if any(one.others for one in seen) or len({tuple(keep for _, keep in one.masks) for one in seen}) > 1:
-        return DropoutMasks(None)
+        return RandomDraws(None)
     rows = zip(*(one.masks for one in seen), strict=True)
-    return DropoutMasks(tuple((tuple(tensor for tensor, _ in row), row[0][1]) for row in rows))
+    return RandomDraws(tuple((tuple(tensor for tensor, _ in row), row[0][1]) for row in rows))
 
 
 class FakeEvaluator:
@@ -146,7 +146,7 @@ class FakeEvaluator:
             self._made[name] = made
         return self._made[name]
 
-    def run(self, node: fx.Node) -> tuple[Values, DropoutMasks]:
+    def run(self, node: fx.Node) -> tuple[Values, RandomDraws]:
         """Return the results of a node, and its random draws."""
         found, seen = [], []
         for index in range(len(self.counts)):

@@ -1,6 +1,6 @@
 """The tracer of a capture: answers torch.fx's questions for models that are split.
 
-With a bench (a `FakeEvaluator`), every node is computed on fake tensors as soon as it is recorded. Values that do not
+With a `FakeEvaluator`, every node is computed on fake tensors as soon as it is recorded. Values that do not
 depend on the number of samples are then plain Python values for the user's code.
 """
 
@@ -20,7 +20,7 @@ from topotrain.config.job import ConfigError
 from topotrain.parallel.capture import device_scopes
 from topotrain.parallel.capture.capture_modes import CaptureRecorder, TrainingMode
 from topotrain.parallel.capture.op_rules import WRITING
-from topotrain.parallel.capture.shape_propagation import DropoutMasks, FakeEvaluator, number
+from topotrain.parallel.capture.shape_propagation import FakeEvaluator, RandomDraws, number
 from topotrain.parallel.capture.source_location import ADVICE, FIELD, definition, is_leaf, signature, user_line
 
 _ABOUT_SIZE = frozenset(
@@ -33,7 +33,7 @@ class NeedsExample(Exception):
 
 
 class _Valued(fx.Proxy):
-    """A value in the graph. With a bench its attributes are known at once."""
+    """A value in the graph. With an evaluator its attributes are known at once."""
 
     def __getattr__(self, name: str) -> Any:
         values = self.node.meta.get("values")
@@ -75,13 +75,13 @@ for _operation in WRITING:  # fx records `x += y` as `x = x + y`, which is wrong
 class Tracer(fx.Tracer, CaptureRecorder):
     proxy_buffer_attributes = True
 
-    def __init__(self, model: nn.Module, bench: FakeEvaluator | None, given: Mapping[str, Any] | None) -> None:
+    def __init__(self, model: nn.Module, evaluator: FakeEvaluator | None, given: Mapping[str, Any] | None) -> None:
         fx.Tracer.__init__(self)
         CaptureRecorder.__init__(self)
         self._model = model
-        self._bench = bench
+        self._evaluator = evaluator
         self._given = given
-        self._busy = False  # a node runs on the bench: nothing is recorded
+        self._busy = False  # a node runs in the evaluator: nothing is recorded
         self._thread = threading.get_ident()
 
     # --- what fx asks ----------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Tracer(fx.Tracer, CaptureRecorder):
         return is_leaf(m)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        # A module that runs on the bench is one node already, so its own calls are not recorded.
+        # A module that runs in the evaluator is one node already, so its own calls are not recorded.
         return forward(*args, **kwargs) if self._busy else super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
@@ -141,11 +141,11 @@ class Tracer(fx.Tracer, CaptureRecorder):
         node = super().create_proxy(kind, target, plain[0], plain[1], name, type_expr, proxy_factory_fn).node
         scope = device_scopes.current()
         node.meta.update(line=user_line(), device="" if scope is None else str(scope))
-        if self._bench is None:
+        if self._evaluator is None:
             return self.proxy(node)
         if kind == "get_attr":
-            with self._on_the_bench():
-                node.meta.update(values=self._bench.attribute(target), draws=DropoutMasks())
+            with self._evaluating():
+                node.meta.update(values=self._evaluator.attribute(target), draws=RandomDraws())
             return self.proxy(node)
         self._compute(node)
         return self._known(node)
@@ -166,22 +166,22 @@ class Tracer(fx.Tracer, CaptureRecorder):
             raise self.undecided(obj.node, "iterates over the samples")
         raise self.undecided(obj.node, "iterates over a value")
 
-    # --- with a bench ----------------------------------------------------------------------------------------------
+    # --- with an evaluator -----------------------------------------------------------------------------------------
 
     def _input(self, name: str) -> Any:
         """Return an argument: a graph value if it contains a tensor, else itself."""
         if self._given is not None:
-            assert self._bench is not None
+            assert self._evaluator is not None
             value = self._given[name]
             leaves = tree_leaves(value)
             if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
                 return value
         node = self.create_node("placeholder", name, (), {})
-        node.meta.update(line=definition(self._model), device="", draws=DropoutMasks())
-        if self._bench is None or self._given is None:
+        node.meta.update(line=definition(self._model), device="", draws=RandomDraws())
+        if self._evaluator is None or self._given is None:
             return self.proxy(node)
-        with self._on_the_bench():
-            node.meta["values"] = self._bench.example(self._given[name])
+        with self._evaluating():
+            node.meta["values"] = self._evaluator.example(self._given[name])
         return self._known(node)
 
     def _plain(self, a: Any) -> Any:
@@ -192,16 +192,16 @@ class Tracer(fx.Tracer, CaptureRecorder):
         return int(a) != 0
 
     def _compute(self, node: fx.Node) -> None:
-        assert self._bench is not None
+        assert self._evaluator is not None
         try:
-            with self._on_the_bench():
-                node.meta["values"], node.meta["draws"] = self._bench.run(node)
+            with self._evaluating():
+                node.meta["values"], node.meta["draws"] = self._evaluator.run(node)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             accepted = f"uses a tensor's values for a number or a size, but a capture knows only shapes; {ADVICE}"
             raise ConfigError(FIELD, None, accepted, node.meta["line"]) from error
 
     @contextmanager
-    def _on_the_bench(self) -> Iterator[None]:
+    def _evaluating(self) -> Iterator[None]:
         self._busy = True
         try:
             yield
@@ -235,8 +235,8 @@ class Tracer(fx.Tracer, CaptureRecorder):
         numbers = [n for n in node.all_input_nodes if all(type(v) in (bool, int, float) for v in n.meta["values"])]
         if not numbers or not isinstance(node.meta["values"][0], bool):
             return True
-        assert self._bench is not None
-        counts = self._bench.counts
+        assert self._evaluator is not None
+        counts = self._evaluator.counts
         return len({number(n.meta["values"], counts) for n in numbers}) == 1 and len(node.args) == len(numbers)
 
     def undecided(self, node: fx.Node, does: str) -> Exception:

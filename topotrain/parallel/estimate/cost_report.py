@@ -88,7 +88,7 @@ class CostReport:
         )
 
 
-def bill(
+def estimate_costs(
     program: Program,
     model: nn.Module,
     division: ParameterOwners,

@@ -84,7 +84,7 @@ def rehearse(
     """
     # Modules may hold real tensors as plain attributes.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return _Stage(program, model, division, worker, samples, examples).run()
+        return _FakeWorker(program, model, division, worker, samples, examples).run()
 
 
 def with_gradient(program: Program, model: nn.Module) -> frozenset[int]:
@@ -107,7 +107,7 @@ def refs(step: ProgramStep) -> tuple[ResultRef, ...]:
     return tuple(references((step.args, step.kwargs)))
 
 
-class _Stage:
+class _FakeWorker:
     def __init__(
         self,
         program: Program,

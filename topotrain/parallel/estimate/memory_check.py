@@ -59,7 +59,7 @@ class MemoryLimits:
         return min((bound for bound in (self.data, self.addresses, self.machine) if bound is not None), default=None)
 
 
-def room() -> MemoryLimits:
+def memory_limits() -> MemoryLimits:
     """Return the limits of this process, which its children inherit, and of this host."""
     data, addresses = (_limit(kind) for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
     # MemTotal, not MemAvailable: memory that is in use at the moment changes all the time.
@@ -77,7 +77,7 @@ def stacks(peers: int) -> int:
 
 def on_host(processes: Sequence[ProcessNeed], each: int) -> int:
     """Return the bytes that the processes of one host take together."""
-    own = sum(each if "worker" in need.who else ITSELF for need in processes)
+    own = sum(each if need.workers else ITSELF for need in processes)
     units = len({need.unit for need in processes})
     # Processes of a unit are forks of one process, so their common memory counts once per unit.
     return sum(need.total for need in processes) + own - COMMON * (len(processes) - units)
@@ -107,12 +107,12 @@ def excesses(needs: Iterable[ProcessNeed], here: MemoryLimits, host: int = 0, ea
         each: bytes that Python and torch take in the process of a worker.
     """
     mine = tuple(need for need in needs if need.host == host)
-    found = [excess for need in mine for excess in _of_process(need, here, each if "worker" in need.who else ITSELF)]
+    found = [excess for need in mine for excess in _of_process(need, here, each if need.workers else ITSELF)]
     wanted = on_host(mine, each)
     if here.machine is not None and wanted > here.machine:
         most = max(mine, key=lambda need: need.total)
-        told = f"{_mb(wanted)} MB ({_parts(mine)}; the largest is {most.who} with {_mb(most.total)} MB)"
-        words = f"its {len(mine)} processes would need {told}, {here.words} is {_mb(here.machine)} MB"
+        wanted_text = f"{_mb(wanted)} MB ({_parts(mine)}; the largest is {most.who} with {_mb(most.total)} MB)"
+        words = f"its {len(mine)} processes would need {wanted_text}, {here.words} is {_mb(here.machine)} MB"
         found.append(MemoryExcess(mine, wanted - here.machine, f"host {host}", words))
     return found
 
@@ -125,8 +125,8 @@ def _of_process(need: ProcessNeed, here: MemoryLimits, itself: int) -> Iterator[
     )
     for name, own, wanted, bound in bounds:
         if bound is not None and own + wanted > bound:
-            told = f"{_mb(own + wanted)} MB ({_mb(own)} for itself and its threads, {_parts([need])})"
-            words = f"it would need {told}, {name} allows {_mb(bound)} MB"
+            wanted_text = f"{_mb(own + wanted)} MB ({_mb(own)} for itself and its threads, {_parts([need])})"
+            words = f"it would need {wanted_text}, {name} allows {_mb(bound)} MB"
             yield MemoryExcess((need,), own + wanted - bound, need.who, words)
 
 
@@ -148,9 +148,9 @@ def _sizes(needs: Sequence[ProcessNeed]) -> dict[str, int]:
 
 
 def _parts(needs: Sequence[ProcessNeed]) -> str:
-    told = ", ".join(f"{what} {_mb(size)}" for what, size in _sizes(needs).items() if size)
+    sizes = ", ".join(f"{what} {_mb(size)}" for what, size in _sizes(needs).items() if size)
     shared = sum(need.shared for need in needs)
-    return told + (f"; {_mb(shared)} of it shared" if shared else "")
+    return sizes + (f"; {_mb(shared)} of it shared" if shared else "")
 
 
 def _advice(needs: Sequence[ProcessNeed]) -> str:

@@ -40,6 +40,7 @@ class ProcessNeed:
     """Maximum memory of one process in bytes, without Python and torch themselves.
 
     Attributes:
+        residents: the workers and servers in the process.
         values: parameters and the model's buffers.
         gradients: gradients of a step.
         exchange: data in flight: pushed gradients and sums on servers, sums of micro-batches, the memory of a codec,
@@ -54,7 +55,7 @@ class ProcessNeed:
         peers: connections, each with threads that read and write.
     """
 
-    who: str
+    residents: tuple[Address, ...]
     unit: int = 0
     host: int = 0
     values: int = 0
@@ -67,6 +68,17 @@ class ProcessNeed:
     passed: int = 0
     seen: int = 0
     peers: int = 0
+
+    @property
+    def who(self) -> str:
+        """The residents in words."""
+        first, last = self.residents[0], self.residents[-1]
+        return " + ".join(map(str, self.residents)) if len(self.residents) < 3 else f"{first} … {last}"
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The numbers of its workers in their group."""
+        return tuple(one.index for one in self.residents if one.role is Role.WORKER)
 
     @property
     def total(self) -> int:
@@ -138,15 +150,14 @@ def processes(topology: Topology, unit: Unit) -> Iterator[tuple[Address, ...]]:
 
 
 def _together(
-    residents: Sequence[Address], unit: Unit, topology: Topology, parts: Sequence[ProcessNeed]
+    residents: tuple[Address, ...], unit: Unit, topology: Topology, parts: Sequence[ProcessNeed]
 ) -> ProcessNeed:
-    who = " + ".join(map(str, residents)) if len(residents) < 3 else f"{residents[0]} … {residents[-1]}"
     host = topology.hosts[unit.rank] if topology.hosts else 0
     sizes = {f.name: sum(getattr(part, f.name) for part in parts) for f in fields(ProcessNeed) if f.name not in _PLACE}
-    return ProcessNeed(who, unit.rank, host, **sizes)
+    return ProcessNeed(residents, unit.rank, host, **sizes)
 
 
-_PLACE = ("who", "unit", "host")
+_PLACE = ("residents", "unit", "host")
 
 
 def _seeing(need: ProcessNeed, everybody: Iterable[ProcessNeed]) -> ProcessNeed:
@@ -156,8 +167,8 @@ def _seeing(need: ProcessNeed, everybody: Iterable[ProcessNeed]) -> ProcessNeed:
     if not need.shared:
         return need
     others = [one for one in everybody if one is not need and one.host == need.host]
-    shown = sum(one.shared - one.passed for one in others) if "server" in need.who else need.seen
-    passed = sum(one.passed for one in others) if "worker" in need.who else 0
+    shown = sum(one.shared - one.passed for one in others) if len(need.workers) < len(need.residents) else need.seen
+    passed = sum(one.passed for one in others) if need.workers else 0
     return replace(need, seen=shown + passed)
 
 
@@ -183,7 +194,7 @@ def _worker(
     elif job.microbatches > 1:
         moving += sum(trained)  # gradients of all micro-batches are added up before a push
     peers = topology.shards + topology.workers_per_group - 1
-    made = ProcessNeed("", values=load.buffers, gradients=held, activations=load.activations, peers=peers)
+    made = ProcessNeed((who,), values=load.buffers, gradients=held, activations=load.activations, peers=peers)
     if not seeing:
         coded = 0 if job.cluster.compression is Compression.kNone else 2 * held
         return replace(made, values=made.values + held, exchange=moving + coded)
@@ -214,5 +225,5 @@ def _server(job: Job, topology: Topology, slices: SliceMap, state_factor: float,
     state = round(state_factor * sum(size for parameter, size in owned if parameter.trainable))
     shared = values if apart < len(groups) else 0
     copied = values + state if takes_snapshots(job, topology) else 0
-    made = ProcessNeed("", values=values, exchange=exchange, state=state, snapshot=copied)
+    made = ProcessNeed((who,), values=values, exchange=exchange, state=state, snapshot=copied)
     return replace(made, shared=shared, peers=len(groups) * workers)

@@ -124,10 +124,10 @@ class _Assigning:
 
     def _decide(self, name: str) -> Assignment | None:
         # Blocks come first, also those that name a layer around this one.
-        for said in (name, *_above(name)):
-            block = self._block(said, inside=said == name)
+        for outer in (name, *_above(name)):
+            block = self._block(outer, inside=outer == name)
             if block is not None:
-                return self._by_block(name, self._blocks[block], self._outermost(said, block))
+                return self._by_block(name, self._blocks[block], self._outermost(outer, block))
         by_tag = self._by_tags(name)
         if by_tag is not None:
             return by_tag

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from topotrain.config.job import ConfigError
+from topotrain.parallel.program.layouts import even
 from topotrain.training.parameters.flat_parameters import HOME
 
 CUTS: Mapping[type[nn.Module], Mapping[str, int]] = {
@@ -225,7 +225,7 @@ class _Found:
 def _cut(name: str, count: int, dim: int, workers: int) -> Iterator[OwnedPart]:
     if count < workers:
         raise ConfigError("partition_dim", 1, f"{name} has {count} features: fewer than {workers} workers of a group")
-    for worker, (lo, hi) in enumerate(pairwise(count * k // workers for k in range(workers + 1))):
+    for worker, (lo, hi) in enumerate(even(count, workers)):
         yield OwnedPart((worker,), dim, lo, hi)
 
 

@@ -19,7 +19,7 @@ from topotrain.parallel.capture.op_rules import (
     takes_apart,
     written,
 )
-from topotrain.parallel.capture.shape_propagation import DropoutMasks, FakeEvaluator, form, number
+from topotrain.parallel.capture.shape_propagation import FakeEvaluator, RandomDraws, form, number
 from topotrain.parallel.placement.assign_modules import Assignment
 from topotrain.parallel.program.layout_inference import (
     ADVICE,
@@ -81,9 +81,9 @@ def program(
         ConfigError: the forward cannot be captured, or a value that cannot be sent would have to be. The error names
             the line of the user's code.
     """
-    bench = FakeEvaluator(model, captured.stored, samples, _device(captured, (args, kwargs)))
-    found = trace(model, captured.stored, bench, args, kwargs, training)
-    return _Cut(found, captured, assignments, model, bench.counts, workers).program()
+    evaluator = FakeEvaluator(model, captured.stored, samples, _device(captured, (args, kwargs)))
+    found = trace(model, captured.stored, evaluator, args, kwargs, training)
+    return _Cut(found, captured, assignments, model, evaluator.counts, workers).program()
 
 
 def _device(captured: CapturedForward, arguments: Any) -> torch.device:
@@ -174,7 +174,7 @@ class _Cut:
 
     def _inside(self, node: fx.Node) -> tuple[DropoutMask, ...]:
         """Return the masks that a step draws itself, if they are all and can be cut."""
-        drawn: DropoutMasks = node.meta["draws"]
+        drawn: RandomDraws = node.meta["draws"]
         found = [(form(values, self._counts), keep) for values, keep in drawn.masks or ()]
         if any(one.odd for one, _ in found):
             return ()

@@ -33,7 +33,7 @@ def stretches(program: Program) -> tuple[LayoutSegment, ...]:
     return tuple(LayoutSegment(number, steps[0].layout, tuple(steps)) for number, steps in enumerate(found))
 
 
-def told(layout: ValueLocation) -> str:
+def words_of(layout: ValueLocation) -> str:
     """Return a layout in words: "samples", "features (dim 1)", "worker 2"."""
     words = {
         LocationKind.BATCH: "samples",

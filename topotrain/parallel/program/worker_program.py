@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from topotrain.parallel.program.split_program import LayoutEdge, Program, ProgramStep, ResultRef, SizeArgument, StepKind
 
@@ -119,9 +119,13 @@ def edges_of(program: Program) -> Mapping[int, LayoutEdge]:
 
 def digest(*things: object) -> int:
     """Return a number that is the same for equal programs, in every process."""
-    hashed = hashlib.sha256("\n".join(_words(things)).encode()).digest()
-    # 7 bytes fit into the int64 of a hello.
-    return int.from_bytes(hashed[:7], "little")
+    return hash_number("\n".join(_words(things)).encode())
+
+
+def hash_number(data: bytes, order: Literal["little", "big"] = "little") -> int:
+    """Return a number below 2**56 that is the same for equal data everywhere."""
+    # 7 bytes, because they fit into the int64 of a hello.
+    return int.from_bytes(hashlib.sha256(data).digest()[:7], order)
 
 
 def _words(thing: Any) -> Iterator[str]:

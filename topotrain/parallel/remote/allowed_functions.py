@@ -73,9 +73,9 @@ def name_of(function: object) -> str:
     if name in FUNCTIONS:
         return name
     own = str(getattr(function, "__name__", function))
-    told = f"torch.{own}" if getattr(torch, own, None) is function else own
+    text = f"torch.{own}" if getattr(torch, own, None) is function else own
     # The table may have the same function under another name.
-    return _AGAIN.get(function, name or told)
+    return _AGAIN.get(function, name or text)
 
 
 _AGAIN: Mapping[object, str] = {function: name for name, function in FUNCTIONS.items()}

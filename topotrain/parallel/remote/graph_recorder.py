@@ -79,8 +79,8 @@ def quiet() -> Iterator[None]:
 def _check_loss(output: Any, line: str) -> None:
     if not isinstance(output, torch.Tensor) or output.numel() != 1 or not output.requires_grad:
         what = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        told = "must return the loss to be trained: a tensor with one element that depends on a parameter"
-        raise ConfigError(_FIELD, what, told, line)
+        accepted = "must return the loss to be trained: a tensor with one element that depends on a parameter"
+        raise ConfigError(_FIELD, what, accepted, line)
 
 
 def _call(model: nn.Module, state: dict[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
@@ -91,8 +91,8 @@ def _call(model: nn.Module, state: dict[str, torch.Tensor], args: Any, kwargs: A
     except ConfigError:
         raise
     except Exception as error:
-        told = f"cannot be captured: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise ConfigError(_FIELD, None, told, line_of(error)) from error
+        accepted = f"cannot be captured: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise ConfigError(_FIELD, None, accepted, line_of(error)) from error
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,8 +183,8 @@ class _Recorder(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu"):
             raise ConfigError("torch.autocast", True, "is not known to a session: convert with .to(dtype)", line)
         if name not in FUNCTIONS:
-            told = f"calls {name}, which a session does not run"
-            raise ConfigError(_FIELD, None, told, line)
+            accepted = f"calls {name}, which a session does not run"
+            raise ConfigError(_FIELD, None, accepted, line)
         used: list[NodeOutput | CallInput | StateRef] = []
         plain = [self._plain(arg, used, name, line) for arg in args]
         named = tuple((key, self._plain(value, used, name, line)) for key, value in _without_device(kwargs).items())
@@ -241,23 +241,23 @@ class _Recorder(TorchFunctionMode):
     def _writes(self, tensor: torch.Tensor, worker: int, name: str, line: str) -> None:
         """Refuse a write in place on a worker that does not hold the tensor."""
         # Another worker may have a copy from before the write.
-        if self._home(self._known.get(id(tensor))) != worker:
+        if self._worker_of(self._known.get(id(tensor))) != worker:
             self._refuse_write(name, line)
         self._written[storage(tensor)] = name
 
     def _reads(self, tensor: torch.Tensor, worker: int, line: str) -> None:
         written = self._written.get(storage(tensor))
-        if written is not None and self._home(self._known.get(id(tensor))) != worker:
+        if written is not None and self._worker_of(self._known.get(id(tensor))) != worker:
             self._refuse_write(written, line)
 
-    def _home(self, ref: NodeOutput | CallInput | StateRef | None) -> int | None:
+    def _worker_of(self, ref: NodeOutput | CallInput | StateRef | None) -> int | None:
         if isinstance(ref, NodeOutput):
             return self.nodes[ref.node].worker
         return self._kept.worker.get(ref.number) if isinstance(ref, StateRef) else None
 
     def _refuse_write(self, name: str, line: str) -> NoReturn:
-        told = f"{name} writes in place to an argument, or to a value that another worker needs: make a new tensor"
-        raise ConfigError(_FIELD, None, told, line)
+        accepted = f"{name} writes in place to an argument, or to a value that another worker needs: make a new tensor"
+        raise ConfigError(_FIELD, None, accepted, line)
 
     def described(self, output: Any) -> Any:
         """Return the output of the model with references, or raise ConfigError."""

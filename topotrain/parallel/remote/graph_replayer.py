@@ -221,12 +221,12 @@ def _add_node(building: _Building, number: int, node: GraphNode, examples: dict[
         with torch.set_grad_enabled(node.graded):
             result = function(*given[0], **given[1])
     except Exception as error:  # torch may raise anything for arguments that do not fit
-        told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise ConfigError(node.function, None, told, node.line) from None
+        accepted = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise ConfigError(node.function, None, accepted, node.line) from None
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor) and _bytes(leaf) > most:
-            told = f"makes a value of {_bytes(leaf):,} bytes, more than the limit of this worker, {most:,} bytes"
-            raise ConfigError(node.function, None, told, node.line)
+            accepted = f"makes a value of {_bytes(leaf):,} bytes, more than the limit of this worker, {most:,} bytes"
+            raise ConfigError(node.function, None, accepted, node.line)
     examples[NodeOutput(number)] = result
     layout = ValueLocation(LocationKind.AT, worker=node.worker)
     refs = _refs(building, [args, kwargs], layout, examples)
@@ -292,8 +292,8 @@ def _loss(building: _Building, output: Any, examples: Mapping[object, Any]) -> R
     """Return a reference to the loss. Raises ConfigError if there is none."""
     example = _at(output, examples) if isinstance(output, NodeOutput | CallInput | StateRef) else None
     if not isinstance(example, torch.Tensor) or example.numel() != 1 or not example.requires_grad:
-        told = "must return the loss, a tensor with one element that depends on a parameter"
-        raise ConfigError("model.forward", None, told)
+        accepted = "must return the loss, a tensor with one element that depends on a parameter"
+        raise ConfigError("model.forward", None, accepted)
     # All workers get the loss, since all run the backward.
     return building.ref(_step_of(building, output, examples), _WHOLE)
 

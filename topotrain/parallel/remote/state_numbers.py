@@ -53,8 +53,8 @@ class ModelState:
         if id(tensor) not in self.numbers:
             # The states have been described to the workers by then.
             if self.sealed:
-                told = "uses a tensor that the first call of the model did not have: register it as a buffer"
-                raise ConfigError("model.forward", None, told, user_line())
+                accepted = "uses a tensor that the first call of the model did not have: register it as a buffer"
+                raise ConfigError("model.forward", None, accepted, user_line())
             self._check(tensor, name)
             number = self.numbers[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
@@ -74,8 +74,8 @@ class ModelState:
         if tensor.layout is not torch.strided:
             raise ConfigError("model", name, "must be a dense tensor")
         if not name and tensor.nbytes > _MAX_CONSTANT:
-            told = f"uses a tensor of {tensor.nbytes:,} bytes that is no parameter and no buffer: register it"
-            raise ConfigError("model.forward", None, told, user_line())
+            accepted = f"uses a tensor of {tensor.nbytes:,} bytes that is no parameter and no buffer: register it"
+            raise ConfigError("model.forward", None, accepted, user_line())
 
     def states(self) -> tuple[StateDescription, ...]:
         """Return all states and allow no new ones."""

@@ -2,11 +2,20 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import torch
 
-HELLO = -1  # `TensorKey.edge` of the tensor that a worker sends when a forward begins
-STEPPED = -2  # `TensorKey.edge` of the notice that a worker has called optimizer.step()
+
+class ControlEdge(IntEnum):
+    """Values of `TensorKey.edge` of tensors that move along no edge of a program."""
+
+    HELLO = -1  # state of a worker at the beginning of a forward
+    STEPPED = -2  # notice that a worker has called optimizer.step()
+    RANDOM_STATE = -3  # state of torch's random generator
+    PIECE = -4  # piece of a tensor that worker 0 gathers
+    PIECE_WRITTEN = -5  # ack of a piece
+    DRAW = -6  # notice that a worker goes on to other batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ Every worker draws the masks of the whole batch from the same state of torch's d
 graph, as `torch.nn.functional.dropout` would draw them. It keeps its parts, one byte per element, until they are used.
 """
 
-import hashlib
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from topotrain.config.job import ConfigError
 from topotrain.parallel.program.layouts import even
 from topotrain.parallel.program.split_program import LocationKind, Program, ProgramStep, StepKind, SymbolicShape
+from topotrain.parallel.program.worker_program import hash_number
 
 # Each with (drops whole channels, is an alpha dropout).
 FUNCTIONS = {
@@ -96,8 +96,7 @@ def digest(program: Program, model: nn.Module, generator: torch.Generator) -> in
     drops = (dropout(step, model) for step in program.steps)
     if not any(drop is not None and drop.draws for drop in drops) and not inside(program, model):
         return 0
-    hashed = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
-    return int.from_bytes(hashed[:7], "little") + 1  # 0 means that no masks are drawn
+    return hash_number(generator.get_state().numpy().tobytes()) + 1  # 0 means that no masks are drawn
 
 
 def inside(program: Program, model: nn.Module) -> frozenset[int]:
@@ -283,7 +282,7 @@ def state_of_its_own(seed: int, step: ProgramStep, micro: int, me: int) -> Itera
     # Draws that not all workers make must not move the generator that all have in the same state.
     before = torch.get_rng_state()
     text = f"{seed} {step.number} {micro} {me}".encode()
-    torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7], "little"))
+    torch.default_generator.manual_seed(hash_number(text))
     try:
         yield
     finally:

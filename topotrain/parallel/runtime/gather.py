@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from topotrain.parallel.placement.parameter_owners import OwnedPart, WholeTensor
-from topotrain.parallel.runtime.channel import STEPPED, TensorKey
+from topotrain.parallel.runtime.channel import ControlEdge, TensorKey
 from topotrain.parallel.runtime.worker_sync import WorkerSync
 
 PIECE_BYTES = 4 << 20
 AHEAD = 2  # one piece is on its way while worker 0 writes the other
-_PIECE, _PLACED = STEPPED - 2, STEPPED - 3
-"""`TensorKey.edge` of a piece, and of its ack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +60,14 @@ def give(sync: WorkerSync, held: Sequence[GatheredTensor], what: str) -> None:
     for number in range(len(mine) + AHEAD):
         # Worker 0 acknowledges each piece: so it never holds more than AHEAD pieces of a worker.
         if number >= AHEAD:
-            sync.receive(0, TensorKey(sync.forwards, number - AHEAD, _PLACED, False), what)
+            sync.receive(0, TensorKey(sync.forwards, number - AHEAD, ControlEdge.PIECE_WRITTEN, False), what)
         if number < len(mine):
             entry, rows = mine[number]
             # A copy, because rows of a tensor need not be contiguous, and are sent as bytes.
             piece = _rowed(entry.held)[rows].clone(memory_format=torch.contiguous_format)
-            channel.send(0, TensorKey(sync.forwards, number, _PIECE, False), piece.view(-1).view(torch.uint8))
+            channel.send(
+                0, TensorKey(sync.forwards, number, ControlEdge.PIECE, False), piece.view(-1).view(torch.uint8)
+            )
 
 
 def gather(sync: WorkerSync, held: Sequence[GatheredTensor], targets: Mapping[str, torch.Tensor], what: str) -> None:
@@ -84,10 +84,10 @@ def gather(sync: WorkerSync, held: Sequence[GatheredTensor], targets: Mapping[st
     for source in range(1, channel.size):
         coming = _pieces([entry for entry in held if entry.source == source])
         for number, (entry, rows) in enumerate(coming):
-            came = sync.receive(source, TensorKey(sync.forwards, number, _PIECE, False), what)
+            came = sync.receive(source, TensorKey(sync.forwards, number, ControlEdge.PIECE, False), what)
             target = _rowed(entry.of(targets))[rows]
             target.copy_(came.view(target.dtype).view(target.shape))
-            channel.send(source, TensorKey(sync.forwards, number, _PLACED, False), torch.empty(0))
+            channel.send(source, TensorKey(sync.forwards, number, ControlEdge.PIECE_WRITTEN, False), torch.empty(0))
 
 
 def _pieces(held: Sequence[GatheredTensor]) -> Iterator[tuple[GatheredTensor, slice]]:

@@ -52,8 +52,8 @@ def localise(model: nn.Module, optimizer: Optimizer, division: ParameterOwners, 
         ConfigError: such a module has no `reset_parameters`.
     """
     made = materialise(model, division, me, seed)
-    entries = [_Entry(whole, me, made) for whole in division.parameters]
-    stored = [_Entry(whole, me, made) for whole in division.buffers]
+    entries = [_localised(whole, me, made) for whole in division.parameters]
+    stored = [_localised(whole, me, made) for whole in division.buffers]
     parts = ModelParts(
         tuple(tensor for entry in entries for tensor in entry.tensors),
         tuple(described(e.whole, share) for e in entries for share in e.whole.shares),
@@ -65,24 +65,34 @@ def localise(model: nn.Module, optimizer: Optimizer, division: ParameterOwners, 
     return LocalModel(parts, division, _absent(model, division, me), groups)
 
 
-class _Entry:
-    """A localized parameter or buffer: the tensors of its shares, in order."""
+@dataclass(frozen=True, slots=True)
+class _LocalTensor:
+    """A localized parameter or buffer: the tensors of its shares, in order.
 
-    def __init__(self, whole: WholeTensor, me: int, made: Mapping[int, torch.Tensor]) -> None:
-        self.whole = whole
-        own = next((number for number, share in enumerate(whole.shares) if share.here(me)), -1)
-        kept = made.get(id(whole.tensor), whole.tensor) if own >= 0 else None
-        self.tensors: list[Any] = [
-            cut_to(whole, share, kept) if kept is not None and number == own else whole.made(whole.part(share))
-            for number, share in enumerate(whole.shares)
-        ]
-        # The object stays, because the script may hold it. Only its memory is freed.
-        if own < 0 and not whole.tensor.is_meta:
-            drop_memory(whole.tensor)
-        # A worker without a share has the first one in its modules, on the meta device: each name needs a tensor.
-        self.current = max(own, 0)
-        for place in whole.places:
-            place.table[place.name] = self.tensors[self.current]
+    `current` is the number of the one that is in the modules.
+    """
+
+    whole: WholeTensor
+    tensors: tuple[Any, ...]
+    current: int
+
+
+def _localised(whole: WholeTensor, me: int, made: Mapping[int, torch.Tensor]) -> _LocalTensor:
+    """Put this worker's share into the modules and free the memory of the others."""
+    own = next((number for number, share in enumerate(whole.shares) if share.here(me)), -1)
+    kept = made.get(id(whole.tensor), whole.tensor) if own >= 0 else None
+    tensors = tuple(
+        cut_to(whole, share, kept) if kept is not None and number == own else whole.made(whole.part(share))
+        for number, share in enumerate(whole.shares)
+    )
+    # The object stays, because the script may hold it. Only its memory is freed.
+    if own < 0 and not whole.tensor.is_meta:
+        drop_memory(whole.tensor)
+    # A worker without a share has the first one in its modules, on the meta device: each name needs a tensor.
+    current = max(own, 0)
+    for place in whole.places:
+        place.table[place.name] = tensors[current]
+    return _LocalTensor(whole, tensors, current)
 
 
 def described(whole: WholeTensor, share: OwnedPart) -> Parameter:
@@ -102,7 +112,7 @@ def _described_buffer(whole: WholeTensor, share: OwnedPart) -> ModelBuffer:
     return ModelBuffer(share.named(whole.names[0]), str(part.dtype).removeprefix("torch."), part.numel(), share.owners)
 
 
-def _owners(entries: Sequence[_Entry]) -> Iterator[tuple[dict[str, nn.Parameter | None], str, int]]:
+def _owners(entries: Sequence[_LocalTensor]) -> Iterator[tuple[dict[str, nn.Parameter | None], str, int]]:
     first = 0
     for entry in entries:
         for place in entry.whole.places:
@@ -125,7 +135,7 @@ def _where(shares: Sequence[OwnedPart]) -> str:
     return f"on {' and '.join(workers)}" if len(shares) == 1 else f"in parts on {workers[0]} to {workers[-1]}"
 
 
-def _regroup(optimizer: Optimizer, entries: Sequence[_Entry]) -> tuple[tuple[list[Any], list[str] | None], ...]:
+def _regroup(optimizer: Optimizer, entries: Sequence[_LocalTensor]) -> tuple[tuple[list[Any], list[str] | None], ...]:
     """Put the localized tensors into the optimizer, and return its original groups."""
     of = {id(entry.whole.tensor): entry for entry in entries}
     kept = []
@@ -145,7 +155,7 @@ def _regroup(optimizer: Optimizer, entries: Sequence[_Entry]) -> tuple[tuple[lis
     return tuple(kept)
 
 
-def _hand_over_state(optimizer: Optimizer, entry: _Entry) -> None:
+def _hand_over_state(optimizer: Optimizer, entry: _LocalTensor) -> None:
     """Give state that was loaded before to the localized tensors."""
     held = optimizer.state.pop(entry.whole.tensor, None)
     if not held:

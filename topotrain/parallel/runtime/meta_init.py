@@ -1,7 +1,6 @@
 """Memory and initial values for parameters that were made on the meta device."""
 
 from collections.abc import Iterator, Sequence
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 
 from topotrain.config.job import ConfigError
 from topotrain.parallel.placement.parameter_owners import OwnedPart, ParameterOwners, WholeTensor, tables
+from topotrain.parallel.program.worker_program import hash_number
 
 
 def cut_to(whole: WholeTensor, share: OwnedPart, tensor: torch.Tensor) -> torch.Tensor:
@@ -88,5 +88,5 @@ def _fill(name: str, module: nn.Module, wanted: Sequence[tuple[dict[str, Any], s
         table[own] = whole.made(whole.like("cpu"))
     with torch.random.fork_rng(devices=[]):
         # The seed depends on the module's name and not on earlier draws, because each worker fills other modules.
-        torch.default_generator.manual_seed(int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:7]))
+        torch.default_generator.manual_seed(hash_number(f"{seed} {name}".encode(), "big"))
         reset()

@@ -59,7 +59,7 @@ class ForwardPass:
     """
 
     number: int
-    post: ForwardMessages
+    messages: ForwardMessages
     given: Mapping[str, Any]
     samples: tuple[int, ...]
     micros: int
@@ -81,10 +81,12 @@ class MicroBatchState:
 
     # Steps run in the program's order, so that sums in the backward have a fixed order.
 
-    def __init__(self, route: ForwardSettings, trip: ForwardPass, micro: int, cold: int | None = None) -> None:
-        self.route, self.trip, self.micro, self.cold = route, trip, micro, cold
+    def __init__(
+        self, settings: ForwardSettings, forward_pass: ForwardPass, micro: int, cold: int | None = None
+    ) -> None:
+        self.settings, self.forward_pass, self.micro, self.cold = settings, forward_pass, micro, cold
         self.root: Any = None
-        self.samples = trip.samples_of(micro)
+        self.samples = forward_pass.samples_of(micro)
         self.values: dict[ResultRef, Any] = {}
         self.tokens: list[torch.Tensor] = []
         self.departed: list[EdgeTransfer] = []
@@ -95,23 +97,23 @@ class MicroBatchState:
     @property
     def done(self) -> bool:
         """Whether all stops have run."""
-        return self.place == len(self.route.stops)
+        return self.place == len(self.settings.stops)
 
     @property
     def at_end(self) -> bool:
         """Whether all steps have run. Only the last arrivals may be left."""
-        return self.place >= len(self.route.stops) - 1
+        return self.place >= len(self.settings.stops) - 1
 
     @property
     def next(self) -> LocalStep:
         """The next stop."""
-        return self.route.stops[self.place]
+        return self.settings.stops[self.place]
 
     def missing(self) -> list[tuple[int, TensorKey]]:
         """Return the tensors for which the next stop has to wait."""
         if self._arrivals is None:
             self._arrivals = [self._move(edge) for edge in self.next.arrivals if not self._stays(edge)]
-        return [wanted for move in self._arrivals for wanted in self.trip.post.missing(move)]
+        return [wanted for move in self._arrivals for wanted in self.forward_pass.messages.missing(move)]
 
     def run(self) -> None:
         """Run the next stop with its moves, and wait for missing tensors."""
@@ -131,7 +133,7 @@ class MicroBatchState:
     def resolve(self, nested: Any, step: ProgramStep | None = None) -> Any:
         """Replace references in arguments by values; without a step, in the output."""
         own = step is None or step.layout.where in OWN_SHARE
-        samples = self.samples[self.route.me] if own else sum(self.samples)
+        samples = self.samples[self.settings.me] if own else sum(self.samples)
 
         def leaf(found: ResultRef | SizeArgument) -> Any:
             return self.values[found] if isinstance(found, ResultRef) else found.per_sample * samples + found.more
@@ -139,17 +141,19 @@ class MicroBatchState:
         return replaced(nested, leaf)
 
     def _stays(self, edge: int) -> bool:
-        return self.route.edges[edge].source.where in (LocationKind.SAME, LocationKind.WHOLE)
+        return self.settings.edges[edge].source.where in (LocationKind.SAME, LocationKind.WHOLE)
 
     def _move(self, edge: int) -> EdgeTransfer:
         if edge not in self._moves:
-            self._moves[edge] = EdgeTransfer(self.route.plan(edge, self.samples), self.micro, self.trip.post)
+            self._moves[edge] = EdgeTransfer(
+                self.settings.plan(edge, self.samples), self.micro, self.forward_pass.messages
+            )
         return self._moves[edge]
 
     def _leave(self, edge: int, value: Any) -> None:
         if self._stays(edge):
-            if self.route.edges[edge].target.on(self.route.me):
-                self.values[ResultRef(self.route.edges[edge].value, edge)] = self._move(edge).own_part(value)
+            if self.settings.edges[edge].target.on(self.settings.me):
+                self.values[ResultRef(self.settings.edges[edge].value, edge)] = self._move(edge).own_part(value)
             return
         move = self._move(edge)
         if edge == self.cold:
@@ -163,65 +167,67 @@ class MicroBatchState:
     def _arrive(self, edge: int) -> None:
         if self._stays(edge):
             return
-        value, token = self._move(edge).arrive(self.route.anchor)
-        self.values[ResultRef(self.route.edges[edge].value, edge)] = value
+        value, token = self._move(edge).arrive(self.settings.anchor)
+        self.values[ResultRef(self.settings.edges[edge].value, edge)] = value
         if token is not None:
             self.tokens.append(token)
 
     def _step(self, step: ProgramStep) -> Any:
         try:
-            if step.number not in self.trip.apart:
+            if step.number not in self.forward_pass.apart:
                 return self._compute(step)
             # The state of a step's own draws differs from forward to forward, and is the same when the run is repeated.
-            seed = torch.initial_seed() + self.trip.number
+            seed = torch.initial_seed() + self.forward_pass.number
             # Removed as it is used: masks of the whole forward would stay in memory otherwise.
-            masks = self.trip.masks.pop((step.number, self.micro), None)
-            with dropout.apart(step, masks, seed, self.micro, self.route.me):
+            masks = self.forward_pass.masks.pop((step.number, self.micro), None)
+            with dropout.apart(step, masks, seed, self.micro, self.settings.me):
                 return self._compute(step)
         except Exception as error:
             where = f"{step.line}: " if step.line else ""
-            error.add_note(f"{where}in step {step.name} of the split model on worker {self.route.me} of its group")
+            error.add_note(f"{where}in step {step.name} of the split model on worker {self.settings.me} of its group")
             raise
 
     def _compute(self, step: ProgramStep) -> Any:
         if step.kind is StepKind.INPUT:
-            return self._share(step, self.trip.given[step.target])
+            return self._share(step, self.forward_pass.given[step.target])
         if step.kind is StepKind.ATTRIBUTE:
-            return attrgetter(step.target)(self.route.model)
+            return attrgetter(step.target)(self.settings.model)
         args, kwargs = self.resolve(step.args, step), self.resolve(dict(step.kwargs), step)
-        drop = self.trip.drops.get(step.number)
+        drop = self.forward_pass.drops.get(step.number)
         if drop is not None:
-            return drop(args[0] if args else kwargs["input"], self.trip.masks.pop((step.number, self.micro), None))
+            return drop(
+                args[0] if args else kwargs["input"], self.forward_pass.masks.pop((step.number, self.micro), None)
+            )
         if step.kind is StepKind.MODULE:
-            return self.trip.modules[step.number](*args, **kwargs)
+            return self.forward_pass.modules[step.number](*args, **kwargs)
         if step.kind is StepKind.METHOD:
             return getattr(args[0], step.target)(*args[1:], **kwargs)
         value = step.target(*args, **kwargs)
-        return self._share(step, value) if step.number in self.route.taken else value
+        return self._share(step, value) if step.number in self.settings.taken else value
 
     def _share(self, step: ProgramStep, value: Any) -> Any:
         """Return this micro-batch's samples of an argument."""
-        shape, samples = step.shape, self.trip.samples[self.route.me]
-        if self.trip.micros == 1 or shape is None or shape.batch < 0:
+        shape, samples = step.shape, self.forward_pass.samples[self.settings.me]
+        if self.forward_pass.micros == 1 or shape is None or shape.batch < 0:
             return value
-        first, end = even(samples, self.trip.micros)[self.micro]
+        first, end = even(samples, self.forward_pass.micros)[self.micro]
         return value.narrow(shape.batch, first * shape.per_sample, (end - first) * shape.per_sample)
 
 
-def pipe(flights: Sequence[MicroBatchState], channel: NetworkChannel) -> None:
+def pipe(batches: Sequence[MicroBatchState], channel: NetworkChannel) -> None:
     """Run all micro-batches to the end, the lowest that can run first."""
     # The end stops run after all steps. Values that arrive there come first in the backward. So a worker that waits for
     # their gradient does not wait for backwards of other micro-batches.
     for only_steps in (True, False):
         while left := [
-            index for index, flight in enumerate(flights) if not (flight.at_end if only_steps else flight.done)
+            index for index, batch in enumerate(batches) if not (batch.at_end if only_steps else batch.done)
         ]:
-            ran, wanted = one_step(flights, left)
+            ran, wanted = one_step(batches, left)
             if not ran:
                 channel.wait_any(wanted)
 
 
-def one_step(flights: Sequence[MicroBatchState], candidates: Iterable[int]) -> tuple[bool, list[tuple[int, TensorKey]]]:
+def one_step(batches: Sequence[MicroBatchState], candidates: Iterable[int]) -> tuple[bool, list[tuple[int, TensorKey]]]:
     """Run the next stop of the first candidate that can run.
 
     Returns:
@@ -229,13 +235,13 @@ def one_step(flights: Sequence[MicroBatchState], candidates: Iterable[int]) -> t
     """
     wanted = list[tuple[int, TensorKey]]()
     for index in candidates:
-        flight = flights[index]
+        batch = batches[index]
         # No micro-batch overtakes the one before it, so modules with state (BatchNorm) see them in order.
-        if flight.done or (index > 0 and flights[index - 1].place <= flight.place):
+        if batch.done or (index > 0 and batches[index - 1].place <= batch.place):
             continue
-        missing = flight.missing()  # checked only once: wait_any notices a message that arrives after this
+        missing = batch.missing()  # checked only once: wait_any notices a message that arrives after this
         if not missing:
-            flight.run()
+            batch.run()
             return True, []
         wanted += missing
     return False, wanted

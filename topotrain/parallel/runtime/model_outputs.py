@@ -30,26 +30,26 @@ class OutputMerger:
             self.shapes[ref] = step.shape if edge is None else edge.shape
             self.layouts[ref] = (step.layout if edge is None else edge.target).where
 
-    def joined(self, flights: Sequence[MicroBatchState], me: int) -> Any:
+    def joined(self, batches: Sequence[MicroBatchState], me: int) -> Any:
         """Return the output for all micro-batches of this worker's share."""
-        share = sum(flight.samples[me] for flight in flights)
+        share = sum(batch.samples[me] for batch in batches)
 
         def leaf(found: ResultRef | SizeArgument) -> Any:
             if isinstance(found, SizeArgument):
                 return found.per_sample * share + found.more
-            return self._join(found, flights, me)
+            return self._join(found, batches, me)
 
         return replaced(self.output, leaf)
 
-    def _join(self, ref: ResultRef, flights: Sequence[MicroBatchState], me: int) -> Any:
-        values, shape, where = [flight.values[ref] for flight in flights], self.shapes[ref], self.layouts[ref]
+    def _join(self, ref: ResultRef, batches: Sequence[MicroBatchState], me: int) -> Any:
+        values, shape, where = [batch.values[ref] for batch in batches], self.shapes[ref], self.layouts[ref]
         if len(values) == 1 or where is LocationKind.SAME:
             return values[0]
         if shape is not None and shape.batch >= 0:
             return torch.cat(values, shape.batch)
         if isinstance(values[0], torch.Tensor) and values[0].dim() == 0 and values[0].is_floating_point():
             # A value that all workers have was computed from all samples, others from this worker's own.
-            counts = [sum(flight.samples) if where is LocationKind.WHOLE else flight.samples[me] for flight in flights]
+            counts = [sum(batch.samples) if where is LocationKind.WHOLE else batch.samples[me] for batch in batches]
             return mean(values, counts)
         if isinstance(values[0], tuple | list) and all(isinstance(item, torch.Tensor) for item in values[0]):
             raise ConfigError(
@@ -57,11 +57,11 @@ class OutputMerger:
                 None,
                 "the model returns a tuple of tensors from one call; return its tensors one by one",
             )
-        told = f"{type(values[0]).__name__} {list(getattr(values[0], 'shape', []))}"
+        kind = f"{type(values[0]).__name__} {list(getattr(values[0], 'shape', []))}"
         raise ConfigError(
             "microbatches",
             None,
-            f"the model returns neither rows of samples nor a mean (one number), but a {told}: take microbatches: 1",
+            f"the model returns neither rows of samples nor a mean (one number), but a {kind}: take microbatches: 1",
         )
 
 

@@ -102,13 +102,13 @@ class OneFOneBForward:
         factor: factor of the gradients of this worker's own loss.
     """
 
-    def __init__(self, route: ForwardSettings, trip: ForwardPass, loss: LossOutput, factor: float) -> None:
-        self.route, self.trip, self.loss, self.factor = route, trip, loss, factor
-        self.limit = in_flight(route.program, route.me)
-        self.flights: list[MicroBatchState | None] = [
-            MicroBatchState(route, trip, m, loss.edge) for m in range(trip.micros)
+    def __init__(self, settings: ForwardSettings, forward_pass: ForwardPass, loss: LossOutput, factor: float) -> None:
+        self.settings, self.forward_pass, self.loss, self.factor = settings, forward_pass, loss, factor
+        self.limit = in_flight(settings.program, settings.me)
+        self.batches: list[MicroBatchState | None] = [
+            MicroBatchState(settings, forward_pass, m, loss.edge) for m in range(forward_pass.micros)
         ]
-        self.parameters = [p for p in route.model.parameters() if p.requires_grad and not p.is_meta]
+        self.parameters = [p for p in settings.model.parameters() if p.requires_grad and not p.is_meta]
         self.gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._sums: set[int] = set()  # gradients to which another one may be added in place
         self.losses: list[torch.Tensor] = []
@@ -116,19 +116,19 @@ class OneFOneBForward:
 
     def __call__(self, channel: NetworkChannel, sync: WorkerSync) -> torch.Tensor:
         """Run all micro-batches forward and back, and return the loss."""
-        counts = [self._count(flight.samples) for flight in self.flights if flight is not None]
-        while self.back < self.trip.micros:
+        counts = [self._count(batch.samples) for batch in self.batches if batch is not None]
+        while self.back < self.forward_pass.micros:
             blocked = self._turn(counts)
             if blocked is not None:
                 channel.wait_any(blocked)
         value = mean(self.losses, counts) if len(counts) > 1 else self.losses[0]
         # The script's backward from this loss adds the gradients to the parameters.
-        loss: torch.Tensor = DeferredBackward.apply(sync, self.gradients, value, self.route.anchor, *self.parameters)  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = DeferredBackward.apply(sync, self.gradients, value, self.settings.anchor, *self.parameters)  # type: ignore[no-untyped-call]
         return loss
 
     def _turn(self, counts: Sequence[int]) -> list[tuple[int, TensorKey]] | None:
         """Run one stop or one backward, or return the tensors for which all wait."""
-        going = [flight for flight in self.flights if flight is not None]
+        going = [batch for batch in self.batches if batch is not None]
         lowest, blocked = going[0], list[tuple[int, TensorKey]]()
         # A backward comes before another forward step: it frees activations.
         if lowest.done:
@@ -136,48 +136,50 @@ class OneFOneBForward:
             if not blocked:
                 self._go_back(lowest, counts[self.back] / max(1, sum(counts)))
                 return None
-        may = [index for index, flight in enumerate(going) if index < self.limit or self._feeds(flight)]
+        may = [index for index, batch in enumerate(going) if index < self.limit or self._feeds(batch)]
         ran, wanted = one_step(going, may)
         return None if ran else blocked + wanted
 
     def _count(self, samples: Sequence[int]) -> int:
-        return samples[self.route.me] if self.loss.edge is None else sum(samples)
+        return samples[self.settings.me] if self.loss.edge is None else sum(samples)
 
     @staticmethod
-    def _feeds(flight: MicroBatchState) -> bool:
+    def _feeds(batch: MicroBatchState) -> bool:
         """Return whether the next step reads an input. Inputs may be sent at any time."""
-        return not flight.done and flight.next.step is not None and flight.next.step.kind is StepKind.INPUT
+        return not batch.done and batch.next.step is not None and batch.next.step.kind is StepKind.INPUT
 
-    def _awaited(self, flight: MicroBatchState) -> list[tuple[int, TensorKey]]:
+    def _awaited(self, batch: MicroBatchState) -> list[tuple[int, TensorKey]]:
         """Return the gradients for which the micro-batch's backward would wait at once."""
-        if self._root(flight) is not None or not flight.departed:
+        if self._root(batch) is not None or not batch.departed:
             return []
-        post, move = self.trip.post, flight.departed[-1]
+        messages, move = self.forward_pass.messages, batch.departed[-1]
         key = move.key(True)
         return [
-            (t.target, key) for t in move.outgoing if t.target != post.me and not post.channel.arrived(t.target, key)
+            (t.target, key)
+            for t in move.outgoing
+            if t.target != messages.me and not messages.channel.arrived(t.target, key)
         ]
 
-    def _root(self, flight: MicroBatchState) -> torch.Tensor | None:
-        root = flight.values[self.loss.ref] if self.loss.edge is None else flight.root
+    def _root(self, batch: MicroBatchState) -> torch.Tensor | None:
+        root = batch.values[self.loss.ref] if self.loss.edge is None else batch.root
         return root if isinstance(root, torch.Tensor) and root.requires_grad else None
 
-    def _go_back(self, flight: MicroBatchState, part: float) -> None:
+    def _go_back(self, batch: MicroBatchState, part: float) -> None:
         """Run the backward of one micro-batch; its loss is `part` of the whole."""
-        self.losses.append(flight.values[self.loss.ref].detach())
+        self.losses.append(batch.values[self.loss.ref].detach())
         # Tokens have no value. They are ends of the graph, so that every move runs its part of the backward.
-        ends, seeds = list(flight.tokens), [torch.zeros_like(token) for token in flight.tokens]
-        root = self._root(flight)
+        ends, seeds = list(batch.tokens), [torch.zeros_like(token) for token in batch.tokens]
+        root = self._root(batch)
         if root is not None:
             ends.insert(0, root)
             seeds.insert(0, torch.full_like(root, self._seed() * part))
         # The graph is freed with its backward, so that the activations do not stay until the last micro-batch.
-        self.flights[self.back] = None
+        self.batches[self.back] = None
         self.back += 1
         if not ends:
             return
         # not .backward(): that would call the hooks of the parameters once for every micro-batch
-        wanted = [*self.parameters, self.route.anchor]
+        wanted = [*self.parameters, self.settings.anchor]
         found = torch.autograd.grad(ends, wanted, seeds, allow_unused=True)
         for index, gradient in enumerate(found[:-1]):
             if gradient is not None:
@@ -199,5 +201,5 @@ class OneFOneBForward:
         """Return the gradient of the loss that all workers' loss.backward() would give."""
         if self.loss.edge is None:
             return self.factor
-        weights = self.trip.post.weights
-        return sum(weights) / weights[self.route.me]
+        weights = self.forward_pass.messages.weights
+        return sum(weights) / weights[self.settings.me]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from topotrain.config.field_checks import ConfigError
+from topotrain.config.job import ConfigError, Schedule
 from topotrain.parallel.program.split_program import LocationKind, Program, StepKind
 from topotrain.parallel.program.worker_program import digest, given_of
 from topotrain.parallel.runtime import dropout
@@ -24,8 +24,6 @@ from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.parallel.runtime.one_f_one_b import OneFOneBForward, loss_of
 from topotrain.parallel.runtime.transfers import ForwardMessages
 from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
-
-GPIPE, ONE_F_ONE_B = "kGPipe", "k1F1B"
 
 
 class Runner:
@@ -40,7 +38,7 @@ class Runner:
         channel: the channel to the other workers of the group.
         microbatches: the maximum number of parts into which each worker's share is cut. All shares have fewer parts if
             a worker has fewer samples.
-        schedule: kGPipe or k1F1B.
+        schedule: the order of the micro-batches.
         sync: has the weight of this worker. All runners of a process (for training, for evaluation) share it.
         generator: draws the masks of dropout.
 
@@ -55,7 +53,7 @@ class Runner:
         model: nn.Module,
         channel: NetworkChannel,
         microbatches: int = 1,
-        schedule: str = GPIPE,
+        schedule: Schedule = Schedule.kGPipe,
         sync: WorkerSync | None = None,
         generator: torch.Generator = torch.default_generator,
     ) -> None:
@@ -66,9 +64,9 @@ class Runner:
         self.program, self.model, self.channel = program, model, channel
         self.sync = WorkerSync(channel) if sync is None else sync
         self._microbatches, self._generator = microbatches, generator
-        self._loss = loss_of(program) if schedule == ONE_F_ONE_B else None
-        self._route, self._outputs = ForwardSettings(program, model, channel.me), OutputMerger(program)
-        self._digest = digest(program, microbatches, schedule)
+        self._loss = loss_of(program) if schedule is Schedule.k1F1B else None
+        self._settings, self._outputs = ForwardSettings(program, model, channel.me), OutputMerger(program)
+        self._digest = digest(program, microbatches, schedule.value)
         # Of the class, because `model.forward` may be this object by now.
         self._signature = signature(type(model).forward)
         self.counts = 0.0
@@ -78,26 +76,26 @@ class Runner:
         """Return the model's output for this worker's samples, nested as the model does."""
         given = self._bind(args, kwargs)
         hellos = self.sync.exchange(self._hello(self._samples(given)))
-        said = [hello.weight for hello in hellos]
-        weights = tuple(weight if weight > 0 else 1.0 for weight in said)
+        given_weights = [hello.weight for hello in hellos]
+        weights = tuple(weight if weight > 0 else 1.0 for weight in given_weights)
         me = self.channel.me
         # Weight 0 counts as 1 here, and `factor` takes the loss of such a worker out of the mean.
         self.counts = weights[me]
-        factor = said[me] / weights[me] * (sum(weights) / (sum(said) or math.inf))
-        trip = self._trip(given, tuple(hello.samples for hello in hellos), weights)
+        factor = given_weights[me] / weights[me] * (sum(weights) / (sum(given_weights) or math.inf))
+        forward_pass = self._forward_pass(given, tuple(hello.samples for hello in hellos), weights)
         # The backward runs inside this call, so the script's graph behind an argument cannot get a gradient.
         if self._loss is not None and torch.is_grad_enabled():
             leaves = [name for name, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad]
             if leaves:
                 raise ConfigError(leaves[0], None, "must not need a gradient where schedule is k1F1B: detach it")
-            return OneFOneBForward(self._route, trip, self._loss, factor)(self.channel, self.sync)
-        flights = [MicroBatchState(self._route, trip, micro) for micro in range(trip.micros)]
-        pipe(flights, self.channel)
-        output = self._outputs.joined(flights, me)
+            return OneFOneBForward(self._settings, forward_pass, self._loss, factor)(self.channel, self.sync)
+        batches = [MicroBatchState(self._settings, forward_pass, micro) for micro in range(forward_pass.micros)]
+        pipe(batches, self.channel)
+        output = self._outputs.joined(batches, me)
         # Without gradients there is no backward that the tokens would have to run.
         if not torch.is_grad_enabled():
             return output
-        return tied(output, [token for flight in flights for token in flight.tokens], self.sync, factor)
+        return tied(output, [token for batch in batches for token in batch.tokens], self.sync, factor)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
         """Return the arguments by name. Raises TypeError like the model's own forward."""
@@ -118,17 +116,17 @@ class Runner:
                 continue
             name = step.target if step.kind is StepKind.INPUT else step.name
             expected = ", ".join("samples" if d == shape.batch else str(size) for d, size in enumerate(shape.sizes))
-            told = f"the split model takes a tensor of shape ({expected})"
+            accepted = f"the split model takes a tensor of shape ({expected})"
             if not isinstance(value, torch.Tensor) or value.dim() != len(shape.sizes):
-                raise ConfigError(name, _of(value), told)
+                raise ConfigError(name, _of(value), accepted)
             samples, rest = divmod(value.shape[shape.batch], shape.per_sample)
             # A tensor that is cut by samples has a fixed number of rows per sample, which need not be one.
             if rest or tuple(value.shape) != shape.at(samples):
-                raise ConfigError(name, _of(value), told)
+                raise ConfigError(name, _of(value), accepted)
             found.setdefault(samples, name)
         if len(found) > 1:
-            told = ", ".join(f"{name} has {count}" for count, name in found.items())
-            raise ConfigError("split model", None, f"its arguments have different numbers of samples: {told}")
+            counts = ", ".join(f"{name} has {count}" for count, name in found.items())
+            raise ConfigError("split model", None, f"its arguments have different numbers of samples: {counts}")
         return next(iter(found), 0)
 
     def _hello(self, samples: int) -> ForwardHello:
@@ -147,7 +145,9 @@ class Runner:
             chance=dropout.digest(self.program, self.model, self._generator),
         )
 
-    def _trip(self, given: Mapping[str, Any], samples: tuple[int, ...], weights: tuple[float, ...]) -> ForwardPass:
+    def _forward_pass(
+        self, given: Mapping[str, Any], samples: tuple[int, ...], weights: tuple[float, ...]
+    ) -> ForwardPass:
         # Every worker's share must have a sample for each micro-batch.
         micros = max(1, min(self._microbatches, *samples))
         drops = {step.number: drop for step in self.program.steps if (drop := dropout.dropout(step, self.model))}
@@ -156,11 +156,11 @@ class Runner:
         masks = dropout.draw(self.program, drops, self.channel.me, samples, micros, self._generator, themselves)
         # `exchange` has counted this forward already.
         forward = self.sync.forwards - 1
-        post = ForwardMessages(self.channel, forward, weights, self._device(given), self.sync)
-        mine = [stop.step for stop in self._route.stops if stop.step is not None]
+        messages = ForwardMessages(self.channel, forward, weights, self._device(given), self.sync)
+        mine = [stop.step for stop in self._settings.stops if stop.step is not None]
         modules = {step.number: self.model.get_submodule(step.target) for step in mine if step.kind is StepKind.MODULE}
         apart = themselves | {step.number for step in mine if dropout.draws_by_itself(step, self.model)}
-        return ForwardPass(forward, post, given, samples, micros, drops, masks, modules, apart)
+        return ForwardPass(forward, messages, given, samples, micros, drops, masks, modules, apart)
 
     def _device(self, given: Mapping[str, Any]) -> torch.device:
         """Return the device of this worker: that of its parameters, else of its arguments."""

@@ -96,15 +96,15 @@ class TransferPlan:
 class EdgeTransfer:
     """Executes a plan for one micro-batch."""
 
-    def __init__(self, plan: TransferPlan, micro: int, post: ForwardMessages) -> None:
-        self.edge, self.micro, self.post = plan.edge, micro, post
+    def __init__(self, plan: TransferPlan, micro: int, messages: ForwardMessages) -> None:
+        self.edge, self.micro, self.messages = plan.edge, micro, messages
         self.outgoing, self.incoming = plan.outgoing, plan.incoming
         self._have, self._want = plan.have, plan.want
         self._answers: tuple[Transfer, ...] = ()
 
     def key(self, backward: bool) -> TensorKey:
         """Return the key of the boxes."""
-        return TensorKey(self.post.forward, self.micro, self.edge.number, backward)
+        return TensorKey(self.messages.forward, self.micro, self.edge.number, backward)
 
     def leave(self, part: torch.Tensor) -> torch.Tensor | None:
         """Send this worker's part. Returns the token if there will be a gradient."""
@@ -136,12 +136,12 @@ class EdgeTransfer:
             raise ValueError(f"this worker's part has shape {tuple(part.shape)}, the plan has {sizes_of(have)}")
         for transfer in self.outgoing:
             # Copied at once, because a later step may write to the value.
-            self.post.send(transfer.target, self.key(False), part[within(transfer.box, have)], grad)
+            self.messages.send(transfer.target, self.key(False), part[within(transfer.box, have)], grad)
 
     def _assemble(self) -> tuple[torch.Tensor, tuple[Transfer, ...]]:
         want, whole, answers = _box(self._want), None, []
         for transfer in self.incoming:
-            tensor, grad = self.post.receive(transfer.source, self.key(False))
+            tensor, grad = self.messages.receive(transfer.source, self.key(False))
             if grad:
                 answers.append(transfer)
             if transfer.box == want:
@@ -151,7 +151,8 @@ class EdgeTransfer:
                 whole = tensor.new_empty(sizes_of(want))
             whole[within(transfer.box, want)] = tensor
         if whole is None:  # no samples
-            whole = torch.empty(sizes_of(want), dtype=getattr(torch, self.edge.shape.dtype), device=self.post.device)
+            dtype = getattr(torch, self.edge.shape.dtype)
+            whole = torch.empty(sizes_of(want), dtype=dtype, device=self.messages.device)
         return whole, tuple(answers)
 
     def answer(self, gradient: torch.Tensor | None) -> None:
@@ -159,19 +160,19 @@ class EdgeTransfer:
         want = _box(self._want)
         for transfer in self._answers:
             if gradient is None:
-                nothing = torch.empty(0, device=self.post.device)
-                self.post.send(transfer.source, self.key(True), nothing, False)
+                nothing = torch.empty(0, device=self.messages.device)
+                self.messages.send(transfer.source, self.key(True), nothing, False)
             else:
-                self.post.send(transfer.source, self.key(True), gradient[within(transfer.box, want)], True)
+                self.messages.send(transfer.source, self.key(True), gradient[within(transfer.box, want)], True)
 
     def collect(self) -> torch.Tensor | None:
         """Return the gradient of this worker's part, or None if no worker has one."""
         have, found = _box(self._have), list[tuple[Transfer, torch.Tensor]]()
         for transfer in self.outgoing:
-            gradient, there = self.post.receive(transfer.target, self.key(True))
+            gradient, there = self.messages.receive(transfer.target, self.key(True))
             # Relative to the group's loss, worker k scales gradients by W / w_k (w: the weights, W: their sum).
             if there:
-                factor = self.post.weights[transfer.target] / self.post.weights[self.post.me]
+                factor = self.messages.weights[transfer.target] / self.messages.weights[self.messages.me]
                 found.append((transfer, gradient if factor == 1.0 else gradient * factor))
         if not found:
             return None

@@ -11,12 +11,10 @@ from dataclasses import astuple, dataclass
 import torch
 
 from topotrain.config.field_checks import ConfigError
-from topotrain.parallel.runtime.channel import HELLO, STEPPED, TensorKey
+from topotrain.parallel.runtime.channel import ControlEdge, TensorKey
 from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.training.data.data_client import DrawObserver
 
-_DRAW = STEPPED - 4
-"""`TensorKey.edge` of the notice that a worker goes on to other batches. Other files use -3 to -5."""
 _NOWHERE = (-1, -1)
 HINT = "all workers of a group must call the model, and go backward, the same number of times and in the same order"
 
@@ -84,7 +82,7 @@ class WorkerSync(DrawObserver):
         # Another worker may be waiting for this worker in a forward. It can then name the script that differs.
         notice = torch.tensor([self.forwards, self.backwards])
         for other in self._others:
-            self.channel.send(other, TensorKey(self.steps, 0, STEPPED, False), notice)
+            self.channel.send(other, TensorKey(self.steps, 0, ControlEdge.STEPPED, False), notice)
         self.steps += 1
 
     def exchange(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:
@@ -106,12 +104,12 @@ class WorkerSync(DrawObserver):
         # The notices of all common steps are here now. They are read, so that they do not pile up.
         for other in self._others:
             for step in range(self._stepped[other], self.steps):
-                self.channel.receive(other, TensorKey(step, 0, STEPPED, False))
+                self.channel.receive(other, TensorKey(step, 0, ControlEdge.STEPPED, False))
             self._stepped[other] = self.steps
         return tuple(hellos)
 
     def _hello_of(self, worker: int, key: TensorKey) -> ForwardHello:
-        notice = (worker, TensorKey(self.steps, 0, STEPPED, False))
+        notice = (worker, TensorKey(self.steps, 0, ControlEdge.STEPPED, False))
         while (worker, key) not in self._hellos and not self.channel.arrived(worker, key):
             stepped, draws = self.channel.arrived(*notice), self._draws_on(worker)
             if self.channel.arrived(worker, key):  # checked again: a hello is sent before the notices that follow it
@@ -139,7 +137,10 @@ class WorkerSync(DrawObserver):
         channel = self.channel
         if channel.arrived(source, key):
             return
-        hello, notice = (source, self._hello(self.forwards)), (source, TensorKey(self.steps, 0, STEPPED, False))
+        hello, notice = (
+            (source, self._hello(self.forwards)),
+            (source, TensorKey(self.steps, 0, ControlEdge.STEPPED, False)),
+        )
         # Only gradients can fail to come. That a value is sent was agreed upon by the hellos.
         signs: Collection[tuple[int, TensorKey]] = (hello, notice) if key.backward else ()
         while not channel.arrived(source, key):
@@ -152,7 +153,7 @@ class WorkerSync(DrawObserver):
         Raises:
             ConfigError: the sender has continued without it.
         """
-        signs = (source, self._hello(self.forwards)), (source, TensorKey(self.steps, 0, STEPPED, False))
+        signs = (source, self._hello(self.forwards)), (source, TensorKey(self.steps, 0, ControlEdge.STEPPED, False))
         while True:
             went = (
                 signs[0] in self._hellos or any(self.channel.arrived(*sign) for sign in signs) or self._draws_on(source)
@@ -174,7 +175,7 @@ class WorkerSync(DrawObserver):
             for other in self._others:
                 self._draws_on(other)  # reads the notices, so that they do not pile up
         else:
-            self.channel.send(0, TensorKey(self._asked, 0, _DRAW, False), torch.tensor([epoch, chunk]))
+            self.channel.send(0, TensorKey(self._asked, 0, ControlEdge.DRAW, False), torch.tensor([epoch, chunk]))
             self._asked += 1
 
     def _draws_on(self, other: int) -> bool:
@@ -187,7 +188,7 @@ class WorkerSync(DrawObserver):
         return self.channel.me == 0 and self._draws[other][1] > self._drawn
 
     def _draw_notice(self, other: int) -> tuple[int, TensorKey]:
-        return other, TensorKey(self._draws[other][0], 0, _DRAW, False)
+        return other, TensorKey(self._draws[other][0], 0, ControlEdge.DRAW, False)
 
     def _without_known(self, signs: Iterable[tuple[int, TensorKey]], source: int) -> list[tuple[int, TensorKey]]:
         left = []
@@ -195,7 +196,7 @@ class WorkerSync(DrawObserver):
             if not self.channel.arrived(*sign) and sign not in self._hellos:
                 left.append(sign)
                 continue
-            if sign[1].edge == HELLO:
+            if sign[1].edge == ControlEdge.HELLO:
                 backwards, does = self._read(*sign, keep=True).backwards, "calls the split model again"
             else:
                 backwards, does = self._notice(sign)[1], "goes on to optimizer.step()"
@@ -221,7 +222,7 @@ class WorkerSync(DrawObserver):
 
     @staticmethod
     def _hello(forward: int) -> TensorKey:
-        return TensorKey(forward, 0, HELLO, False)
+        return TensorKey(forward, 0, ControlEdge.HELLO, False)
 
 
 WHAT = {
@@ -245,8 +246,8 @@ def check(hellos: Collection[ForwardHello]) -> None:
         for name, what in WHAT.items():
             mine, its = getattr(first, name), getattr(hello, name)
             if mine != its:
-                told = f" ({its} and {mine})" if name == "steps" else ""
-                raise disagreement(f"worker {worker} of the group {what} worker 0{told}: {REMEDY.get(name, HINT)}")
+                counts = f" ({its} and {mine})" if name == "steps" else ""
+                raise disagreement(f"worker {worker} of the group {what} worker 0{counts}: {REMEDY.get(name, HINT)}")
 
 
 def disagreement(text: str) -> ConfigError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from topotrain.parallel.estimate.cost_report import CostReport
 from topotrain.parallel.estimate.fake_run import refs
-from topotrain.parallel.program.segments import LayoutSegment, stretches, told
+from topotrain.parallel.program.segments import LayoutSegment, stretches, words_of
 from topotrain.parallel.program.split_program import LocationKind
 from topotrain.tools.monitor.graph_report import amount
 from topotrain.tools.monitor.loss_plot import COLORS
@@ -71,7 +71,7 @@ def _box(axes: Any, stretch: LayoutSegment, worker: int, bill: CostReport) -> No
     axes.text(
         stretch.number,
         worker,
-        f"{names}\n{told(stretch.layout)}\n{work / 1e6:,.1f} MFLOP",
+        f"{names}\n{words_of(stretch.layout)}\n{work / 1e6:,.1f} MFLOP",
         ha="center",
         va="center",
         fontsize=6.5,

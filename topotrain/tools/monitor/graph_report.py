@@ -7,7 +7,7 @@ from typing import Any
 from topotrain.parallel.estimate.cost_report import CostReport, EdgeCost
 from topotrain.parallel.estimate.memory_check import ITSELF, MemoryLimits, on_host
 from topotrain.parallel.estimate.process_memory import ProcessNeed
-from topotrain.parallel.program.segments import stretches, told
+from topotrain.parallel.program.segments import stretches, words_of
 from topotrain.parallel.program.split_program import LocationKind, ProgramStep, StepKind
 from topotrain.tools.plan.layout_plan import columns, mb
 
@@ -103,7 +103,7 @@ def _stretches(bill: CostReport) -> list[str]:
         kept = sum(cost.kept for cost in costs)
         count = str(len(numbers))
         rows.append(
-            (str(stretch.number), told(stretch.layout), stretch.title(), count, amount(kept), f"{work / 1e6:,.1f}")
+            (str(stretch.number), words_of(stretch.layout), stretch.title(), count, amount(kept), f"{work / 1e6:,.1f}")
         )
     return [
         "what is computed where, in order (kept: for the backward, on all workers together):",
@@ -120,7 +120,8 @@ def _edges(bill: CostReport) -> list[str]:
         edge = one.edge
         shape = "x".join(map(str, edge.shape.at(sum(bill.samples)))) or "one number"
         sizes = [amount(size) for size in one.nbytes]
-        rows.append((names[edge.value], told(edge.source), told(edge.target), f"{shape} {edge.shape.dtype}", *sizes))
+        layouts = words_of(edge.source), words_of(edge.target)
+        rows.append((names[edge.value], *layouts, f"{shape} {edge.shape.dtype}", *sizes))
     forward, back = (sum(bill.pairs(way).values()) for way in (False, True))
     lines = _left(("value", "layout", "needed as", "of", "forward", "back"), rows, 4)
     pairs = _pairs(bill)

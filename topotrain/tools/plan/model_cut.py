@@ -13,9 +13,9 @@ from topotrain.config.topology import layout
 from topotrain.parallel.api.automatic_placement import place_call
 from topotrain.parallel.api.example_inputs import ExampleInputs, inputs_of, parse_inputs
 from topotrain.parallel.api.prepare_split import tagged
-from topotrain.parallel.api.split_costs import PlacementRequest, bill_of, call_of, needs_of, schema_of
+from topotrain.parallel.api.split_costs import PlacementRequest, call_of, costs_of, needs_of, schema_of
 from topotrain.parallel.capture.capture_model import capture
-from topotrain.parallel.estimate.memory_check import MemoryLimits, check, room
+from topotrain.parallel.estimate.memory_check import MemoryLimits, check, memory_limits
 from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.placement.assign_modules import assignments
 from topotrain.parallel.placement.parameter_owners import divide
@@ -60,14 +60,14 @@ def cut_of(
     given = parse_inputs(said) if said else inputs_of(model, loader, job.schedule is Schedule.k1F1B)
     call = call_of(job, model, given)
     asked = PlacementRequest(job, layout(job.cluster), model, captured, found, call, state_factor)
-    here, words, blocks = room(), "", ""
+    here, words, blocks = memory_limits(), "", ""
     if job.placement is Placement.kAuto:
         # Only measuring runs the model, and needs inputs with data.
         chosen = place_call(asked, here, _real(given) if measured else None)
         found, words, blocks = chosen.found, chosen.text, chosen.blocks if measured else ""
-    costs = bill_of(asked, found)
+    costs = costs_of(asked, found)
     planned = needs_of(asked, found, costs)
-    plan = CutPlan(costs, given.told(), planned, here, words, blocks, _warnings(planned, here))
+    plan = CutPlan(costs, given.text(), planned, here, words, blocks, _warnings(planned, here))
     return ModelCut(plan, schema_of(divide(model, found, workers)))
 
 

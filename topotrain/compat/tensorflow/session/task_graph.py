@@ -22,7 +22,7 @@ from topotrain.core.client.client import JobError, PeerLost, StepEnd
 from topotrain.core.optim.adapter import OptimizerSpec, remake
 from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, place_of
 from topotrain.launch.runtime.process_host import WorkerConnections
-from topotrain.parallel.estimate.memory_check import room
+from topotrain.parallel.estimate.memory_check import memory_limits
 from topotrain.parallel.remote.graph_description import GraphDescription, StateDescription
 from topotrain.parallel.remote.graph_replayer import OutputCollector, WorkerModel, program
 from topotrain.parallel.runtime.local_model import localise
@@ -165,7 +165,7 @@ class SessionWorker:
         description = GraphDescription.from_data(data, self._meet.workers, len(self._states))
         box = None if loss else OutputCollector()
         # A description may ask for any size, and must not take all memory of the machine.
-        most = max(_LEAST_ROOM, room().least() or 0)
+        most = max(_LEAST_ROOM, memory_limits().least() or 0)
         cut = program(description, self._states, self._meet.workers, self._meet.first, box, most)
         runner = Runner(cut, self._model, self._channel, sync=self._sync, generator=self._dice)
         self._graphs[number] = _Graph(runner, box, description)
