@@ -554,7 +554,7 @@ class ReplicatedServers:
         while not primary.done:
             index = primary.probe()
             time.sleep(spread(_AGAIN_S))
-            # The launcher has reported a move, or another thread has connected: a further connection would end that one.
+            # A move was reported, or another thread has connected: a further connection would end that one.
             if self._placement[0].moves != moves or self._router.has_route(primary.me, self._servers[0]):
                 return
             with suppress(TransportError, TimeoutError):
