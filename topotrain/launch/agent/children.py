@@ -20,7 +20,7 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.events import Ending, Event, Failed
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.launch.agent import forkserver
-from topotrain.launch.agent.pipes import LineReader, OutputReader
+from topotrain.launch.agent.pipes import LineReader, LineWriter, OutputReader
 
 MAIN = Address(Role.WORKER, 0, 0)
 """The main worker. Its output reaches the terminal."""
@@ -86,6 +86,7 @@ class Child:
     announced: the child has announced its end.
     doomed: the child must end, because another process replaces it.
     unreachable_since: the time at which its channel ended while the process still ran.
+    commands: the commands to it, where the channel did not take them at once.
     """
 
     addresses: tuple[Address, ...]
@@ -102,6 +103,10 @@ class Child:
     announced: bool = False
     doomed: bool = False
     unreachable_since: float | None = None
+    commands: LineWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.commands = LineWriter(self.control.fileno())
 
     @property
     def who(self) -> str:
@@ -136,9 +141,7 @@ class Child:
 
     def command(self, words: Mapping[str, Any]) -> None:
         """Send a command to the process. A process that is not ready yet reads it later."""
-        with contextlib.suppress(OSError):
-            # The socket does not block. A process that does not read until its buffer is full is lost anyway.
-            self.control.send(json.dumps(words).encode() + b"\n")
+        self.commands.put(json.dumps(words).encode())
 
     def write_log(self, output: bytes) -> OSError | None:
         """Append to the log; return the first error, and None after that.
