@@ -100,9 +100,7 @@ class Attempts(Notifier):
             self.company.control.send(0, {"life": number, "ready": True})
             return await_begin(run.unread, self.company, self.heard, number, self.met.workspace)
         assert isinstance(self.company, LeaderMembership)
-        # Twice: the barrier needs to know which workers are absent, and the attempt the hosts of new units.
-        goes_on.begin_attempt()
-        topology, missing = layout(self.met.job.cluster, begun.hosts.numbers), goes_on.missing
+        topology, missing = layout(self.met.job.cluster, begun.hosts.numbers), goes_on.missing_next
         # The barrier does not wait for a vanished unit that would have no processes.
         vacant = [u.rank for u in topology.units if missing.issuperset(map(str, (*u.workers, *u.servers)))]
         made = RestartBarrier(number, range(1, len(topology.units)), vacant, self.hall.patience)

@@ -156,6 +156,11 @@ class RecoveryPolicy:
         """Workers that are absent and that the job does not wait for."""
         return {who for who, group in self._attempt.group_of.items() if group in self._states.away}
 
+    @property
+    def missing_next(self) -> set[str]:
+        """Workers that would be absent after a restart of the whole job."""
+        return {who for who, group in self._attempt.group_of.items() if group in self._states.away_next}
+
     def location_of(self, server: Address) -> tuple[str, int]:
         """Return the process in which this server is active, and its unit."""
         process = str(server) if self._replicas is None else self._replicas.primary_of(server)
