@@ -41,7 +41,8 @@ from topotrain.launch.by_hand.manual_server import (
 from topotrain.launch.runtime.child_channel import end_process
 from topotrain.launch.runtime.prepare_composition import prepare_extensions
 from topotrain.launch.runtime.process_exit import ProcessExitHook
-from topotrain.launch.runtime.process_host import HostObserver, HostOptions, WorkerConnections
+from topotrain.launch.runtime.process_host import HostObserver, HostOptions
+from topotrain.launch.runtime.worker_connections import WorkerConnections
 from topotrain.training import context as process
 from topotrain.training.context import Connector, Context, ProcessOwner
 from topotrain.training.finish_job import close, finish, is_complete
