@@ -58,7 +58,7 @@ class OtherUnits(Protocol):
         """
         ...
 
-    def heard(self) -> None:
+    def clear_wakeup(self) -> None:
         """Clear the event for which `fileno` became readable."""
         ...
 
@@ -70,7 +70,7 @@ class OtherUnits(Protocol):
         """Report that a signal asks the job to end; `more` is added. It does not block."""
         ...
 
-    def cast_out(self) -> None:
+    def exclude(self) -> None:
         """End this unit: the job continues without it."""
         ...
 

@@ -236,7 +236,7 @@ class RunLoop:
         if self._connection is None or self._recovery is None:
             return
         if isinstance(self._recovery, Follower) and isinstance(self._connection, ControlClient):
-            self._recovery.told(self._connection.all_received, self._connection.alone)
+            self._recovery.on_connection(self._connection.all_received, self._connection.alone)
         self._connection.suspect(self._recovery.suspicious)
 
     def _on_news(self) -> None:
@@ -295,7 +295,7 @@ class RunLoop:
         assert isinstance(self._recovery, Follower)
         if "outcast" in words:
             assert self._host.others is not None
-            self._host.others.cast_out()
+            self._host.others.exclude()
             return
         values = {key: value for key, value in words.items() if key not in ("life", "command")}
         match words["command"]:
@@ -315,7 +315,7 @@ class RunLoop:
         assert others is not None
         if others.saves and not others.over:
             # Read here, so that the descriptor is readable again when the end is decided.
-            others.heard()
+            others.clear_wakeup()
             self._save(grace(self.job, signal.SIGTERM))
             return
         # The descriptor stays readable, and would keep the loop busy until the units have ended.

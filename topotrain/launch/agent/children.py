@@ -196,7 +196,7 @@ class ChildSpec:
     addresses: the workers or servers in it. fds: the memfds that it gets. incarnation: that of its worker group.
     again: the reason of a restart; "" for the first start.
     seats: for a server process, the data of `ReplicaPlacement.to_data`.
-    guest: the layout has this process in another unit, which is gone.
+    moved: the layout has this process in another unit, which is gone.
     """
 
     addresses: tuple[Address, ...]
@@ -204,7 +204,7 @@ class ChildSpec:
     incarnation: int = 0
     again: str = ""
     seats: list[list[int]] = field(default_factory=list)
-    guest: bool = False
+    moved: bool = False
 
 
 def start(client: forkserver.ForkserverClient, unit: UnitConfig, calls: EntryPoints, spec: ChildSpec) -> Child:
@@ -261,7 +261,7 @@ def _open_log(log: Path, unit: UnitConfig, spec: ChildSpec) -> int:
 
 
 def _log_name(unit: int, first: Address, spec: ChildSpec) -> str:
-    if spec.guest:
+    if spec.moved:
         # The workspace may be shared: the lost unit has a log for the same server.
         return f"server-{first.group}-{first.index}-in-unit-{unit}.log"
     return f"servers-unit-{unit}.log" if first.role is Role.SERVER else f"worker-{first.group}-{first.index}.log"
@@ -449,8 +449,8 @@ class Children:
         return started
 
     def _replace(self, addresses: tuple[Address, ...], number: int, why: str) -> Child:
-        guest = self._topology.unit_of(addresses[0]) != self._unit.unit
-        return self._start(ChildSpec(addresses, (), number, why, self._seats, guest))
+        moved = self._topology.unit_of(addresses[0]) != self._unit.unit
+        return self._start(ChildSpec(addresses, (), number, why, self._seats, moved))
 
     def on_exit(self, child: Child, running: bool) -> list[Child]:
         """Start the processes that have waited for the end of this one.

@@ -115,7 +115,7 @@ def start(submission: Submission) -> LaunchResult:
         with signals() as stop:
             count = 0
             while True:
-                attempt = _Attempt(ray, lived(submission, count), asked, stop)
+                attempt = _Attempt(ray, for_attempt(submission, count), asked, stop)
                 code = attempt.run()
                 # A signal or a wrong configuration would only repeat itself.
                 if code in FINAL_CODES or stop.came or count == submission.options.max_restarts:
@@ -124,7 +124,7 @@ def start(submission: Submission) -> LaunchResult:
                 _print(f"all units start again ({count} of {submission.options.max_restarts})")
 
 
-def lived(submission: Submission, count: int) -> Submission:
+def for_attempt(submission: Submission, count: int) -> Submission:
     """Return the submission of attempt number `count`, with a name of its own."""
     if count == 0:
         return submission

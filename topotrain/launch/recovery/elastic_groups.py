@@ -208,7 +208,7 @@ class GroupChanges:
             case ("leave", GroupState.ASKED):
                 return self._leave(event, now)
             case ("lose", GroupState.LOST):
-                return self._part(event, now)
+                return self._give_up_agreed(event, now)
         return []  # an answer to a question that is no longer open
 
     def _join(self, event: Agreed, now: float) -> list[Action]:
@@ -232,7 +232,7 @@ class GroupChanges:
         self._states[group] = replace(part, state=GroupState.LEAVING, until=now + part.within_s, agreed=True)
         return self.on_exit(group, now)
 
-    def _part(self, event: Agreed, now: float) -> list[Action]:
+    def _give_up_agreed(self, event: Agreed, now: float) -> list[Action]:
         """Continue without a group that was given up, if the servers agree."""
         part = self._states[event.group]
         if event.text and part.lost is not None:

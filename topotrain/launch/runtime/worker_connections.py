@@ -106,11 +106,11 @@ class WorkerConnections(Connections):
             servers = dict.fromkeys((*self.exchange.channel.servers, self.exchange.channel.first_server))
             dialer = ReplicaDialer(self._router, me, self._waiter)
             self._replicas = ReplicaConnections(servers, self.exchange, dialer, place.identity.incarnation)
-        self._beside: HostedServers | None = None
+        self._inline_server: HostedServers | None = None
         if reader is not None:
-            beside = Address(Role.SERVER, 0, me.index)
+            server = Address(Role.SERVER, 0, me.index)
             # `self` is the memory of this server, too (`allocate`): it shares the worker's.
-            self._beside = HostedServers(place, self._router, self, [beside], options)
+            self._inline_server = HostedServers(place, self._router, self, [server], options)
         try:
             self._connect()
         except BaseException:  # the caller has no object yet that it could close
@@ -119,12 +119,12 @@ class WorkerConnections(Connections):
 
     def _connect(self) -> None:
         # First: this worker connects to it below, and workers elsewhere may be waiting for it.
-        if self._beside is not None:
-            self._beside.open()
+        if self._inline_server is not None:
+            self._inline_server.open()
         endpoint = self._replicas or self.exchange
-        self._urls = self._router.attach(self.me, endpoint, dial_only=True, inside=self._beside is not None)
+        self._urls = self._router.attach(self.me, endpoint, dial_only=True, inside=self._inline_server is not None)
         for server in dict.fromkeys((*self.exchange.channel.servers, self.exchange.channel.first_server)):
-            if self._beside is not None and server in self._beside.endpoints:
+            if self._inline_server is not None and server in self._inline_server.endpoints:
                 self._router.connect_inside(self.me, server)
             elif self._replicas is not None:
                 self._replicas.begin(server)
@@ -157,9 +157,9 @@ class WorkerConnections(Connections):
         return TorchReduction(TorchCollectiveConfig(place.job, str(place.sockets / folder)))
 
     @property
-    def beside(self) -> ServerProcess | None:
+    def inline_server(self) -> ServerProcess | None:
         """The server in the worker's process."""
-        return self._beside
+        return self._inline_server
 
     def meet_group(self) -> NetworkChannel:
         """Connect to the other workers of the group, over which one model is split.
@@ -210,17 +210,17 @@ class WorkerConnections(Connections):
             # A backup that lacks a message could not replace its primary after this worker is gone.
             until = time.monotonic() + _LEAVE_S
             self._waiter.wait(lambda: self._replicas is None or self._replicas.left or time.monotonic() > until)
-        if self._beside is not None:
+        if self._inline_server is not None:
             if finished:
                 self._router.deliver()
             self._router.release(
                 self.me
             )  # also without an end to wait for: only a connection that is read can be closed
-            for endpoint in self._beside.endpoints.values():
+            for endpoint in self._inline_server.endpoints.values():
                 endpoint.lost(self.me, "its script has ended")
             if finished:
                 # The other workers may still train, and need the server in this process.
-                self._beside.wait()
+                self._inline_server.wait()
         self._router.close()
 
 
