@@ -4,9 +4,10 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Protocol
 
 
 @dataclass(slots=True)
@@ -16,9 +17,21 @@ class StopSignals:
     came: list[int]
     woken: socket.socket
 
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """As `SignalHandler.on_signal`. The wakeup descriptor wakes the loop."""
+        self.came.append(number)
+
+
+class SignalHandler(Protocol):
+    """Handles the signals that end a job."""
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal, on the main thread."""
+        ...
+
 
 @contextlib.contextmanager
-def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handled(handler: SignalHandler) -> Iterator[None]:
     """Let `handler` handle the signals that end a job for the length of the block.
 
     Ignored signals stay ignored, and handlers of C libraries stay. Off the main thread nothing is changed.
@@ -32,7 +45,7 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     taken = {number: old for number, old in former.items() if old not in (signal.SIG_IGN, None)}
     try:
         for number in taken:
-            signal.signal(number, handler)
+            signal.signal(number, handler.on_signal)
         yield
     finally:
         for number, old in taken.items():
@@ -43,19 +56,18 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 def signals() -> Iterator[StopSignals]:
     """Handle the signals that end a job for the length of the block, as `handled`."""
     woken, waker = socket.socketpair()
-    came: list[int] = []
+    received = StopSignals([], woken)
     with woken, waker:
         # Python requires it of a wakeup descriptor: a signal handler must not block.
         waker.setblocking(False)
         # Python allows signal handlers on the main thread only.
         if threading.current_thread() is not threading.main_thread():
-            yield StopSignals(came, woken)
+            yield received
             return
         former_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         try:
-            # The handler counts the signals; the descriptor wakes the loop.
-            with handled(lambda number, _: came.append(number)):
-                yield StopSignals(came, woken)
+            with handled(received):
+                yield received
         finally:
             signal.set_wakeup_fd(former_fd)
 

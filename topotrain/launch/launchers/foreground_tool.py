@@ -173,5 +173,5 @@ class SignalGate:
 def interruptible() -> Iterator[SignalGate]:
     """Raise StopRequested at each signal that ends a job, as `stop_signals.handled`."""
     gate = SignalGate()
-    with handled(gate.on_signal):
+    with handled(gate):
         yield gate

@@ -100,9 +100,9 @@ class Attempts(Notifier):
             self.membership.control.send(0, {"life": number, "ready": True})
             return await_begin(run.unread, self.membership, self.stop, number, self.agreement.workspace)
         assert isinstance(self.membership, LeaderMembership)
-        topology, missing = layout(self.agreement.job.cluster, begun.hosts.numbers), goes_on.missing_next
+        topology, absent = layout(self.agreement.job.cluster, begun.hosts.numbers), goes_on.absent_groups
         # The barrier does not wait for a vanished unit that would have no processes.
-        vacant = [u.rank for u in topology.units if missing.issuperset(map(str, (*u.workers, *u.servers)))]
+        vacant = [u.rank for u in topology.units if not u.servers and absent.issuperset(w.group for w in u.workers)]
         barrier = RestartBarrier(number, range(1, len(topology.units)), vacant, self.rendezvous.patience)
         more = hint(self.saved)
         if not await_ready(barrier, run.unread, self.membership, self.stop, self, f"; {more}" if more else ""):

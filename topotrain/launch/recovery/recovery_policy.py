@@ -148,18 +148,13 @@ class RecoveryPolicy:
 
     @property
     def absent_groups(self) -> frozenset[int]:
-        """The worker groups that are absent from the job at present."""
-        return self._states.away
+        """The worker groups that are absent at the start of the next attempt."""
+        return self._states.away_next
 
     @property
     def missing(self) -> set[str]:
         """Workers that are absent and that the job does not wait for."""
         return {who for who, group in self._attempt.group_of.items() if group in self._states.away}
-
-    @property
-    def missing_next(self) -> set[str]:
-        """Workers that would be absent after a restart of the whole job."""
-        return {who for who, group in self._attempt.group_of.items() if group in self._states.away_next}
 
     def location_of(self, server: Address) -> tuple[str, int]:
         """Return the process in which this server is active, and its unit."""

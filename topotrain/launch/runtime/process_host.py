@@ -1,4 +1,4 @@
-"""One process of a job: its servers, attached to transports, and the waits of a worker.
+"""One process of a job: its servers on their transports, and a worker's waits.
 
 It handles addresses, transports and locks, and no algorithm. A server process holds all servers of its unit.
 `worker_connections.py` connects a worker.
