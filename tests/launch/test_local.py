@@ -171,6 +171,15 @@ def test_a_unit_that_ends_before_its_processes_is_a_loss(tmp_path, mark, monkeyp
     assert "ended with exit code 0 before" in outcome.cause.text
 
 
+def test_what_a_unit_prints_is_no_event_and_does_not_end_the_job(tmp_path, mark, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import sys\n'unit_main' in str(sys.orig_argv) and print('Welcome!')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    outcome, events = launch(tmp_path)
+    assert (outcome.code, outcome.cause) == (0, None)
+    texts = [event.text for event in events if isinstance(event, Notice) and event.who == "unit 0"]
+    assert texts == ["sent an event that cannot be read: no event: Expecting value: line 1 column 1 (char 0)"]
+
+
 def test_servers_that_stay_end_a_job_that_is_in_a_registry_too(tmp_path, mark, monkeypatch):
     monkeypatch.setattr(job_shutdown, "SERVERS_S", 0.5)
     job = replace(small_job(tmp_path, parts(server_0_0="until over")), rendezvous=f"file://{tmp_path}/store")

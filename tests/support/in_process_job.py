@@ -43,12 +43,12 @@ from topotrain.launch.runtime.process_host import (
     HostObserver,
     HostOptions,
     ServerEndpoint,
-    WorkerConnections,
     peers,
     serve,
 )
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
+from topotrain.launch.runtime.worker_connections import WorkerConnections
 from topotrain.training.adopted_optimizer import _tracked, adopt
 from topotrain.training.data.map_dataset import STATIC
 from topotrain.training.final_parameters import fetch_final

@@ -17,7 +17,8 @@ from topotrain.comm.transport.shared_memory import socket_directory
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.launch.runtime.prepare_composition import prepare_extensions
-from topotrain.launch.runtime.process_host import HostOptions, RouterConfig, WorkerConnector, serve
+from topotrain.launch.runtime.process_host import HostOptions, RouterConfig, serve
+from topotrain.launch.runtime.worker_connections import WorkerConnector
 from topotrain.training import context, finish_job
 
 

@@ -33,7 +33,7 @@ def main(workspace: str, rank: str, nprocs: str, url: str, counts: str, *args: s
         node.STORE_S, node_membership.STORE_LOST_S = 0.5, 1.0
     job = small_job(Path(workspace), args, **json.loads(counts)) if counts else None
     try:
-        ended = Node(start_of({}, int(rank), int(nprocs), url), job, watching, calls=CALLS).live()
+        ended = Node(start_of({}, int(rank), int(nprocs), url), job, watching, calls=CALLS).run()
     except (ConfigError, StoreError) as error:
         print(error, file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -9,7 +9,6 @@ import math
 import os
 import selectors
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import FILE_MODE
+from topotrain.launch.agent.forkserver import peer_uid
 from topotrain.launch.recovery.recovery_actions import JOIN, LEAVE, AnswerRequest, GroupRequest, ResizeRequest
 
 NAME = "door"
@@ -26,7 +26,6 @@ CALLERS = 16
 LINE = 512
 """Maximum number of bytes of a request."""
 _ANSWER = 1 << 16
-_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(slots=True)
@@ -98,8 +97,7 @@ class ControlSocket:
         with suppress(OSError):
             channel, _ = self._listener.accept()
             # The mode of the folder may have been changed by hand. What the kernel says about the peer cannot.
-            credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(credentials)[1] != os.geteuid() or len(self._callers) >= CALLERS:
+            if peer_uid(channel) != os.geteuid() or len(self._callers) >= CALLERS:
                 channel.close()
                 return
             channel.setblocking(False)

@@ -24,10 +24,8 @@ from topotrain.launch.control_socket import PendingAnswer
 from topotrain.launch.grace_period import hint
 from topotrain.launch.multinode.control_connection import ControlConnection
 from topotrain.launch.multinode.follower import Follower
-from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
+from topotrain.launch.recovery.recovery_policy import CAUSE_S, RecoveryPolicy
 
-CAUSE_S = 1.0
-"""Seconds for which the loop waits for the cause of a first failure."""
 END_S = GRACE_S + 1.0
 """Seconds for units to end their children. Then the loop kills the units."""
 SERVERS_S = 20.0
@@ -60,7 +58,7 @@ class OtherUnits(Protocol):
         """
         ...
 
-    def heard(self) -> None:
+    def clear_wakeup(self) -> None:
         """Clear the event for which `fileno` became readable."""
         ...
 
@@ -72,7 +70,7 @@ class OtherUnits(Protocol):
         """Report that a signal asks the job to end; `more` is added. It does not block."""
         ...
 
-    def cast_out(self) -> None:
+    def exclude(self) -> None:
         """End this unit: the job continues without it."""
         ...
 

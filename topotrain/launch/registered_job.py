@@ -66,7 +66,7 @@ class RegisteredJob:
         """Return False: a local job is asked for its last snapshot directly."""
         return False
 
-    def heard(self) -> None:
+    def clear_wakeup(self) -> None:
         """Do nothing; see `job_shutdown.OtherUnits`."""
 
     def save(self, number: int) -> None:
@@ -75,7 +75,7 @@ class RegisteredJob:
     def signalled(self, number: int, more: str = "") -> None:
         """Do nothing; see `job_shutdown.OtherUnits`."""
 
-    def cast_out(self) -> None:
+    def exclude(self) -> None:
         """Do nothing: all units of the job run here."""
 
     def _watch(self) -> None:

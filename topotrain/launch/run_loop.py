@@ -10,7 +10,6 @@ read the end of their stdin, and end.
   (`action_executor.py`): a group restarts, or this run ends so that another one follows.
 """
 
-import contextlib
 import json
 import os
 import selectors
@@ -22,7 +21,7 @@ from dataclasses import replace
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Topology
-from topotrain.core.events import Event, Exited, Failed, Left, Lost, Saved, Started, Unsaved, from_json
+from topotrain.core.events import Event, Exited, Failed, Left, Lost, Notice, Saved, Started, Unsaved, from_json
 from topotrain.launch import (
     RUN_VARIABLE,
     JobOutcome,
@@ -141,6 +140,7 @@ class RunLoop:
         for actions in self.executor.receive():
             self._execute(actions)
         self.shutdown.poll(time.monotonic())
+        self._units.write()
         self._poll_connection()
         if self._recovery is not None and not self.shutdown.stopping:
             self._execute(self._recovery.poll(time.monotonic()))
@@ -167,10 +167,18 @@ class RunLoop:
 
     def _on_lines(self, unit: UnitProcess) -> None:
         for line in unit.lines.read() or []:
-            self._on_event(from_json(line.decode()))
+            self._on_line(unit, line)
         # The end of the output is not the end of the process, which the pidfd reports.
         if not unit.lines.open:
             self._selector.unregister(unit.lines.fd)
+
+    def _on_line(self, unit: UnitProcess, line: bytes) -> None:
+        # A module that prints when it is imported, or a killed unit, leaves lines that are no events.
+        try:
+            event = from_json(line.decode())
+        except ValueError as error:
+            event = Notice(unit.who, f"sent an event that cannot be read: {error}")
+        self._on_event(event)
 
     def _on_event(self, event: Event) -> None:
         if self._recovery is None or self.shutdown.stopping:
@@ -196,8 +204,7 @@ class RunLoop:
     def _on_unit_exit(self, unit: UnitProcess) -> None:
         # The pidfd may be readable before the pipe is empty, and the last events explain the end.
         for line in unit.lines.drain():
-            with contextlib.suppress(ValueError):  # a killed unit may leave an incomplete line
-                self._on_event(from_json(line.decode()))
+            self._on_line(unit, line)
         if unit.lines.fd in self._selector.get_map():
             self._selector.unregister(unit.lines.fd)
         # A follower that took the place of a lost unit starts nothing until it is needed, perhaps never.
@@ -229,7 +236,7 @@ class RunLoop:
         if self._connection is None or self._recovery is None:
             return
         if isinstance(self._recovery, Follower) and isinstance(self._connection, ControlClient):
-            self._recovery.told(self._connection.all_received, self._connection.alone)
+            self._recovery.on_connection(self._connection.all_received, self._connection.alone)
         self._connection.suspect(self._recovery.suspicious)
 
     def _on_news(self) -> None:
@@ -288,7 +295,7 @@ class RunLoop:
         assert isinstance(self._recovery, Follower)
         if "outcast" in words:
             assert self._host.others is not None
-            self._host.others.cast_out()
+            self._host.others.exclude()
             return
         values = {key: value for key, value in words.items() if key not in ("life", "command")}
         match words["command"]:
@@ -308,7 +315,7 @@ class RunLoop:
         assert others is not None
         if others.saves and not others.over:
             # Read here, so that the descriptor is readable again when the end is decided.
-            others.heard()
+            others.clear_wakeup()
             self._save(grace(self.job, signal.SIGTERM))
             return
         # The descriptor stays readable, and would keep the loop busy until the units have ended.

@@ -423,7 +423,8 @@ def test_defect_12_who_waits_for_a_dead_process_does_nothing_at_all():
 
 
 ON_THE_WAY = ("core", "comm/transport", "training/parameters", "training/data")
-ALSO = ("training/worker.py", "training/adopted_optimizer.py", "launch/runtime/process_host.py")
+ALSO = ("training/worker.py", "training/adopted_optimizer.py")
+ALSO += ("launch/runtime/process_host.py", "launch/runtime/worker_connections.py")
 
 
 def test_defect_12_nothing_on_the_path_of_a_message_sleeps():

@@ -19,7 +19,8 @@ from topotrain.comm.transport.shared_memory import socket_directory
 from topotrain.config.job import Cluster, Job, OnFailure, Reduce, Road
 from topotrain.config.topology import Address, layout
 from topotrain.core.client.client import PeerLost
-from topotrain.launch.runtime.process_host import HostOptions, WorkerConnections, serve
+from topotrain.launch.runtime.process_host import HostOptions, serve
+from topotrain.launch.runtime.worker_connections import WorkerConnections
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import STATIC

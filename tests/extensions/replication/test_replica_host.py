@@ -39,7 +39,8 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core.model.schema import PrivateMemory
 from topotrain.extensions.replication.replica_host import PrimaryEndpoint, ReplicaSlot, ReplicatedServers
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains, parse_placement
-from topotrain.launch.runtime.process_host import HostedServerFactory, HostOptions, WorkerConnections
+from topotrain.launch.runtime.process_host import HostedServerFactory, HostOptions
+from topotrain.launch.runtime.worker_connections import WorkerConnections
 
 HOSTS = (0, 0, 0, 1, 0, 1)  # of the units: three workers, three servers
 WAIT_S = 30.0

@@ -35,7 +35,8 @@ from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_messages import TableOpen, TablePull, TablePush, TableStep
 from topotrain.extensions.tables.table_server import TableServer
 from topotrain.extensions.tables.table_spec import TableSpec, initial_rows, pack_ids
-from topotrain.launch.runtime.process_host import HostOptions, WorkerConnections, serve
+from topotrain.launch.runtime.process_host import HostOptions, serve
+from topotrain.launch.runtime.worker_connections import WorkerConnections
 
 QUIET = settings(max_examples=25, deadline=None, derandomize=True)
 

@@ -1,6 +1,7 @@
 """The forkserver with real processes: what a child finds, what its end is told as, and whom it does not outlive."""
 
 import os
+import select
 import signal
 import socket
 import stat
@@ -156,6 +157,29 @@ def test_children_end_with_their_requester_or_their_control_channel(host):
     assert host.heard(Notice).text == "deaf"
     host.controls["worker 0/0"].close()
     assert host.exit(pid) == -signal.SIGKILL
+
+
+def test_a_requester_that_reads_nothing_does_not_stop_the_others(host):
+    client, host.client = host.client, forkserver.ForkserverClient(host.running.path)
+    pid = host.spawn("stay", "worker 0/1")
+    for _ in range(1000):
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            # The forkserver has stopped reading when this requester has no space left to ask.
+            assert select.select([], [host.client], [], 5)[1]
+            host.client.signal(pid, number)
+    silent, host.client = host.client, client
+    # The forkserver answers it all the same, and later the one that has read nothing.
+    assert host.exit(host.spawn("finish")) == 0
+    host.client = silent
+    host.client.signal(pid, signal.SIGKILL, group=True)
+    assert host.exit(pid) == -signal.SIGKILL
+    host.client.close()
+    host.answers, host.client = [], client
+
+
+def test_more_descriptors_than_a_request_has_space_for_are_refused(host):
+    with open(os.devnull) as file, pytest.raises(ValueError, match="at most 63 are possible"):
+        host.spawn("finish", fds=(file.fileno(),) * 64)
 
 
 def test_only_this_user_reaches_the_socket(host):

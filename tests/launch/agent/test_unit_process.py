@@ -1,9 +1,13 @@
 """A process unit as a real process: what it tells its launcher, and that it leaves nobody behind."""
 
+import json
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import uuid
 from pathlib import Path
 
@@ -14,7 +18,9 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import Exited, Failed, Notice, Output, Serving, Started, from_json
 from topotrain.launch import UnitPlace, arguments, choose_cause
 from topotrain.launch.agent import workspace
-from topotrain.launch.agent.children import members
+from topotrain.launch.agent.children import Child, members
+from topotrain.launch.agent.pipes import LineReader
+from topotrain.launch.agent.unit_process import UnitProcess, UnitProcesses
 
 pytestmark = pytest.mark.journey
 
@@ -180,6 +186,42 @@ def test_nobody_outlives_the_others(unit, how):
         os.kill(parent, signal.SIGKILL)
         assert one.rest() == 1
         assert [event.kind for event in one.of(Failed)] == ["died"]
+
+
+def test_a_unit_that_reads_nothing_does_not_stop_its_launcher(tmp_path):
+    counting = "import sys; next(sys.stdin); print(sum(1 for _ in sys.stdin))"
+    pipe, commands = subprocess.PIPE, 1000
+    process = subprocess.Popen([sys.executable, "-c", counting], stdin=pipe, stdout=pipe, bufsize=0)
+    process.send_signal(signal.SIGSTOP)
+    units = UnitProcesses(selectors.DefaultSelector())
+    unit = UnitProcess(0, process, LineReader(process.stdout.fileno()), tmp_path / "log")
+    units.add(unit)
+    sending = threading.Thread(target=lambda: [units.command("tell", words="x" * 100) for _ in range(commands + 1)])
+    sending.start()
+    sending.join(5)
+    process.send_signal(signal.SIGCONT)
+    stuck = sending.is_alive()
+    sending.join()
+    assert not stuck
+    # Every command arrives when it reads again.
+    wait_for(lambda: units.write() or not unit.commands.waiting, 5)
+    process.stdin.close()
+    assert process.stdout.read() == f"{commands}\n".encode()
+    units.close()
+
+
+def test_commands_that_a_child_has_no_space_for_arrive_whole(tmp_path):
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    child = Child((Address(Role.WORKER, 0, 0),), (), tmp_path / "log", ours, LineReader(ours.fileno()))
+    with ours, theirs:
+        for number in range(100):
+            child.command({"number": number, "text": "x" * 10_000})
+        theirs.settimeout(5)
+        with theirs.makefile("rb") as lines:
+            for number in range(100):
+                child.commands.write()
+                assert json.loads(lines.readline())["number"] == number
 
 
 def test_workers_that_share_values_get_one_memfd(unit):

@@ -23,7 +23,7 @@ from topotrain.core.client.client import JobError
 from topotrain.launch.by_hand import manual_worker
 from topotrain.launch.by_hand.manual_server import by_hand, place_of, serve, understandable
 from topotrain.launch.by_hand.manual_worker import ColocatedServers, SharedSettings, StaticStore, join
-from topotrain.launch.runtime.process_host import WorkerConnections
+from topotrain.launch.runtime.worker_connections import WorkerConnections
 from topotrain.tools.plan.layout_plan import PlannedSchema, plan
 from topotrain.training import context as process
 from topotrain.training.parameters.flat_parameters import describe_model

@@ -97,8 +97,8 @@ def test_one_bundle_of_ray_per_unit(tmp_path: Path) -> None:
 def test_every_life_under_ray_has_a_name_of_its_own(tmp_path: Path) -> None:
     job = job_file.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
     first = submission(job, layout(job.cluster), LaunchOptions(id="x", rendezvous="redis://h/0"), {})
-    assert ray.lived(first, 0) is first
-    third = ray.lived(first, 2)
+    assert ray.for_attempt(first, 0) is first
+    third = ray.for_attempt(first, 2)
     assert (third.id, third.rendezvous) == ("x.life-2", "redis://h/0?job=x.life-2")
     assert third.environ["TOPOTRAIN_RENDEZVOUS"] == third.rendezvous
 

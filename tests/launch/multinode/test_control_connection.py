@@ -39,9 +39,9 @@ from topotrain.launch.multinode.restart_barrier import (
     RestartBarrier,
     RestartInfo,
     await_begin,
-    begin_anew,
+    await_ready,
     check_found,
-    muster,
+    send_attempt,
 )
 
 DEADLINE_S = 20.0
@@ -281,7 +281,7 @@ def test_a_silent_unit_is_news_to_unit_0_and_ends_nothing(store: Store, monkeypa
         (found,) = news(made.control, 1)
         assert isinstance(found, UnitVanished)
         assert found.failed.text == "unit 2 on h3 vanished without a word"
-        made.nobody_came(2, 3.0, "; more")
+        made.on_not_replaced(2, 3.0, "; more")
         end = made.wait(DEADLINE_S)
         assert end is not None
         assert end.failed is not None
@@ -347,9 +347,9 @@ def test_all_begin_the_next_life_from_the_same_snapshot(
     hosts = HostMap((0, 1), ("h0", "h1"), ("10.0.0.1", "10.0.0.2"))
     made, told = RestartBarrier(4, [1], (), 60.0), TextList()
     second.control.send(0, {"life": 4, "ready": True})
-    assert muster(made, (), first, quiet, told, "")
+    assert await_ready(made, (), first, quiet, told, "")
     path = snapshot(tmp_path / "w", 3)
-    begin_anew(first, made, hosts, AttemptInfo(5, str(path), frozenset({2})))
+    send_attempt(first, made, hosts, AttemptInfo(5, str(path), frozenset({2})))
     begun = await_begin((), second, quiet, 4, tmp_path / "w")
     assert begun == RestartInfo(AttemptInfo(5, str(path), frozenset({2})), hosts)
     assert told == []
@@ -360,7 +360,7 @@ def test_a_snapshot_that_a_unit_does_not_see_is_told(
     two: tuple[LeaderMembership, FollowerMembership], tmp_path: Path, quiet: StopSignals, other: str | None
 ) -> None:
     first, second = two
-    begin_anew(
+    send_attempt(
         first, RestartBarrier(0, [1], (), 60.0), HostMap((), (), ()), AttemptInfo(1, str(snapshot(tmp_path / "w", 3)))
     )
     if other is not None:
@@ -378,7 +378,7 @@ def test_a_unit_that_does_not_come_back_ends_the_job(
     first, second = two
     told = TextList()
     lost = UnitVanished(1, Failed("unit 1", "died", "?", ""))
-    assert not muster(RestartBarrier(0, [1], (), 0.1), [lost], first, quiet, told, "; go on with it")
+    assert not await_ready(RestartBarrier(0, [1], (), 0.1), [lost], first, quiet, told, "; go on with it")
     assert told == ["unit 1 is gone: the job waits 0.1 s for another `topotrain unit --rank 1`"]
     end = second.wait(DEADLINE_S)
     assert end is not None

@@ -330,7 +330,7 @@ def test_what_unit_0_has_to_know_is_told_and_deaths_are_held() -> None:
 def test_a_server_from_a_unit_that_is_gone_keeps_a_unit_that_is_alone() -> None:
     made, _ = following()
     tell_following(made, Started("server 0/1", 3), Exited("worker 0/1", 1, 0))
-    made.told(all=False, alone=True)
+    made.on_connection(all_received=False, alone=True)
     assert not made.complete
     tell_following(made, Exited("server 0/1", 3, 0))
     assert made.complete
@@ -357,19 +357,19 @@ def test_who_cannot_be_heard_for_long_ends_by_itself() -> None:
     made, _ = following()
     made.on_event(Started("worker 0/1", 1), 1.0)
     made.on_event(lost("worker 0/1"), 1.0)
-    made.told(all=False, alone=False)
+    made.on_connection(all_received=False, alone=False)
     assert made.suspicious
     assert made.poll(5.0) == []
-    made.told(all=False, alone=True)
+    made.on_connection(all_received=False, alone=True)
     (give_up,) = made.poll(20.0)
     assert isinstance(give_up, FailJob)
     assert give_up.failures[0].who == "worker 0/1"
     # What unit 0 has heard it decides about, and who has ended well does not wait.
     made, _ = following()
     made.on_event(lost("worker 0/1"), 1.0)
-    made.told(all=True, alone=False)
+    made.on_connection(all_received=True, alone=False)
     assert not made.suspicious
-    made.told(all=False, alone=True)
+    made.on_connection(all_received=False, alone=True)
     assert made.poll(20.0) == []
     assert not made.complete
     made.on_event(Exited("worker 0/1", 1, 0), 21.0)
@@ -464,29 +464,29 @@ def back(rank: int, word: str = "w") -> UnitReturned:
 
 def test_all_are_waited_for_and_who_vanished_for_a_time() -> None:
     made = RestartBarrier(1, (1, 2), (), 60.0)
-    made.heard(ready(1, life=0), 5.0)  # of a life that is over
+    made.on_news(ready(1, life=0), 5.0)  # of a life that is over
     assert made.missing == {1, 2}
-    made.heard(ready(1), 6.0)
-    made.heard(UnitVanished(2, silent(2)), 7.0)
+    made.on_news(ready(1), 6.0)
+    made.on_news(UnitVanished(2, silent(2)), 7.0)
     assert (made.missing, made.gone, made.due) == ({2}, [2], 67.0)
-    made.heard(back(2), 20.0)
-    made.heard(UnitVanished(2, silent(2)), 20.1)  # the one before it
+    made.on_news(back(2), 20.0)
+    made.on_news(UnitVanished(2, silent(2)), 20.1)  # the one before it
     assert (made.missing, made.gone, made.due) == (set(), [], None)
     assert made.back[2].word == "w"
 
 
 def test_who_was_silent_for_a_while_and_who_vanishes_while_others_are_waited_for() -> None:
     made = RestartBarrier(0, (1, 2), (), 60.0)
-    made.heard(UnitVanished(2, silent(2)), 7.0)
-    made.heard(ready(2, 0), 9.0)  # the same process
-    made.heard(UnitVanished(1, silent(1)), 10.0)
+    made.on_news(UnitVanished(2, silent(2)), 7.0)
+    made.on_news(ready(2, 0), 9.0)  # the same process
+    made.on_news(UnitVanished(1, silent(1)), 10.0)
     assert (made.missing, made.gone, made.there) == ({1}, [1], {2})
 
 
 def test_a_unit_where_nobody_would_live_is_not_waited_for_once_it_is_gone() -> None:
     made = RestartBarrier(0, (1, 2), (2,), 60.0)
-    made.heard(ready(1, 0), 7.0)
+    made.on_news(ready(1, 0), 7.0)
     assert made.missing == {2}
-    made.heard(UnitVanished(2, silent(2)), 8.0)
+    made.on_news(UnitVanished(2, silent(2)), 8.0)
     assert made.missing == set()
     assert made.there == {1}

@@ -233,8 +233,10 @@ def test_the_whole_job_starts_again_without_those_who_have_left() -> None:
     wish(made, "leave", 1)
     assert isinstance(made.on_event(lost("server 0/0"), 108.0)[1], RestartJob)
     assert "whole job is restarting" in refused(wish(made, "join", 2))
+    assert (made.missing, made.absent_groups) == ({"worker 2/0"}, {1, 2})
     made.begin_attempt()
     assert made.absent_groups == {1, 2}
+    assert made.missing == {"worker 1/0", "worker 2/0"}
 
 
 def test_what_cannot_be_is_refused_with_the_state_of_all_groups() -> None:

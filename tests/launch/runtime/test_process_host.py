@@ -30,7 +30,7 @@ from topotrain.config.job import Cluster, Grads, Job, Reduce
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError
-from topotrain.launch.runtime.process_host import WorkerConnections
+from topotrain.launch.runtime.worker_connections import WorkerConnections
 
 
 @pytest.fixture

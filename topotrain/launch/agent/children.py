@@ -20,7 +20,7 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.events import Ending, Event, Failed
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.launch.agent import forkserver
-from topotrain.launch.agent.pipes import LineReader, OutputReader
+from topotrain.launch.agent.pipes import LineReader, LineWriter, OutputReader
 
 MAIN = Address(Role.WORKER, 0, 0)
 """The main worker. Its output reaches the terminal."""
@@ -86,6 +86,7 @@ class Child:
     announced: the child has announced its end.
     doomed: the child must end, because another process replaces it.
     unreachable_since: the time at which its channel ended while the process still ran.
+    commands: the commands to it, where the channel did not take them at once.
     """
 
     addresses: tuple[Address, ...]
@@ -102,6 +103,10 @@ class Child:
     announced: bool = False
     doomed: bool = False
     unreachable_since: float | None = None
+    commands: LineWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.commands = LineWriter(self.control.fileno())
 
     @property
     def who(self) -> str:
@@ -136,9 +141,7 @@ class Child:
 
     def command(self, words: Mapping[str, Any]) -> None:
         """Send a command to the process. A process that is not ready yet reads it later."""
-        with contextlib.suppress(OSError):
-            # The socket does not block. A process that does not read until its buffer is full is lost anyway.
-            self.control.send(json.dumps(words).encode() + b"\n")
+        self.commands.put(json.dumps(words).encode())
 
     def write_log(self, output: bytes) -> OSError | None:
         """Append to the log; return the first error, and None after that.
@@ -193,7 +196,7 @@ class ChildSpec:
     addresses: the workers or servers in it. fds: the memfds that it gets. incarnation: that of its worker group.
     again: the reason of a restart; "" for the first start.
     seats: for a server process, the data of `ReplicaPlacement.to_data`.
-    guest: the layout has this process in another unit, which is gone.
+    moved: the layout has this process in another unit, which is gone.
     """
 
     addresses: tuple[Address, ...]
@@ -201,7 +204,7 @@ class ChildSpec:
     incarnation: int = 0
     again: str = ""
     seats: list[list[int]] = field(default_factory=list)
-    guest: bool = False
+    moved: bool = False
 
 
 def start(client: forkserver.ForkserverClient, unit: UnitConfig, calls: EntryPoints, spec: ChildSpec) -> Child:
@@ -258,7 +261,7 @@ def _open_log(log: Path, unit: UnitConfig, spec: ChildSpec) -> int:
 
 
 def _log_name(unit: int, first: Address, spec: ChildSpec) -> str:
-    if spec.guest:
+    if spec.moved:
         # The workspace may be shared: the lost unit has a log for the same server.
         return f"server-{first.group}-{first.index}-in-unit-{unit}.log"
     return f"servers-unit-{unit}.log" if first.role is Role.SERVER else f"worker-{first.group}-{first.index}.log"
@@ -446,8 +449,8 @@ class Children:
         return started
 
     def _replace(self, addresses: tuple[Address, ...], number: int, why: str) -> Child:
-        guest = self._topology.unit_of(addresses[0]) != self._unit.unit
-        return self._start(ChildSpec(addresses, (), number, why, self._seats, guest))
+        moved = self._topology.unit_of(addresses[0]) != self._unit.unit
+        return self._start(ChildSpec(addresses, (), number, why, self._seats, moved))
 
     def on_exit(self, child: Child, running: bool) -> list[Child]:
         """Start the processes that have waited for the end of this one.

@@ -29,6 +29,7 @@ from typing import Any
 
 from topotrain.config.private_files import FILE_MODE, open_file
 from topotrain.launch.agent import temporary_folders
+from topotrain.launch.agent.pipes import LineWriter
 from topotrain.launch.runtime import child_channel
 
 # Making an optimizer imports torch._dynamo, which takes longer than everything else that a child does first.
@@ -63,7 +64,7 @@ class ForkserverClient:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         # The request carries the environment and descriptors, so it must not reach another user's process.
-        if _peer_uid(self._socket) != os.getuid():
+        if peer_uid(self._socket) != os.getuid():
             self._socket.close()
             raise PermissionError(f"the forkserver at {path} belongs to another user")
         self._rest = b""
@@ -99,6 +100,9 @@ class ForkserverClient:
         self._socket.close()
 
     def _ask(self, body: Mapping[str, Any], fds: Sequence[int]) -> None:
+        # The kernel drops descriptors that the receiver has no space for, without an error.
+        if 1 + len(fds) > _MOST_FDS:
+            raise ValueError(f"{len(fds)} descriptors for one process: at most {_MOST_FDS - 1} are possible")
         # A memfd takes a specification of any size, and one byte with descriptors cannot be received in parts.
         memory = os.memfd_create("request")
         try:
@@ -174,7 +178,7 @@ def _socket_path(directory: str) -> str:
     return os.path.join(directory, "s")
 
 
-def _peer_uid(connection: socket.socket) -> int:
+def peer_uid(connection: socket.socket) -> int:
     """Return the user ID at the other end of a Unix socket."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
@@ -206,12 +210,14 @@ class ForkserverLoop:
         for source in (self._listener, self._stdin, self._woken):
             self._selector.register(source, selectors.EVENT_READ)
         while not self._ended:
-            for key, _ in self._selector.select():
+            for key, ready in self._selector.select():
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._woken:
                     self._reap()
                 elif isinstance(key.fileobj, socket.socket):
+                    if ready & selectors.EVENT_WRITE:
+                        self._write(key.fileobj)
                     child = self._answer(key.fileobj)
                     if child is not None:
                         return child
@@ -224,8 +230,10 @@ class ForkserverLoop:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        if _peer_uid(connection) == os.getuid():
-            self._selector.register(connection, selectors.EVENT_READ)
+        if peer_uid(connection) == os.getuid():
+            # A requester that is stopped does not read its answers, and must not block the forkserver.
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, LineWriter(connection.fileno()))
         else:
             connection.close()
 
@@ -233,6 +241,8 @@ class ForkserverLoop:
         """Execute one request. In a forked child, return its ForkedChild."""
         try:
             data, fds, _, _ = socket.recv_fds(connection, 1, _MOST_FDS)
+        except BlockingIOError:
+            return None
         except OSError:
             data, fds = b"", []
         if not data:
@@ -252,7 +262,7 @@ class ForkserverLoop:
         try:
             pid = os.fork()
         except OSError as error:
-            _reply(connection, {"who": body["who"], "error": str(error)})
+            self._reply(connection, {"who": body["who"], "error": str(error)})
             pid = -1
         if pid == 0:
             self._abandon()
@@ -264,8 +274,21 @@ class ForkserverLoop:
         if pid > 0:
             # Only the connection that asked for a process may signal it.
             self._owners[pid] = connection
-            _reply(connection, {"who": body["who"], "pid": pid})
+            self._reply(connection, {"who": body["who"], "pid": pid})
         return None
+
+    def _reply(self, connection: socket.socket, answer: Mapping[str, Any]) -> None:
+        # `_forget` has closed the connection of a requester that is gone.
+        if connection.fileno() >= 0:
+            self._selector.get_key(connection).data.put(json.dumps(answer).encode())
+            self._write(connection)
+
+    def _write(self, connection: socket.socket) -> None:
+        """Write the answers that wait, and watch for the space that the others need."""
+        answers = self._selector.get_key(connection).data
+        answers.write()
+        events = selectors.EVENT_READ | selectors.EVENT_WRITE * bool(answers.waiting)
+        self._selector.modify(connection, events, answers)
 
     def _signal(self, connection: socket.socket, body: Mapping[str, Any]) -> None:
         pid = body["pid"]
@@ -290,7 +313,7 @@ class ForkserverLoop:
             self._woken.recv(4096)
         while (changed := _waited(os.WSTOPPED | os.WCONTINUED)) is not None:
             frozen = changed.si_code == os.CLD_STOPPED
-            _reply(self._owners[changed.si_pid], {"pid": changed.si_pid, "frozen": frozen})
+            self._reply(self._owners[changed.si_pid], {"pid": changed.si_pid, "frozen": frozen})
         # WNOWAIT keeps the dead child waitable: while it keeps its pid, the process group is certainly its own.
         while (dead := _waited(os.WEXITED | os.WNOWAIT)) is not None:
             # Processes that the child has started, such as those of a DataLoader, end with it.
@@ -298,7 +321,7 @@ class ForkserverLoop:
             # Only now is the pid free, and so after the last signal to its group.
             _, status = os.waitpid(dead.si_pid, 0)
             owner = self._owners.pop(dead.si_pid)
-            _reply(owner, {"pid": dead.si_pid, "exit": os.waitstatus_to_exitcode(status)})
+            self._reply(owner, {"pid": dead.si_pid, "exit": os.waitstatus_to_exitcode(status)})
 
     def _abandon(self) -> None:
         """Close the forkserver's resources in a forked child."""
@@ -321,11 +344,6 @@ def _waited(what: int) -> os.waitid_result | None:
         return None
 
 
-def _reply(connection: socket.socket, answer: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the end of file reports a requester that is gone
-        connection.sendall(json.dumps(answer).encode() + b"\n")
-
-
 def _kill_group(pid: int, number: int = signal.SIGKILL) -> None:
     """Signal a child and all processes of its group."""
     for send in (os.killpg, os.kill):
@@ -341,14 +359,13 @@ def main(arguments: Sequence[str]) -> None:
     `start` runs this command.
     """
     directory, listening, *preload = arguments
-    os.environ.update(child_channel.THREADS)
     # The forkserver does not read stdin while it imports torch. Until then the kernel signals its parent's death.
-    child_channel.die_with_parent(True)
+    child_channel.die_with_parent()
     for module in preload:
         importlib.import_module(module)
     # From here on the end of stdin is noticed. The kernel's signal would come at the end of the parent's thread, even
     # if the parent goes on.
-    child_channel.die_with_parent(False)
+    child_channel.die_with_parent(0)
     gc.collect()
     gc.freeze()  # what is loaded now stays shared between the children
     child = ForkserverLoop(socket.socket(fileno=int(listening)), stdin=0).serve()

@@ -108,6 +108,8 @@ class LineWriter:
 
     def write(self) -> None:
         """Write as much as possible."""
+        if not self.waiting:
+            return
         try:
             # A pipe may take a part of the data.
             del self.waiting[: os.write(self.fd, self.waiting)]

@@ -6,8 +6,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from types import FrameType
+from typing import Protocol
 
 
 @dataclass(slots=True)
@@ -17,34 +17,58 @@ class StopSignals:
     came: list[int]
     woken: socket.socket
 
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """As `SignalHandler.on_signal`. The wakeup descriptor wakes the loop."""
+        self.came.append(number)
+
+
+class SignalHandler(Protocol):
+    """Handles the signals that end a job."""
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal, on the main thread."""
+        ...
+
+
+@contextlib.contextmanager
+def handled(handler: SignalHandler) -> Iterator[None]:
+    """Let `handler` handle the signals that end a job for the length of the block.
+
+    Ignored signals stay ignored, and handlers of C libraries stay. Off the main thread nothing is changed.
+    """
+    # Python allows signal handlers on the main thread only.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    # `nohup` ignores SIGHUP, and the job must go on after it. None: Python could not restore the handler.
+    taken = {number: old for number, old in former.items() if old not in (signal.SIG_IGN, None)}
+    try:
+        for number in taken:
+            signal.signal(number, handler.on_signal)
+        yield
+    finally:
+        for number, old in taken.items():
+            signal.signal(number, old)
+
 
 @contextlib.contextmanager
 def signals() -> Iterator[StopSignals]:
-    """Handle the signals that end a job for the length of the block.
-
-    Ignored signals stay ignored. Off the main thread nothing is changed.
-    """
+    """Handle the signals that end a job for the length of the block, as `handled`."""
     woken, waker = socket.socketpair()
-    came: list[int] = []
+    received = StopSignals([], woken)
     with woken, waker:
         # Python requires it of a wakeup descriptor: a signal handler must not block.
         waker.setblocking(False)
         # Python allows signal handlers on the main thread only.
         if threading.current_thread() is not threading.main_thread():
-            yield StopSignals(came, woken)
+            yield received
             return
-        former = {number: signal.getsignal(number) for number in _SIGNALS}
-        # `nohup` ignores SIGHUP, and the job must go on after it.
-        taken = {number: handler for number, handler in former.items() if handler is not signal.SIG_IGN}
         former_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         try:
-            for number in taken:
-                # The handler counts the signals; the descriptor wakes the loop.
-                signal.signal(number, lambda number, _: came.append(number))
-            yield StopSignals(came, woken)
+            with handled(received):
+                yield received
         finally:
-            for number, handler in taken.items():
-                signal.signal(number, handler)
             signal.set_wakeup_fd(former_fd)
 
 
@@ -58,5 +82,8 @@ def stop_signals() -> Iterator[socket.socket]:
             # The handler does nothing: the descriptor below wakes the loop.
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(waker.fileno())
-        yield woken
-        signal.set_wakeup_fd(-1)
+        try:
+            yield woken
+        finally:
+            # Otherwise the next signal would be written to another file that has the number of the closed socket.
+            signal.set_wakeup_fd(-1)

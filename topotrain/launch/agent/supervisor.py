@@ -161,6 +161,8 @@ class Supervisor:
         if self._shutdown.expired:
             self._advance()
         self._end_unreachable(time.monotonic())
+        for child in self._children.living:
+            child.commands.write()
 
     def _unregister(self, fd: int) -> None:
         if fd in self._selector.get_map():

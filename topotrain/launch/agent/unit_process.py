@@ -1,13 +1,12 @@
 """The launcher's handles of its units' processes, and the table of all processes."""
 
-import contextlib
 import json
 import os
 import selectors
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Exited, Started
 from topotrain.launch import TABLE, UnitPlace, arguments
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
-from topotrain.launch.agent.pipes import LineReader
+from topotrain.launch.agent.pipes import LineReader, LineWriter
 
 
 @dataclass(slots=True)
@@ -27,6 +26,13 @@ class UnitProcess:
     process: "subprocess.Popen[bytes]"
     lines: LineReader
     log: Path
+    commands: LineWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.process.stdin is not None
+        # A stopped unit does not read its commands, and must not block the loop that kills it.
+        os.set_blocking(self.process.stdin.fileno(), False)
+        self.commands = LineWriter(self.process.stdin.fileno())
 
     @property
     def who(self) -> str:
@@ -34,10 +40,7 @@ class UnitProcess:
 
     def command(self, command: str, **values: Any) -> None:
         """Send a command to the unit; `supervisor.py` lists the commands."""
-        assert self.process.stdin is not None
-        # A unit that has just died has closed its pipe; its end is reported by its pidfd.
-        with contextlib.suppress(OSError):
-            os.write(self.process.stdin.fileno(), json.dumps({"command": command, **values}).encode() + b"\n")
+        self.commands.put(json.dumps({"command": command, **values}).encode())
 
     def close(self) -> None:
         """Wait for the end of the process, and close its pipes."""
@@ -112,6 +115,11 @@ class UnitProcesses:
         for unit in self._units:
             if ranks is None or unit.rank in ranks:
                 unit.command(command, **values)
+
+    def write(self) -> None:
+        """Write the commands that the pipes of their units did not take at once."""
+        for unit in self._units:
+            unit.commands.write()
 
     def kill(self) -> None:
         """Kill all units. Their processes end with them."""

@@ -94,13 +94,13 @@ def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
         close_folder(workspace / LOGS)
         (workspace / PROCESSES_FILE).unlink(missing_ok=True)
         # A new secret for each start: processes that an earlier job has left cannot join this one.
-        furnish(run_dir, job, secrets.token_bytes(TOKEN_BYTES), profile)
+        write_run_files(run_dir, job, secrets.token_bytes(TOKEN_BYTES), profile)
     except OSError as error:
         raise _unusable(job, error) from None
     return (run_dir / STORE).as_uri()
 
 
-def furnish(run_dir: Path, job: Job, token: bytes, profile: int = 0) -> None:
+def write_run_files(run_dir: Path, job: Job, token: bytes, profile: int = 0) -> None:
     """Write the files that a run's processes need into its folder. Raises OSError."""
     write_text(run_dir / JOB_FILE, job_file.dumps(job))
     if profile:
@@ -188,10 +188,10 @@ class ProcessList:
         self._changed = False
 
     def __call__(self, event: Event) -> None:
-        entry = self._by_role.get(getattr(event, "who", "")) or self._guest(event)
+        entry = self._by_role.get(getattr(event, "who", "")) or self._add_replacement(event)
         self._changed |= entry is not None and entry.on_event(event)
 
-    def _guest(self, event: Event) -> ProcessEntry | None:
+    def _add_replacement(self, event: Event) -> ProcessEntry | None:
         """Add a server of a lost unit that restarts in the one unit listed here."""
         if not isinstance(event, Started) or not event.who.startswith("server "):
             return None

@@ -30,7 +30,7 @@ def main() -> int:
     # Before stdin is read: the worker may have died in between, and then the parent is another process.
     worker = os.getppid()
     spec = json.loads(sys.stdin.readline())
-    threading.Thread(target=_outlive_nobody, args=(worker,), name="worker's life", daemon=True).start()
+    threading.Thread(target=_end_with_worker, args=(worker,), name="worker's end", daemon=True).start()
     try:
         _serve(spec)
     except (JobError, ConfigError, StoreError, TransportError) as error:
@@ -51,7 +51,7 @@ def _serve(spec: dict[str, Any]) -> None:
     serve(job, servers, store, secret, spec["host"], terms=SharedSettings(words, compare, patience_s, name))
 
 
-def _outlive_nobody(worker: int) -> None:
+def _end_with_worker(worker: int) -> None:
     """End with the worker's process: at the end of stdin, or with a new parent."""
     gone = threading.Event()
 

@@ -29,11 +29,20 @@ from topotrain.config.topology import Address
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.events import Event, Failed, Final, Metrics, Notice, Notifier
 from topotrain.launch.agent.remaining_threads import RemainingThreads
-from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, check_there, place_of, tell, understandable
+from topotrain.launch.by_hand.manual_server import (
+    CAUSE_S,
+    SharedSettings,
+    by_hand,
+    check_there,
+    place_of,
+    tell,
+    understandable,
+)
 from topotrain.launch.runtime.child_channel import end_process
 from topotrain.launch.runtime.prepare_composition import prepare_extensions
 from topotrain.launch.runtime.process_exit import ProcessExitHook
-from topotrain.launch.runtime.process_host import HostObserver, HostOptions, WorkerConnections
+from topotrain.launch.runtime.process_host import HostObserver, HostOptions
+from topotrain.launch.runtime.worker_connections import WorkerConnections
 from topotrain.training import context as process
 from topotrain.training.context import Connector, Context, ProcessOwner
 from topotrain.training.finish_job import close, finish, is_complete
@@ -42,8 +51,8 @@ __all__ = ["StaticStore", "SharedSettings", "join", "leave"]
 
 END_S = 30.0
 """Seconds for the servers next to a worker to end after it."""
-CAUSE_S = 1.5
-"""Seconds for which a failing worker waits for a better reason: the first one may be a consequence."""
+REASON_S = CAUSE_S + 0.5
+"""Seconds for which a failing worker waits for the cause that servers report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +275,7 @@ class _Joined(ProcessOwner, Notifier):
         """Return the cause, if a server knows it; otherwise the first reported error."""
         if not isinstance(self._here.roads, WorkerConnections) or (isinstance(error, JobError) and error.config):
             return str(error)
-        exchange, until = self._here.roads.exchange, time.monotonic() + CAUSE_S
+        exchange, until = self._here.roads.exchange, time.monotonic() + REASON_S
         return exchange.channel.await_cause(lambda: time.monotonic() >= until) or str(exchange.channel.failure or error)
 
     def _leaving(self, code: Any = None) -> None:

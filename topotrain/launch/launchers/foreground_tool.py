@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from topotrain.config.job import ConfigError
+from topotrain.launch.agent.stop_signals import handled
 from topotrain.launch.launchers.submission import LaunchResult, Submission
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 40.0
 """Seconds from SIGTERM to SIGKILL: Slurm and torchrun give their processes 30 s."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequested(Exception):
@@ -171,15 +171,7 @@ class SignalGate:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[SignalGate]:
-    """Raise StopRequested at each signal that ends a job; ignored ones stay ignored."""
+    """Raise StopRequested at each signal that ends a job, as `stop_signals.handled`."""
     gate = SignalGate()
-
-    former = {number: signal.getsignal(number) for number in _SIGNALS}
-    taken = [number for number, handler in former.items() if handler is not signal.SIG_IGN]
-    for number in taken:
-        signal.signal(number, gate.on_signal)
-    try:
+    with handled(gate):
         yield gate
-    finally:
-        for number in taken:
-            signal.signal(number, former[number])

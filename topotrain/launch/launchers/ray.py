@@ -5,7 +5,6 @@ ends with its actor. The loss of an actor or a node ends the job, with that as i
 job restarts as a whole, from its beginning and under a new name, as under torchrun.
 """
 
-import ctypes
 import importlib
 import os
 import shlex
@@ -26,6 +25,7 @@ from topotrain.launch.launchers import foreground_tool
 from topotrain.launch.launchers.ray_capacity import better, fits
 from topotrain.launch.launchers.submission import RENDEZVOUS_VARIABLE, LaunchResult, Submission, without_password
 from topotrain.launch.multinode.node_info import JobEnd, with_job
+from topotrain.launch.runtime.child_channel import die_with_parent
 
 if TYPE_CHECKING:
     from topotrain.launch.agent.stop_signals import StopSignals
@@ -36,7 +36,6 @@ LOOK_S, QUIET_S, ROOM_S = 0.2, 5.0, 300.0
 """Seconds between two polls of the actors; until a notice about missing capacity; until the launcher gives up."""
 FINAL_CODES = frozenset({0, 2, 130, 143})
 """Exit codes without a restart: success, bad input, and signals."""
-_PR_SET_PDEATHSIG = 1
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
@@ -116,7 +115,7 @@ def start(submission: Submission) -> LaunchResult:
         with signals() as stop:
             count = 0
             while True:
-                attempt = _Attempt(ray, lived(submission, count), asked, stop)
+                attempt = _Attempt(ray, for_attempt(submission, count), asked, stop)
                 code = attempt.run()
                 # A signal or a wrong configuration would only repeat itself.
                 if code in FINAL_CODES or stop.came or count == submission.options.max_restarts:
@@ -125,7 +124,7 @@ def start(submission: Submission) -> LaunchResult:
                 _print(f"all units start again ({count} of {submission.options.max_restarts})")
 
 
-def lived(submission: Submission, count: int) -> Submission:
+def for_attempt(submission: Submission, count: int) -> Submission:
     """Return the submission of attempt number `count`, with a name of its own."""
     if count == 0:
         return submission
@@ -209,7 +208,7 @@ class UnitActor:
 
 def main(parent: str, *words: str) -> None:
     """Replace this process by the unit, which gets SIGTERM when the actor ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     # The actor may have ended before the signal was requested, which then never comes.
     if os.getppid() == int(parent):
         os.execv(words[0], words)

@@ -22,9 +22,9 @@ from topotrain.launch.multinode.restart_barrier import (
     RestartBarrier,
     RestartInfo,
     await_begin,
-    begin_anew,
+    await_ready,
     check_found,
-    muster,
+    send_attempt,
 )
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, recovery
 from topotrain.launch.recovery.resume_point import ResumeSource
@@ -62,19 +62,19 @@ class LeaderConnection:
 class Attempts(Notifier):
     """The sequence of attempts, which unit 0 decides about and other units follow."""
 
-    hall: NodeRendezvous
-    met: AttemptAgreement
-    company: UnitMembership
-    heard: StopSignals
+    rendezvous: NodeRendezvous
+    agreement: AttemptAgreement
+    membership: UnitMembership
+    stop: StopSignals
     on_event: EventListener
     saved: Saved | None = None
 
     def first(self) -> RestartInfo | None:
         """Return the first attempt for this unit; None if the job has ended."""
-        if not self.hall.returns:
-            return RestartInfo(AttemptInfo(resume=self.met.resume), self.met.hosts)
+        if not self.rendezvous.returns:
+            return RestartInfo(AttemptInfo(resume=self.agreement.resume), self.agreement.hosts)
         # It joins a running job: the next attempt is the first one that includes it.
-        return await_begin((), self.company, self.heard, 0, self.met.workspace)
+        return await_begin((), self.membership, self.stop, 0, self.agreement.workspace)
 
     def recovery(self, topology: Topology, began: float) -> RecoveryPolicy | None:
         """Return the policy by which unit 0 decides for all units; None in other units.
@@ -83,43 +83,41 @@ class Attempts(Notifier):
         """
         # Only these workers report every step here; the others do so while a recovery is open.
         near = frozenset(map(str, topology.units[0].workers))
-        return None if self.hall.rank else recovery(self.met.job, topology, began, near)
+        return None if self.rendezvous.rank else recovery(self.agreement.job, topology, began, near)
 
     def follows(self, here: Topology, begun: RestartInfo) -> Follower | None:
         """Return the policy that follows unit 0; None if nothing restarts in this job."""
-        if self.met.job.on_failure is not OnFailure.kContinue:
+        if self.agreement.job.on_failure is not OnFailure.kContinue:
             return None
         residents = [str(who) for unit in here.units for who in (*unit.workers, *unit.servers)]
-        return Follower(residents, LeaderConnection(self.company.control, begun.life.number))
+        return Follower(residents, LeaderConnection(self.membership.control, begun.attempt.number))
 
     def next(self, goes_on: RecoveryPolicy | None, run: RunLoop, begun: RestartInfo) -> RestartInfo | None:
         """Return the next attempt; None if the job ends instead. Raises ConfigError."""
-        number, self.saved = begun.life.number, run.shutdown.saved or self.saved
+        number, self.saved = begun.attempt.number, run.shutdown.saved or self.saved
         if goes_on is None:
             # All processes of this unit have ended: unit 0 waits for that of all units before it begins anything.
-            self.company.control.send(0, {"life": number, "ready": True})
-            return await_begin(run.unread, self.company, self.heard, number, self.met.workspace)
-        assert isinstance(self.company, LeaderMembership)
-        # Twice: the barrier needs to know which workers are absent, and the attempt the hosts of new units.
-        goes_on.begin_attempt()
-        topology, missing = layout(self.met.job.cluster, begun.hosts.numbers), goes_on.missing
+            self.membership.control.send(0, {"life": number, "ready": True})
+            return await_begin(run.unread, self.membership, self.stop, number, self.agreement.workspace)
+        assert isinstance(self.membership, LeaderMembership)
+        topology, absent = layout(self.agreement.job.cluster, begun.hosts.numbers), goes_on.absent_groups
         # The barrier does not wait for a vanished unit that would have no processes.
-        vacant = [u.rank for u in topology.units if missing.issuperset(map(str, (*u.workers, *u.servers)))]
-        made = RestartBarrier(number, range(1, len(topology.units)), vacant, self.hall.patience)
+        vacant = [u.rank for u in topology.units if not u.servers and absent.issuperset(w.group for w in u.workers)]
+        barrier = RestartBarrier(number, range(1, len(topology.units)), vacant, self.rendezvous.patience)
         more = hint(self.saved)
-        if not muster(made, run.unread, self.company, self.heard, self, f"; {more}" if more else ""):
+        if not await_ready(barrier, run.unread, self.membership, self.stop, self, f"; {more}" if more else ""):
             return None
-        hosts = self.hall.regather(made.back, begun.hosts)
-        topology = layout(self.met.job.cluster, hosts.numbers)
+        hosts = self.rendezvous.regather(barrier.back, begun.hosts)
+        topology = layout(self.agreement.job.cluster, hosts.numbers)
         # Replacements may run on hosts where a server and its backup would share a failure domain.
-        check(self.met.job, topology)
+        check(self.agreement.job, topology)
         goes_on.begin_attempt(topology)
-        resume = self.met.origin.newest(self)
-        check_found(resume, self.saved, self.met.job)
-        life = AttemptInfo(number + 1, resume, goes_on.absent_groups)
+        resume = self.agreement.origin.newest(self)
+        check_found(resume, self.saved, self.agreement.job)
+        attempt = AttemptInfo(number + 1, resume, goes_on.absent_groups)
         # Last: a unit that gets this message starts its processes.
-        begin_anew(self.company, made, hosts, life)
-        return RestartInfo(life, hosts)
+        send_attempt(self.membership, barrier, hosts, attempt)
+        return RestartInfo(attempt, hosts)
 
     def notify(self, text: str) -> None:
         """As `Notifier.notify`."""

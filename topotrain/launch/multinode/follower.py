@@ -77,15 +77,15 @@ class Follower:
         """Note that unit 0 restarts nothing any more."""
         self._ended = True
 
-    def told(self, all: bool, alone: bool) -> None:
+    def on_connection(self, all_received: bool, alone: bool) -> None:
         """Note the state of the connection to unit 0.
 
         Args:
-            all: unit 0 has received all messages.
+            all_received: unit 0 has received all messages.
             alone: unit 0 was out of reach for so long that this unit stops waiting for it.
         """
         self._alone = alone
-        if all:  # unit 0 decides what follows
+        if all_received:  # unit 0 decides what follows
             self._held.clear()
 
     def on_event(self, event: Event, now: float) -> Sequence[Action]:

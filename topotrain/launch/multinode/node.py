@@ -28,7 +28,7 @@ from topotrain.launch.agent import temporary_folders
 from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import StopSignals, signals
-from topotrain.launch.agent.workspace import LOGS, claimed_by_unit, furnish
+from topotrain.launch.agent.workspace import LOGS, claimed_by_unit, write_run_files
 from topotrain.launch.grace_period import LEADER
 from topotrain.launch.job_shutdown import DECIDE_S, LauncherContext, RunFiles
 from topotrain.launch.launchers.env_tables import DEFAULT_ID, LaunchInfo
@@ -43,8 +43,9 @@ from topotrain.launch.multinode.node_membership import (
     UnitMembership,
     UnitReport,
 )
-from topotrain.launch.multinode.node_rendezvous import JobRestarted, NodeRendezvous, forget, forget_lives, outlast
+from topotrain.launch.multinode.node_rendezvous import JobRestarted, NodeRendezvous, forget, forget_attempts, outlast
 from topotrain.launch.multinode.restart_barrier import RestartInfo
+from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
 from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal, seen
 from topotrain.launch.run_loop import RunLoop
 
@@ -89,7 +90,7 @@ class Node:
     forkserver: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
 
-    def live(self) -> NodeResult:
+    def run(self) -> NodeResult:
         """Run the unit to its end, and leave no process of it behind.
 
         Raises:
@@ -108,52 +109,52 @@ class Node:
                     stack.callback(served.close)
             root = self._open(secret)
             stack.callback(root.close)
-            hall = NodeRendezvous(root, name, rank, self.start.nprocs, secret, self.start.patience)
-            stack.callback(hall.close)
+            rendezvous = NodeRendezvous(root, name, rank, self.start.nprocs, secret, self.start.patience)
+            stack.callback(rendezvous.close)
             try:
                 # Only before the start; afterwards the run loop receives the signals.
                 with interruptible():
-                    met = self._meet(hall, root, served, stack)
+                    agreement = self._meet(rendezvous, root, served, stack)
             except EndedBeforeStart as over:
                 return NodeResult(JobOutcome(over.end.code, 0.0, over.end.failed), over.end, rank=rank)
             except StopRequested as came:
                 text = f"ended by signal {came.number} to unit {rank}"
-                return self._give_up(hall, JobEnd(128 + came.number, rank, text=text))
+                return self._give_up(rendezvous, JobEnd(128 + came.number, rank, text=text))
             except ConfigError as error:
-                self._give_up(hall, JobEnd(2, rank, text=f"unit {rank} refused the job: {error}"))
+                self._give_up(rendezvous, JobEnd(2, rank, text=f"unit {rank} refused the job: {error}"))
                 raise
-            return self._run(hall, root, met, secret)
+            return self._run_to_end(rendezvous, root, agreement, secret)
 
     def _open(self, secret: bytes) -> Store:
         """Open the whole store."""
         return open_store(with_job(self.start.rendezvous, ""), secret, STORE_S, self.environ)
 
     def _meet(
-        self, hall: NodeRendezvous, root: Store, served: StoreService | None, stack: ExitStack
+        self, rendezvous: NodeRendezvous, root: Store, served: StoreService | None, stack: ExitStack
     ) -> AttemptAgreement:
         rank = self.start.rank
         while True:
             try:
-                hall.enter(hall.introduce(self.start.host, self.start.rendezvous))
-                job = hall.bring(self.given) if rank == 0 else hall.take(self.given)
-                hall.check(job)
+                rendezvous.enter(rendezvous.introduce(self.start.host, self.start.rendezvous))
+                job = rendezvous.bring(self.given) if rank == 0 else rendezvous.take(self.given)
+                rendezvous.check(job)
                 _check_program(job)
                 workspace = stack.enter_context(claimed_by_unit(job, rank))
                 if rank:
-                    hosts = hall.learn()
+                    hosts = rendezvous.learn()
                     # A unit that rejoins gets its snapshot with the next attempt; this one is of the job's start.
-                    resume = "" if hall.returns else seen(workspace, *hall.chosen())
+                    resume = "" if rendezvous.returns else seen(workspace, *rendezvous.chosen())
                     return AttemptAgreement(job, hosts, workspace, ResumeSource(workspace, resume), resume)
                 resume = asked_for(job, workspace)
                 origin = ResumeSource(workspace, resume)
                 # Before `gather`: the units read it when the hosts are published.
-                hall.choose(Path(resume).name, seal(resume))
-                hosts = hall.gather(self._shown(served), served is not None)
-                self._register(root, self._record(hall, job, hosts))
+                rendezvous.choose(Path(resume).name, seal(resume))
+                hosts = rendezvous.gather(self._shown(served), served is not None)
+                self._register(root, self._record(rendezvous, job, hosts))
                 return AttemptAgreement(job, hosts, workspace, origin, resume)
             except JobRestarted:
                 # All of it once more: another start of the job has replaced this one.
-                hall.close()
+                rendezvous.close()
 
     def _shown(self, served: StoreService | None) -> str:
         """Return the store's URL for units that were started with env:// only."""
@@ -163,10 +164,10 @@ class Node:
         named = self.environ.get("TOPOTRAIN_RENDEZVOUS", "")
         return served.url if served is not None else named or "tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**self.environ)
 
-    def _record(self, hall: NodeRendezvous, job: Job, hosts: HostMap) -> JobRecord:
+    def _record(self, rendezvous: NodeRendezvous, job: Job, hosts: HostMap) -> JobRecord:
         """Return the job's entry in the store's list."""
         addresses = tuple(dict.fromkeys(hosts.addresses))
-        return JobRecord(hall.id, job.name, started=time.time(), units=self.start.nprocs, hosts=addresses)
+        return JobRecord(rendezvous.id, job.name, started=time.time(), units=self.start.nprocs, hosts=addresses)
 
     def _register(self, root: Store, record: JobRecord) -> None:
         registry = Registry(root)
@@ -174,134 +175,155 @@ class Node:
             registry.end(record.id, "failed")  # an earlier start; its units are all gone by now
         registry.add(record)
 
-    def _give_up(self, hall: NodeRendezvous, end: JobEnd) -> NodeResult:
+    def _give_up(self, rendezvous: NodeRendezvous, end: JobEnd) -> NodeResult:
         """Report to the other units that the job ends before its start."""
-        if hall.pulse is not None:  # only a member of the job may end it
+        if rendezvous.heartbeat is not None:  # only a member of the job may end it
             with suppress(StoreError):
                 # Another unit may have ended the job before, and its reason counts.
-                hall.run.compare_and_set("end", None, end.dumped())
+                rendezvous.run.compare_and_set("end", None, end.dumped())
             if self.start.rank == 0:
-                outlast(hall.run)  # the store may end with this process
+                outlast(rendezvous.run)  # the store may end with this process
         return NodeResult(JobOutcome(end.code, 0.0), end, rank=self.start.rank)
 
-    def _run(self, hall: NodeRendezvous, root: Store, met: AttemptAgreement, secret: bytes) -> NodeResult:
-        rank, job, hosts = self.start.rank, met.job, met.hosts
+    def _run_to_end(
+        self, rendezvous: NodeRendezvous, root: Store, agreement: AttemptAgreement, secret: bytes
+    ) -> NodeResult:
+        """Run all attempts of this unit, and agree with the other units on the end."""
+        rank, job, hosts = self.start.rank, agreement.job, agreement.hosts
         topology = layout(job.cluster, hosts.numbers)
-        here = replace(topology, units=(topology.units[rank],))
-        stores = StoreKeys(hall.run, hall.shared, Registry(root), self._record(hall, job, hosts))
         with ExitStack() as stack:
-            company = stack.enter_context(closing(self._join(hall, stores, met, topology, secret)))
+            membership = stack.enter_context(closing(self._join(rendezvous, root, agreement, topology, secret)))
             # In this order: while the displays wait for a reader at the end, Ctrl-C raises KeyboardInterrupt again.
-            on_event = stack.enter_context(self.watching(job, topology, here))
-            heard = stack.enter_context(signals())
+            on_event = stack.enter_context(self.watching(job, topology, _only(topology, rank)))
+            stop = stack.enter_context(signals())
             notes = UnitReport()
-            mark = secrets.token_hex(16)
-            kept = ForkserverHandle(self.forkserver, met.workspace / LOGS / f"forkserver-unit-{rank}.log", mark)
-            stack.enter_context(closing(kept))
 
-            def hear(event: Event) -> None:
+            def record(event: Event) -> None:
                 notes(event)
                 on_event(event)
 
             if topology.foreign and len(set(hosts.numbers)) > 1 and rank == 0:
-                hear(Notice("launcher", _OPEN.format(job.cluster.engine.value)))
+                record(Notice("launcher", _OPEN.format(job.cluster.engine.value)))
             began = time.monotonic()
-            course = Attempts(hall, met, company, heard, hear)
-            outcome, again = JobOutcome(0, 0.0), True
+            attempts = Attempts(rendezvous, agreement, membership, stop, record)
+            host = self._context(attempts)
+            stack.enter_context(closing(host.forkserver))
             try:
-                begun, goes_on = course.first(), course.recovery(topology, began)
-                while begun is not None:
-                    # A new unit may run on another host, which changes the layout.
-                    here = _of(job, begun.hosts, rank)
-                    decides = course.follows(here, begun) if rank else goes_on
-                    grounds = RunFiles(met.workspace / f"processes-{rank}.json", met.workspace / LOGS)
-                    control = company.control if job.on_failure is OnFailure.kContinue else None
-                    host = LauncherContext(hear, grounds, heard, kept, mark, company, control, self.outlet)
-                    run = RunLoop(job, here, host, decides)
-                    outcome, again = self._live(run, hall, begun, secret), run.shutdown.again
-                    # A signal, or the end of the job, may have come while the attempt ended.
-                    if not again or company.over or heard.came:
-                        break
-                    begun = course.next(goes_on, run, begun)
+                outcome, again = self._run_attempts(attempts, host, attempts.recovery(topology, began), secret)
             # The other units must not wait for this one until its silence counts as its loss.
             except BaseException as error:
                 refused, where = isinstance(error, ConfigError), f"unit {rank} on {hosts.names[rank]}"
                 text = f"{where} cannot go on: {error}" if refused else f"{where} failed: {error!r}"
-                self._give_up(hall, JobEnd(2 if refused else 1, rank, hosts.names[rank], text=text))
+                self._give_up(rendezvous, JobEnd(2 if refused else 1, rank, hosts.names[rank], text=text))
                 raise
-            end = _agree(company, outcome, notes, heard, again, hear)
+            end = _agree(membership, outcome, notes, stop, again, record)
             # A user who has sent a signal does not wait for a reader of the output.
-            if heard.came:
+            if stop.came:
                 self.outlet.hurry()
             # Only now have all units delivered their reports.
-            for event in _reported(company, rank, notes):
+            for event in _reported(membership, rank, notes):
                 on_event(event)
-            self._leave(hall, root, company, end)
+            self._leave(rendezvous, root, membership, end)
             whole = replace(outcome, code=end.code, cause=end.failed, seconds=time.monotonic() - began)
             return NodeResult(whole, end, job, topology, rank)
 
+    def _context(self, attempts: Attempts) -> LauncherContext:
+        """Return the settings and resources that all attempts share."""
+        rank, workspace, membership = self.start.rank, attempts.agreement.workspace, attempts.membership
+        mark, logs = secrets.token_hex(16), workspace / LOGS
+        forkserver = ForkserverHandle(self.forkserver, logs / f"forkserver-unit-{rank}.log", mark)
+        files = RunFiles(workspace / f"processes-{rank}.json", logs)
+        control = membership.control if attempts.agreement.job.on_failure is OnFailure.kContinue else None
+        return LauncherContext(
+            attempts.on_event, files, attempts.stop, forkserver, mark, membership, control, self.outlet
+        )
+
+    def _run_attempts(
+        self, attempts: Attempts, host: LauncherContext, policy: RecoveryPolicy | None, secret: bytes
+    ) -> tuple[JobOutcome, bool]:
+        """Run the attempts of this unit, one after another.
+
+        Returns the outcome of the last one, and whether the job was to restart after it.
+
+        policy: decides in unit 0 about restarts.
+        """
+        outcome, again, job = JobOutcome(0, 0.0), True, attempts.agreement.job
+        begun = attempts.first()
+        while begun is not None:
+            # A new unit may run on another host, which changes the layout.
+            here = _only(layout(job.cluster, begun.hosts.numbers), self.start.rank)
+            run = RunLoop(job, here, host, attempts.follows(here, begun) if self.start.rank else policy)
+            outcome, again = self._run_attempt(run, attempts.rendezvous, begun, secret), run.shutdown.again
+            # A signal, or the end of the job, may have come while the attempt ended.
+            if not again or attempts.membership.over or attempts.stop.came:
+                break
+            begun = attempts.next(policy, run, begun)
+        return outcome, again
+
     def _join(
-        self, hall: NodeRendezvous, stores: StoreKeys, met: AttemptAgreement, topology: Topology, secret: bytes
+        self, rendezvous: NodeRendezvous, root: Store, agreement: AttemptAgreement, topology: Topology, secret: bytes
     ) -> UnitMembership:
         """Return the membership of this unit, with its control connections."""
-        rank, job, hosts = self.start.rank, met.job, met.hosts
+        rank, job, hosts = self.start.rank, agreement.job, agreement.hosts
+        stores = StoreKeys(rendezvous.run, rendezvous.shared, Registry(root), self._record(rendezvous, job, hosts))
         twice = job.cluster.replicas > 1  # the first server may move, and unit 0 has its place
         leads = rank == 0 if twice else LEADER in topology.units[rank].servers
-        access = ControlAccess(hall.run, hall.run_id, secret, job.cluster.start_port, job.cluster.lease_s)
+        access = ControlAccess(rendezvous.run, rendezvous.run_id, secret, job.cluster.start_port, job.cluster.lease_s)
         if rank:
-            assert hall.me is not None
-            return FollowerMembership(stores, rank, hosts, leads, access, hall.me.word)
+            assert rendezvous.me is not None
+            return FollowerMembership(stores, rank, hosts, leads, access, rendezvous.me.word)
         recovers = job.on_failure is OnFailure.kContinue
         try:
-            return LeaderMembership(stores, hosts, leads, access, hall.known, hall.verifier, recovers, _where(topology))
+            return LeaderMembership(
+                stores, hosts, leads, access, rendezvous.known, rendezvous.verifier, recovers, _where(topology)
+            )
         # Unit 0 cannot listen at its address, so no other unit could reach it.
         except TransportError as error:
-            self._give_up(hall, JobEnd(2, 0, hosts.names[0], text=f"unit 0 cannot be reached: {error}"))
+            self._give_up(rendezvous, JobEnd(2, 0, hosts.names[0], text=f"unit 0 cannot be reached: {error}"))
             raise ConfigError("--host", hosts.addresses[0], f"must be an address of this machine ({error})") from error
 
-    def _live(self, run: RunLoop, hall: NodeRendezvous, begun: RestartInfo, secret: bytes) -> JobOutcome:
+    def _run_attempt(self, run: RunLoop, rendezvous: NodeRendezvous, begun: RestartInfo, secret: bytes) -> JobOutcome:
         """Run one attempt of this unit, from its first process to its last."""
-        rank, hosts, number = self.start.rank, begun.hosts, begun.life.number
+        rank, hosts, number = self.start.rank, begun.hosts, begun.attempt.number
         # A key for each attempt: processes of different attempts cannot connect.
-        key = job_key(secret, "unit", hall.run_id, *([str(number)] if number else []))
+        key = job_key(secret, "unit", rendezvous.run_id, *([str(number)] if number else []))
         with ExitStack() as stack:
             run_dir = stack.enter_context(_private_folder())
-            furnish(run_dir, run.job, key)
+            write_run_files(run_dir, run.job, key)
             # Named after the key: all units of this attempt on this host find the same folder.
             sockets = stack.enter_context(_shared_folder(key))
-            id = f"{hall.run_id}.{number}" if number else hall.run_id
+            id = f"{rendezvous.run_id}.{number}" if number else rendezvous.run_id
             # Addresses of the former attempt's processes must not be found.
             url, numbers = with_job(hosts.url or self.start.rendezvous, id), ",".join(map(str, hosts.numbers))
             place = UnitPlace(
                 rank, self.start.nprocs, url, str(run_dir), "", numbers, hosts.addresses[rank], str(sockets)
             )
             try:
-                run.start(self.calls, [place], begun.life)
+                run.start(self.calls, [place], begun.attempt)
                 return run.run()
             finally:
                 run.destroy()
 
-    def _leave(self, hall: NodeRendezvous, root: Store, company: UnitMembership, end: JobEnd) -> None:
+    def _leave(self, rendezvous: NodeRendezvous, root: Store, membership: UnitMembership, end: JobEnd) -> None:
         """Leave the job. Unit 0 also cleans up when all other units have left the store."""
         if self.start.rank:
             return
-        assert isinstance(company, LeaderMembership)
-        outlast(hall.run)
+        assert isinstance(membership, LeaderMembership)
+        outlast(rendezvous.run)
         with suppress(StoreError):
-            company.leave("done" if end.code == 0 else "stopped" if end.failed is None else "failed")
+            membership.leave("done" if end.code == 0 else "stopped" if end.failed is None else "failed")
             # Before keys are deleted: it maintains them, and would write them again.
-            hall.close()
-            forget_lives(root, hall.run_id)
+            rendezvous.close()
+            forget_attempts(root, rendezvous.run_id)
             if end.code:  # the user may ask why the job failed
-                forget(hall.run, but="end")
+                forget(rendezvous.run, but="end")
             else:
-                forget(hall.run)
-                hall.shared.delete("run")
+                forget(rendezvous.run)
+                rendezvous.shared.delete("run")
 
 
-def _of(job: Job, hosts: HostMap, rank: int) -> Topology:
+def _only(topology: Topology, rank: int) -> Topology:
     """Return the layout with only the unit of this rank."""
-    topology = layout(job.cluster, hosts.numbers)
     return replace(topology, units=(topology.units[rank],))
 
 
@@ -311,43 +333,43 @@ def _where(topology: Topology) -> dict[str, int]:
     return found | {f"unit {unit.rank}": unit.rank for unit in topology.units}
 
 
-def _reported(company: UnitMembership, rank: int, own: UnitReport) -> Iterator[Event]:
+def _reported(membership: UnitMembership, rank: int, own: UnitReport) -> Iterator[Event]:
     """Yield the events of the other units, then the servers' counts of samples."""
-    events = [event for other, told in sorted(company.reports.items()) if other != rank for event in told]
+    events = [event for other, told in sorted(membership.reports.items()) if other != rank for event in told]
     yield from (event for event in events if not isinstance(event, Counted))
     # A report drops the counts of a group when its workers start. So they come behind all starts, this unit's, too.
     yield from (event for event in (*events, *own.events) if isinstance(event, Counted))
 
 
 def _agree(
-    company: UnitMembership,
+    membership: UnitMembership,
     outcome: JobOutcome,
     notes: UnitReport,
-    heard: StopSignals,
+    stop: StopSignals,
     again: bool,
     on_event: EventListener,
 ) -> JobEnd:
     """Wait until all units agree how the job has ended. A signal ends the wait."""
     # The job was about to restart and does not, which is no failure: only a signal, or a known end, explains it.
     if again:
-        if heard.came and not company.over:
-            company.signalled(heard.came[0])
-    elif outcome.code == 0 and not company.over:
-        company.finish(notes.events)
+        if stop.came and not membership.over:
+            membership.signalled(stop.came[0])
+    elif outcome.code == 0 and not membership.over:
+        membership.finish(notes.events)
         with DefaultSelector() as selector:
-            selector.register(company.fileno(), EVENT_READ)
-            selector.register(heard.woken, EVENT_READ)
+            selector.register(membership.fileno(), EVENT_READ)
+            selector.register(stop.woken, EVENT_READ)
             seconds: float | None = QUIET_S
-            while not company.over and not heard.came:
+            while not membership.over and not stop.came:
                 if not selector.select(seconds):
                     # One notice is enough; from here on the wait has no limit.
                     seconds = None
                     on_event(Notice("launcher", "this unit has ended; the job ends when its other units have"))
-        if heard.came and not company.over:
-            company.signalled(heard.came[0])
-    elif outcome.cause is not None and not company.over:
-        company.tell(outcome.cause)
-    return company.wait(DECIDE_S) or JobEnd(outcome.code or 1, failed=outcome.cause, text="no agreement on the end")
+        if stop.came and not membership.over:
+            membership.signalled(stop.came[0])
+    elif outcome.cause is not None and not membership.over:
+        membership.tell(outcome.cause)
+    return membership.wait(DECIDE_S) or JobEnd(outcome.code or 1, failed=outcome.cause, text="no agreement on the end")
 
 
 def _check_program(job: Job) -> None:

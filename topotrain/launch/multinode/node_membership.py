@@ -110,7 +110,7 @@ class NodeMembership:
         """Whether the job is to end after a last snapshot that this unit requests."""
         return self._leads and self._asked is not None
 
-    def heard(self) -> None:
+    def clear_wakeup(self) -> None:
         """Clear the event for which `fileno` became readable."""
         self._wake_out.recv(64)
 
@@ -124,7 +124,7 @@ class NodeMembership:
         """Ask for this end of the job."""
         raise NotImplementedError
 
-    def cast_out(self) -> None:
+    def exclude(self) -> None:
         """End this unit: the others continue without it after its long silence."""
         text = f"the job goes on without unit {self._rank} on {self._name}, which was silent for too long"
         self._deliver(JobEnd(1, self._rank, self._name, text=text))
@@ -360,7 +360,7 @@ class LeaderMembership(NodeMembership):
         self.reports[0] = list(events)
         self._end_if_complete()
 
-    def nobody_came(self, rank: int, seconds: float, more: str) -> None:
+    def on_not_replaced(self, rank: int, seconds: float, more: str) -> None:
         """End the job because no replacement of a vanished unit joined."""
         lost = self._vanished(rank, f", and within {seconds:g} s no replacement was started{more}")
         self.request_end(self._end_of(lost, rank))

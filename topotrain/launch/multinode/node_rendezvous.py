@@ -74,7 +74,7 @@ class Heartbeat:
     def __init__(self, run: Store, rank: int) -> None:
         self._run, self._key = run, f"alive/{rank}"
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> Self:
         """Start the thread."""
@@ -84,7 +84,7 @@ class Heartbeat:
     def _beat(self) -> None:
         count = 0
         while True:
-            # A new value each time: `_outlive` and `_check_twin` distinguish it from one that was left.
+            # A new value each time: `_await_end` and `_check_rank` distinguish it from one that was left.
             count += 1
             with suppress(StoreError):  # training continues without the store
                 # The key expires without this thread, also when the process is killed or frozen.
@@ -121,7 +121,7 @@ class NodeRendezvous:
         self._deadline = time.monotonic() + self.patience
         self._waiting = RendezvousNotice(rank)
         self.word = ""
-        self.pulse: Heartbeat | None = None
+        self.heartbeat: Heartbeat | None = None
         # Units may come after the store has lost its data, so these keys are written again and again.
         self._kept = MaintainedValues(root)
         self._missing = 0  # consecutive reads that found no start of the job in the store
@@ -144,8 +144,8 @@ class NodeRendezvous:
     def close(self) -> None:
         """Leave, and delete this unit's heartbeat."""
         self._kept.close()
-        if self.pulse is not None:
-            self.pulse.close()
+        if self.heartbeat is not None:
+            self.heartbeat.close()
 
     def enter(self, me: NodeInfo) -> None:
         """Open a start of the job as unit 0, or join it as another unit.
@@ -159,7 +159,7 @@ class NodeRendezvous:
             self._open()
             self._kept.keep(f"jobs/{self.id}/run", self.word.encode())
             self._set("host/0", me.dumped())
-            self.pulse = Heartbeat(self.run, 0).start()
+            self.heartbeat = Heartbeat(self.run, 0).start()
             return
         old = ""
         while True:
@@ -168,13 +168,13 @@ class NodeRendezvous:
             old = self.word  # of an earlier start, if this one has to be read again
             # The first process of a rank wins: two units with one rank would both train.
             if not self.run.compare_and_set(f"host/{self.rank}", None, me.dumped()):
-                self._check_twin()
+                self._check_rank()
                 if self.run.get("hosts") is not None and self.run.get("end") is None and self._return(me):
                     return
             # Read once more after the rank is taken: unit 0 deletes the keys of a start that it replaces.
             elif self.shared.get("run") == self.word.encode():
                 self._kept.keep(self._whole(f"host/{self.rank}"), me.dumped())
-                self.pulse = Heartbeat(self.run, self.rank).start()
+                self.heartbeat = Heartbeat(self.run, self.rank).start()
                 return
             else:  # an earlier start, which was deleted before this unit joined it
                 self.run.delete(f"host/{self.rank}")
@@ -196,23 +196,23 @@ class NodeRendezvous:
             return False
         self.returns = True
         # Not before the reply: a start without running units must show no heartbeats.
-        self.pulse = Heartbeat(self.run, self.rank).start()
+        self.heartbeat = Heartbeat(self.run, self.rank).start()
         return True
 
     def _open(self) -> None:
         known = self._patiently(lambda: self.shared.get("run"), "the store")
         old = None if known is None else within(self._root, f"jobs/{self.id}.{known.decode()}")
         if old is not None:
-            self._outlive(old)
+            self._await_end(old)
         self.word = secrets.token_hex(4)
         # Another process may have begun a start meanwhile as unit 0.
         if not self.shared.compare_and_set("run", known, self.word.encode()):
             raise self._running("another unit 0")
         if old is not None:
             forget(old)  # not before: a unit that joins it late must find its rank taken
-            forget_lives(self._root, f"{self.id}.{(known or b'').decode()}")
+            forget_attempts(self._root, f"{self.id}.{(known or b'').decode()}")
 
-    def _outlive(self, old: Store) -> None:
+    def _await_end(self, old: Store) -> None:
         """Wait until all units of an earlier start are gone; ConfigError if it is running."""
         first = {key: old.get(key) for key in old.keys("alive/")}
         while living := old.keys("alive/"):
@@ -228,7 +228,7 @@ class NodeRendezvous:
         accepted = f"runs already ({who}): end it with `topotrain jobs stop`, or choose a name with ?job=NAME"
         return ConfigError("job", self.id, accepted)
 
-    def _check_twin(self) -> None:
+    def _check_rank(self) -> None:
         """Raise ConfigError when another process has the rank of this unit."""
         raw = self.run.get(f"host/{self.rank}")
         beat = self.run.get(f"alive/{self.rank}")
@@ -399,7 +399,7 @@ def outlast(run: Store) -> None:
             time.sleep(BEAT_S / 10)
 
 
-def forget_lives(root: Store, run_id: str) -> None:
+def forget_attempts(root: Store, run_id: str) -> None:
     """Delete the data of all attempts of a start but the first. Raises StoreError."""
     for key in root.keys(f"jobs/{run_id}."):
         root.delete(key)

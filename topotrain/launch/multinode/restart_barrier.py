@@ -27,19 +27,19 @@ from topotrain.launch.recovery.resume_point import SHARED, seal, seen
 class RestartInfo:
     """The attempt that a unit begins, and the hosts of all units in it."""
 
-    life: AttemptInfo
+    attempt: AttemptInfo
     hosts: HostMap
 
 
 @dataclass(slots=True)
 class RestartBarrier:
-    """The units that are ready for the attempt after number `life`. It does no I/O.
+    """The units that are ready for the attempt after number `number`. It does no I/O.
 
     ranks: all units but 0. vacant: the units that would have no processes.
     patience_s: seconds to wait for a vanished unit.
     """
 
-    life: int
+    number: int
     ranks: Collection[int]
     vacant: Collection[int]
     patience_s: float
@@ -47,12 +47,12 @@ class RestartBarrier:
     _ready: set[int] = field(default_factory=set)
     _gone: dict[int, float] = field(default_factory=dict)
 
-    def heard(self, news: News, now: float) -> None:
+    def on_news(self, news: News, now: float) -> None:
         """Record news. Messages about a former attempt are ignored."""
         match news:
             case UnitMessage(rank, words) if (
                 # A replacement is ready at once, and its predecessor's word no longer counts.
-                "ready" in words and words.get("life") == self.life and rank not in self.back
+                "ready" in words and words.get("life") == self.number and rank not in self.back
             ):
                 self._ready.add(rank)
                 self._gone.pop(rank, None)
@@ -88,53 +88,53 @@ class RestartBarrier:
         return min((self._gone[rank] + self.patience_s for rank in self.gone), default=None)
 
 
-def muster(
-    made: RestartBarrier,
+def await_ready(
+    barrier: RestartBarrier,
     unread: Iterable[News],
-    company: LeaderMembership,
-    heard: StopSignals,
+    membership: LeaderMembership,
+    stop: StopSignals,
     notifier: Notifier,
     hint: str,
 ) -> bool:
     """Wait in unit 0 until all units are ready; False if the job ends instead."""
-    told: set[int] = set()
+    reported: set[int] = set()
     news = list(unread)
     while True:
         for each in news:
-            made.heard(each, time.monotonic())
+            barrier.on_news(each, time.monotonic())
         # Before `missing`: a job that has ended begins no other attempt.
-        if company.over or heard.came:
+        if membership.over or stop.came:
             return False
-        if not made.missing:
+        if not barrier.missing:
             return True
-        if made.due is not None and time.monotonic() >= made.due:
-            company.nobody_came(made.gone[0], made.patience_s, hint)
-            company.wait(made.patience_s)
+        if barrier.due is not None and time.monotonic() >= barrier.due:
+            membership.on_not_replaced(barrier.gone[0], barrier.patience_s, hint)
+            membership.wait(barrier.patience_s)
             return False
-        for rank in set(made.gone) - told:
-            told.add(rank)
-            text = f"the job waits {made.patience_s:g} s for another `topotrain unit --rank {rank}`"
+        for rank in set(barrier.gone) - reported:
+            reported.add(rank)
+            text = f"the job waits {barrier.patience_s:g} s for another `topotrain unit --rank {rank}`"
             notifier.notify(f"unit {rank} is gone: {text}")
-        _sleep(company, heard, made.due)
-        news = company.control.news()
+        _sleep(membership, stop, barrier.due)
+        news = membership.control.news()
 
 
-def begin_anew(company: LeaderMembership, made: RestartBarrier, hosts: HostMap, life: AttemptInfo) -> None:
+def send_attempt(membership: LeaderMembership, barrier: RestartBarrier, hosts: HostMap, attempt: AttemptInfo) -> None:
     """Send the next attempt from unit 0 to all units that are present."""
-    for rank, unit in made.back.items():  # before `expect`: the silence of the former process must not count
-        company.control.open(rank, unit.word)
-    company.expect(hosts, made.there)
+    for rank, unit in barrier.back.items():  # before `expect`: the silence of the former process must not count
+        membership.control.open(rank, unit.word)
+    membership.expect(hosts, barrier.there)
     # The seal lets each unit check that it sees the same snapshot under this name.
-    words: dict[str, Any] = {"name": Path(life.resume).name, "seal": seal(life.resume)}
-    words |= {"absent": sorted(life.absent), "hosts": asdict(hosts)}
-    for rank in sorted(made.there):
-        company.control.send(rank, {"life": life.number, "begin": words})
+    words: dict[str, Any] = {"name": Path(attempt.resume).name, "seal": seal(attempt.resume)}
+    words |= {"absent": sorted(attempt.absent), "hosts": asdict(hosts)}
+    for rank in sorted(barrier.there):
+        membership.control.send(rank, {"life": attempt.number, "begin": words})
 
 
 def await_begin(
-    unread: Iterable[News], company: UnitMembership, heard: StopSignals, life: int, workspace: Path
+    unread: Iterable[News], membership: UnitMembership, stop: StopSignals, number: int, workspace: Path
 ) -> RestartInfo | None:
-    """Wait in another unit for the attempt after number `life`.
+    """Wait in another unit for the attempt after number `number`.
 
     Returns None if the job ends instead. Raises ConfigError.
     """
@@ -142,14 +142,14 @@ def await_begin(
     while True:
         for each in news:
             # Numbers are compared: a repeated message about this or a former attempt begins nothing.
-            if isinstance(each, UnitMessage) and "begin" in each.words and each.words["life"] > life:
+            if isinstance(each, UnitMessage) and "begin" in each.words and each.words["life"] > number:
                 return _begun(each.words["life"], each.words["begin"], workspace)
             if isinstance(each, UnitMessage) and "outcast" in each.words:
-                company.cast_out()
-        if company.over or heard.came:
+                membership.exclude()
+        if membership.over or stop.came:
             return None
-        _sleep(company, heard, None)
-        news = company.control.news()
+        _sleep(membership, stop, None)
+        news = membership.control.news()
 
 
 def _begun(number: int, words: Mapping[str, Any], workspace: Path) -> RestartInfo:
@@ -164,11 +164,11 @@ def check_found(resume: str, saved: Saved | None, job: Job) -> None:
         raise ConfigError("cluster.workspace", job.workspace, accepted)
 
 
-def _sleep(company: UnitMembership, heard: StopSignals, due: float | None) -> None:
+def _sleep(membership: UnitMembership, stop: StopSignals, due: float | None) -> None:
     """Wait until something arrives, or `due` is reached."""
     with DefaultSelector() as selector:
-        for number in (company.fileno(), company.control.fileno(), heard.woken.fileno()):
+        for number in (membership.fileno(), membership.control.fileno(), stop.woken.fileno()):
             selector.register(number, EVENT_READ)
         ready = selector.select(None if due is None else max(0.0, due - time.monotonic()))
-        if not company.over and any(key.fd == company.fileno() for key, _ in ready):
-            company.heard()  # a request for a last snapshot, but no processes are running
+        if not membership.over and any(key.fd == membership.fileno() for key, _ in ready):
+            membership.clear_wakeup()  # a request for a last snapshot, but no processes are running

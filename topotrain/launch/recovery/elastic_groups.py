@@ -91,6 +91,13 @@ class GroupStates:
         """The absent groups."""
         return frozenset(g for g in self._groups if self.has_state(g, GroupState.AWAY, GroupState.COMING))
 
+    @property
+    def away_next(self) -> frozenset[int]:
+        """The groups that would be absent after a restart of the whole job."""
+        # Leaving groups are absent after it, and joining groups are present.
+        gone = (GroupState.LEAVING, GroupState.ASKED, GroupState.LOST, GroupState.AWAY)
+        return frozenset(g for g in self._groups if self.has_state(g, *gone))
+
     def _others(self, group: int) -> bool:
         """Whether another group trains."""
         return any(g != group and self.has_state(g, GroupState.HERE) for g in self._groups)
@@ -114,11 +121,10 @@ class GroupStates:
 
     def reset(self) -> None:
         """Update the groups for a restart of the whole job."""
-        # Leaving groups are absent after it, and joining groups are present.
-        gone = (GroupState.LEAVING, GroupState.ASKED, GroupState.LOST, GroupState.AWAY)
+        away = self.away_next
         for group in self._groups:
             # Open questions are forgotten: the servers that were asked have ended, too.
-            self._groups[group] = GroupEntry(GroupState.AWAY if self.has_state(group, *gone) else GroupState.HERE)
+            self._groups[group] = GroupEntry(GroupState.AWAY if group in away else GroupState.HERE)
 
     def __str__(self) -> str:
         """Return the groups and their states as text."""
@@ -202,7 +208,7 @@ class GroupChanges:
             case ("leave", GroupState.ASKED):
                 return self._leave(event, now)
             case ("lose", GroupState.LOST):
-                return self._part(event, now)
+                return self._give_up_agreed(event, now)
         return []  # an answer to a question that is no longer open
 
     def _join(self, event: Agreed, now: float) -> list[Action]:
@@ -226,7 +232,7 @@ class GroupChanges:
         self._states[group] = replace(part, state=GroupState.LEAVING, until=now + part.within_s, agreed=True)
         return self.on_exit(group, now)
 
-    def _part(self, event: Agreed, now: float) -> list[Action]:
+    def _give_up_agreed(self, event: Agreed, now: float) -> list[Action]:
         """Continue without a group that was given up, if the servers agree."""
         part = self._states[event.group]
         if event.text and part.lost is not None:

@@ -55,7 +55,7 @@ from topotrain.launch.recovery.restarts import WHOLE_JOB, Restarts
 from topotrain.launch.recovery.server_replacement import ServerReplacement
 
 CAUSE_S, FAR_CAUSE_S = 1.0, 6.0
-"""Seconds for which an error waits for a death that may have caused it, on one host and over several units."""
+"""Seconds for which an error waits for its cause, such as a death, on one host and over several units."""
 _DONE = "nothing is missing: its work was done"
 _ENDING = "the job is ending, or the whole job is restarting"
 
@@ -148,8 +148,8 @@ class RecoveryPolicy:
 
     @property
     def absent_groups(self) -> frozenset[int]:
-        """The worker groups that are absent from the job at present."""
-        return self._states.away
+        """The worker groups that are absent at the start of the next attempt."""
+        return self._states.away_next
 
     @property
     def missing(self) -> set[str]:

@@ -112,7 +112,7 @@ class ServerReplacement:
     def _fill(self, who: str, lost: Failed) -> PlaceReplica:
         """Replace a server process, where a unit may host the replacement."""
         slot = self._slots[who]
-        rank = self._refuge(who, slot)
+        rank = self._unit_for(who, slot)
         self._attempt.stopped.forget(who)
         if rank >= 0:
             self._placement.filled(slot, domain_in(self._topology, slot, rank))
@@ -121,7 +121,7 @@ class ServerReplacement:
             self._replaced += 1
         return PlaceReplica(who, self._replaced, what(lost), self._placement.to_data(), rank)
 
-    def _refuge(self, who: str, slot: int) -> int:
+    def _unit_for(self, who: str, slot: int) -> int:
         """Return the unit for the replacement of a server process; -1: there is none.
 
         It is the process's own unit if that still runs. Otherwise it is the one in which the process would be a useful

@@ -222,15 +222,15 @@ def _announce(who: str, channel: socket.socket) -> None:
     RemainingThreads(EventNotifier(control, who)).watch()
 
 
-def die_with_parent(yes: bool) -> None:
-    """Set whether the kernel kills this process when its parent thread ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if yes else 0)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Set the signal that the kernel sends when the parent thread ends; 0: none."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _become(child: ForkedChild) -> None:
     request = child.request
     # Forks do not inherit the setting.
-    die_with_parent(True)
+    die_with_parent()
     # The forkserver died before the kernel was asked to signal that.
     if os.getppid() != child.parent:
         os._exit(1)

@@ -44,8 +44,9 @@ from topotrain.launch.agent.workspace import SPANS, TOKEN_FILE, profiled_step
 from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
 from topotrain.launch.runtime.prepare_composition import prepare_extensions
 from topotrain.launch.runtime.process_exit import ProcessExitHook
-from topotrain.launch.runtime.process_host import HostObserver, HostOptions, WorkerConnections, WorkerConnector, serve
+from topotrain.launch.runtime.process_host import HostObserver, HostOptions, serve
 from topotrain.launch.runtime.unit_commands import FinalSnapshot, SigtermHandler
+from topotrain.launch.runtime.worker_connections import WorkerConnections, WorkerConnector
 from topotrain.training import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.training.context import Context, enter
 from topotrain.training.final_parameters import NotSaved
@@ -298,7 +299,7 @@ class WorkerPart:
         self.profile.leave()
         close(self.here, finished=code == 0)
         roads = self.here.roads
-        servers = roads.beside if code == 0 and isinstance(roads, WorkerConnections) else None
+        servers = roads.inline_server if code == 0 and isinstance(roads, WorkerConnections) else None
         if servers is not None:
             _report_counts(self.control, self.here.place, servers)
         for server in self.servers if code == 0 else ():

@@ -97,7 +97,7 @@ def register(app: typer.Typer) -> None:
                 check_writable("--report", report)
             window = _Window(start.rank, quiet, as_json)
             try:
-                ended = Node(start, job, window.watching, forkserver=forkserver, outlet=window).live()
+                ended = Node(start, job, window.watching, forkserver=forkserver, outlet=window).run()
             except StoreError as error:
                 complain(str(error))
                 raise typer.Exit(1) from None

@@ -21,7 +21,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError, PeerLost, StepEnd
 from topotrain.core.optim.adapter import OptimizerSpec, remake
 from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, place_of
-from topotrain.launch.runtime.process_host import WorkerConnections
+from topotrain.launch.runtime.worker_connections import WorkerConnections
 from topotrain.parallel.estimate.memory_check import memory_limits
 from topotrain.parallel.remote.graph_description import GraphDescription, StateDescription
 from topotrain.parallel.remote.graph_replayer import OutputCollector, WorkerModel, program
