@@ -249,6 +249,9 @@ class Session:
         except SessionClosed as error:
             self._end("the cluster is gone")
             raise JobError(f"{self._target} is gone: {error}", False) from error
+        # `send` refuses a description that is too large before its first byte, so the session goes on.
+        except ConfigError:
+            raise
         # After Ctrl-C here the next reply would be the one to this request.
         except BaseException:
             self._end("a run was interrupted")

@@ -235,8 +235,9 @@ class SessionWorker:
                 # The servers get the reason, and send it to the other workers.
                 roads.exchange.give_up(why)
             roads.close(finished=False)
-        if self._store is not None:
-            self._store.close()
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
 
 
 class _SessionSync(WorkerSync, WorkerExtension):
