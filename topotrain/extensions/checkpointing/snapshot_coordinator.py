@@ -24,7 +24,8 @@ from topotrain.config.topology import Address
 from topotrain.core.optim.state_table import StateError, Table, from_rows, merge, to_rows
 from topotrain.core.protocol import Message
 from topotrain.core.server.component_state import State, field_values
-from topotrain.extensions.checkpointing.data_position import STATIC, DataPosition
+from topotrain.core.server.consistency import STATIC
+from topotrain.extensions.checkpointing.data_position import DataPosition
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard
 from topotrain.extensions.checkpointing.snapshot_messages import CUT, LAYOUT, PUBLISHED, WRITTEN, snapshot_parts
 
@@ -121,9 +122,6 @@ class _UnderWay:
     publishing: bool = False
     why: str = ""
 
-    def set_facts(self, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
-        self.facts, self.counts = dict(facts), counts
-
     def add_facts(self, facts: Any) -> None:
         """Add the facts of another server group's coordinator."""
         # Only the first shard of each group sends facts.
@@ -140,13 +138,6 @@ class _UnderWay:
     def fail(self, why: str) -> None:
         # Later failures are mostly consequences of the first one.
         self.why = self.why or why
-
-    def lay_out(self) -> None:
-        """All shards have frozen. A repeated reply must not lead to a second layout."""
-        self.laid_out = True
-
-    def publish(self) -> None:
-        self.publishing = True
 
 
 class SnapshotCoordinator:
@@ -204,7 +195,7 @@ class SnapshotCoordinator:
     def set_facts(self, number: int, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
         """The coordinator's own shard is about to freeze, at the decision of all shards."""
         if self._now is not None and self._now.number == number:
-            self._now.set_facts(facts, counts)
+            self._now.facts, self._now.counts = dict(facts), counts
 
     def receive(self, shard: Address, number: int, stage: int, data: Mapping[str, Any], own: FrozenShard | None) -> Out:
         """Handle a reply of a shard, or of a host. own: the coordinator's frozen shard."""
@@ -228,10 +219,11 @@ class SnapshotCoordinator:
 
     def _lay_out(self, now: _UnderWay, shard: Address, data: Mapping[str, Any], own: FrozenShard | None) -> Out:
         now.frozen[shard] = data
+        # A repeated reply must not lead to a second layout.
         if len(now.frozen) < len(self._servers) or now.laid_out:
             return []
         # The coordinator's own shard has replied as well, so it is frozen and its facts are set.
-        now.lay_out()
+        now.laid_out = True
         merged: Table = {}
         # After a failure the layout is sent all the same, so that every shard replies and drops its frozen state.
         if own is not None and not now.why:
@@ -316,7 +308,7 @@ class SnapshotCoordinator:
         self, now: _UnderWay, deposits: Mapping[Address, torch.Tensor], counts: Mapping[int, int], exact: bool
     ) -> None:
         """Order the manifest. counts: of the streams now. exact: no state is older."""
-        now.publish()
+        now.publishing = True
         # Epochs of which something was applied after the freeze: workers read there now.
         since = [stream >> 32 for stream, count in counts.items() if count > now.counts.get(stream, 0)]
         # The epoch that each group read at the freeze, or an earlier one.
