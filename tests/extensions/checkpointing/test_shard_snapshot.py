@@ -259,7 +259,7 @@ def test_a_snapshot_counts_when_the_last_worker_has_left_its_state():
         boxes.left.setdefault(1, {})[worker] = torch.full((2,), done, dtype=torch.uint8)
         server.extension(CheckpointExtension)._proceed()
         assert len(archive.published) == (done == 4)
-    assert archive.published[0].deposits == boxes.left[1]
+    assert archive.published[0].states == boxes.left[1]
     town.sim.run()
     server.extension(CheckpointExtension)._proceed()
     assert boxes.forgotten == 1 and under_way(server) == 0
@@ -270,8 +270,8 @@ def test_a_group_that_stands_still_gives_the_state_that_it_left_before():
     boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
     archive.ask()
     (published,) = archive.published
-    assert published.deposits[town.workers[0]].tolist() == [1, 1]
-    assert published.deposits[town.workers[1]].tolist() == [0, 0, 0]
+    assert published.states[town.workers[0]].tolist() == [1, 1]
+    assert published.states[town.workers[1]].tolist() == [0, 0, 0]
 
 
 def test_in_one_group_an_older_state_does_not_do():

@@ -317,8 +317,8 @@ class SnapshotWriter:
         return reply
 
     def _publish(self, order: PublishSnapshot) -> dict[str, Any]:
-        layout = workers_file({worker: data.numel() for worker, data in order.deposits.items()})
-        slabs = [TensorSlice(str(worker), 0, data) for worker, data in order.deposits.items()]
+        layout = workers_file({worker: data.numel() for worker, data in order.states.items()})
+        slabs = [TensorSlice(str(worker), 0, data) for worker, data in order.states.items()]
         kept = self._files.write(order.number, {WORKERS: (layout, slabs)}, first=True)
         files = {name: _joined(part[name] for part in order.written) for name in (MODEL, STATE)}
         tables = _tables(order.written)
@@ -336,7 +336,7 @@ class SnapshotWriter:
                 "layout": [topology.worker_groups, topology.workers_per_group, topology.shards],
                 **order.facts,
                 **({"tables": tables} if tables else {}),
-                "workers": [[worker.group, worker.index, data.numel()] for worker, data in order.deposits.items()],
+                "workers": [[worker.group, worker.index, data.numel()] for worker, data in order.states.items()],
                 "files": {**files, **kept},
             },
             # Only snapshots by steps are kept for the user. Those by time replace each other.

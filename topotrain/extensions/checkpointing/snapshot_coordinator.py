@@ -54,7 +54,7 @@ class PublishSnapshot:
     Attributes:
         facts: entries of the manifest.
         written: the WRITTEN of each shard's host.
-        deposits: the states of the workers.
+        states: the states of the workers.
     """
 
     number: int
@@ -62,7 +62,7 @@ class PublishSnapshot:
     why: str
     facts: Mapping[str, Any]
     written: tuple[Mapping[str, Any], ...]
-    deposits: Mapping[Address, torch.Tensor]
+    states: Mapping[Address, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,7 @@ class SnapshotCoordinator:
         return now.reason
 
     def _publish(
-        self, now: _UnderWay, deposits: Mapping[Address, torch.Tensor], counts: Mapping[int, int], exact: bool
+        self, now: _UnderWay, states: Mapping[Address, torch.Tensor], counts: Mapping[int, int], exact: bool
     ) -> None:
         """Order the manifest. counts: of the streams now. exact: no state is older."""
         now.publishing = True
@@ -326,7 +326,7 @@ class SnapshotCoordinator:
             self.position.close(first)
         facts = {**now.facts, "first_epoch": first, "epochs": [[e, list(map(list, r))] for e, r in applied.items()]}
         written = tuple(now.written[server] for server in self._servers)
-        self._host.execute(PublishSnapshot(now.number, now.reason, facts, written, dict(deposits)))
+        self._host.execute(PublishSnapshot(now.number, now.reason, facts, written, dict(states)))
 
     # --- a second copy -------------------------------------------------------------------------------------------
 
