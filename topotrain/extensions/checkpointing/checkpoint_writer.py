@@ -173,7 +173,7 @@ class SnapshotFiles:
         return link
 
     def _drop_broken_links(self) -> None:
-        """Remove the links of steps whose snapshots are removed."""
+        """Remove the links to snapshots that are gone."""
         for link in self.folder.glob(f"{STEPS}*"):
             if link.is_symlink() and not (link / MANIFEST).exists():
                 link.unlink()

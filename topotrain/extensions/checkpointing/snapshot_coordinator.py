@@ -122,6 +122,9 @@ class _UnderWay:
     publishing: bool = False
     why: str = ""
 
+    def set_facts(self, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
+        self.facts, self.counts = dict(facts), counts
+
     def add_facts(self, facts: Any) -> None:
         """Add the facts of another server group's coordinator."""
         # Only the first shard of each group sends facts.
@@ -138,6 +141,12 @@ class _UnderWay:
     def fail(self, why: str) -> None:
         # Later failures are mostly consequences of the first one.
         self.why = self.why or why
+
+    def lay_out(self) -> None:
+        self.laid_out = True
+
+    def publish(self) -> None:
+        self.publishing = True
 
 
 class SnapshotCoordinator:
@@ -195,7 +204,7 @@ class SnapshotCoordinator:
     def set_facts(self, number: int, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
         """The coordinator's own shard is about to freeze, at the decision of all shards."""
         if self._now is not None and self._now.number == number:
-            self._now.facts, self._now.counts = dict(facts), counts
+            self._now.set_facts(facts, counts)
 
     def receive(self, shard: Address, number: int, stage: int, data: Mapping[str, Any], own: FrozenShard | None) -> Out:
         """Handle a reply of a shard, or of a host. own: the coordinator's frozen shard."""
@@ -223,7 +232,7 @@ class SnapshotCoordinator:
         if len(now.frozen) < len(self._servers) or now.laid_out:
             return []
         # The coordinator's own shard has replied as well, so it is frozen and its facts are set.
-        now.laid_out = True
+        now.lay_out()
         merged: Table = {}
         # After a failure the layout is sent all the same, so that every shard replies and drops its frozen state.
         if own is not None and not now.why:
@@ -308,7 +317,7 @@ class SnapshotCoordinator:
         self, now: _UnderWay, states: Mapping[Address, torch.Tensor], counts: Mapping[int, int], exact: bool
     ) -> None:
         """Order the manifest. counts: of the streams now. exact: no state is older."""
-        now.publishing = True
+        now.publish()
         # Epochs of which something was applied after the freeze: workers read there now.
         since = [stream >> 32 for stream, count in counts.items() if count > now.counts.get(stream, 0)]
         # The epoch that each group read at the freeze, or an earlier one.
