@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from topotrain.config.job import Grads, Reduce
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import StepDecision
+from topotrain.core.server.consistency import STATIC
 from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
-from topotrain.extensions.checkpointing.data_position import STATIC
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, VIEWS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.trial import Trial

@@ -20,6 +20,7 @@ from torch import nn
 from topotrain.config import private_files
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import MAX_TEXT, ProtocolError
 from topotrain.core.server.server_context import MessageQueue
 from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.extensions.checkpointing import checkpoint_writer
@@ -28,7 +29,7 @@ from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, 
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
 from topotrain.extensions.checkpointing.shard_snapshot import ShardFreezer
 from topotrain.extensions.checkpointing.snapshot_coordinator import WriteSnapshot
-from topotrain.extensions.checkpointing.snapshot_messages import TextParts
+from topotrain.extensions.checkpointing.snapshot_messages import FROZEN, WRITTEN, SnapshotPart, TextParts
 
 IMAGES = int(os.environ.get("TORTURE_IMAGES", "300"))
 ME = Address(Role.SERVER, 0, 0)
@@ -258,6 +259,25 @@ def test_every_prefix_of_what_a_writer_does_leaves_a_whole_snapshot(tmp_path, mo
             assert found >= least, (length, found)
             if root.exists():
                 shutil.rmtree(root)
+
+
+# --- texts in parts ----------------------------------------------------------------------------------------------
+
+
+def test_parts_of_an_older_snapshot_are_forgotten():
+    texts = TextParts()
+    assert texts.add(ME, SnapshotPart(1, FROZEN, 0, 2, "{")) is None
+    assert texts.add(ME, SnapshotPart(2, FROZEN, 0, 1, "{}")) == {}
+    assert texts.add(ME, SnapshotPart(1, FROZEN, 1, 2, "}")) is None
+
+
+def test_parts_that_take_too_much_memory_are_refused():
+    texts = TextParts()
+    parts = [SnapshotPart(1, stage, number, 4096, " " * MAX_TEXT) for stage in range(2) for number in range(4095)]
+    with pytest.raises(ProtocolError, match="too many texts"):
+        all(texts.add(ME, part) is None for part in parts)
+    # The text that was one too many is forgotten, so the sender can still report an error.
+    assert texts.add(ME, SnapshotPart(1, WRITTEN, 0, 1, '{"error":""}')) == {"error": ""}
 
 
 # --- a disk that takes nothing more ------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Snapshots under the simulated road: what shards freeze together, and what a job goes on from."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from simulation import STORM, VIEWS, Seat, Town, job, parameters, same, total
@@ -9,8 +11,9 @@ from topotrain.config.job import Agreement, Apply, Grads
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.optim.state_table import StateError, from_rows, merge, to_rows
+from topotrain.core.server.consistency import STATIC
 from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension, snapshots_of
-from topotrain.extensions.checkpointing.data_position import STATIC, DataPosition
+from topotrain.extensions.checkpointing.data_position import DataPosition
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
     END,
     TIME,
@@ -256,7 +259,7 @@ def test_a_snapshot_counts_when_the_last_worker_has_left_its_state():
         boxes.left.setdefault(1, {})[worker] = torch.full((2,), done, dtype=torch.uint8)
         server.extension(CheckpointExtension)._proceed()
         assert len(archive.published) == (done == 4)
-    assert archive.published[0].deposits == boxes.left[1]
+    assert archive.published[0].states == boxes.left[1]
     town.sim.run()
     server.extension(CheckpointExtension)._proceed()
     assert boxes.forgotten == 1 and under_way(server) == 0
@@ -267,8 +270,8 @@ def test_a_group_that_stands_still_gives_the_state_that_it_left_before():
     boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
     archive.ask()
     (published,) = archive.published
-    assert published.deposits[town.workers[0]].tolist() == [1, 1]
-    assert published.deposits[town.workers[1]].tolist() == [0, 0, 0]
+    assert published.states[town.workers[0]].tolist() == [1, 1]
+    assert published.states[town.workers[1]].tolist() == [0, 0, 0]
 
 
 def test_in_one_group_an_older_state_does_not_do():
@@ -439,6 +442,29 @@ def test_one_model_of_several_server_groups_has_every_update_that_counts_once(
             assert published.facts["version"] == sum(steps.values())
             taken += 1
     assert taken >= 12
+
+
+def test_early_changes_of_a_group_are_held_once():
+    town = Town(job(2, 1, 1, nserver_groups=2), 1, VIEWS)
+    refused = []
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        seat.step(seat.numbers())
+        if seat.me.group == 0:
+            master, other = town.server(0, 0), Address(Role.SERVER, 1, 0)
+            bucket = next(b for b in master.state.known.buckets if b.master == 0)
+            delta = m.Delta(bucket.id, 99, cut=7, body=master.state.known.flats.view("values", bucket).clone())
+            # A new connection repeats what the other side has not acknowledged.
+            for _ in range(20_000):
+                master.handle(other, delta)
+            with pytest.raises(m.ProtocolError, match="far ahead"):
+                master.handle(other, replace(delta, sync=100))
+            refused.append(bucket)
+        seat.finish()
+
+    town.play(script)
+    assert refused
 
 
 def test_a_snapshot_of_several_server_groups_is_read_by_any_layout():

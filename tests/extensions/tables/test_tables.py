@@ -841,6 +841,17 @@ def test_what_no_peer_may_send(message: m.Message, words: str) -> None:
         bench.book.handle(Address(Role.WORKER, 0, 0), message)
 
 
+def test_only_messages_that_still_wait_are_counted_as_early() -> None:
+    bench, me, width = Bench(), Address(Role.WORKER, 0, 0), 1 << 22
+    bench.open(TableSpec("t", 10, width, mode="async"))
+    row, body = pack_ids(np.array([1], dtype=np.int64)), torch.ones(width)
+    # Pairs arrive in reverse order, and the next pair's second message before this pair's first one.
+    for number in (2, *(n for first in range(1, 21, 2) for n in (first + 3, first)), 21):
+        bench.book.handle(me, TablePush(number, 0, number, True, row, body=body))
+    (pulled,) = bench.book.handle(me, TablePull(23, 0, 1, 0, row))
+    assert float(pulled[1].body[0]) == 22.0
+
+
 def test_memory_for_a_body_comes_from_the_description() -> None:
     bench, me = Bench(), Address(Role.WORKER, 0, 0)
     bench.open(TableSpec("t", 10, 2, mode="async"))

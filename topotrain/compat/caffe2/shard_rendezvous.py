@@ -115,12 +115,12 @@ class ShardStart:
         self._opened: Store | None = None
         try:
             # Before the rendezvous: a live process with the same `shard_id` must be found and not be met.
-            self._seat = RankClaim(self._whole, shard_id, str(num_shards))
+            self._claim = RankClaim(self._whole, shard_id, str(num_shards))
         except RankTaken:
             why = "must be another number in each process: a live process is this shard already"
             raise ConfigError("shard_id", shard_id, why) from None
         try:
-            room = self._meet(shard_id, num_shards, patience_s)
+            prefix = self._meet(shard_id, num_shards, patience_s)
         # Also after Ctrl-C: the claim's thread would go on renewing it.
         except BaseException as error:
             if isinstance(error, ConfigError):
@@ -129,7 +129,7 @@ class ShardStart:
             self.close()
             raise
         # A part of the store for this start alone: no value of an earlier start is read again.
-        self.url = handler.url(f"{job}.{room}")
+        self.url = handler.url(f"{job}.{prefix}")
         self._opened = open_store(self.url)
 
     @property
@@ -139,7 +139,7 @@ class ShardStart:
         return self._opened
 
     def _meet(self, shard_id: int, num_shards: int, patience_s: float) -> str:
-        here = _Lobby(self._whole, self._seat, num_shards)
+        here = _ShardStore(self._whole, self._claim, num_shards)
         try:
             return generations.join(here, shard_id, num_shards, patience_s)
         except TimeoutError:
@@ -148,8 +148,8 @@ class ShardStart:
 
     def close(self) -> None:
         """Leave. Shard 0 deletes the values that this start has written."""
-        self._seat.close()
-        if self._opened is not None and self._seat.number == 0:
+        self._claim.close()
+        if self._opened is not None and self._claim.number == 0:
             # The job is over, and values that stay behind are under a name that is not used again.
             with suppress(StoreError):
                 for key in self._opened.keys(""):
@@ -166,19 +166,19 @@ def shard_name(shard: Address | int) -> str:
     return f"shard {shard.index}" if shard.role is Role.WORKER else f"the server of shard {shard.index}"
 
 
-class _Lobby(PollingStore):
+class _ShardStore(PollingStore):
     """The store in which shards wait for each other, and check that they match."""
 
-    def __init__(self, store: Store, seat: RankClaim, num_shards: int) -> None:
+    def __init__(self, store: Store, claim: RankClaim, num_shards: int) -> None:
         # By size: shards with another `num_shards` never meet, and see the difference in the claims.
-        super().__init__(store, f"lobby/{num_shards}", seat)
+        super().__init__(store, f"lobby/{num_shards}", claim)
         self._size, self._waiting = num_shards, WaitNotice(shard_name)
-        self.missing = [number for number in range(num_shards) if number != seat.number]
+        self.missing = [number for number in range(num_shards) if number != claim.number]
 
     def check_others(self, others: dict[int, str]) -> None:
-        for number, says in sorted(others.items()):
-            if says != str(self._size):
-                why = f"must be the same in all processes, and shard {number} has {says}"
+        for number, value in sorted(others.items()):
+            if value != str(self._size):
+                why = f"must be the same in all processes, and shard {number} has {value}"
                 raise ConfigError("num_shards", self._size, why)
         self.missing = [number for number in self.missing if number not in others]
         if self.missing:

@@ -52,11 +52,11 @@ def create(name: str = "local") -> "KVStore":
 class KVStore:
     """A key-value store; made by `create`."""
 
-    def __init__(self, kind: str, kept: TableBackend) -> None:
+    def __init__(self, kind: str, backend: TableBackend) -> None:
         self._kind = kind
-        self._kept = kept
+        self._backend = backend
         # Part of the tables' names: several stores may use the same keys.
-        self._number = kept.next_number()
+        self._number = backend.next_number()
         self._keys: dict[Key, KeyLayout] = {}
         self._optimizer: Optimizer | None = None
         self._factor = 1.0
@@ -70,16 +70,16 @@ class KVStore:
     @property
     def rank(self) -> int:
         """This worker's number, 0 to num_workers - 1."""
-        return self._kept.rank
+        return self._backend.rank
 
     @property
     def num_workers(self) -> int:
         """How many workers push to the store."""
-        return self._kept.workers
+        return self._backend.workers
 
     def barrier(self) -> None:
         """Return when every worker has called this as often as this one."""
-        self._kept.barrier()
+        self._backend.barrier()
 
     # --- values --------------------------------------------------------------------------------------------------
 
@@ -99,15 +99,15 @@ class KVStore:
         for each, one in pairs(key, value):
             self._init(each, tensor_of(each, one))
         # No worker pulls a key before worker 0 has assigned it.
-        self._kept.barrier()
+        self._backend.barrier()
 
     def _init(self, key: Key, value: torch.Tensor) -> None:
         known = self._keys.get(key)
         if known is not None:
             if (known.layout.shape, known.dtype) != (tuple(value.shape), value.dtype):
-                said = f"{tuple(value.shape)} of {value.dtype}"
+                given = f"{tuple(value.shape)} of {value.dtype}"
                 has = f"{known.layout.shape} of {known.dtype}"
-                raise ConfigError(f"kv.init {key!r}", said, f"is there already with shape {has}")
+                raise ConfigError(f"kv.init {key!r}", given, f"is there already with shape {has}")
             # As in MXNet, the first value stays.
             return
         dtype = str(value.dtype).removeprefix("torch.")
@@ -133,13 +133,13 @@ class KVStore:
             ),
             layout,
         )
-        self._kept.open(made.spec)
+        self._backend.open(made.spec)
         self._keys[key] = made
-        if self._kept.rank == 0:
+        if self._backend.rank == 0:
             self._put(made, value)
 
-    def _put(self, kept: KeyLayout, value: torch.Tensor) -> None:
-        self._kept.assign(kept.table, *rows_of(kept, value))
+    def _put(self, entry: KeyLayout, value: torch.Tensor) -> None:
+        self._backend.assign(entry.table, *rows_of(entry, value))
 
     def push(self, key: Key | Sequence[Key], value: Any, priority: int = 0) -> None:
         """Send a value to the servers; several values of one key (a list) are summed.
@@ -152,15 +152,15 @@ class KVStore:
             ConfigError: an unknown key, or another shape or dtype than the key's.
         """
         for each, values in pairs(key, value, lists=True):
-            kept = self._known(each)
+            entry = self._known(each)
             if isinstance(values, list | tuple) and not values:
                 raise ConfigError(f"kv.push {each!r}", values, "must have a value")
-            total = summed([self._checked(each, kept, one) for one in as_list(values)])
+            total = summed([self._checked(each, entry, one) for one in as_list(values)])
             # Before the push for which the settings count: messages of a worker are handled in order.
-            self._tell_rule()
+            self._send_optimizer()
             # An optimizer of whole keys moves all rows, also those with a zero gradient.
-            ids, rows = rows_of(kept, total.to_dense() if kept.spec.dense and self._rule.text else total)
-            self._kept.push(kept.table, ids, rows * self._factor if self._factor != 1.0 else rows)
+            ids, rows = rows_of(entry, total.to_dense() if entry.spec.dense and self._rule.text else total)
+            self._backend.push(entry.table, ids, rows * self._factor if self._factor != 1.0 else rows)
 
     def pull(self, key: Key | Sequence[Key], out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
         """Write the value of a key into `out` (a tensor, or several), and return it.
@@ -173,11 +173,11 @@ class KVStore:
         """
         wanted = [(each, self._known(each), targets) for each, targets in pairs(key, out, lists=True)]
         # All keys at once: one round trip instead of one for each key.
-        pulled = self._kept.pull_all([(kept.table, torch.arange(kept.layout.rows)) for _, kept, _ in wanted])
+        pulled = self._backend.pull_all([(entry.table, torch.arange(entry.layout.rows)) for _, entry, _ in wanted])
         found = []
-        for (each, kept, targets), rows in zip(wanted, pulled, strict=True):
-            value = kept.layout.join(rows).reshape(kept.layout.shape)
-            found.append(self._written(each, kept, value, targets))
+        for (each, entry, targets), rows in zip(wanted, pulled, strict=True):
+            value = entry.layout.join(rows).reshape(entry.layout.shape)
+            found.append(self._written(each, entry, value, targets))
         return found if is_list(key) else found[0]
 
     def pushpull(self, key: Key | Sequence[Key], value: Any, out: Any = None, priority: int = 0) -> Any:
@@ -204,20 +204,20 @@ class KVStore:
         """
         found = []
         for (each, target), (_, ids) in zip(pairs(key, out), pairs(key, row_ids, lists=True), strict=True):
-            kept = self._known(each)
-            numbers = self._row_numbers(each, kept, ids)
-            rows = kept.layout.join(self._kept.pull(kept.table, kept.layout.expand(numbers)))
-            rows = rows.reshape(len(numbers), *kept.layout.shape[1:])
+            entry = self._known(each)
+            numbers = self._row_numbers(each, entry, ids)
+            rows = entry.layout.join(self._backend.pull(entry.table, entry.layout.expand(numbers)))
+            rows = rows.reshape(len(numbers), *entry.layout.shape[1:])
             if isinstance(target, torch.Tensor) and target.layout is torch.strided:
                 # The rows that were not asked for stay as they are in a dense target.
-                self._checked(each, kept, target)
+                self._checked(each, entry, target)
                 with torch.no_grad():
                     target[numbers] = rows
                 found.append(target)
                 continue
             # The numbers are unique and sorted, so torch need not coalesce or check them.
             made = torch.sparse_coo_tensor(
-                numbers[None], rows, kept.layout.shape, is_coalesced=True, check_invariants=False
+                numbers[None], rows, entry.layout.shape, is_coalesced=True, check_invariants=False
             )
             if not isinstance(target, torch.Tensor | None):
                 kind = type(target).__name__
@@ -225,9 +225,9 @@ class KVStore:
             found.append(made if target is None else target.copy_(made))
         return found if is_list(key) else found[0]
 
-    def _row_numbers(self, key: Key, kept: KeyLayout, ids: Any) -> torch.Tensor:
-        if len(kept.layout.shape) < 2:
-            raise ConfigError(f"kv.row_sparse_pull {key!r}", kept.layout.shape, "must have at least two dimensions")
+    def _row_numbers(self, key: Key, entry: KeyLayout, ids: Any) -> torch.Tensor:
+        if len(entry.layout.shape) < 2:
+            raise ConfigError(f"kv.row_sparse_pull {key!r}", entry.layout.shape, "must have at least two dimensions")
         if ids is None:
             raise ConfigError(f"kv.row_sparse_pull {key!r}", None, "row_ids must be whole numbers")
         try:
@@ -240,10 +240,10 @@ class KVStore:
         if given.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
             raise ConfigError(f"kv.row_sparse_pull {key!r}", str(given.dtype), "row_ids must be whole numbers")
         numbers: torch.Tensor = torch.unique(given.long())
-        wrong = numbers[(numbers < 0) | (numbers >= kept.layout.shape[0])]
+        wrong = numbers[(numbers < 0) | (numbers >= entry.layout.shape[0])]
         if len(wrong):
             raise ConfigError(
-                f"kv.row_sparse_pull {key!r}", int(wrong[0]), f"must be a row, 0 to {kept.layout.shape[0] - 1}"
+                f"kv.row_sparse_pull {key!r}", int(wrong[0]), f"must be a row, 0 to {entry.layout.shape[0] - 1}"
             )
         return numbers
 
@@ -271,44 +271,44 @@ class KVStore:
                 "kv.set_optimizer rescale_grad", rescale_grad, "must be a number, such as 1 / kv.num_workers"
             )
         text = optimizer_text(optimizer)
-        for kept in self._keys.values():
+        for entry in self._keys.values():
             # Refused here, at the line of the script, and not by a server.
-            check_optimizer(kept.spec, text, self._kept.import_module)
+            check_optimizer(entry.spec, text, self._backend.import_module)
         self._optimizer, self._factor = optimizer, float(rescale_grad)
-        self._tell_rule()
+        self._send_optimizer()
 
     def _rule_now(self) -> str:
         return "" if self._optimizer is None else optimizer_text(self._optimizer)
 
-    def _tell_rule(self) -> None:
+    def _send_optimizer(self) -> None:
         # For a sync push the servers take those of worker 0. Other workers may be some pushes ahead of it.
-        speaks = self._kept.rank == 0 or self._kind == "dist_async"
-        self._rule.send_changes(self._kept, (kept.table for kept in self._keys.values() if speaks))
+        sends = self._backend.rank == 0 or self._kind == "dist_async"
+        self._rule.send_changes(self._backend, (entry.table for entry in self._keys.values() if sends))
 
     # --- checks --------------------------------------------------------------------------------------------------
 
     def _known(self, key: Key) -> KeyLayout:
-        kept = self._keys.get(key) if isinstance(key, int | str) else None
-        if kept is None:
+        entry = self._keys.get(key) if isinstance(key, int | str) else None
+        if entry is None:
             known = ", ".join(map(repr, list(self._keys)[:20])) or "none yet"
             raise ConfigError("kv key", key, f"was never given to kv.init; the store's keys: {known}")
-        return kept
+        return entry
 
-    def _checked(self, key: Key, kept: KeyLayout, value: Any) -> torch.Tensor:
-        tensor = tensor_of(key, value, kept.dtype)
-        if tuple(tensor.shape) != kept.layout.shape:
-            raise ConfigError(f"kv key {key!r}", tuple(tensor.shape), f"must have the shape {kept.layout.shape}")
-        if tensor.dtype != kept.dtype:
-            raise ConfigError(f"kv key {key!r}", str(tensor.dtype), f"must be {kept.dtype}")
+    def _checked(self, key: Key, entry: KeyLayout, value: Any) -> torch.Tensor:
+        tensor = tensor_of(key, value, entry.dtype)
+        if tuple(tensor.shape) != entry.layout.shape:
+            raise ConfigError(f"kv key {key!r}", tuple(tensor.shape), f"must have the shape {entry.layout.shape}")
+        if tensor.dtype != entry.dtype:
+            raise ConfigError(f"kv key {key!r}", str(tensor.dtype), f"must be {entry.dtype}")
         return tensor
 
-    def _written(self, key: Key, kept: KeyLayout, value: torch.Tensor, targets: Any) -> Any:
+    def _written(self, key: Key, entry: KeyLayout, value: torch.Tensor, targets: Any) -> Any:
         if targets is None:
             return value
         for target in as_list(targets):
             if not isinstance(target, torch.Tensor):
                 raise ConfigError(f"kv key {key!r}", type(target).__name__, "out must be a tensor, or several")
-            self._checked(key, kept, target)
+            self._checked(key, entry, target)
             with torch.no_grad():
                 target.copy_(value)
         return targets

@@ -14,6 +14,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -283,8 +284,16 @@ class Manifest:
         flat.as_strided(entry.described.shape, entry.described.stride).copy_(rows)
         return bytes(bytes_of(flat))
 
-    def _opened(self, name: str) -> "_Opened":
-        return _Opened(self.path, name)
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        try:
+            fd = open_for_reading(self.path / name)
+        except OSError as error:
+            raise _damaged(self.path, f"has no readable {name} ({error.strerror})") from None
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def _fill(self, fd: int, name: str, target: memoryview, at: int) -> None:
         done = 0
@@ -297,23 +306,6 @@ class Manifest:
             if count == 0:
                 raise _damaged(self.path, f"has a {name} that is cut short")
             done += count
-
-
-class _Opened:
-    """A context manager that opens a file of a snapshot for reading."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self._path, self._name = path, name
-
-    def __enter__(self) -> int:
-        try:
-            self._fd = open_for_reading(self._path / self._name)
-        except OSError as error:
-            raise _damaged(self._path, f"has no readable {self._name} ({error.strerror})") from None
-        return self._fd
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
 
 
 class _Sums:

@@ -17,6 +17,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+import torch
+
 from topotrain.config.intervals import wants_snapshots
 from topotrain.config.job import Job
 from topotrain.config.job_file import dumps
@@ -87,7 +89,7 @@ class SnapshotFiles:
         goes_on = again or ours
         found = numbers(self.folder, whole=False)
         # The job continues from the resumed snapshot, so the newer ones are of a course of training that is given up.
-        undone = [] if again or self._origin is None else [number for number in found if number > (self._origin or 0)]
+        undone = [] if again or self._origin is None else [number for number in found if number > self._origin]
         if not goes_on and self.folder.exists():
             aside = self._aside(resumed, notifier)
             # Moved and not removed: a start without `--resume` may be a mistake.
@@ -104,7 +106,7 @@ class SnapshotFiles:
                 for link in links.get(number, ()):
                     os.replace(self.folder / link, aside / link)
             notifier.notify(f"the snapshots after {self._origin} ({_names(undone)}) are in {aside} from now on")
-        self._links()
+        self._drop_broken_links()
         # Above unfinished snapshots, too, so that files of different attempts never share a folder.
         return max(found, default=0) + 1
 
@@ -170,17 +172,17 @@ class SnapshotFiles:
         self._prune(number)
         return link
 
-    def _links(self) -> set[int]:
-        """The snapshots that are kept by their steps. Links to removed ones are removed."""
+    def _drop_broken_links(self) -> None:
+        """Remove the links to snapshots that are gone."""
         for link in self.folder.glob(f"{STEPS}*"):
             if link.is_symlink() and not (link / MANIFEST).exists():
                 link.unlink()
-        return set(_links(self.folder))
 
     def _prune(self, newest: int) -> None:
+        self._drop_broken_links()
         whole = [number for number in numbers(self.folder) if number <= newest][-KEPT:]
         # The previous snapshot stays as well, in case that the newest one is damaged on the disk.
-        kept = {*whole, *self._links(), self._origin}
+        kept = {*whole, *_links(self.folder), self._origin}
         for number in numbers(self.folder, whole=False):
             if number < newest and number not in kept:
                 with contextlib.suppress(OSError):  # the new snapshot is complete whether this one is removed or not
@@ -315,8 +317,8 @@ class SnapshotWriter:
         return reply
 
     def _publish(self, order: PublishSnapshot) -> dict[str, Any]:
-        layout = workers_file({worker: data.numel() for worker, data in order.deposits.items()})
-        slabs = [TensorSlice(str(worker), 0, data) for worker, data in order.deposits.items()]
+        layout = workers_file({worker: data.numel() for worker, data in order.states.items()})
+        slabs = [TensorSlice(str(worker), 0, data) for worker, data in order.states.items()]
         kept = self._files.write(order.number, {WORKERS: (layout, slabs)}, first=True)
         files = {name: _joined(part[name] for part in order.written) for name in (MODEL, STATE)}
         tables = _tables(order.written)
@@ -334,7 +336,7 @@ class SnapshotWriter:
                 "layout": [topology.worker_groups, topology.workers_per_group, topology.shards],
                 **order.facts,
                 **({"tables": tables} if tables else {}),
-                "workers": [[worker.group, worker.index, data.numel()] for worker, data in order.deposits.items()],
+                "workers": [[worker.group, worker.index, data.numel()] for worker, data in order.states.items()],
                 "files": {**files, **kept},
             },
             # Only snapshots by steps are kept for the user. Those by time replace each other.
@@ -434,8 +436,6 @@ def _slabs(fd: int, layout: FlatFile, slabs: Sequence[TensorSlice]) -> dict[str,
 
 def _scatter(fd: int, layout: FlatFile, slab: TensorSlice) -> None:
     """Write a slice that has another order in the file than in memory."""
-    import torch
-
     entry = layout.entries[slab.name]
     # `places[i]` becomes the place in the file of element i in memory order.
     rows = torch.arange(entry.count).view(entry.described.shape)

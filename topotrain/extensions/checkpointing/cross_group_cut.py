@@ -21,9 +21,6 @@ from topotrain.core.server.server_extension import ExchangeExtension, Outbox
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard
 from topotrain.extensions.checkpointing.snapshot_messages import Remainder, SnapshotPart
 
-# Bounds the memory that a faulty group can fill with early messages.
-_MAX_HELD = 1 << 14
-
 
 class CrossGroupCut(ExchangeExtension):
     """The changes that cross a snapshot, on one shard, with `groups` server groups."""
@@ -35,7 +32,8 @@ class CrossGroupCut(ExchangeExtension):
         self._others = [other for other in range(groups) if other != server.me.group]
         self.number = 0
         """The last snapshot for which this shard has frozen."""
-        self._early: list[tuple[Address, Message]] = []  # sent behind a snapshot that is still to come here
+        # Sent behind a snapshot that is still to come here, by (sender, whether it is a Delta, bucket).
+        self._early: dict[tuple[Address, bool, int], tuple[Address, Delta | Remainder]] = {}
         self._wanted: set[tuple[int, int]] = set()  # (group, bucket) of the remainders
         self._sent: dict[tuple[int, int], int] = {}  # (group, bucket) -> the last exchange before the group froze
         self._frozen: FrozenShard | None = None  # until it is complete
@@ -67,8 +65,8 @@ class CrossGroupCut(ExchangeExtension):
         self._report_if_complete()
 
     def handle_early(self) -> None:
-        self._server.queue.handle_later(self._early)
-        self._early = []
+        self._server.queue.handle_later(self._early.values())
+        self._early = {}
 
     @property
     def complete(self) -> bool:
@@ -110,16 +108,19 @@ class CrossGroupCut(ExchangeExtension):
 
     def take_exchange(self, sender: Address, message: Message, body: torch.Tensor) -> bool:
         """Hold a message that was sent behind a snapshot that is still to come here."""
-        early = self._is_early(message)
-        if early:
-            if len(self._early) >= _MAX_HELD:
-                raise ProtocolError(f"{sender} is far ahead of a snapshot that {self._server.me} does not know")
+        if not isinstance(message, Delta | Remainder) or not self._is_early(message):
+            return False
+        # Without a reply a group sends one Delta of a bucket, and one Remainder, so a faulty group takes little memory.
+        key = sender, isinstance(message, Delta), message.bucket
+        if key not in self._early:
             # The body is a view of memory that the next message overwrites.
-            self._early.append((sender, replace(message, body=body.clone())))
-        return early
+            self._early[key] = sender, replace(message, body=body.clone())
+        elif self._early[key][1].sync != message.sync:
+            raise ProtocolError(f"{sender} is far ahead of a snapshot that {self._server.me} does not know")
+        return True
 
-    def _is_early(self, message: Message) -> bool:
-        mark = message.cut if isinstance(message, Delta) else message.number if isinstance(message, Remainder) else 0
+    def _is_early(self, message: Delta | Remainder) -> bool:
+        mark = message.cut if isinstance(message, Delta) else message.number
         # This group's freeze is still to come, and the change must not be in its frozen values.
         return mark > self.number
 
@@ -127,11 +128,8 @@ class CrossGroupCut(ExchangeExtension):
         """The values have taken a Delta, which its group may have sent before it froze."""
         # `cut` below the number: the change was applied before its group froze, so the snapshot must have it.
         if self._frozen is not None and isinstance(message, Delta) and message.cut < self.number:
-            self._add_late(message, body)
+            self._add(message.bucket, body)
             self._report_if_complete()
-
-    def _add_late(self, message: Delta, body: torch.Tensor) -> None:
-        self._add(message.bucket, body)
 
     def _add(self, bucket: int, body: torch.Tensor) -> None:
         assert self._frozen is not None
@@ -149,4 +147,4 @@ class CrossGroupCut(ExchangeExtension):
         return {"number": self.number, "early": self._early}
 
     def load_state_dict(self, state: State) -> None:
-        self.number, self._early = state["number"], list(state["early"])
+        self.number, self._early = state["number"], dict(state["early"])

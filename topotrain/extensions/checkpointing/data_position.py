@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from topotrain.config.job import Job
 from topotrain.config.topology import Topology
 from topotrain.core.server.component_state import State
-from topotrain.core.server.consistency import STATIC as STATIC
+from topotrain.core.server.consistency import STATIC
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.training.data.batch_ranges import Runs, origin
 

@@ -105,7 +105,7 @@ class ShardFreezer:
     def __init__(self, model: ParameterShard, shard: int, group: int | None = None) -> None:
         self._model, self._group = model, group
         self._segments = model.map.segments_of(shard)
-        self._kept: dict[tuple[object, ...], torch.Tensor] = {}
+        self._memory: dict[tuple[object, ...], torch.Tensor] = {}
 
     def freeze(self) -> FrozenShard:
         """Copy the shard. Raises StateError for state without a place in parameters."""
@@ -121,7 +121,7 @@ class ShardFreezer:
         spaces = {b.space: self._model.flats.range(b.space)[0] for b in self._model.buckets}
         return {
             # Views and no copies: `CrossGroupCut` adds late changes of other groups to the slices that are written.
-            b.id: self._kept["values", b.space][b.lo - spaces[b.space] : b.hi - spaces[b.space]]
+            b.id: self._memory["values", b.space][b.lo - spaces[b.space] : b.hi - spaces[b.space]]
             for b in self._model.buckets
         }
 
@@ -140,14 +140,14 @@ class ShardFreezer:
         # The server handles no message meanwhile, so the copy is of one moment. Another thread writes it.
         for space in {segment.space: None for segment in self._segments}:
             flat = self._model.flats.flat("values", space)
-            self._room(("values", space), flat.numel(), flat.dtype).copy_(flat)
+            self._buffer(("values", space), flat.numel(), flat.dtype).copy_(flat)
 
     def _values(self) -> Iterator[TensorSlice]:
         model = self._model
         self._copy()
         for segment in self._segments:
             lo, _ = model.flats.range(segment.space)
-            held = self._kept["values", segment.space][segment.lo - lo : segment.hi - lo]
+            held = self._memory["values", segment.space][segment.lo - lo : segment.hi - lo]
             # Numbered by parameter in memory order and not by shard, so that any number of servers reads the files.
             yield TensorSlice(model.map.parameters[segment.parameter].name, segment.start, held)
 
@@ -175,25 +175,25 @@ class ShardFreezer:
         dtype = str(value.dtype).removeprefix("torch.")
         if value.dim() == 0:
             return StateValue(NUMBER, dtype, (), value.item()), None
-        room = self._room((unit.buckets[0].id, key, name), value.numel(), value.dtype)
+        memory = self._buffer((unit.buckets[0].id, key, name), value.numel(), value.dtype)
         if unit.whole and tuple(value.shape) == parameter.shape:
             # The optimizer's tensor may have other strides. The file counts in the parameter's memory order.
-            room.as_strided(parameter.shape, parameter.stride).copy_(value)
-            return StateValue(ELEMENTS, dtype), room
+            memory.as_strided(parameter.shape, parameter.stride).copy_(value)
+            return StateValue(ELEMENTS, dtype), memory
         if value.numel() == count and not unit.whole:
-            room.copy_(value.reshape(-1))
-            return StateValue(ELEMENTS, dtype), room
+            memory.copy_(value.reshape(-1))
+            return StateValue(ELEMENTS, dtype), memory
         if unit.whole:
-            room.view(value.shape).copy_(value)
-            return StateValue(WHOLE, dtype, tuple(value.shape)), room
+            memory.view(value.shape).copy_(value)
+            return StateValue(WHOLE, dtype, tuple(value.shape)), memory
         raise StateError(f"the optimizer's state {name!r} of {parameter.name} is not element-wise")
 
-    def _room(self, key: tuple[object, ...], count: int, dtype: torch.dtype) -> torch.Tensor:
-        room = self._kept.get(key)
+    def _buffer(self, key: tuple[object, ...], count: int, dtype: torch.dtype) -> torch.Tensor:
+        memory = self._memory.get(key)
         # Fresh memory costs several times the copy. State may appear, grow or change its type between snapshots.
-        if room is None or room.numel() != count or room.dtype != dtype:
-            room = self._kept[key] = torch.empty(count, dtype=dtype)
-        return room
+        if memory is None or memory.numel() != count or memory.dtype != dtype:
+            memory = self._memory[key] = torch.empty(count, dtype=dtype)
+        return memory
 
 
 # --- starting from a snapshot ------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from topotrain.config.topology import Address
 from topotrain.core.optim.state_table import StateError, Table, from_rows, merge, to_rows
 from topotrain.core.protocol import Message
 from topotrain.core.server.component_state import State, field_values
-from topotrain.extensions.checkpointing.data_position import STATIC, DataPosition
+from topotrain.core.server.consistency import STATIC
+from topotrain.extensions.checkpointing.data_position import DataPosition
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard
 from topotrain.extensions.checkpointing.snapshot_messages import CUT, LAYOUT, PUBLISHED, WRITTEN, snapshot_parts
 
@@ -53,7 +54,7 @@ class PublishSnapshot:
     Attributes:
         facts: entries of the manifest.
         written: the WRITTEN of each shard's host.
-        deposits: the states of the workers.
+        states: the states of the workers.
     """
 
     number: int
@@ -61,7 +62,7 @@ class PublishSnapshot:
     why: str
     facts: Mapping[str, Any]
     written: tuple[Mapping[str, Any], ...]
-    deposits: Mapping[Address, torch.Tensor]
+    states: Mapping[Address, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,6 @@ class _UnderWay:
         self.why = self.why or why
 
     def lay_out(self) -> None:
-        """All shards have frozen. A repeated reply must not lead to a second layout."""
         self.laid_out = True
 
     def publish(self) -> None:
@@ -228,6 +228,7 @@ class SnapshotCoordinator:
 
     def _lay_out(self, now: _UnderWay, shard: Address, data: Mapping[str, Any], own: FrozenShard | None) -> Out:
         now.frozen[shard] = data
+        # A repeated reply must not lead to a second layout.
         if len(now.frozen) < len(self._servers) or now.laid_out:
             return []
         # The coordinator's own shard has replied as well, so it is frozen and its facts are set.
@@ -313,7 +314,7 @@ class SnapshotCoordinator:
         return now.reason
 
     def _publish(
-        self, now: _UnderWay, deposits: Mapping[Address, torch.Tensor], counts: Mapping[int, int], exact: bool
+        self, now: _UnderWay, states: Mapping[Address, torch.Tensor], counts: Mapping[int, int], exact: bool
     ) -> None:
         """Order the manifest. counts: of the streams now. exact: no state is older."""
         now.publish()
@@ -334,7 +335,7 @@ class SnapshotCoordinator:
             self.position.close(first)
         facts = {**now.facts, "first_epoch": first, "epochs": [[e, list(map(list, r))] for e, r in applied.items()]}
         written = tuple(now.written[server] for server in self._servers)
-        self._host.execute(PublishSnapshot(now.number, now.reason, facts, written, dict(deposits)))
+        self._host.execute(PublishSnapshot(now.number, now.reason, facts, written, dict(states)))
 
     # --- a second copy -------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Messages of snapshots, and the JSON texts that they carry in parts."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,12 @@ FROZEN, LAYOUT, WRITTEN, PUBLISHED, CUT = 0, 1, 2, 3, 4
 
 # Bounds of the memory that texts of other servers can take.
 _MOST_PARTS = 4096
+# Texts of one sender with missing parts. They go into the manifest, for which `checkpoint_reader` has the same limit.
+_MOST_BYTES = 1 << 28
+# What a part takes besides its text.
+_PART_BYTES = 128
 # MAX_TEXT is in bytes, and a character of UTF-8 has at most four.
 _PART = MAX_TEXT // 4
-# Texts of which some parts have not arrived.
-_MOST_OPEN = 4096
 
 
 @message(64, Route(Sender.SELF, Receiver.COORDINATOR))
@@ -91,6 +94,7 @@ class TextParts:
 
     def __init__(self) -> None:
         self._parts: dict[tuple[Address, int, int], dict[int, str]] = {}
+        self._bytes: Counter[Address] = Counter()
 
     def add(self, sender: Address, message: SnapshotPart) -> dict[str, Any] | None:
         """Keep a part. Returns the data with the last part. Raises ProtocolError."""
@@ -98,14 +102,20 @@ class TextParts:
         if not 0 <= message.part < message.parts <= _MOST_PARTS:
             raise ProtocolError(f"part {message.part} of {message.parts} about a snapshot")
         key = (sender, message.number, message.stage)
-        if key not in self._parts and len(self._parts) >= _MOST_OPEN:
-            raise ProtocolError(f"{sender} begins too many texts about snapshots")
+        # A snapshot begins after the one before it, of which a sender that has died may have left parts.
+        for old in [known for known in self._parts if known[0] == sender and known[1] < message.number]:
+            self._forget(old)
         parts = self._parts.setdefault(key, {})
         # By number: a repeated part changes nothing, and parts may overtake each other on new connections.
-        parts[message.part] = message.text
+        if message.part not in parts:
+            parts[message.part] = message.text
+            self._bytes[sender] += len(message.text) + _PART_BYTES
         if len(parts) < message.parts:
+            if self._bytes[sender] > _MOST_BYTES:
+                self._forget(key)
+                raise ProtocolError(f"{sender} begins too many texts about snapshots")
             return None
-        del self._parts[key]
+        self._forget(key)
         try:
             data = json.loads("".join(parts[i] for i in range(message.parts)))
         # KeyError: parts with different totals. RecursionError: deeply nested JSON.
@@ -115,8 +125,12 @@ class TextParts:
             raise ProtocolError("not about a snapshot")
         return data
 
+    def _forget(self, key: tuple[Address, int, int]) -> None:
+        self._bytes[key[0]] -= sum(len(text) + _PART_BYTES for text in self._parts.pop(key).values())
+
     def state_dict(self) -> State:
-        return {"parts": self._parts}
+        return {"parts": self._parts, "bytes": dict(self._bytes)}
 
     def load_state_dict(self, state: State) -> None:
         self._parts = {key: dict(parts) for key, parts in state["parts"].items()}
+        self._bytes = Counter(state["bytes"])

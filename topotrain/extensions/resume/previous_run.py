@@ -49,36 +49,36 @@ class PreviousRun:
         # It is then restored twice: for the first pass that is not over, and again for its own.
         return self.condition is not None and epoch in (self.first, self.condition.passes)
 
-    def opening(self, sight: EpochStart) -> ResumePoint:
+    def opening(self, start: EpochStart) -> ResumePoint:
         """Return where a pass of this epoch begins."""
-        begun = self.condition if self.restores(sight.epoch) else None
+        begun = self.condition if self.restores(start.epoch) else None
         # Generators of another worker, or of another pass, would draw other masks.
-        mine = begun if begun is not None and self.own and begun.passes == sight.epoch else None
-        drawn, source = self._drawn(sight, mine)
+        mine = begun if begun is not None and self.own and begun.passes == start.epoch else None
+        drawn, source = self._drawn(start, mine)
         return ResumePoint(
-            done=() if self.past is None else self.past.runs(sight.epoch),
-            returned=self.returned and sight.epoch == self.first,
+            done=() if self.past is None else self.past.runs(start.epoch),
+            returned=self.returned and start.epoch == self.first,
             # "": in the plan's own way, with the generators as they are.
-            drawn="" if drawn == sight.drawn else drawn,
+            drawn="" if drawn == start.drawn else drawn,
             dice=None if source is None else source.draw or source.begin,
             fresh=True if source is None else source.fresh,
             again=mine is not None and bool(mine.now),
             restored=mine is not None,
         )
 
-    def _drawn(self, sight: EpochStart, mine: WorkerState | None) -> tuple[Literal["dice", "seed"], WorkerState | None]:
+    def _drawn(self, start: EpochStart, mine: WorkerState | None) -> tuple[Literal["dice", "seed"], WorkerState | None]:
         """Return how an epoch was first drawn, and the state with its generators."""
         # A state of this run knows how its pass was drawn. In a snapshot the state of worker (0,0) does.
         if mine is not None and self.alive:
             return mine.drawn, mine
         if self.main is None or self.past is None:
-            return sight.drawn, None
-        if sight.epoch == self.main.passes:
+            return start.drawn, None
+        if start.epoch == self.main.passes:
             return self.main.drawn, self.main
         # Only groups without a common draw are in several epochs at once.
         # A pass that was begun must be drawn again in the same order, or its applied batches would be other samples.
-        begun = sight.epoch < self.main.passes or bool(self.past.runs(sight.epoch))
-        return ("seed" if begun else sight.drawn), None
+        begun = start.epoch < self.main.passes or bool(self.past.runs(start.epoch))
+        return ("seed" if begun else start.drawn), None
 
 
 def find(here: Context, worker: Worker) -> PreviousRun:

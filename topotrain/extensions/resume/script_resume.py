@@ -111,28 +111,28 @@ class ScriptResume(ScriptPosition):
         if condition is not None and name in condition.kept:
             self._here.kept[name].load_state_dict(unpack(condition.kept[name], condition.tensors))
 
-    def opening(self, sight: EpochStart) -> tuple[ResumePoint, bool]:
+    def opening(self, start: EpochStart) -> tuple[ResumePoint, bool]:
         earlier, condition = self._earlier, self._earlier.condition
-        opening, device = earlier.opening(sight), self._worker.device
-        self._generators, kept_iterator = sight.generators, False
-        begin, fresh = {}, sight.fresh
-        if condition is not None and earlier.restores(sight.epoch):
+        opening, device = earlier.opening(start), self._worker.device
+        self._generators, kept_iterator = start.generators, False
+        begin, fresh = {}, start.fresh
+        if condition is not None and earlier.restores(start.epoch):
             # Again at the begin of the pass: the script may have changed the objects since `tt.prepare`.
             for name in self._here.kept:
                 self.restore_kept(name)
             self._rates.restore(earlier.later or condition)
             if opening.restored:
                 # The loader draws the pass from these generators, so it gets the same order of samples.
-                put_back(condition.begin, sight.generators, device)
+                put_back(condition.begin, start.generators, device)
                 begin, fresh, kept_iterator = condition.begin, condition.fresh, not condition.fresh
                 self._moment = condition.now
         drawn_by = opening.dice if opening.drawn == "dice" else None
         self._at = replace(
             self._at,
-            passes=sight.epoch,
-            drawn=opening.drawn or sight.drawn,
+            passes=start.epoch,
+            drawn=opening.drawn or start.drawn,
             fresh=opening.fresh if opening.drawn else fresh,
-            begin=begin or stand(sight.generators, device),
+            begin=begin or stand(start.generators, device),
             # Stored only where they differ: generator states take kilobytes in every saved state.
             draw={} if drawn_by is None or drawn_by is begin else drawn_by,
         )

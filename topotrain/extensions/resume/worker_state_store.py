@@ -18,7 +18,7 @@ from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, W
 PART = 16 << 20
 """Bytes of a part, but for the last."""
 LARGEST = 1 << 32
-"""Bytes of a deposit, at most."""
+"""Bytes of a saved state, at most."""
 EPOCH, SINCE = -1, -2
 # Snapshots of one worker at a time: one that is being written, and the next.
 _SNAPSHOTS = 2

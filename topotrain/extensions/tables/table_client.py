@@ -23,6 +23,7 @@ An error on a server ends the job. The next wait raises `JobError` with the reas
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,7 @@ class TableClient(ClientExtension):
         # Numbers go out in order, also from autograd's threads.
         self._lock = threading.Lock()
         self._numbers = dict.fromkeys(self._servers, 0)
-        self._round = 0
+        self._rounds = count(1)
         self._steps = 0
         self._opened: set[tuple[Address, int]] = set()
         self._under_way: dict[int, PendingPull] = {}
@@ -201,30 +202,26 @@ class TableClient(ClientExtension):
         """Request rows, and return at once: `wait` returns them. Raises IndexError."""
         table, wanted = self._table(name), self._ids(name, ids)
         spec = table.spec
-        shards = (wanted + spec.first) % self._shards
-        sorts = bool(np.any(shards[1:] < shards[:-1]))  # false with one shard: nothing is copied then
-        # Stable, so that the ids of a shard stay in order. The replies then fill contiguous parts of the buffer.
-        by_shard = np.argsort(shards, kind="stable") if sorts else np.arange(len(wanted))
+        by_shard, ranges = self._by_shard(spec, wanted)
         order = None
-        if sorts:
+        # The replies fill contiguous parts of the buffer.
+        if by_shard is not None:
             positions = np.empty(len(wanted), dtype=np.int64)
             positions[by_shard] = np.arange(len(wanted))
-            order = torch.from_numpy(positions)
+            order, wanted = torch.from_numpy(positions), wanted[by_shard]
         pull = PendingPull(torch.empty(len(wanted), spec.width, dtype=spec.torch_dtype), order)
-        ordered = wanted[by_shard]
-        ends = np.searchsorted(shards[by_shard], np.arange(self._shards), side="right").tolist()
         # The servers hold the request until so many turns of this worker are applied.
         seen = self._steps if spec.mode == "step" else table.pushes
         asks: list[tuple[Address, int, bytes]] = []
         # A reply may arrive as soon as its request is sent, so all of them are known before.
         with self._channel.waiter.update():
-            for server, lo, hi in zip(self._servers, [0, *ends], ends, strict=False):
+            for server, lo, hi in ranges:
                 for at in range(lo, hi, spec.part_rows):
                     end = min(at + spec.part_rows, hi)
-                    self._round += 1
-                    pull.rounds[self._round] = (at, end)
-                    self._under_way[self._round] = pull
-                    asks.append((server, self._round, pack_ids(ordered[at:end])))
+                    number = next(self._rounds)
+                    pull.rounds[number] = (at, end)
+                    self._under_way[number] = pull
+                    asks.append((server, number, pack_ids(wanted[at:end])))
         for server, number, raw in asks:
             self._send(server, TablePull, table.number, number, seen, raw)
         return pull
@@ -260,10 +257,8 @@ class TableClient(ClientExtension):
 
     def stats(self, name: str) -> list[TableSize]:
         table = self._table(name)
-        rounds = {}
-        for server in self._servers:
-            self._round += 1
-            rounds[server] = number = self._round
+        rounds = {server: next(self._rounds) for server in self._servers}
+        for server, number in rounds.items():
             self._send(server, TableStatsRequest, table.number, number)
         self._channel.wait_until(lambda: self._sizes.keys() >= set(rounds.values()))
         return [self._sizes.pop(rounds[server]) for server in self._servers]
@@ -274,8 +269,7 @@ class TableClient(ClientExtension):
         for server in self._servers:
             first, more = 0, True
             while more:
-                self._round += 1
-                number = self._round
+                number = next(self._rounds)
                 self._send(server, TableList, table.number, number, first)
                 self._channel.wait_until(lambda r=number: r in self._lists)  # type: ignore[misc]
                 ids = self._lists.pop(number)
@@ -292,10 +286,13 @@ class TableClient(ClientExtension):
         The servers have then handled all earlier messages about tables.
         """
         self._barriers_met += 0 if last else 1
-        count = -1 if last else self._barriers_met
+        number = -1 if last else self._barriers_met
         for server in self._servers:
-            self._send(server, TableBarrier, count)
-        self._channel.wait_until(lambda: all((server, count) in self._barriers for server in self._servers))
+            self._send(server, TableBarrier, number)
+        replies = {(server, number) for server in self._servers}
+        self._channel.wait_until(lambda: replies <= self._barriers)
+        with self._channel.waiter.update():
+            self._barriers -= replies
 
     def close(self) -> None:
         """Announce that this worker uses no table any more.
@@ -346,14 +343,28 @@ class TableClient(ClientExtension):
         self, spec: TableSpec, ids: Ids, rows: torch.Tensor
     ) -> Iterator[tuple[Address, bool, bytes, torch.Tensor | None]]:
         """Yield (server, whether it is the server's last, ids, rows) of each message."""
-        for server in self._servers:
-            mine = np.flatnonzero((ids + spec.first) % self._shards == server.index)
+        by_shard, ranges = self._by_shard(spec, ids)
+        for server, lo, hi in ranges:
             # At least one message, which may be empty: all servers count the same pushes.
-            for at in range(0, max(1, len(mine)), spec.part_rows):
-                which = mine[at : at + spec.part_rows]
+            for at in range(lo, max(lo + 1, hi), spec.part_rows):
+                end = min(at + spec.part_rows, hi)
+                which = np.arange(at, end) if by_shard is None else by_shard[at:end]
                 # Copied when its message is sent: the rows may be too large to be in memory twice.
                 body = rows.index_select(0, torch.from_numpy(which)).view(-1) if len(which) else None
-                yield server, at + spec.part_rows >= len(mine), pack_ids(ids[which]), body
+                yield server, end == hi, pack_ids(ids[which]), body
+
+    def _by_shard(self, spec: TableSpec, ids: Ids) -> tuple[Ids | None, list[tuple[Address, int, int]]]:
+        """Return the order of ids by shard, and (server, first, last) in it.
+
+        None: the ids are in this order, as always with one shard.
+        """
+        shards, order = (ids + spec.first) % self._shards, None
+        if np.any(shards[1:] < shards[:-1]):
+            # Stable, so that the ids of a shard stay in order.
+            order = np.argsort(shards, kind="stable")
+            shards = shards[order]
+        ends = np.searchsorted(shards, np.arange(self._shards), side="right").tolist()
+        return order, list(zip(self._servers, [0, *ends], ends, strict=False))
 
     def _send(self, server: Address, kind: type[Any], *values: object, body: torch.Tensor | None = None) -> None:
         with self._lock:

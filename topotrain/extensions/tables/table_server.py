@@ -65,19 +65,20 @@ class _WorkerTables:
 
     def receive(self, number: int, message: m.Message) -> None:
         """Keep a message until its turn."""
-        if number != self.next and number not in self.early:
-            self.early_bytes += 0 if message.body is None else message.body.nbytes
-            if len(self.early) >= _MAX_EARLY or self.early_bytes > _MAX_EARLY_BYTES:
-                raise m.ProtocolError(f"{self.worker}: message {self.next} about tables never came")
         # The messages of a worker are handled in the order in which they were sent, each once.
-        self.early.setdefault(number, message)
+        if number in self.early:
+            return
+        size = _body_bytes(message)
+        if number != self.next and (len(self.early) >= _MAX_EARLY or self.early_bytes + size > _MAX_EARLY_BYTES):
+            raise m.ProtocolError(f"{self.worker}: message {self.next} about tables never came")
+        self.early[number] = message
+        self.early_bytes += size
 
     def next_message(self) -> m.Message | None:
         message = self.early.pop(self.next, None)
         if message is not None:
             self.next += 1
-            # Reset when none is held. Until then it is an upper bound.
-            self.early_bytes = self.early_bytes if self.early else 0
+            self.early_bytes -= _body_bytes(message)
         return message
 
     def commit_rows(self, step: int) -> None:
@@ -145,7 +146,8 @@ class TableServer(RegroupExtension, SnapshotParticipant):
     def handle(self, sender: Address, message: m.Message) -> Outbox:
         """Handle a message about tables, and the later ones that came before it."""
         worker = self._worker(sender)
-        number = getattr(message, "number", -1)
+        assert isinstance(message, TABLE_REQUESTS)
+        number = message.number
         # A repeated message.
         if number < worker.next:
             return []
@@ -321,8 +323,11 @@ def _ids(table: TableShard, raw: bytes) -> Ids:
 def _rows(table: TableShard, message: TablePush | TableAssign) -> tuple[Ids, torch.Tensor | None]:
     ids = _ids(table, message.ids)
     table.rows.check(ids, unique=True)
-    body, width = message.body, table.spec.width
-    size = 0 if body is None else body.nbytes
+    body, width, size = message.body, table.spec.width, _body_bytes(message)
     if size != len(ids) * table.spec.row_bytes:
         raise m.ProtocolError(f"table {table.spec.name!r}: {size} bytes for {len(ids)} rows of {width}")
     return ids, None if body is None else body.view(table.spec.torch_dtype).view(-1, width)
+
+
+def _body_bytes(message: m.Message) -> int:
+    return 0 if message.body is None else message.body.nbytes

@@ -166,7 +166,7 @@ class SimDisks:
         self._check(what.number, runs, values)
         first = facts["first_epoch"]
         self._over = max(self._over, first or 0)
-        passes = [int(left.view(torch.int64)) for left in what.deposits.values()]
+        passes = [int(left.view(torch.int64)) for left in what.states.values()]
         self.last = PublishedSnapshot(
             what.number,
             facts["version"],

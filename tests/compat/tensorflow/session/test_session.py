@@ -521,6 +521,15 @@ def test_a_description_that_is_refused_leaves_the_session_alive(town):
         session.run(model, *batches(6)[0])
 
 
+def test_a_description_that_is_too_large_leaves_the_session_alive(town):
+    model = Does(lambda m, x: {"sum": m.a(x).sum(), "text": "x" * (MAX_BODY if len(x) > 4 else 1)})
+    with tt.Session(town.target()) as session:
+        session.run(model, torch.ones(4, 6))
+        with pytest.raises(ConfigError, match="a description may have"):
+            session.run(model, torch.ones(5, 6))
+        assert session.run(model, torch.ones(4, 6))["text"] == "x"
+
+
 def test_a_second_client_is_refused_and_one_that_vanishes_frees_the_cluster(town, monkeypatch):
     monkeypatch.setattr(session_server, "GRACE_S", 0.1)
     model, optimizer = made(Mlp)

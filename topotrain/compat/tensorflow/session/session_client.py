@@ -78,7 +78,7 @@ class Session:
     def __init__(self, target: str = "") -> None:
         self._target = target
         self._connection: SessionConnection | None = None
-        self._kept: ModelState | None = None
+        self._model_state: ModelState | None = None
         self._trained: TrainOp | None = None
         # Kind of call -> the number of its description, and whether it draws. A description is sent once.
         self._graphs: dict[object, tuple[int, bool]] = {}
@@ -90,8 +90,8 @@ class Session:
         self._over = ""
         if target:
             self._connection = _connected(target)
-            told, _ = self._ask({"do": "open"})
-            self._cluster = TaskCluster(told["workers"], told["servers"], told["task"])
+            reply, _ = self._ask({"do": "open"})
+            self._cluster = TaskCluster(reply["workers"], reply["servers"], reply["task"])
 
     # --- the interface for scripts -------------------------------------------------------------------------------
 
@@ -125,12 +125,12 @@ class Session:
     def pull(self) -> None:
         """Copy the cluster's values into the model. Raises JobError if a task is gone."""
         # Before the first run the cluster has no values.
-        if not self._began or self._kept is None or self._over:
+        if not self._began or self._model_state is None or self._over:
             return
-        told, tensors = self._ask({"do": "pull"})
+        reply, tensors = self._ask({"do": "pull"})
         with torch.no_grad():
-            for number, tensor in zip(told["numbers"], tensors, strict=True):
-                self._kept.tensors[number].copy_(tensor)
+            for number, tensor in zip(reply["numbers"], tensors, strict=True):
+                self._model_state.tensors[number].copy_(tensor)
 
     def close(self) -> None:
         """Pull the values and leave the cluster to the next client. May be called twice."""
@@ -161,19 +161,19 @@ class Session:
         self._check(model, train, args, kwargs)
         number, draws = self._graph(model, train, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        settings = self._news(train)
+        settings = self._new_settings(train)
         if draws:
             # Masks continue the client's own sequence of random numbers, as if it computed them here.
             tensors.insert(0, torch.get_rng_state())
-        said = {"do": "run", "number": number, "draws": draws, "settings": settings}
-        told, found = self._ask(said, tensors)
+        request = {"do": "run", "number": number, "draws": draws, "settings": settings}
+        reply, found = self._ask(request, tensors)
         if draws:
             # Where the cluster has stopped drawing.
             torch.set_rng_state(found[0])
         if train is not None:
             # A scheduler warns if the optimizer has made no step, and the step was made on the cluster.
             train.optimizer._opt_called = True  # type: ignore[attr-defined]
-        output = decode(told["output"], ReferenceBounds(0, len(found), 0))
+        output = decode(reply["output"], ReferenceBounds(0, len(found), 0))
         return replaced(output, lambda ref: found[ref.number], (CallInput,))
 
     def _check(self, model: nn.Module, train: TrainOp | None, args: Any, kwargs: Any) -> None:
@@ -185,7 +185,7 @@ class Session:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and (leaf.device.type != "cpu" or leaf.layout is not torch.strided):
                 raise ConfigError("session.run", f"a tensor on {leaf.device}", "must get dense tensors on the CPU")
-        if self._kept is not None and self._kept.model is not model:
+        if self._model_state is not None and self._model_state.model is not model:
             raise ConfigError("session.run", type(model).__name__, "must be the session's model: one for each session")
         if (
             train is not None
@@ -200,12 +200,12 @@ class Session:
         # Everything that may change the recorded computation: training or not, the modes, and the arguments' forms.
         kind = (train is not None, tuple(module.training for module in model.modules()), _kind((args, kwargs)))
         if kind not in self._graphs:
-            kept = self._kept or ModelState.of(model, self._cluster)
-            description = record(kept, args, kwargs, loss=train is not None)
+            model_state = self._model_state or ModelState.of(model, self._cluster)
+            description = record(model_state, args, kwargs, loss=train is not None)
             # Only after `record`: a model that cannot be captured leaves the session as it was.
-            self._kept = kept
+            self._model_state = model_state
             if not self._began:
-                self._begin(kept, train)
+                self._begin(model_state, train)
             # Before the request: after a refused description its number is not used again.
             self._count += 1
             data = description.to_data()
@@ -214,8 +214,8 @@ class Session:
             self._graphs[kind] = self._count, draws
         return self._graphs[kind]
 
-    def _begin(self, kept: ModelState, train: TrainOp | None) -> None:
-        parameters = [tensor for tensor in kept.tensors if isinstance(tensor, nn.Parameter)]
+    def _begin(self, model_state: ModelState, train: TrainOp | None) -> None:
+        parameters = [tensor for tensor in model_state.tensors if isinstance(tensor, nn.Parameter)]
         if not parameters:
             raise ConfigError("model", None, "has no parameters: nothing to train")
         # A session that only evaluates needs one as well: servers hold the values, and a server has an optimizer.
@@ -224,45 +224,48 @@ class Session:
         if optimizer.state:
             raise ConfigError("optimizer", type(optimizer).__name__, "has taken steps already: take a new one")
         self._settings = describe(optimizer, parameters).to_text()
-        states = [state.to_data() for state in kept.states()]
-        tensors = [tensor.detach() for tensor in kept.tensors]
+        states = [state.to_data() for state in model_state.states()]
+        tensors = [tensor.detach() for tensor in model_state.tensors]
         self._ask({"do": "start", "states": states, "optimizer": self._settings}, tensors)
         self._began, self._trained = True, train
 
-    def _news(self, train: TrainOp | None) -> str:
+    def _new_settings(self, train: TrainOp | None) -> str:
         """Return the optimizer's settings if the cluster has older ones, else ""."""
-        if train is None or self._kept is None:
+        if train is None or self._model_state is None:
             return ""
-        parameters = [tensor for tensor in self._kept.tensors if isinstance(tensor, nn.Parameter)]
+        parameters = [tensor for tensor in self._model_state.tensors if isinstance(tensor, nn.Parameter)]
         text = describe(train.optimizer, parameters).to_text()
-        news = "" if text == self._settings else text
+        changed = "" if text == self._settings else text
         self._settings = text
-        return news
+        return changed
 
     def _ask(
-        self, said: Mapping[str, Any], tensors: "list[torch.Tensor] | tuple[()]" = ()
+        self, request: Mapping[str, Any], tensors: "list[torch.Tensor] | tuple[()]" = ()
     ) -> tuple[dict[str, Any], list[torch.Tensor]]:
         assert self._connection is not None
         try:
-            self._connection.send(said, tensors)
-            told, found = self._connection.receive()
+            self._connection.send(request, tensors)
+            reply, found = self._connection.receive()
         except SessionClosed as error:
             self._end("the cluster is gone")
             raise JobError(f"{self._target} is gone: {error}", False) from error
+        # `send` refuses a description that is too large before its first byte, so the session goes on.
+        except ConfigError:
+            raise
         # After Ctrl-C here the next reply would be the one to this request.
         except BaseException:
             self._end("a run was interrupted")
             raise
-        if "error" in told:
-            self._refused(told)
-        return told, found
+        if "error" in reply:
+            self._refused(reply)
+        return reply, found
 
-    def _refused(self, told: Mapping[str, Any]) -> NoReturn:
-        text = str(told["error"])
+    def _refused(self, reply: Mapping[str, Any]) -> NoReturn:
+        text = str(reply["error"])
         # A refused description leaves the session as it was. Every other error ends it.
-        if told.get("over", True):
+        if reply.get("over", True):
             self._end(text)
-        if told.get("config"):
+        if reply.get("config"):
             raise ConfigError("session", self._target, text)
         raise JobError(text, False)
 

@@ -50,7 +50,7 @@ ShardQueue = queue.SimpleQueue[SessionShard | None]
 def follow(
     me: TaskAddress,
     connection: SessionConnection,
-    said: Mapping[str, Any],
+    request: Mapping[str, Any],
     tensors: Sequence[torch.Tensor],
     counts: Sequence[int],
     host: str,
@@ -60,19 +60,19 @@ def follow(
     """Take part in one session. Raises SessionClosed.
 
     Args:
-        connection: to the first worker. said, tensors: its first message.
+        connection: to the first worker. request, tensors: its first message.
         counts: how many workers and ps tasks there are. host: where others reach this task.
         shards: a ps task's server is put there, and runs on the thread that takes it.
     """
     try:
-        meet = SessionRendezvous.from_data(said.get("meet"))
+        meet = SessionRendezvous.from_data(request.get("meet"))
         # The tasks were started one by one, perhaps with different lists.
         if [meet.workers, meet.servers] != list(counts):
             raise ConfigError("cluster", counts, "must be the same ClusterSpec in all tasks")
-        part = None if me.job == "ps" else part_of(meet, me.index, said, tensors, secret, host)
+        part = None if me.job == "ps" else part_of(meet, me.index, request, tensors, secret, host)
     # Nothing is open yet, so any error is only a reply, and the task goes back to waiting.
     except Exception as error:
-        connection.send(failed(me, error, None).told())
+        connection.send(failed(me, error, None).to_data())
         return
     connection.send({})
     # All tasks have agreed: begin. If one of them has not, the connection is closed here.
@@ -109,11 +109,11 @@ class _Following:
             self._part.enter()
             self._connection.send({})
             while True:
-                said, _ = self._connection.receive()
-                if said.get("do") == "end":
+                request, _ = self._connection.receive()
+                if request.get("do") == "end":
                     why = OVER
                     return
-                self._obey(said)
+                self._obey(request)
         # The first worker is gone. `why` says so already.
         except SessionClosed:
             pass
@@ -124,21 +124,21 @@ class _Following:
             # Before the reply: the first worker may be waiting for this one in a step.
             self._part.leave(found.bare)
             with suppress(SessionClosed):
-                self._connection.send(found.told())
+                self._connection.send(found.to_data())
         finally:
             self._part.leave(why)
             tell(f"{self._me}: {OVER}" + ("" if why == OVER else f": {why}"))
 
-    def _obey(self, said: Mapping[str, Any]) -> None:
+    def _obey(self, request: Mapping[str, Any]) -> None:
         try:
-            found = self._part.execute(said)
+            found = self._part.execute(request)
         except ConfigError as error:
             # Only a description may be refused. After another error the tasks are at different steps.
-            if said["do"] != "learn":
+            if request["do"] != "learn":
                 raise
-            self._connection.send(failed(self._me, error, None).told())
+            self._connection.send(failed(self._me, error, None).to_data())
             return
-        if said["do"] == "pull":
+        if request["do"] == "pull":
             self._connection.send({"numbers": list(found)}, list(found.values()))
         else:
             self._connection.send({})

@@ -65,20 +65,20 @@ class SessionLeader:
     def _serve_requests(self) -> str:
         """Carry out the client's requests. Returns why the session had to end, or ""."""
         while True:
-            said, tensors = self._connection.receive()
-            if said.get("do") == "close":
+            request, tensors = self._connection.receive()
+            if request.get("do") == "close":
                 return ""
             try:
-                answer = self._do(said, tensors)
+                answer = self._do(request, tensors)
             # Any error of torch or of the job goes to the client, where the user is.
             except Exception as error:
                 found = error if isinstance(error, TaskFailed) else failed(self._me, error, self._part)
                 # A description may be refused: nothing was computed, so the session goes on.
-                over = said.get("do") != "learn" or not found.config
+                over = request.get("do") != "learn" or not found.config
                 if over:
                     # Before the reply, so that the other tasks are free when the client tries again.
                     self._end(str(found))
-                self._connection.send({**found.told(), "over": over})
+                self._connection.send({**found.to_data(), "over": over})
                 if over:
                     return str(found)
                 continue
@@ -87,38 +87,38 @@ class SessionLeader:
     def _count(self, job: str) -> int:
         return sum(task.job == job for task in self._tasks)
 
-    def _do(self, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        do = said.get("do")
+    def _do(self, request: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        do = request.get("do")
         if do == "start" and self._part is None:
-            self._start(said, tensors)
+            self._start(request, tensors)
             return ({},)
         part = self._part
         if part is None or do not in ("learn", "run", "pull"):
             raise ConfigError("session", str(do)[:80], "cannot be done now: must be learn, run or pull after start")
         if do == "learn":
-            self._together(said, part)
+            self._together(request, part)
             return ({},)
         if do == "pull":
-            return self._pull(said, part)
+            return self._pull(request, part)
         # The first tensor is the state of the client's generator.
-        dice = tensors[0] if said["draws"] else None
-        inputs = tensors[1:] if said["draws"] else tensors
-        told = {"do": "run", "number": said["number"], "settings": said["settings"]}
+        rng_state = tensors[0] if request["draws"] else None
+        inputs = tensors[1:] if request["draws"] else tensors
+        step = {"do": "run", "number": request["number"], "settings": request["settings"]}
         # To all workers, as text: each draws the masks of its own operations with the same state.
-        told["dice"] = None if dice is None else dice.numpy().tobytes().hex()
-        output, _ = self._together(told, part, inputs)
-        found: list[torch.Tensor] = [] if dice is None else [part.dice]
+        step["dice"] = None if rng_state is None else rng_state.numpy().tobytes().hex()
+        output, _ = self._together(step, part, inputs)
+        found: list[torch.Tensor] = [] if rng_state is None else [part.rng_state]
         return {"output": encode(replaced(output, partial(_number, found), (torch.Tensor,)))}, found
 
-    def _start(self, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        states = states_from(said["states"], self._count("worker"), self._count("ps"))
+    def _start(self, request: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        states = states_from(request["states"], self._count("worker"), self._count("ps"))
         # The states come from the client, and everything below trusts them.
         check_values(states, tensors)
         # A store for this session: processes of an earlier one cannot meet this one's.
         self._store = serve_store(self._host, 0, self._secret)
         name = f"session-{secrets.token_hex(8)}"
         meet = SessionRendezvous(name, self._store.url, self._count("worker"), self._count("ps"), self._me.index)
-        shared = {"do": "begin", "meet": asdict(meet), "states": said["states"], "optimizer": said["optimizer"]}
+        shared = {"do": "begin", "meet": asdict(meet), "states": request["states"], "optimizer": request["optimizer"]}
         mine = numbers_of(states, self._me.index)
         # Before the others are called: what is refused here costs them nothing.
         part = part_of(
@@ -147,29 +147,29 @@ class SessionLeader:
         self,
         task: TaskAddress,
         connection: SessionConnection,
-        said: Mapping[str, Any],
+        request: Mapping[str, Any],
         tensors: Sequence[torch.Tensor] = (),
     ) -> None:
         try:
-            connection.send(said, tensors)
+            connection.send(request, tensors)
         except SessionClosed as error:
             raise TaskFailed(f"{task} is gone: {error}", cause=False) from error
 
     def _together(
-        self, said: Mapping[str, Any], part: SessionWorker, inputs: Sequence[torch.Tensor] = ()
+        self, request: Mapping[str, Any], part: SessionWorker, inputs: Sequence[torch.Tensor] = ()
     ) -> tuple[Any, list[tuple[dict[str, Any], list[torch.Tensor]]]]:
         """Have all workers do it, this one too. Raises the error that explains most."""
-        starts = said["do"] == "go"  # the ps tasks start as well
+        starts = request["do"] == "go"  # the ps tasks start as well
         others = {task: connection for task, connection in self._others.items() if starts or task.job == "worker"}
         # Also after a failure: a reply that stays unread would be taken for the next one.
         for task, connection in others.items():
-            self._send(task, connection, said)
+            self._send(task, connection, request)
         failures, result, replies = [], None, []
         try:
-            result = part.execute(said, inputs)
+            result = part.execute(request, inputs)
         except Exception as error:
             failures.append(failed(self._me, error, self._part))
-            if said["do"] != "learn":
+            if request["do"] != "learn":
                 # The others may be waiting for this one in the step. The servers pass the reason on to them.
                 part.leave(failures[0].bare)
         for task, connection in others.items():
@@ -182,10 +182,10 @@ class SessionLeader:
             raise next((found for found in failures if found.cause), failures[0])
         return result, replies
 
-    def _pull(self, said: Mapping[str, Any], part: SessionWorker) -> tuple[Any, ...]:
+    def _pull(self, request: Mapping[str, Any], part: SessionWorker) -> tuple[Any, ...]:
         found, replies = self._together({"do": "pull"}, part)
-        for told, tensors in replies:
-            found |= dict(zip(told["numbers"], tensors, strict=True))
+        for reply, tensors in replies:
+            found |= dict(zip(reply["numbers"], tensors, strict=True))
         return {"numbers": list(found)}, list(found.values())
 
     def _end(self, why: str) -> None:

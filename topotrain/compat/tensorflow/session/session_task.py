@@ -8,7 +8,7 @@ import torch
 
 from topotrain.comm.transport import TransportError
 from topotrain.compat.tensorflow.session.session_protocol import SessionClosed, SessionConnection
-from topotrain.compat.tensorflow.session.task_graph import SessionRendezvous, SessionWorker, words
+from topotrain.compat.tensorflow.session.task_graph import SessionRendezvous, SessionWorker, error_text
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.parallel.remote.graph_description import StateDescription, states_from
@@ -40,30 +40,30 @@ class TaskFailed(Exception):
         super().__init__(text)
         self.config, self.cause, self.bare = config, cause, bare or text
 
-    def told(self) -> dict[str, Any]:
+    def to_data(self) -> dict[str, Any]:
         return {"error": str(self), "config": self.config, "cause": self.cause}
 
 
 def part_of(
     meet: SessionRendezvous,
     index: int,
-    said: Mapping[str, Any],
+    request: Mapping[str, Any],
     tensors: Sequence[torch.Tensor],
     secret: bytes,
     host: str,
 ) -> SessionWorker:
     """Return the part of worker `index` in a session. Raises ConfigError.
 
-    said, tensors: the first worker's message. secret, host: see `SessionWorker`.
+    request, tensors: the first worker's message. secret, host: see `SessionWorker`.
     """
-    states = states_from(said["states"], meet.workers, meet.servers)
+    states = states_from(request["states"], meet.workers, meet.servers)
     mine = numbers_of(states, index)
     # Both sides compute this from the states, so a difference is an error in one of them.
-    if said["numbers"] != mine or not isinstance(said["optimizer"], str):
+    if request["numbers"] != mine or not isinstance(request["optimizer"], str):
         raise ConfigError("states", None, f"must be those of worker {index}")
     check_values([states[number] for number in mine], tensors)
     values = dict(zip(mine, tensors, strict=True))
-    return SessionWorker(meet, index, states, values, said["optimizer"], secret, host)
+    return SessionWorker(meet, index, states, values, request["optimizer"], secret, host)
 
 
 def check_values(states: Sequence[StateDescription], tensors: Sequence[torch.Tensor]) -> None:
@@ -80,17 +80,17 @@ def numbers_of(states: Sequence[StateDescription], worker: int) -> list[int]:
 def receive_reply(task: TaskAddress, connection: SessionConnection) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Return a task's reply. Raises TaskFailed where it failed, or is gone."""
     try:
-        said, tensors = connection.receive()
+        reply, tensors = connection.receive()
     except SessionClosed as error:
         raise TaskFailed(f"{task} is gone: {error}", cause=False) from error
-    if "error" in said:
-        raise TaskFailed(str(said["error"]), bool(said.get("config")), bool(said.get("cause", True)))
-    return said, tensors
+    if "error" in reply:
+        raise TaskFailed(str(reply["error"]), bool(reply.get("config")), bool(reply.get("cause", True)))
+    return reply, tensors
 
 
 def failed(task: TaskAddress, error: BaseException, part: SessionWorker | None) -> TaskFailed:
     """Return an error of a task as TaskFailed. `part` may know the cause."""
-    text = words(error) if part is None else part.reason(error)
+    text = error_text(error) if part is None else part.reason(error)
     # Expected errors name the task that failed first.
     whole = text if isinstance(error, _EXPECTED) else f"{task}: {text}"
     return TaskFailed(whole, isinstance(error, ConfigError), not isinstance(error, _EXPECTED), text)

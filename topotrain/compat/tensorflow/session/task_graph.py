@@ -36,7 +36,7 @@ from topotrain.training.worker_extension import WorkerExtension
 
 OVER = "the session is over"
 # Bytes that a value may always have, whatever memory the machine reports.
-_LEAST_ROOM = 64 << 20
+_LEAST_BYTES = 64 << 20
 # Seconds in which a server may still send the reason for a lost connection.
 _CAUSE_S = 1.5
 _NAME = re.compile(r"session-[0-9a-f]{16}")
@@ -112,8 +112,8 @@ class SessionWorker:
         self._localised = localise(self._model, self._optimizer, division, index)
         self._graphs: dict[int, _Graph] = {}
         # Masks are drawn with a generator of its own. Its state goes back to the client.
-        self._dice = torch.Generator()
-        self._roads: WorkerConnections | None = None
+        self._generator = torch.Generator()
+        self._connections: WorkerConnections | None = None
         self._store: Store | None = None
 
     def enter(self) -> None:
@@ -124,36 +124,36 @@ class SessionWorker:
         job, me = self._meet.job(), Address(Role.WORKER, 0, self._index)
         self._store = open_store(self._meet.store, self._secret)
         place = place_of(job, self._store, self._secret, TERMS, self._host)
-        self._roads = roads = WorkerConnections(place, me)
+        self._connections = connections = WorkerConnections(place, me)
         self._worker = Worker(
             me,
             job,
             place.topology,
             self._localised.parts,
             self._optimizer,
-            roads.exchange,
-            WorkerMemory(roads),
+            connections.exchange,
+            WorkerMemory(connections),
         )
         self._worker.start()
         # After `start`, which has sent the model's description: a worker with another model fails here.
-        self._channel: NetworkChannel = roads.meet_group()
+        self._channel: NetworkChannel = connections.meet_group()
         adopt(self._optimizer, self._worker)
         self._worker.server_state.scatter()
         assert isinstance(self._worker.path, PushPath)
         self._sync = _SessionSync(self._channel, self._worker.path)
         self._worker.attach(self._sync)
 
-    def execute(self, said: Mapping[str, Any], inputs: Sequence[torch.Tensor] = ()) -> Any:
+    def execute(self, request: Mapping[str, Any], inputs: Sequence[torch.Tensor] = ()) -> Any:
         """Carry out a request that the session's first worker makes to all workers."""
-        match said["do"]:
+        match request["do"]:
             case "go":
                 self.enter()
             case "learn":
-                self.learn(said["number"], said["description"], said["loss"])
+                self.learn(request["number"], request["description"], request["loss"])
             case "run":
-                dice = None if said["dice"] is None else bytearray(bytes.fromhex(str(said["dice"])))
-                state = None if dice is None else torch.frombuffer(dice, dtype=torch.uint8)
-                return self.run(said["number"], inputs, state, said["settings"])
+                raw = None if request["dice"] is None else bytearray(bytes.fromhex(str(request["dice"])))
+                state = None if raw is None else torch.frombuffer(raw, dtype=torch.uint8)
+                return self.run(request["number"], inputs, state, request["settings"])
             case _:
                 return self.values()
         return None
@@ -165,25 +165,25 @@ class SessionWorker:
         description = GraphDescription.from_data(data, self._meet.workers, len(self._states))
         box = None if loss else OutputCollector()
         # A description may ask for any size, and must not take all memory of the machine.
-        most = max(_LEAST_ROOM, memory_limits().least() or 0)
+        most = max(_LEAST_BYTES, memory_limits().least() or 0)
         cut = program(description, self._states, self._meet.workers, self._meet.first, box, most)
-        runner = Runner(cut, self._model, self._channel, sync=self._sync, generator=self._dice)
+        runner = Runner(cut, self._model, self._channel, sync=self._sync, generator=self._generator)
         self._graphs[number] = _Graph(runner, box, description)
 
-    def run(self, number: int, inputs: Sequence[torch.Tensor], dice: torch.Tensor | None, settings: str) -> Any:
+    def run(self, number: int, inputs: Sequence[torch.Tensor], rng_state: torch.Tensor | None, settings: str) -> Any:
         """Run a description; one with a loss is a step of training.
 
-        Returns the output, on the first worker, which has the `inputs`. dice: a state of torch's generator, if it
-        draws. settings: the optimizer's, if they are new. Raises ConfigError for arguments of other forms, and the
-        errors of torch or of the job.
+        Returns the output, on the first worker, which has the `inputs`. rng_state: of torch's generator, if the
+        description draws. settings: the optimizer's, if they are new. Raises ConfigError for arguments of other forms,
+        and the errors of torch or of the job.
         """
         graph = self._graphs[number]
         if self._index == self._meet.first:
             _check(inputs, graph.description)
-        if dice is not None:
-            self._dice.set_state(dice)
+        if rng_state is not None:
+            self._generator.set_state(rng_state)
             # For functions that draw by themselves, such as attention.
-            torch.default_generator.set_state(dice)
+            torch.default_generator.set_state(rng_state)
         given = {f"x{k}": tensor for k, tensor in enumerate(inputs)}
         # Without a box the result is the loss, of a step of training.
         self._model.train(graph.box is None)
@@ -207,9 +207,9 @@ class SessionWorker:
             group.update(settings)
 
     @property
-    def dice(self) -> torch.Tensor:
+    def rng_state(self) -> torch.Tensor:
         """The state of the generator that masks are drawn with."""
-        return self._dice.get_state()
+        return self._generator.get_state()
 
     def values(self) -> dict[int, torch.Tensor]:
         """Return the present values that this worker holds, by number."""
@@ -221,22 +221,23 @@ class SessionWorker:
 
     def reason(self, error: BaseException) -> str:
         """Return the text of an error, with the cause if a server knows it."""
-        if isinstance(error, JobError | PeerLost | TransportError) and self._roads is not None:
+        if isinstance(error, JobError | PeerLost | TransportError) and self._connections is not None:
             # A broken connection may be seen before the server's message with the reason arrives.
-            channel, until = self._roads.exchange.channel, time.monotonic() + _CAUSE_S
+            channel, until = self._connections.exchange.channel, time.monotonic() + _CAUSE_S
             return channel.await_cause(lambda: time.monotonic() >= until) or str(channel.failure or error)
-        return words(error)
+        return error_text(error)
 
     def leave(self, why: str) -> None:
         # May be called twice, after an error and at the end.
-        roads, self._roads = self._roads, None
-        if roads is not None:
+        connections, self._connections = self._connections, None
+        if connections is not None:
             with suppress(TransportError, PeerLost):
                 # The servers get the reason, and send it to the other workers.
-                roads.exchange.give_up(why)
-            roads.close(finished=False)
-        if self._store is not None:
-            self._store.close()
+                connections.exchange.give_up(why)
+            connections.close(finished=False)
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
 
 
 class _SessionSync(WorkerSync, WorkerExtension):
@@ -255,7 +256,7 @@ class _SessionSync(WorkerSync, WorkerExtension):
         self.stepped()
 
 
-def words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the text of an error, with the notes that were added to it."""
     text = str(error) if isinstance(error, ConfigError | JobError) else f"{type(error).__name__}: {error}"
     return "; ".join([text, *getattr(error, "__notes__", ())])

@@ -66,9 +66,9 @@ class Embedding(RowModule):
         self.dtype = dtype
         self.optimizer = optimizer
         # A plan makes the model only to measure it, without servers.
-        self._kept: TableBackend | None = None if process.planning() else tables_of(process.current())
+        self._backend: TableBackend | None = None if process.planning() else tables_of(process.current())
         # All workers make the same tables in the same order, so the number is the same on all.
-        self.name = name or f"embedding{0 if self._kept is None else self._kept.next_number()}"
+        self.name = name or f"embedding{0 if self._backend is None else self._backend.next_number()}"
         # At the end of the job the rows go to workspace/tables/NAME.
         if "/" in self.name or self.name.startswith("."):
             raise ConfigError("tt.Embedding name", name, "must be a valid name of a folder")
@@ -92,8 +92,8 @@ class Embedding(RowModule):
         # After `prepare` the worker's steps would not push this table.
         if here is not None and here.worker is not None:
             raise ConfigError("tt.Embedding", self.name, "must be made before tt.prepare, and be part of its model")
-        if self._kept is not None:
-            self._kept.open(self.spec)
+        if self._backend is not None:
+            self._backend.open(self.spec)
         if here is not None:
             here.kept[f"table {self.name}"] = _Settings(optimizer)
 
@@ -116,7 +116,7 @@ class Embedding(RowModule):
             wrong = int(unique[0] if unique[0] < 0 else unique[-1])
             most = "" if self.num_embeddings is None else f", below {self.num_embeddings}"
             raise ValueError(f"{self.name}: id {wrong} must be >= 0{most}")
-        rows = self._keeping.pull(self.name, unique)
+        rows = self._tables.pull(self.name, unique)
         if torch.is_grad_enabled() and self.training:
             # A leaf of the graph: autograd leaves the gradient of the rows in its `grad`, which `gradient` collects.
             rows = rows.detach().requires_grad_()
@@ -124,10 +124,10 @@ class Embedding(RowModule):
         return nn.functional.embedding(places, rows)
 
     @property
-    def _keeping(self) -> TableBackend:
-        if self._kept is None:
+    def _tables(self) -> TableBackend:
+        if self._backend is None:
             raise ConfigError("tt.Embedding", self.name, "has no rows while a job is only planned")
-        return self._kept
+        return self._backend
 
     def follow(self, optimizer: Optimizer) -> None:
         clear_with(optimizer, [self])
@@ -153,18 +153,18 @@ class Embedding(RowModule):
 
     def push(self, step: int) -> None:
         """Push the gradient as this worker's part of a step."""
-        self._rule.send_changes(self._keeping, [self.name])
+        self._rule.send_changes(self._tables, [self.name])
         # Also without rows: every server counts the pushes of all workers.
-        self._keeping.push_step(self.name, *self.gradient(), step)
+        self._tables.push_step(self.name, *self.gradient(), step)
         self.forget()
 
     def stats(self) -> list[dict[str, Any]]:
         """Return per server `server` (its name), `rows`, and `bytes` of rows and state."""
-        return self._keeping.stats(self.name)
+        return self._tables.stats(self.name)
 
     def touched(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield all existing rows in batches: ids, and their rows."""
-        return self._keeping.touched(self.name)
+        return self._tables.touched(self.name)
 
     def load(self, folder: str | Path) -> None:
         """Load rows from a folder that a job has written.
@@ -176,13 +176,13 @@ class Embedding(RowModule):
         """
         if not isinstance(folder, str | Path):
             raise ConfigError("tt.Embedding.load folder", folder, "must be a path, such as workspace/tables/NAME")
-        if self._keeping.rank == 0:
+        if self._tables.rank == 0:
             for ids, rows in read_parts(Path(folder), self.embedding_dim):
                 self._check_loaded(folder, ids)
                 # A push or assign names its rows in ascending order, and a file has them in no order.
-                self._keeping.assign(self.name, *ordered(ids, rows.to(self.dtype)))
+                self._tables.assign(self.name, *ordered(ids, rows.to(self.dtype)))
         # No worker pulls rows before all are assigned.
-        self._keeping.barrier()
+        self._tables.barrier()
 
     def _check_loaded(self, folder: str | Path, ids: torch.Tensor) -> None:
         if len(ids) and (ids.min() < 0 or (self.num_embeddings is not None and ids.max() >= self.num_embeddings)):

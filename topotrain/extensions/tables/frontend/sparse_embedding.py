@@ -106,20 +106,20 @@ class RowPaths(WorkerExtension):
                 raise ConfigError(
                     f"cluster.{name}", getattr(here.place.job.cluster, name), "must be 1 with tables or sparse weights"
                 )
-        self._kept = kept = tables_of(here)
+        self._backend = backend = tables_of(here)
         for entry in weights:
             spec = entry.spec(optimizer)
             self._rules[entry.table] = TableOptimizer(partial(optimizer_text, optimizer, entry.group, type(optimizer)))
-            kept.open(spec)
+            backend.open(spec)
             optimizer.state.pop(entry.weight, None)  # the servers keep the state by rows
-            if kept.rank == 0:
+            if backend.rank == 0:
                 # In chunks: a copy of the whole weight may not fit into memory.
                 for lo, hi in _chunks(entry.weight):
-                    kept.assign(entry.table, torch.arange(lo, hi), entry.weight.detach()[lo:hi].cpu())
+                    backend.assign(entry.table, torch.arange(lo, hi), entry.weight.detach()[lo:hi].cpu())
             for module in entry.modules:
                 self._watch(module, entry)
         if weights:
-            kept.barrier()
+            backend.barrier()
             fetch = model.register_state_dict_pre_hook(lambda *_: self.fetch())  # type: ignore[no-untyped-call]
             self._hooks.append(fetch)
 
@@ -130,7 +130,7 @@ class RowPaths(WorkerExtension):
             known = unique[(unique >= 0) & (unique < len(entry.weight))]  # torch itself reports other ids
             if len(known):
                 # The forward reads the weight in place, so its rows are pulled just before.
-                rows = self._kept.pull(entry.table, known)
+                rows = self._backend.pull(entry.table, known)
                 # `.data`: autograd must neither record this nor see another version of the weight.
                 entry.weight.data.index_copy_(0, known.to(entry.weight.device), rows.to(entry.weight.device))
 
@@ -154,14 +154,14 @@ class RowPaths(WorkerExtension):
         for table in self._tables:
             table.push(step)
         for entry in self._weights:
-            self._rules[entry.table].send_changes(self._kept, [entry.table])
-            self._kept.push_step(entry.table, *_rows(entry), step)
+            self._rules[entry.table].send_changes(self._backend, [entry.table])
+            self._backend.push_step(entry.table, *_rows(entry), step)
 
     def fetch(self) -> None:
         """Pull all rows into the weights."""
         for entry in self._weights:
             for lo, hi in _chunks(entry.weight):
-                entry.weight.data[lo:hi] = self._kept.pull(entry.table, torch.arange(lo, hi)).to(entry.weight.device)
+                entry.weight.data[lo:hi] = self._backend.pull(entry.table, torch.arange(lo, hi)).to(entry.weight.device)
 
 
 def _check_in_model(here: Context, tables: Sequence[Embedding]) -> None:

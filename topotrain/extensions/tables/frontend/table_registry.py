@@ -213,13 +213,13 @@ class TableOptimizer:
         self._read = read
         self.text = read()
 
-    def send_changes(self, kept: TableBackend, tables: Iterable[str]) -> None:
+    def send_changes(self, backend: TableBackend, tables: Iterable[str]) -> None:
         text = self._read()
         # Before a push: a scheduler may have changed the rate since the last one.
         if text != self.text:
             self.text = text
             for name in tables:
-                kept.set_optimizer(name, text)
+                backend.set_optimizer(name, text)
 
 
 def tables_of(here: Context | None) -> TableBackend:
