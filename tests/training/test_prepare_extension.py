@@ -78,6 +78,16 @@ def test_an_extension_sees_a_script_from_prepare_to_the_end(job, tmp_path):
     assert extension.steps == 10
 
 
+def test_a_process_that_has_left_a_job_has_torch_s_own_functions(job):
+    before = torch.autograd.backward, torch.amp.GradScaler.scale
+    here = job()
+    trained()
+    assert torch.autograd.backward is not before[0] and torch.amp.GradScaler.scale is not before[1]
+    finish_job.finish(here.context)
+    finish_job.close(here.context, finished=True)
+    assert (torch.autograd.backward, torch.amp.GradScaler.scale) == before
+
+
 def test_without_any_extension_a_job_has_the_same_bits(job):
     here = job()
     here.context.extensions = ()

@@ -217,9 +217,11 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
         extension.attach(here, worker)
     _warn(here, worker)
     rising = LossWatch(here, worker)
-    watch_losses(worker, rising)
+    here.at_close.callback(watch_losses(worker, rising))
     worker.attach(ProgressReporter(here, worker, roads, rising))
-    here.check_with(MisuseChecks(here, worker, optimizer))
+    checks = MisuseChecks(here, worker, optimizer)
+    here.at_close.callback(checks.close)
+    here.check_with(checks)
     # Spans from here on belong to the first step.
     here.spans.step_done(0)
     return worker

@@ -3,7 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,7 @@ class Context:
     gpus: bool = True  # `tt.device` may name one
     counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
     owner: ProcessOwner = field(default_factory=ProcessOwner)
+    at_close: ExitStack = field(default_factory=ExitStack)  # what was changed in the process, to undo it
 
     @property
     def is_main(self) -> bool:

@@ -139,8 +139,7 @@ def _finish_without_model(here: Context) -> None:
 
 def close(here: Context, finished: bool) -> None:
     """Close all connections; finished: the script has ended, and `finish` went well."""
-    if here.training is not None:
-        here.training.close()
+    here.at_close.close()
     # The room that `tt.prepare` reserved. After `finish` there is none left.
     if here.is_main and not finished:
         release(here.workspace / FINAL)

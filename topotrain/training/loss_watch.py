@@ -106,12 +106,22 @@ class LossWatch:
         self._here.emit(Notice(str(self._here.me), f"the loss is rising: {latest} now, {lowest}. {why}"))
 
 
-def watch_losses(worker: Worker, watch: LossWatch) -> None:
-    """Add every backward's scalar root to the tally; `watch` gets those on the CPU."""
+def watch_losses(worker: Worker, watch: LossWatch) -> Callable[[], None]:
+    """Add every backward's scalar root to the tally; `watch` gets those on the CPU.
+
+    Returns a function that ends this, and gives torch its own functions back.
+    """
     # PyTorch has no hook for the root of a backward. `Tensor.backward` looks this function up at every call, so both
     # ways to start one come here. Only worker processes of a job are changed.
-    torch.autograd.backward = _watched(torch.autograd.backward, worker, watch)
-    torch.amp.GradScaler.scale = _remembered(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+    backward, scale = torch.autograd.backward, torch.amp.GradScaler.scale
+
+    def restore() -> None:
+        torch.autograd.backward = backward
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+
+    torch.autograd.backward = _watched(backward, worker, watch)
+    torch.amp.GradScaler.scale = _remembered(scale)  # type: ignore[method-assign]
+    return restore
 
 
 def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) -> Callable[..., None]:

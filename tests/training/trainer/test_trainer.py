@@ -27,7 +27,7 @@ from topotrain.core.optim.adapter import build, set_lr
 from topotrain.training import context
 from topotrain.training.final_parameters import tensors_of
 from topotrain.training.parameters.flat_parameters import describe_model
-from topotrain.training.trainer.evaluation import BackgroundEvaluator
+from topotrain.training.trainer.evaluation import BackgroundEvaluator, EvaluationLoader, Objective
 from topotrain.training.trainer.parameter_files import ParameterFiles, load_checkpoints
 
 ROOT = Path(__file__).parents[3]
@@ -400,6 +400,26 @@ def test_what_an_evaluation_raises_ends_the_training_with_its_own_lines(job):
         trainer(metrics={"metric": metric}).fit()
     assert "return 1 / 0" in "".join(traceback.format_exception(found.value))
     assert not any(thread.name.startswith("evaluation") for thread in threading.enumerate())
+
+
+def test_an_error_of_an_evaluation_is_raised_once_and_the_next_one_runs():
+    fail = [True]
+
+    def loss(model, batch):
+        if fail and fail.pop():
+            raise ZeroDivisionError
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    evaluator = BackgroundEvaluator(mlp(), Objective(loss, {}))
+    data = [EvaluationLoader("test", held_out(), 1)]
+    try:
+        assert evaluator.offer(1, data)
+        with pytest.raises(ZeroDivisionError):
+            evaluator.results(wait=True)
+        assert evaluator.results(wait=True) == [] and evaluator.offer(2, data)
+        assert [result.step for result in evaluator.results(wait=True)] == [2]
+    finally:
+        evaluator.close()
 
 
 def test_an_evaluation_tells_the_job_nothing(job):

@@ -218,9 +218,9 @@ class BackgroundEvaluator:
         running = self._running
         if running is None or not (wait or running.done()):
             return []
-        found = running.result()
+        # First, because `result` may raise the evaluation's error, and then too it is over.
         self._running = None
-        return found
+        return running.result()
 
     def close(self) -> None:
         """Stop a running evaluation after its current batch."""
