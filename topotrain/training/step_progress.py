@@ -4,6 +4,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,31 +48,31 @@ class ProgressReporter(WorkerExtension):
         for total, skip in enumerate(skips, tally.skipped - len(skips) + 1):
             self._here.emit(Skipped(str(self._here.me), skip.step, total, skip.by, skip.parameter))
 
-    def _tell(self, now: float) -> None:
+    def _totals(self) -> dict[str, Any]:
+        """The fields that `StepDone` and `Finished` share."""
         tally = self._worker.tally
         sent, received = self._connections.traffic()
+        return {
+            "who": str(self._here.me),
+            "samples": tally.samples,
+            "staleness_mean": tally.staleness_mean,
+            "staleness_max": tally.staleness_max,
+            "bytes_out": sent,
+            "bytes_in": received,
+            "own_s": tally.own_s,
+            "late": tally.late,
+            "threads": torch.get_num_threads(),
+        }
+
+    def _tell(self, now: float) -> None:
+        tally = self._worker.tally
         on_device = isinstance(tally.loss_sum, torch.Tensor)
         loss = tally.take_loss()
         self._loss = self._loss if loss is None else loss
         # On a device single losses are not read, because that would wait for it; their mean is.
         if self._rising is not None and on_device and loss is not None:
             self._rising(loss)
-        self._here.emit(
-            StepDone(
-                who=str(self._here.me),
-                time=now - tally.started,
-                step=tally.steps,
-                samples=tally.samples,
-                loss=loss,
-                staleness_mean=tally.staleness_mean,
-                staleness_max=tally.staleness_max,
-                bytes_out=sent,
-                bytes_in=received,
-                own_s=tally.own_s,
-                late=tally.late,
-                threads=torch.get_num_threads(),
-            )
-        )
+        self._here.emit(StepDone(time=now - tally.started, step=tally.steps, loss=loss, **self._totals()))
 
     def left_job(self) -> None:
         """Report the last steps, and no end."""
@@ -98,21 +99,7 @@ class ProgressReporter(WorkerExtension):
             why = explanation(self._here.place.topology, self._worker.momentum)
             words = f"the last loss is not finite ({self._loss})" + (f". {why}" if why else "")
             self._here.emit(Notice(str(self._here.me), words))
-        sent, received = self._connections.traffic()
-        self._here.emit(
-            Finished(
-                who=str(self._here.me),
-                steps=tally.steps,
-                samples=tally.samples,
-                staleness_mean=tally.staleness_mean,
-                staleness_max=tally.staleness_max,
-                bytes_out=sent,
-                bytes_in=received,
-                own_s=tally.own_s,
-                late=tally.late,
-                threads=torch.get_num_threads(),
-            )
-        )
+        self._here.emit(Finished(steps=tally.steps, **self._totals()))
 
 
 class NormLog(WorkerExtension):

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from topotrain.config.job import ConfigError
+from topotrain.core.model.schema import COMPILED
 from topotrain.training.context import aside
 from topotrain.training.data.sampling import leading, share_of_loaded
 
@@ -187,7 +188,7 @@ class BackgroundEvaluator:
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         # torch.compile wraps a module. The module itself has the same parameters, and can be copied.
-        model = getattr(model, "_orig_mod", model)
+        model = getattr(model, COMPILED, model)
         try:
             self._copy = copy.deepcopy(model)
         except Exception as error:

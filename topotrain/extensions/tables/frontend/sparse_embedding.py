@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import StepEnd
+from topotrain.core.model.schema import plain_name
 from topotrain.extensions.tables.frontend.embedding import Embedding, clear_with
 from topotrain.extensions.tables.frontend.table_registry import TableOptimizer, tables_of
 from topotrain.extensions.tables.row_optimizers import check_optimizer, optimizer_text
@@ -63,8 +64,7 @@ def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
             weight = cast(nn.Parameter, module.weight)
             # Several modules may share one weight, which is one table.
             entry = found.setdefault(id(weight), SparseWeight(weight))
-            # torch.compile adds the prefix. The name of the table must not depend on it.
-            entry.names.append(f"{name}.weight".lstrip(".").replace("_orig_mod.", ""))
+            entry.names.append(plain_name(f"{name}.weight".lstrip(".")))
             entry.modules.append(module)
     for name, module in model.named_modules():
         # With duplicates: a tied weight would be reported for its first module only.
