@@ -124,6 +124,14 @@ class PrepareExtension:
         """The job is over for this process, and the connections close next."""
 
 
+class TrainingChecks(ABC):
+    """Checks of what a script has trained."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """At the end of the script: raise ConfigError if its backwards trained nothing."""
+
+
 class ProcessOwner:
     """The code that made this process part of a job. Each method does nothing here."""
 
@@ -150,14 +158,14 @@ class Context:
     shared_values: int | None = None  # descriptor of a memfd that several workers of the unit share
     worker: Worker | None = None
     roads: Connections | None = None  # opened by `connect`
-    loader: Any = None
-    tables: Any = None  # table_registry.JobTables, once the script has a table
+    loader: ShardedLoader | None = None  # once the script has prepared with one
+    tables: object = None  # table_registry.JobTables, once the script has a table
     split: DividedModel | None = None  # where the model is split over the group
     metrics: dict[str, Metric] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # what `tt.keep` was given, by name
     continuing: ScriptPosition | None = None  # once the script has prepared
-    training: Any = None  # misuse_checks.MisuseChecks, once the script has prepared
-    resumed: Any = None  # previous_run.RunHistory, where the job is continued
+    training: TrainingChecks | None = None  # once the script has prepared
+    resumed: object = None  # checkpoint_reader.Manifest, where the job is continued
     spans: Recorder = SILENT
     gpus: bool = True  # `tt.device` may name one
     counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
@@ -198,22 +206,22 @@ class Context:
         """Note whether the training loop goes by the length that an epoch is said to have."""
         self.counted = counted
 
-    def check_with(self, checks: Any) -> None:
-        """Let these `MisuseChecks` check at the end what the script trained."""
+    def check_with(self, checks: TrainingChecks) -> None:
+        """Let these check at the end what the script trained."""
         self.training = checks
 
-    def read_from(self, loader: Any) -> None:
+    def read_from(self, loader: ShardedLoader) -> None:
         """`tt.prepare` gives the script this loader."""
         self.loader = loader
 
-    def open_tables(self, tables: Any) -> None:
+    def open_tables(self, tables: object) -> None:
         """The script has its first table."""
         self.tables = tables
 
     def resume_at(self, position: ScriptPosition | None) -> None:
         """The script has prepared, and goes on from this position."""
         self.continuing = position
-        if isinstance(self.loader, ShardedLoader):
+        if self.loader is not None:
             self.loader.resume_with(position)
 
     def will_split(self, model: nn.Module) -> bool:
