@@ -39,7 +39,7 @@ class Recording(PrepareExtension):
         self.steps = 0
 
     def connected(self, here: Context, request: PrepareRequest) -> None:
-        assert here.roads is not None and here.worker is None
+        assert here.connections is not None and here.worker is None
         self.called.append("connected")
 
     def attach(self, here: Context, worker: Worker) -> None:

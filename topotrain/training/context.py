@@ -157,7 +157,7 @@ class Context:
     extensions: Sequence[PrepareExtension] = ()
     shared_values: int | None = None  # descriptor of a memfd that several workers of the unit share
     worker: Worker | None = None
-    roads: Connections | None = None  # opened by `connect`
+    connections: Connections | None = None  # opened by `connect`
     loader: ShardedLoader | None = None  # once the script has prepared with one
     tables: object = None  # table_registry.JobTables, once the script has a table
     split: DividedModel | None = None  # where the model is split over the group
@@ -192,11 +192,11 @@ class Context:
 
     def connect(self) -> Connections:
         """The connections to the servers; the first call opens them."""
-        if self.roads is None:
-            roads = self.connector.connect(self.place, self.me)
-            roads.exchange.channel.record_spans(self.spans)
-            self.roads = roads
-        return self.roads
+        if self.connections is None:
+            connections = self.connector.connect(self.place, self.me)
+            connections.exchange.channel.record_spans(self.spans)
+            self.connections = connections
+        return self.connections
 
     def join(self, worker: Worker, split: DividedModel | None) -> None:
         """The worker of this process has started, perhaps with a part of the model only."""

@@ -91,14 +91,14 @@ class LossWatch:
     def __call__(self, loss: float) -> None:
         """Take the loss at which a backward has begun."""
         if self._trend is not None and self._trend(loss):
-            self._say(self._trend)
+            self._report(self._trend)
 
     def end(self) -> None:
         """Judge the last losses, at the end of the script."""
         if self._trend is not None and self._trend.end():
-            self._say(self._trend)
+            self._report(self._trend)
 
-    def _say(self, trend: LossTrend) -> None:
+    def _report(self, trend: LossTrend) -> None:
         self._trend = None
         why = explanation(self._here.place.topology, self._worker.momentum)
         lowest = f"{trend.lowest:.3g} at its lowest" if math.isfinite(trend.lowest) else "never finite"
@@ -129,7 +129,7 @@ def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) ->
     def watched(tensors: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         # A scaled loss has grown by the scale; the attribute leads to the loss before it.
-        losses = [_told(getattr(root, _PLAIN, root)) for root in roots if root.numel() == 1]
+        losses = [_value(getattr(root, _PLAIN, root)) for root in roots if root.numel() == 1]
         spans = worker.client.channel.spans
         spans.since("forward")
         with spans.span("backward"):
@@ -144,7 +144,7 @@ def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) ->
     return watched
 
 
-def _told(loss: torch.Tensor) -> float | torch.Tensor:
+def _value(loss: torch.Tensor) -> float | torch.Tensor:
     """The loss as a number, or as a tensor if it is on a device."""
     # Reading a value from a device would wait until the device has done all its work.
     return float(loss.detach()) if loss.device.type == "cpu" else loss.detach().double().reshape(())

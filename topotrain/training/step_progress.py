@@ -35,13 +35,13 @@ class ProgressReporter(WorkerExtension):
         # The losses of a late step were dropped (`drop_step`).
         if outcome is None or not outcome.late:
             self._worker.tally.count_loss()
-        self._tell_skips()
+        self._report_skips()
         now = time.monotonic()
         if now >= self._due:
             self._due = now + INTERVAL_S
-            self._tell(now)
+            self._report(now)
 
-    def _tell_skips(self) -> None:
+    def _report_skips(self) -> None:
         tally = self._worker.tally
         skips = tally.take_skips() if tally.skips else []
         # `skipped` counts these already, so each report has the total at its own step.
@@ -64,7 +64,7 @@ class ProgressReporter(WorkerExtension):
             "threads": torch.get_num_threads(),
         }
 
-    def _tell(self, now: float) -> None:
+    def _report(self, now: float) -> None:
         tally = self._worker.tally
         on_device = isinstance(tally.loss_sum, torch.Tensor)
         loss = tally.take_loss()
@@ -76,10 +76,10 @@ class ProgressReporter(WorkerExtension):
 
     def left_job(self) -> None:
         """Report the last steps, and no end."""
-        self._tell_skips()
+        self._report_skips()
         # Otherwise all steps are those of earlier processes of this worker, which have reported them.
         if self._worker.tally.started:
-            self._tell(time.monotonic())
+            self._report(time.monotonic())
 
     def job_over(self) -> None:
         """Report the last steps and the end."""

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
 from topotrain.config import job_file
-from topotrain.config.intervals import Rhythm
+from topotrain.config.intervals import StepInterval
 from topotrain.config.job import Adam, Cluster, ConfigError, Job, LRGen, Step, Updater
 from topotrain.core import events
 from topotrain.core.optim.adapter import build, set_lr
@@ -126,9 +126,9 @@ def assert_close(found: dict[str, float], expected: dict[str, float]) -> None:
     [(0, 0, []), (3, 0, [0, 3, 6, 9]), (4, 2, [2, 6, 10]), (1, 8, [8, 9, 10]), (5, 20, [])],
 )
 def test_what_is_due_when(freq, after, steps):
-    rhythm = Rhythm(freq, after)
-    assert [step for step in range(11) if rhythm.due(step)] == steps
-    assert [rhythm.passed(step) for step in range(11)] == [len([s for s in steps if 0 < s <= n]) for n in range(11)]
+    interval = StepInterval(freq, after)
+    assert [step for step in range(11) if interval.due(step)] == steps
+    assert [interval.passed(step) for step in range(11)] == [len([s for s in steps if 0 < s <= n]) for n in range(11)]
 
 
 # --- an ordinary process ------------------------------------------------------------------------------------------

@@ -386,7 +386,7 @@ def peers(me: Address, topology: Topology) -> list[Address]:
     it.
     """
     # Only towards those before it, so that two servers make one connection.
-    shards = range(me.index) if topology.relayed else range(min(me.index, 1))
+    shards = range(me.index) if topology.server_collective else range(min(me.index, 1))
     peers = [Address(Role.SERVER, me.group, shard) for shard in shards]
     groups = range(me.group) if topology.synced else range(min(me.group, 1))
     return peers + [Address(Role.SERVER, group, me.index) for group in groups]
@@ -580,7 +580,7 @@ class WorkerConnections(Connections):
     def _client(self, place: RouterConfig, replicated: bool) -> Client:
         topology, incarnation = place.topology, place.identity.incarnation
         sender = self if replicated else self._sender
-        gradients = self._torch_reduction(place) if topology.foreign else None
+        gradients = self._torch_reduction(place) if topology.torch_collective else None
         extensions = client_extensions(topology)
         return Client(self.me, topology, sender, self._waiter, place.shared, incarnation, extensions, gradients)
 

@@ -420,13 +420,8 @@ class MapEpoch(EpochReader):
         epoch: int,
         opening: ResumePoint = PLAIN,
     ) -> None:
-        self._original, self._indices, self._plan, self._client, self._epoch = (
-            inner.original,
-            indices,
-            plan,
-            client,
-            epoch,
-        )
+        self._original, self._indices = inner.original, indices
+        self._plan, self._client, self._epoch = plan, client, epoch
         self._opening = opening
         # Otherwise every worker makes the list of the epoch, and leaves out of it what is applied.
         handed_out = plan.mode == "broadcast" and not opening.drawn

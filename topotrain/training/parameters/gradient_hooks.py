@@ -216,7 +216,7 @@ class MeanPath(GradientPath):
         slice_map: SliceMap,
         batches: StepBatches,
     ) -> None:
-        self._aside: dict[int, torch.Tensor] = {}  # `.grad` from before this backward
+        self._earlier: dict[int, torch.Tensor] = {}  # `.grad` from before this backward
         self._union = [0] * len(slice_map.buckets)  # bit per piece with a mean in this step, by any worker
         self._sums: dict[int, torch.Tensor] = {}  # sum of the step's means by bucket, as the servers have it
         self._own_sums = False  # the sums are copies, and not views that the next means overwrite
@@ -241,7 +241,7 @@ class MeanPath(GradientPath):
             local = self._buffers.view("local", index)
             # A backward that raised has left a view of "local" here, which this backward overwrites.
             alias = tensor.grad.data_ptr() == local.data_ptr()
-            self._aside[index] = tensor.grad.clone() if alias else tensor.grad
+            self._earlier[index] = tensor.grad.clone() if alias else tensor.grad
             # Autograd now stores the gradient of this backward alone. The earlier one is a mean already, and must not
             # be reduced again.
             self._mirror.set_gradient(index, None)
@@ -270,7 +270,7 @@ class MeanPath(GradientPath):
 
     def _close(self) -> None:
         self._open = False
-        self._aside.clear()
+        self._earlier.clear()
         self._arrived = [0] * len(self._arrived)
         self._pushed = 0
 
@@ -308,14 +308,14 @@ class MeanPath(GradientPath):
         # A server then may write the mean into "grad". Elsewhere it is added to the earlier value here.
         for i, index in enumerate(self._owners[bucket.id]):
             arrived = self._arrived[bucket.id] >> i & 1
-            if index in self._aside or not (arrived or self._tensors[index].grad is None):
+            if index in self._earlier or not (arrived or self._tensors[index].grad is None):
                 return False
         return True
 
     def _end(self) -> None:
         if not any(self._arrived):
             # autograd.grad() calls the hook before accumulation, too, but accumulates nothing.
-            for index, gradient in self._aside.items():
+            for index, gradient in self._earlier.items():
                 self._mirror.set_gradient(index, gradient)
             self._close()
             return
@@ -371,7 +371,7 @@ class MeanPath(GradientPath):
 
     def _add_to(self, index: int, rows: list[tuple[Bucket, int, torch.Tensor]]) -> torch.Tensor | None:
         mine = self._buffers.view("grad", index)
-        earlier = self._aside.get(index)
+        earlier = self._earlier.get(index)
         # Only other workers had a gradient, so no hook of this backward has set `.grad` aside.
         if earlier is None and not self._arrived_for(index):
             earlier = self._tensors[index].grad
