@@ -224,7 +224,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
         extension.attach(here, worker)
     _warn(here, worker)
     rising = LossWatch(here, worker)
-    here.at_close.callback(watch_losses(worker, rising))
+    watch_losses(worker, rising, here.at_close)
     worker.attach(ProgressReporter(here, worker, connections, rising))
     checks = MisuseChecks(here, worker, optimizer)
     here.at_close.callback(checks.close)
@@ -440,4 +440,4 @@ def clip_grad_norm_(
 def _worker() -> Worker | None:
     here = process.current()
     # An evaluation in a thread of its own may call these functions, and must not change the script's step.
-    return None if here is None or process.is_aside() else here.worker
+    return None if here is None or process.is_outside_step() else here.worker

@@ -246,7 +246,7 @@ class PlanRun(BaseException):
         self.loader = loader
 
 
-class _Aside(threading.local):
+class _OutsideStep(threading.local):
     """Whether a thread's work is in no step."""
 
     # A default on the class, which every thread sees without an `__init__` of its own.
@@ -263,7 +263,7 @@ _current: Context | None = None
 _planning = False
 _prepared = False  # an ordinary process has called `tt.prepare`
 _loops = 0  # so many loops over `tt.epochs` have begun
-_aside = _Aside()
+_outside_step = _OutsideStep()
 
 
 def current() -> Context | None:
@@ -337,15 +337,15 @@ def placed() -> bool:
 
 
 @contextmanager
-def aside() -> Iterator[None]:
+def outside_step() -> Iterator[None]:
     """Inside, this thread's work is in no step: an evaluation, say."""
-    _aside.begin()
+    _outside_step.begin()
     try:
         yield
     finally:
-        _aside.end()
+        _outside_step.end()
 
 
-def is_aside() -> bool:
-    """Whether this thread is inside `aside`."""
-    return _aside.active
+def is_outside_step() -> bool:
+    """Whether this thread is inside `outside_step`."""
+    return _outside_step.active

@@ -9,6 +9,7 @@ end. In both cases the median must have lost a large part of the gain so far, an
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
@@ -106,22 +107,20 @@ class LossWatch:
         self._here.emit(Notice(str(self._here.me), f"the loss is rising: {latest} now, {lowest}. {why}"))
 
 
-def watch_losses(worker: Worker, watch: LossWatch) -> Callable[[], None]:
+def watch_losses(worker: Worker, watch: LossWatch, at_close: ExitStack) -> None:
     """Add every backward's scalar root to the tally; `watch` gets those on the CPU.
 
-    Returns a function that ends this, and gives torch its own functions back.
+    Until `at_close` is closed, which gives torch its own functions back.
     """
     # PyTorch has no hook for the root of a backward. `Tensor.backward` looks this function up at every call, so both
     # ways to start one come here. Only worker processes of a job are changed.
-    backward, scale = torch.autograd.backward, torch.amp.GradScaler.scale
-
-    def restore() -> None:
-        torch.autograd.backward = backward
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
-
-    torch.autograd.backward = _watched(backward, worker, watch)
-    torch.amp.GradScaler.scale = _remembered(scale)  # type: ignore[method-assign]
-    return restore
+    scaler = torch.amp.GradScaler
+    for owner, name, function in (
+        (torch.autograd, "backward", _watched(torch.autograd.backward, worker, watch)),
+        (scaler, "scale", _remembered(scaler.scale)),
+    ):
+        at_close.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, function)
 
 
 def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) -> Callable[..., None]:

@@ -425,7 +425,7 @@ def test_an_error_of_an_evaluation_is_raised_once_and_the_next_one_runs():
 def test_an_evaluation_tells_the_job_nothing(job):
     here = job(train_steps=1)
     trainer(test=None).fit()
-    with context.aside():
+    with context.outside_step():
         tt.weight(7)
         with tt.local():
             assert not here.context.worker.path.private

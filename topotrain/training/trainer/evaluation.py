@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from topotrain.config.job import ConfigError
 from topotrain.core.model.schema import COMPILED
-from topotrain.training.context import aside
+from topotrain.training.context import outside_step
 from topotrain.training.data.sampling import leading, share_of_loaded
 
 Values = dict[str, float]
@@ -162,8 +162,8 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        # `aside`: calls of `tt.weight` and `tt.local` in the model are no part of the script's step.
-        with torch.no_grad(), aside():
+        # `outside_step`: calls of `tt.weight` and `tt.local` in the model are no part of the script's step.
+        with torch.no_grad(), outside_step():
             yield
     finally:
         for module, training in modes:
