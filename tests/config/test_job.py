@@ -309,6 +309,17 @@ def test_a_job_that_is_not_split_has_the_digest_that_it_had_before_splitting() -
     assert job.digest() == "c5a0bca33a3934f68d9ed048d193d399ee84cdb2fe74dbaaabc28f874f77dddd"
 
 
+def test_digests_of_jobs_with_nested_blocks_do_not_change() -> None:
+    schedule = LRGen(type="kFixedStep", fixedstep_conf=FixedStep(step=(1,), step_lr=(0.1,)))  # type: ignore[arg-type]
+    updater = Updater(type="kSGD", learning_rate=schedule, param=(Param(match="b"),))  # type: ignore[arg-type]
+    cluster = Cluster(start_port=9000, poll_time=5, lease_s=1.0, link=Link(delay=1.0), nworkers_per_group=3)
+    job = Job(name="n", program="p.py", args=("1",), updater=updater, cluster=cluster, grace_s=1.0)
+    assert job.digest() == "8bedd4e2316cfe073f4de1f50ac516ade2675ba7ad068fe1608755c65f54328c"
+    backup = Cluster(nworkers_per_group=3, backup=1)
+    job = Job(grads="kHidden", per_worker_batch=True, cluster=backup)  # type: ignore[arg-type]
+    assert job.digest() == "8d27225053e41705d359b7fb27479722a05a826f4bb725ff19eae4dd80f72b61"
+
+
 @pytest.mark.parametrize(
     ("job", "splits"),
     [

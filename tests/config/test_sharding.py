@@ -67,6 +67,7 @@ def check_each_element_has_one_home(m: SliceMap) -> None:
     for index, p in enumerate(m.parameters):
         space, offset = m.offsets[index]
         segments = m.segments_of_parameter(index)
+        assert [s.lo for s in segments] == sorted(s.lo for s in segments)
         assert tiles([(s.lo, s.hi) for s in segments], offset, offset + p.count)
         for s in segments:
             lo, hi = m.ranges[space][s.shard]

@@ -343,7 +343,7 @@ def test_the_page_shows_what_the_blocks_mean():
 )
 def test_a_collective_sees_no_memory_and_has_server_processes(settings, relayed, foreign):
     pair = layout(Cluster(nworkers_per_group=2, nservers_per_group=2, **settings))
-    assert (pair.relayed, pair.foreign, pair.collective) == (relayed, foreign, relayed or foreign)
+    assert (pair.server_collective, pair.torch_collective, pair.collective) == (relayed, foreign, relayed or foreign)
     assert pair.sees_memory(0) == pair.inline == (not settings)
     alone = layout(Cluster(**settings))
     assert not alone.collective and alone.inline

@@ -90,8 +90,8 @@ class Here:
         assert not self.server.is_alive() and not self.troubles
 
     def close(self):
-        if self.context.roads is not None:
-            self.context.roads.close()
+        if self.context.connections is not None:
+            self.context.connections.close()
 
     def heard(self, kind):
         return [event for event in self.told if isinstance(event, kind)]

@@ -39,7 +39,7 @@ class Recording(PrepareExtension):
         self.steps = 0
 
     def connected(self, here: Context, request: PrepareRequest) -> None:
-        assert here.roads is not None and here.worker is None
+        assert here.connections is not None and here.worker is None
         self.called.append("connected")
 
     def attach(self, here: Context, worker: Worker) -> None:
@@ -76,6 +76,16 @@ def test_an_extension_sees_a_script_from_prepare_to_the_end(job, tmp_path):
     with open(final.path, "rb") as file:
         assert b'"steps"' in file.read(4096)  # the header of a safetensors file
     assert extension.steps == 10
+
+
+def test_a_process_that_has_left_a_job_has_torch_s_own_functions(job):
+    before = torch.autograd.backward, torch.amp.GradScaler.scale
+    here = job()
+    trained()
+    assert torch.autograd.backward is not before[0] and torch.amp.GradScaler.scale is not before[1]
+    finish_job.finish(here.context)
+    finish_job.close(here.context, finished=True)
+    assert (torch.autograd.backward, torch.amp.GradScaler.scale) == before
 
 
 def test_without_any_extension_a_job_has_the_same_bits(job):

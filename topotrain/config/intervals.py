@@ -6,16 +6,16 @@ from topotrain.config.job import Job
 
 
 @dataclass(frozen=True, slots=True)
-class Rhythm:
+class StepInterval:
     """A schedule; freq 0: never."""
 
     freq: int
     after: int
 
     @staticmethod
-    def of(job: Job, what: str) -> "Rhythm":
+    def of(job: Job, what: str) -> "StepInterval":
         """Return the job's "disp", "test", "validate" or "checkpoint" schedule."""
-        return Rhythm(getattr(job, f"{what}_freq"), getattr(job, f"{what}_after"))
+        return StepInterval(getattr(job, f"{what}_freq"), getattr(job, f"{what}_after"))
 
     def due(self, step: int) -> bool:
         """Whether it is time when `step` steps are done."""

@@ -6,7 +6,7 @@ needs no further check, except that the counts of a cluster fit together (topolo
 
 import hashlib
 import json
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Annotated, Any
 
@@ -506,10 +506,7 @@ class Job(Checked):
     def digest(self) -> str:
         """Return the SHA-256 (hex) of the fields that decide results."""
         # All processes of a job must agree on it, so it is in the handshake.
-        blocks: tuple[Any, ...] = (self, self.cluster)
-        # Newer fields at their default, see _NEWER.
-        unset = {f.name for b in blocks for f in fields(b) if f.name in _NEWER and getattr(b, f.name) == f.default}
-        text = json.dumps(_plain(self, _NO_RESULT | unset), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(_plain(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -517,18 +514,18 @@ class Job(Checked):
 _NO_RESULT = frozenset(
     [
         "name",
-        "workspace",
-        "start_port",
-        "poll_time",
-        "lease_s",
-        "replicas",
+        "cluster.workspace",
+        "cluster.start_port",
+        "cluster.poll_time",
+        "cluster.lease_s",
+        "cluster.replicas",
+        "cluster.link",
         "program",
         "args",
         "disp_freq",
         "disp_after",
         "debug",
         "gpu",
-        "link",
         "rendezvous",
         "restarts",
         "start_groups",
@@ -540,14 +537,20 @@ _NO_RESULT = frozenset(
 
 
 # Fields that count only where they are set: jobs without them keep the digest from before the fields existed.
-_NEWER = frozenset(["partition", "placement", "microbatches", "schedule", "nonfinite", "backup", "correction"])
+_NEWER = frozenset(["partition", "placement", "microbatches", "schedule", "nonfinite", "cluster.backup", "correction"])
 
 
-def _plain(value: Any, without: frozenset[str]) -> Any:
+def _decides(block: Any, of: "Field[Any]") -> bool:
+    """Whether this field of a block is in the digest."""
+    path = f"{block.PATH}.{of.name}" if block.PATH else of.name
+    return path not in _NO_RESULT and (path not in _NEWER or getattr(block, of.name) != of.default)
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple):
-        return [_plain(item, without) for item in value]
+        return [_plain(item) for item in value]
     if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name), without) for f in fields(value) if f.name not in without}
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if _decides(value, f)}
     return value

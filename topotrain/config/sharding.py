@@ -226,8 +226,7 @@ class SliceMap:
 
     @cached_property
     def _segments_by_parameter(self) -> tuple[tuple[Segment, ...], ...]:
-        by_place = sorted(self.segments, key=lambda segment: segment.lo)
-        return _grouped(((segment.parameter, segment) for segment in by_place), len(self.parameters))
+        return _grouped(((segment.parameter, segment) for segment in self.segments), len(self.parameters))
 
     @cached_property
     def _pieces_by_segment(self) -> tuple[tuple[Piece, ...], ...]:

@@ -110,13 +110,13 @@ class Topology:
         return all_reduces(self.cluster) and self.sees_memory(0)
 
     @property
-    def foreign(self) -> bool:
+    def torch_collective(self) -> bool:
         """Whether workers sum gradients through torch.distributed, not through servers."""
         # With one worker there is nothing to sum, and engine and algorithm change nothing.
         return self.cluster.engine in (Engine.kGloo, Engine.kNccl) and self.workers_per_group > 1
 
     @property
-    def relayed(self) -> bool:
+    def server_collective(self) -> bool:
         """Whether one of topotrain's own algorithms sums gradients from server to server."""
         return self.cluster.algorithm is not Algorithm.kAuto and self.workers_per_group > 1
 
@@ -126,7 +126,7 @@ class Topology:
 
         Server k then gets its part from worker k alone.
         """
-        return self.foreign or self.relayed
+        return self.torch_collective or self.server_collective
 
     def server_group_of(self, g: int) -> int:
         """Return the one server group that worker group `g` uses."""

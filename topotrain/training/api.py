@@ -184,7 +184,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
         raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
     aside = [weight for extension in here.extensions for weight in extension.set_aside(here, request)]
     parts = describe_model(model, aside) if cut is None else cut.parts
-    roads = here.connect()
+    connections = here.connect()
     for extension in here.extensions:
         extension.connected(here, request)
 
@@ -193,11 +193,18 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
         tensors = (*parts.tensors, *parts.buffer_tensors, *aside)
         reserve(here.workspace / FINAL, sum(t.nbytes for t in tensors) if cut is None else cut.nbytes)
     worker = Worker(
-        here.me, place.job, place.topology, parts, optimizer, roads.exchange, _UnitMemory(here, roads), aside
+        here.me,
+        place.job,
+        place.topology,
+        parts,
+        optimizer,
+        connections.exchange,
+        _UnitMemory(here, connections),
+        aside,
     )
     if loader is not None:
         replay = _batch_replay(here, worker)
-        data = roads.exchange.extension(DataClient)
+        data = connections.exchange.extension(DataClient)
         # Before the worker starts: a loader that cannot be divided must fail while no other worker waits.
         here.read_from(ShardedLoader(loader, _data_plan(here, model), data, worker, replay))
     bound(here, model, loader, cut is not None)
@@ -217,9 +224,11 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
         extension.attach(here, worker)
     _warn(here, worker)
     rising = LossWatch(here, worker)
-    watch_losses(worker, rising)
-    worker.attach(ProgressReporter(here, worker, roads, rising))
-    here.check_with(MisuseChecks(here, worker, optimizer))
+    watch_losses(worker, rising, here.at_close)
+    worker.attach(ProgressReporter(here, worker, connections, rising))
+    checks = MisuseChecks(here, worker, optimizer)
+    here.at_close.callback(checks.close)
+    here.check_with(checks)
     # Spans from here on belong to the first step.
     here.spans.step_done(0)
     return worker
@@ -245,18 +254,18 @@ def _warn(here: Context, worker: Worker) -> None:
 class _UnitMemory(WorkerMemory):
     """A worker's memory: that of its transports, and values that workers share."""
 
-    def __init__(self, here: Context, roads: Connections) -> None:
-        super().__init__(roads)
-        self._fd, self._roads = here.shared_values, roads
+    def __init__(self, here: Context, connections: Connections) -> None:
+        super().__init__(connections)
+        self._fd, self._connections = here.shared_values, connections
 
     def flat_buffers(self, slice_map: SliceMap) -> FlatBuffers:
         flats = super().flat_buffers(slice_map)
         # In-memory Hogwild: the launcher gives the workers of a unit a descriptor. Where a server of the host shows its
         # values, they are shared already.
-        if self._fd is not None and not self._roads.exchange.model.windowed:
+        if self._fd is not None and not self._connections.exchange.model.windowed:
             # In whole cache lines, so that spaces share none.
             sizes = [-(-space.length * space.itemsize // 64) * 64 for space in slice_map.spaces]
-            region = self._roads.memory.adopt(self._fd, sum(sizes))
+            region = self._connections.memory.adopt(self._fd, sum(sizes))
             for space in slice_map.spaces:
                 offset = sum(sizes[: space.index])
                 flats.put("params", space.index, region.tensor(offset, space.length, torch_dtype(space.dtype)))
@@ -431,4 +440,4 @@ def clip_grad_norm_(
 def _worker() -> Worker | None:
     here = process.current()
     # An evaluation in a thread of its own may call these functions, and must not change the script's step.
-    return None if here is None or process.is_aside() else here.worker
+    return None if here is None or process.is_outside_step() else here.worker

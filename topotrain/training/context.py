@@ -3,7 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,14 @@ class PrepareExtension:
         """The job is over for this process, and the connections close next."""
 
 
+class TrainingChecks(ABC):
+    """Checks of what a script has trained."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """At the end of the script: raise ConfigError if its backwards trained nothing."""
+
+
 class ProcessOwner:
     """The code that made this process part of a job. Each method does nothing here."""
 
@@ -149,19 +157,20 @@ class Context:
     extensions: Sequence[PrepareExtension] = ()
     shared_values: int | None = None  # descriptor of a memfd that several workers of the unit share
     worker: Worker | None = None
-    roads: Connections | None = None  # opened by `connect`
-    loader: Any = None
-    tables: Any = None  # table_registry.JobTables, once the script has a table
+    connections: Connections | None = None  # opened by `connect`
+    loader: ShardedLoader | None = None  # once the script has prepared with one
+    tables: object = None  # table_registry.JobTables, once the script has a table
     split: DividedModel | None = None  # where the model is split over the group
     metrics: dict[str, Metric] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # what `tt.keep` was given, by name
     continuing: ScriptPosition | None = None  # once the script has prepared
-    training: Any = None  # misuse_checks.MisuseChecks, once the script has prepared
-    resumed: Any = None  # previous_run.RunHistory, where the job is continued
+    training: TrainingChecks | None = None  # once the script has prepared
+    resumed: object = None  # checkpoint_reader.Manifest, where the job is continued
     spans: Recorder = SILENT
     gpus: bool = True  # `tt.device` may name one
     counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
     owner: ProcessOwner = field(default_factory=ProcessOwner)
+    at_close: ExitStack = field(default_factory=ExitStack)  # what was changed in the process, to undo it
 
     @property
     def is_main(self) -> bool:
@@ -183,11 +192,11 @@ class Context:
 
     def connect(self) -> Connections:
         """The connections to the servers; the first call opens them."""
-        if self.roads is None:
-            roads = self.connector.connect(self.place, self.me)
-            roads.exchange.channel.record_spans(self.spans)
-            self.roads = roads
-        return self.roads
+        if self.connections is None:
+            connections = self.connector.connect(self.place, self.me)
+            connections.exchange.channel.record_spans(self.spans)
+            self.connections = connections
+        return self.connections
 
     def join(self, worker: Worker, split: DividedModel | None) -> None:
         """The worker of this process has started, perhaps with a part of the model only."""
@@ -197,22 +206,22 @@ class Context:
         """Note whether the training loop goes by the length that an epoch is said to have."""
         self.counted = counted
 
-    def check_with(self, checks: Any) -> None:
-        """Let these `MisuseChecks` check at the end what the script trained."""
+    def check_with(self, checks: TrainingChecks) -> None:
+        """Let these check at the end what the script trained."""
         self.training = checks
 
-    def read_from(self, loader: Any) -> None:
+    def read_from(self, loader: ShardedLoader) -> None:
         """`tt.prepare` gives the script this loader."""
         self.loader = loader
 
-    def open_tables(self, tables: Any) -> None:
+    def open_tables(self, tables: object) -> None:
         """The script has its first table."""
         self.tables = tables
 
     def resume_at(self, position: ScriptPosition | None) -> None:
         """The script has prepared, and goes on from this position."""
         self.continuing = position
-        if isinstance(self.loader, ShardedLoader):
+        if self.loader is not None:
             self.loader.resume_with(position)
 
     def will_split(self, model: nn.Module) -> bool:
@@ -237,7 +246,7 @@ class PlanRun(BaseException):
         self.loader = loader
 
 
-class _Aside(threading.local):
+class _OutsideStep(threading.local):
     """Whether a thread's work is in no step."""
 
     # A default on the class, which every thread sees without an `__init__` of its own.
@@ -254,7 +263,7 @@ _current: Context | None = None
 _planning = False
 _prepared = False  # an ordinary process has called `tt.prepare`
 _loops = 0  # so many loops over `tt.epochs` have begun
-_aside = _Aside()
+_outside_step = _OutsideStep()
 
 
 def current() -> Context | None:
@@ -328,15 +337,15 @@ def placed() -> bool:
 
 
 @contextmanager
-def aside() -> Iterator[None]:
+def outside_step() -> Iterator[None]:
     """Inside, this thread's work is in no step: an evaluation, say."""
-    _aside.begin()
+    _outside_step.begin()
     try:
         yield
     finally:
-        _aside.end()
+        _outside_step.end()
 
 
-def is_aside() -> bool:
-    """Whether this thread is inside `aside`."""
-    return _aside.active
+def is_outside_step() -> bool:
+    """Whether this thread is inside `outside_step`."""
+    return _outside_step.active

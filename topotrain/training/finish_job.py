@@ -49,7 +49,7 @@ def finish(here: Context) -> None:
     try:
         _save(here, worker)
     except NotSaved as error:
-        raise Unfinished(f"the job's result is lost: {error}; {_left(here)}") from None
+        raise Unfinished(f"the job's result is lost: {error}; {_resume_hint(here)}") from None
     worker.end_job()
 
 
@@ -116,7 +116,7 @@ def _complaint(here: Context, worker: Worker, spoiled: list[str], path: Path) ->
     )
 
 
-def _left(here: Context) -> str:
+def _resume_hint(here: Context) -> str:
     """A hint for a job that could not write its result."""
     hints = (extension.resume_hint(here.workspace) for extension in here.extensions)
     return next(filter(None, hints), "there is no snapshot from which the job can go on")
@@ -133,14 +133,13 @@ def _finish_without_model(here: Context) -> None:
     _exported(here)
     if here.is_main:
         _measure(here)
-    sent, received = (0, 0) if here.roads is None else here.roads.traffic()
+    sent, received = (0, 0) if here.connections is None else here.connections.traffic()
     here.emit(Finished(str(here.me), 0, 0, 0.0, 0, sent, received))
 
 
 def close(here: Context, finished: bool) -> None:
     """Close all connections; finished: the script has ended, and `finish` went well."""
-    if here.training is not None:
-        here.training.close()
+    here.at_close.close()
     # The room that `tt.prepare` reserved. After `finish` there is none left.
     if here.is_main and not finished:
         release(here.workspace / FINAL)
@@ -149,8 +148,8 @@ def close(here: Context, finished: bool) -> None:
         here.worker.mirror.close()
     for extension in here.extensions:
         extension.close(here)
-    if here.roads is not None:
-        here.roads.close(finished=finished)
+    if here.connections is not None:
+        here.connections.close(finished=finished)
 
 
 def kind_of(error: BaseException) -> str:

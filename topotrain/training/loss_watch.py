@@ -9,6 +9,7 @@ end. In both cases the median must have lost a large part of the gain so far, an
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
@@ -91,14 +92,14 @@ class LossWatch:
     def __call__(self, loss: float) -> None:
         """Take the loss at which a backward has begun."""
         if self._trend is not None and self._trend(loss):
-            self._say(self._trend)
+            self._report(self._trend)
 
     def end(self) -> None:
         """Judge the last losses, at the end of the script."""
         if self._trend is not None and self._trend.end():
-            self._say(self._trend)
+            self._report(self._trend)
 
-    def _say(self, trend: LossTrend) -> None:
+    def _report(self, trend: LossTrend) -> None:
         self._trend = None
         why = explanation(self._here.place.topology, self._worker.momentum)
         lowest = f"{trend.lowest:.3g} at its lowest" if math.isfinite(trend.lowest) else "never finite"
@@ -106,12 +107,20 @@ class LossWatch:
         self._here.emit(Notice(str(self._here.me), f"the loss is rising: {latest} now, {lowest}. {why}"))
 
 
-def watch_losses(worker: Worker, watch: LossWatch) -> None:
-    """Add every backward's scalar root to the tally; `watch` gets those on the CPU."""
+def watch_losses(worker: Worker, watch: LossWatch, at_close: ExitStack) -> None:
+    """Add every backward's scalar root to the tally; `watch` gets those on the CPU.
+
+    Until `at_close` is closed, which gives torch its own functions back.
+    """
     # PyTorch has no hook for the root of a backward. `Tensor.backward` looks this function up at every call, so both
     # ways to start one come here. Only worker processes of a job are changed.
-    torch.autograd.backward = _watched(torch.autograd.backward, worker, watch)
-    torch.amp.GradScaler.scale = _remembered(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+    scaler = torch.amp.GradScaler
+    for owner, name, function in (
+        (torch.autograd, "backward", _watched(torch.autograd.backward, worker, watch)),
+        (scaler, "scale", _remembered(scaler.scale)),
+    ):
+        at_close.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, function)
 
 
 def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) -> Callable[..., None]:
@@ -119,7 +128,7 @@ def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) ->
     def watched(tensors: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         # A scaled loss has grown by the scale; the attribute leads to the loss before it.
-        losses = [_told(getattr(root, _PLAIN, root)) for root in roots if root.numel() == 1]
+        losses = [_value(getattr(root, _PLAIN, root)) for root in roots if root.numel() == 1]
         spans = worker.client.channel.spans
         spans.since("forward")
         with spans.span("backward"):
@@ -134,7 +143,7 @@ def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) ->
     return watched
 
 
-def _told(loss: torch.Tensor) -> float | torch.Tensor:
+def _value(loss: torch.Tensor) -> float | torch.Tensor:
     """The loss as a number, or as a tensor if it is on a device."""
     # Reading a value from a device would wait until the device has done all its work.
     return float(loss.detach()) if loss.device.type == "cpu" else loss.detach().double().reshape(())

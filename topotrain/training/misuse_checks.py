@@ -12,8 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import StepEnd
 from topotrain.core.events import Notice
-from topotrain.training.context import Context
-from topotrain.training.data.distributed_loader import ShardedLoader
+from topotrain.training.context import Context, TrainingChecks
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
 
@@ -21,7 +20,7 @@ ONE = "one optimizer with a parameter group for each part: torch.optim.SGD([{'pa
 """What is there instead of several optimizers."""
 
 
-class MisuseChecks(WorkerExtension):
+class MisuseChecks(WorkerExtension, TrainingChecks):
     """Watches the steps of a script until this worker's part ends.
 
     Args:
@@ -53,7 +52,7 @@ class MisuseChecks(WorkerExtension):
             self._moved = end.backwards > 0 or any(tensor.grad is not None for tensor in self._worker.parts.tensors)
 
     def _look_at_loader(self) -> None:
-        if isinstance(self._here.loader, ShardedLoader) and not self._worker.tally.samples:
+        if self._here.loader is not None and not self._worker.tally.samples:
             words = (
                 "optimizer.step() was called before any batch of the loader that tt.prepare returned: if the script "
                 "reads its own loader, every worker trains on all of the data. Keep what is returned: "
@@ -77,7 +76,6 @@ class MisuseChecks(WorkerExtension):
             raise ConfigError("another optimizer", type(optimizer).__name__, accepted)
 
     def check(self) -> None:
-        """At the end of the script: raise ConfigError if its backwards trained nothing."""
         tally = self._worker.tally
         if self._here.tables is not None or not any(tensor.requires_grad for tensor in self._worker.parts.tensors):
             return  # tables are pushed by hand, without a step

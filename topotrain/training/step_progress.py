@@ -4,6 +4,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,51 +35,51 @@ class ProgressReporter(WorkerExtension):
         # The losses of a late step were dropped (`drop_step`).
         if outcome is None or not outcome.late:
             self._worker.tally.count_loss()
-        self._tell_skips()
+        self._report_skips()
         now = time.monotonic()
         if now >= self._due:
             self._due = now + INTERVAL_S
-            self._tell(now)
+            self._report(now)
 
-    def _tell_skips(self) -> None:
+    def _report_skips(self) -> None:
         tally = self._worker.tally
         skips = tally.take_skips() if tally.skips else []
         # `skipped` counts these already, so each report has the total at its own step.
         for total, skip in enumerate(skips, tally.skipped - len(skips) + 1):
             self._here.emit(Skipped(str(self._here.me), skip.step, total, skip.by, skip.parameter))
 
-    def _tell(self, now: float) -> None:
+    def _totals(self) -> dict[str, Any]:
+        """The fields that `StepDone` and `Finished` share."""
         tally = self._worker.tally
         sent, received = self._connections.traffic()
+        return {
+            "who": str(self._here.me),
+            "samples": tally.samples,
+            "staleness_mean": tally.staleness_mean,
+            "staleness_max": tally.staleness_max,
+            "bytes_out": sent,
+            "bytes_in": received,
+            "own_s": tally.own_s,
+            "late": tally.late,
+            "threads": torch.get_num_threads(),
+        }
+
+    def _report(self, now: float) -> None:
+        tally = self._worker.tally
         on_device = isinstance(tally.loss_sum, torch.Tensor)
         loss = tally.take_loss()
         self._loss = self._loss if loss is None else loss
         # On a device single losses are not read, because that would wait for it; their mean is.
         if self._rising is not None and on_device and loss is not None:
             self._rising(loss)
-        self._here.emit(
-            StepDone(
-                who=str(self._here.me),
-                time=now - tally.started,
-                step=tally.steps,
-                samples=tally.samples,
-                loss=loss,
-                staleness_mean=tally.staleness_mean,
-                staleness_max=tally.staleness_max,
-                bytes_out=sent,
-                bytes_in=received,
-                own_s=tally.own_s,
-                late=tally.late,
-                threads=torch.get_num_threads(),
-            )
-        )
+        self._here.emit(StepDone(time=now - tally.started, step=tally.steps, loss=loss, **self._totals()))
 
     def left_job(self) -> None:
         """Report the last steps, and no end."""
-        self._tell_skips()
+        self._report_skips()
         # Otherwise all steps are those of earlier processes of this worker, which have reported them.
         if self._worker.tally.started:
-            self._tell(time.monotonic())
+            self._report(time.monotonic())
 
     def job_over(self) -> None:
         """Report the last steps and the end."""
@@ -98,21 +99,7 @@ class ProgressReporter(WorkerExtension):
             why = explanation(self._here.place.topology, self._worker.momentum)
             words = f"the last loss is not finite ({self._loss})" + (f". {why}" if why else "")
             self._here.emit(Notice(str(self._here.me), words))
-        sent, received = self._connections.traffic()
-        self._here.emit(
-            Finished(
-                who=str(self._here.me),
-                steps=tally.steps,
-                samples=tally.samples,
-                staleness_mean=tally.staleness_mean,
-                staleness_max=tally.staleness_max,
-                bytes_out=sent,
-                bytes_in=received,
-                own_s=tally.own_s,
-                late=tally.late,
-                threads=torch.get_num_threads(),
-            )
-        )
+        self._here.emit(Finished(steps=tally.steps, **self._totals()))
 
 
 class NormLog(WorkerExtension):

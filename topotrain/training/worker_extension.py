@@ -3,6 +3,8 @@
 The worker names no feature.
 """
 
+from dataclasses import dataclass, fields
+
 from topotrain.core.client.client_context import StepEnd, StepOutcome
 
 
@@ -52,27 +54,30 @@ class WorkerExtension:
         return None
 
 
+_Extensions = tuple[WorkerExtension, ...]
+
+
+@dataclass(slots=True)
 class WorkerHooks:
     """For each hook, the extensions of one worker that override it, in their order."""
 
-    def __init__(self) -> None:
-        self.weight: tuple[WorkerExtension, ...] = ()
-        self.before_clip: tuple[WorkerExtension, ...] = ()
-        self.before_step: tuple[WorkerExtension, ...] = ()
-        self.before_commit: tuple[WorkerExtension, ...] = ()
-        self.after_commit: tuple[WorkerExtension, ...] = ()
-        self.after_step: tuple[WorkerExtension, ...] = ()
-        self.step_reported: tuple[WorkerExtension, ...] = ()
-        self.after_epoch: tuple[WorkerExtension, ...] = ()
-        self.leave_epoch: tuple[WorkerExtension, ...] = ()
-        self.job_over: tuple[WorkerExtension, ...] = ()
-        self.left_job: tuple[WorkerExtension, ...] = ()
-        self.rejoin: tuple[WorkerExtension, ...] = ()
+    weight: _Extensions = ()
+    before_clip: _Extensions = ()
+    before_step: _Extensions = ()
+    before_commit: _Extensions = ()
+    after_commit: _Extensions = ()
+    after_step: _Extensions = ()
+    step_reported: _Extensions = ()
+    after_epoch: _Extensions = ()
+    leave_epoch: _Extensions = ()
+    job_over: _Extensions = ()
+    left_job: _Extensions = ()
+    rejoin: _Extensions = ()
 
     def add(self, extension: WorkerExtension) -> None:
         """Call this extension from now on."""
-        # The fields of this object have the names of the hooks. Only overridden hooks are called, so that one without a
-        # user costs an empty loop in each step.
-        for name, known in vars(self).items():
-            if getattr(type(extension), name) is not getattr(WorkerExtension, name):
-                setattr(self, name, (*known, extension))
+        # The fields have the names of the hooks. Only overridden hooks are called, so that one without a user costs an
+        # empty loop in each step.
+        for hook in fields(self):
+            if getattr(type(extension), hook.name) is not getattr(WorkerExtension, hook.name):
+                setattr(self, hook.name, (*getattr(self, hook.name), extension))

@@ -127,7 +127,7 @@ def plans(draw: st.DrawFn, of: Job) -> Plan:
     plan: dict[int, set[tuple[int, int]]] = {}
     for step in range(STEPS):
         bad = draw(st.sets(st.sampled_from(workers), max_size=2))
-        if topology.relayed and plan.get(step - 1) and plan.get(step - 2):
+        if topology.server_collective and plan.get(step - 1) and plan.get(step - 2):
             bad = set()
         plan[step] = {w for w in bad if not all(w in plan.get(step - back, ()) for back in (1, 2))}
     return plan

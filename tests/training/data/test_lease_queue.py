@@ -332,6 +332,15 @@ def test_who_died_before_it_had_begun_an_epoch_is_told_that_the_one_before_is_ov
     assert book.kept_chunks == 0
 
 
+def test_a_group_that_starts_again_may_still_restart_by_single_workers():
+    book = LeaseQueue(1, 2, singly=True)
+    book.group_restarted(0, {}, False)
+    put = DrawnBatches(0, 0, True, (1,), (5,))
+    book.handle(worker(0), put)
+    for _ in range(2):  # a second process of worker (0,1) requests the same epoch
+        assert book.handle(worker(0, 1), DrawRequest(0, 0)) == [(worker(0, 1), put)]
+
+
 def test_where_workers_start_again_alone_a_draw_is_kept_until_all_are_past_it_by_an_epoch():
     book = LeaseQueue(1, 3, singly=True)
     puts = {epoch: DrawnBatches(epoch, 0, True, (1,), (epoch,)) for epoch in range(4)}
@@ -342,5 +351,5 @@ def test_where_workers_start_again_alone_a_draw_is_kept_until_all_are_past_it_by
     assert book.handle(worker(0, 1), DrawRequest(1, 0)) == [(worker(0, 1), puts[1])], "its process is another"
     assert book.kept_chunks == 2, "nobody was in epoch 0 any more when all had asked for epoch 2"
     assert book.handle(worker(0), puts[2]) == [], "worker 0, too, may draw the same once more"
-    with pytest.raises(ProtocolError, match="came twice"):
+    with pytest.raises(ProtocolError, match="chunk 0 of epoch 2 came again with other batches"):
         book.handle(worker(0), DrawnBatches(2, 0, True, (1,), (9,)))

@@ -25,7 +25,7 @@ from torch import nn
 
 import topotrain as tt
 from topotrain.config.job import Cluster, Grads, Job
-from topotrain.training.parameters.device_copy import WORTH_PINNING, CudaCopier, ferries
+from topotrain.training.parameters.device_copy import WORTH_PINNING, CudaCopier, copiers_for
 from topotrain.training.parameters.device_parameters import DeviceParameters
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here, or a torch without CUDA")
@@ -160,14 +160,14 @@ def test_optimizer_state_is_on_the_parameters_device():
 
 
 def test_large_buffers_are_pinned_where_they_lie():
-    ferry = ferries([GPU])[GPU]
-    assert isinstance(ferry, CudaCopier)
+    copier = copiers_for([GPU])[GPU]
+    assert isinstance(copier, CudaCopier)
     big, small = torch.zeros(WORTH_PINNING), torch.zeros(8)
     try:
-        assert ferry.reaches(big) and not ferry.reaches(small)
-        assert big.is_pinned() and ferry.bounce(small).is_pinned()
+        assert copier.reaches(big) and not copier.reaches(small)
+        assert big.is_pinned() and copier.bounce(small).is_pinned()
     finally:
-        ferry.close()
+        copier.close()
     assert not big.is_pinned()
 
 

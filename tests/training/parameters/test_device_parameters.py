@@ -1,6 +1,6 @@
 """Parameters beside the flat buffers, as on a GPU: the same jobs, with the same bits, and copies that arrive late.
 
-No GPU is needed: `DeviceParameters` is forced upon CPU parameters, with ferries that behave like a GPU's stream. What
+No GPU is needed: `DeviceParameters` is forced upon CPU parameters, with copiers that behave like a GPU's stream. What
 happens on a real one is in test_cuda.py.
 """
 
@@ -39,7 +39,7 @@ from topotrain.training.parameters.device_parameters import DeviceParameters, Ho
 from topotrain.training.parameters.devices import chosen, device_of
 
 
-class LateFerry:
+class LateCopier:
     """Copies home happen when somebody waits for them, or at every third question; a place that is read has to stay.
 
     bouncing: no flat buffer can be reached.
@@ -52,10 +52,10 @@ class LateFerry:
         self._read: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.questions = self.late = 0
 
-    def home(self, source, place):
+    def copy_to_host(self, source, place):
         self._homeward.append((next(self._numbers), source, place))
 
-    def out(self, pairs):
+    def copy_to_device(self, pairs):
         self.reach(next(self._numbers))
         for target, place in pairs:
             target.copy_(place)
@@ -91,35 +91,35 @@ class LateFerry:
 
 
 class LateMark:
-    def __init__(self, ferry: LateFerry, number: int) -> None:
-        self._ferry, self._number = ferry, number
+    def __init__(self, copier: LateCopier, number: int) -> None:
+        self._copier, self._number = copier, number
 
     def query(self):
-        self._ferry.questions += 1
-        if self._ferry.questions % 3:
-            self._ferry.late += 1
+        self._copier.questions += 1
+        if self._copier.questions % 3:
+            self._copier.late += 1
             return False
-        self._ferry.reach(self._number)
+        self._copier.reach(self._number)
         return True
 
     def synchronize(self):
-        self._ferry.reach(self._number)
+        self._copier.reach(self._number)
 
 
-FERRIES: dict[str, Callable[[], object]] = {
+COPIERS: dict[str, Callable[[], object]] = {
     "direct": ImmediateCopier,
-    "late": lambda: LateFerry(False),
-    "bounced": lambda: LateFerry(True),
+    "late": lambda: LateCopier(False),
+    "bounced": lambda: LateCopier(True),
 }
 
 
 @pytest.fixture
 def made(request, monkeypatch):
-    """All parameters from here on are beside the buffers; the ferries that were made for them."""
+    """All parameters from here on are beside the buffers; the copiers that were made for them."""
     found = []
 
     def mirror(tensors, views):
-        made = {device: FERRIES[request.param]() for device in {t.device for t in tensors if not t.is_meta}}
+        made = {device: COPIERS[request.param]() for device in {t.device for t in tensors if not t.is_meta}}
         found.extend(made.values())
         return DeviceParameters(tensors, views, made)
 
@@ -128,13 +128,13 @@ def made(request, monkeypatch):
     assert found
 
 
-every_ferry = pytest.mark.parametrize("made", FERRIES, indirect=True)
-late_ferries = pytest.mark.parametrize("made", ["late", "bounced"], indirect=True)
+every_copier = pytest.mark.parametrize("made", COPIERS, indirect=True)
+late_copiers = pytest.mark.parametrize("made", ["late", "bounced"], indirect=True)
 memory = pytest.mark.parametrize("shared", [False, True], ids=["sent", "shown"])
 MODELS = {"mlp": (mlp, vectors), "cnn": (Cnn, images), "transformer": (Transformer, tokens)}
 
 
-@every_ferry
+@every_copier
 @memory
 @pytest.mark.parametrize("grads", Grads, ids=lambda g: g.name)
 @pytest.mark.parametrize("layout", ["sandblaster", "allreduce", "two by two", "in-memory", "one"])
@@ -143,14 +143,14 @@ def test_all_layouts_have_the_bits_of_the_reference(layout, grads, shared, made)
     assert run_local(job, build, script, shared).same_bits(reference(job, build, script))
 
 
-@late_ferries
+@late_copiers
 @pytest.mark.parametrize("model", MODELS)
 def test_models_with_norms_ties_and_buffers(model, made):
     make, batches = MODELS[model]
     job, script = job_of(), usual_loop(batches(6))
     result = run_local(job, building(make, adam), script, True)
     assert result.same_bits(reference(job, building(make, adam), script))
-    assert all(ferry.late for ferry in made)  # else no copy was ever late, and this test says nothing
+    assert all(copier.late for copier in made)  # else no copy was ever late, and this test says nothing
 
 
 # Both kinds of memory and both of late copies, each once: one differs where values lie, the other where copies land.
@@ -178,13 +178,13 @@ def test_what_the_script_does_to_a_gradient_counts(script, layout, shared, made)
     )
 
 
-@every_ferry
+@every_copier
 def test_edits_of_hidden_gradients_are_refused(made):
     with pytest.raises(RuntimeError, match=r"kVisible, tt\.clip_grad_norm_, or updater"):
         run_local(job_of(grads=Grads.kHidden), building(), clip_value)
 
 
-@every_ferry
+@every_copier
 @memory
 @pytest.mark.parametrize("layout", ["sandblaster", "one"])
 def test_buckets_that_are_applied_on_arrival(layout, shared, made):
@@ -200,7 +200,7 @@ def test_values_are_copied_when_all_are_new_also_where_the_job_pulls_lazily(layo
     assert run_local(job, building(), script, shared).same_bits(reference(job_of(layout), building(), script))
 
 
-@late_ferries
+@late_copiers
 @pytest.mark.parametrize(("push", "fetch"), [(3, 1), (1, 2), (2, 4)])
 def test_local_steps(push, fetch, made, monkeypatch):
     """What is added up, and the local steps, are the same numbers beside the buffers as in them."""
@@ -211,7 +211,7 @@ def test_local_steps(push, fetch, made, monkeypatch):
     assert beside.same_bits(run_local(job, building(), script))
 
 
-@late_ferries
+@late_copiers
 def test_values_are_not_overwritten_while_the_device_reads_them(made):
     """Group 0 fetches twice and pushes nothing; meanwhile group 1 has changed the values."""
     turn = threading.Barrier(2, timeout=20)
@@ -230,7 +230,7 @@ def test_values_are_not_overwritten_while_the_device_reads_them(made):
     assert not result.same_bits(plain(building(), lambda t: None))
 
 
-@late_ferries
+@late_copiers
 @pytest.mark.parametrize("road", [Road.kShm, Road.kTcp], ids=lambda r: r.name)
 @pytest.mark.parametrize("layout", ["sandblaster", "allreduce"])
 def test_over_real_roads(layout, road, made, tmp_path):
@@ -238,7 +238,7 @@ def test_over_real_roads(layout, road, made, tmp_path):
     assert run_hosted(job, building(), script, tmp_path).same_bits(reference(job, building(), script))
 
 
-@late_ferries
+@late_copiers
 def test_asynchronous_groups_learn(made):
     job = Job(cluster=Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, max_staleness=0))
     script = usual_loop(vectors(1) * 25)
@@ -254,7 +254,7 @@ def _seeded_mlp() -> nn.Module:
     return mlp()
 
 
-@late_ferries
+@late_copiers
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_scaler_finds_overflow_and_steps_are_skipped(unscale, made):
     """As the plain script, in which step 2 overflows. `unscale_` leaves no trace in the gradients' version counts."""
@@ -276,7 +276,7 @@ def test_a_scaler_finds_overflow_and_steps_are_skipped(unscale, made):
     assert len(set(scales)) == 1 and scales[0] != 1024.0
 
 
-@late_ferries
+@late_copiers
 def test_optimizer_state_goes_and_comes(made):
     """A state that is handed over and gathered again is the one of the script that never stopped."""
     found = {}
@@ -297,7 +297,7 @@ def test_optimizer_state_goes_and_comes(made):
     assert found[0][0]["exp_avg"].shape == (25, 12) and float(found[0][0]["step"]) == 6
 
 
-@every_ferry
+@every_copier
 def test_parameters_keep_their_memory(made):
     places = {}
 
@@ -375,11 +375,11 @@ def test_each_storage_is_pinned_once_and_small_ones_never():
     assert log[2:] == [big.data_ptr()]
 
 
-def test_a_direct_ferry_is_done_at_once():
-    ferry, place, target = ImmediateCopier(), torch.zeros(3), torch.zeros(3)
-    ferry.home(torch.ones(3), place)
-    assert isinstance(ferry.mark(), ImmediateEvent) and ferry.mark().query()
-    ferry.out([(target, place)])
+def test_a_direct_copier_is_done_at_once():
+    copier, place, target = ImmediateCopier(), torch.zeros(3), torch.zeros(3)
+    copier.copy_to_host(torch.ones(3), place)
+    assert isinstance(copier.mark(), ImmediateEvent) and copier.mark().query()
+    copier.copy_to_device([(target, place)])
     assert torch.equal(target, torch.ones(3))
 
 

@@ -414,6 +414,31 @@ def test_an_edit_back_and_forth_is_not_sent():
     assert sent.take() == []
 
 
+def test_a_replaced_gradient_is_an_error_also_if_the_new_one_has_the_id_of_the_old():
+    model = nn.Linear(3, 2, bias=False)
+    path, _sent, _ = path_of(model, compare=False, eager=False)
+    model(torch.ones(1, 3)).sum().backward()
+    number = id(model.weight.grad)
+    model.weight.grad = None
+    others = [torch.ones(2, 3) for _ in range(100)]  # one of them is where the old one was
+    model.weight.grad = next(other for other in others if id(other) == number)
+    with pytest.raises(RuntimeError, match="the gradient of weight was changed"):
+        path.at_step(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128])
+@pytest.mark.parametrize(("value", "edit", "sent"), [(float("nan"), None, 0), (0.0, -0.0, 1)])
+def test_an_edit_is_one_of_bits(dtype, value, edit, sent):
+    model = nn.Linear(3, 2, bias=False, dtype=dtype)
+    path, pushes, _ = path_of(model)
+    (model(torch.ones(1, 3, dtype=dtype)).real.sum() * 0 + model.weight.real.sum() * value).backward()
+    pushes.take()
+    if edit is not None:
+        model.weight.grad = torch.full_like(model.weight, edit)
+    path.at_step(0)
+    assert len(pushes.take()) == sent
+
+
 def test_without_a_gradient_a_bucket_has_no_revision():
     model = mlp()
     path, _sent, _slice_map = path_of(model)

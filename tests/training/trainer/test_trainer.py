@@ -20,14 +20,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
 from topotrain.config import job_file
-from topotrain.config.intervals import Rhythm
+from topotrain.config.intervals import StepInterval
 from topotrain.config.job import Adam, Cluster, ConfigError, Job, LRGen, Step, Updater
 from topotrain.core import events
 from topotrain.core.optim.updater_block import build, set_lr
 from topotrain.training import context
 from topotrain.training.final_parameters import tensors_of
 from topotrain.training.parameters.flat_parameters import describe_model
-from topotrain.training.trainer.evaluation import BackgroundEvaluator
+from topotrain.training.trainer.evaluation import BackgroundEvaluator, EvaluationLoader, Objective
 from topotrain.training.trainer.parameter_files import ParameterFiles, load_checkpoints
 
 ROOT = Path(__file__).parents[3]
@@ -126,9 +126,9 @@ def assert_close(found: dict[str, float], expected: dict[str, float]) -> None:
     [(0, 0, []), (3, 0, [0, 3, 6, 9]), (4, 2, [2, 6, 10]), (1, 8, [8, 9, 10]), (5, 20, [])],
 )
 def test_what_is_due_when(freq, after, steps):
-    rhythm = Rhythm(freq, after)
-    assert [step for step in range(11) if rhythm.due(step)] == steps
-    assert [rhythm.passed(step) for step in range(11)] == [len([s for s in steps if 0 < s <= n]) for n in range(11)]
+    interval = StepInterval(freq, after)
+    assert [step for step in range(11) if interval.due(step)] == steps
+    assert [interval.passed(step) for step in range(11)] == [len([s for s in steps if 0 < s <= n]) for n in range(11)]
 
 
 # --- an ordinary process ------------------------------------------------------------------------------------------
@@ -402,10 +402,30 @@ def test_what_an_evaluation_raises_ends_the_training_with_its_own_lines(job):
     assert not any(thread.name.startswith("evaluation") for thread in threading.enumerate())
 
 
+def test_an_error_of_an_evaluation_is_raised_once_and_the_next_one_runs():
+    fail = [True]
+
+    def loss(model, batch):
+        if fail and fail.pop():
+            raise ZeroDivisionError
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    evaluator = BackgroundEvaluator(mlp(), Objective(loss, {}))
+    data = [EvaluationLoader("test", held_out(), 1)]
+    try:
+        assert evaluator.offer(1, data)
+        with pytest.raises(ZeroDivisionError):
+            evaluator.results(wait=True)
+        assert evaluator.results(wait=True) == [] and evaluator.offer(2, data)
+        assert [result.step for result in evaluator.results(wait=True)] == [2]
+    finally:
+        evaluator.close()
+
+
 def test_an_evaluation_tells_the_job_nothing(job):
     here = job(train_steps=1)
     trainer(test=None).fit()
-    with context.aside():
+    with context.outside_step():
         tt.weight(7)
         with tt.local():
             assert not here.context.worker.path.private

@@ -216,7 +216,7 @@ class ClientModel:
     def __init__(self, channel: ServerChannel, topology: Topology, shared: bool) -> None:
         self._me = channel.me
         self._servers = channel.servers
-        self._relay = channel.servers[channel.me.index] if topology.relayed else None
+        self._relay = channel.servers[channel.me.index] if topology.server_collective else None
         self.windowed = shared and topology.sees_memory(channel.me.group)
         """Whether workers and servers share the memory of parameters and gradients."""
         self.sends_own_shard = topology.collective

@@ -40,6 +40,14 @@ A bucket is complete only when the last worker's part has arrived, and before th
 come back. On a slow link, where a megabyte takes a tenth of a second, that wait decides the speed.
 """
 
+COMPILED = "_orig_mod"
+"""The name under which a module of torch.compile holds the module that it wraps."""
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter, a buffer or a module as it is without torch.compile."""
+    return name.replace(f"{COMPILED}.", "")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelBuffer:

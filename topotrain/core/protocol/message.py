@@ -233,7 +233,7 @@ class MessageValidator:
             case Condition.SHARED_MEMORY:
                 return self._shared
             case Condition.SERVER_COLLECTIVE:
-                return self._topology.relayed
+                return self._topology.server_collective
         return True
 
     def _peers(self, sender: Sender) -> frozenset[Address]:

@@ -12,7 +12,8 @@ import torch
 from topotrain.core.client.client_context import StepOutcome
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.training.context import Context, PrepareExtension
-from topotrain.training.data.distributed_loader import BatchReplay, BatchSource, DrawnBatch
+from topotrain.training.data.distributed_loader import BatchReplay, BatchSource
+from topotrain.training.data.map_dataset import LoadedBatch
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
 
@@ -103,9 +104,9 @@ class ReplayBatches:
 
     def __init__(self, steps: LateSteps, epoch: int) -> None:
         self._steps, self._epoch = steps, epoch
-        self._kept: tuple[DrawnBatch, list[tuple[torch.Tensor, int]]] | None = None
+        self._kept: tuple[LoadedBatch, list[tuple[torch.Tensor, int]]] | None = None
 
-    def next(self, fresh: BatchSource) -> DrawnBatch:
+    def next(self, fresh: BatchSource) -> LoadedBatch:
         """Return the next batch; `fresh` gives one that was not given before.
 
         Raises StopIteration when all workers have used the epoch.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from topotrain.config.intervals import Rhythm
+from topotrain.config.intervals import StepInterval
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
@@ -87,7 +87,7 @@ class CheckpointExtension(ExchangeExtension):
         self._schedule: SnapshotSchedule | None = None
         if coordinator is not None and not self.snapshots.refusal:
             steps = self.snapshots.steps[server.groups[0]]
-            self._schedule = SnapshotSchedule(coordinator, Rhythm.of(job, "checkpoint"), steps)
+            self._schedule = SnapshotSchedule(coordinator, StepInterval.of(job, "checkpoint"), steps)
         if self._listed:
             # A resumed job reads the rest of an epoch, so manifests list what is applied of it.
             server.steps.batches.keep_until_closed()

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from topotrain.config.intervals import Rhythm
+from topotrain.config.intervals import StepInterval
 from topotrain.config.topology import Address
 from topotrain.core.optim.state_table import StateError, Table, from_rows, merge, to_rows
 from topotrain.core.protocol import Message
@@ -354,13 +354,13 @@ class SnapshotSchedule:
 
     Args:
         coordinator: takes the snapshots.
-        rhythm, steps: of the first worker group: the steps to take one behind, and the steps done.
+        interval, steps: of the first worker group: the steps to take one behind, and the steps done.
     """
 
-    def __init__(self, coordinator: SnapshotCoordinator, rhythm: Rhythm, steps: int) -> None:
-        self._coordinator, self._rhythm = coordinator, rhythm
+    def __init__(self, coordinator: SnapshotCoordinator, interval: StepInterval, steps: int) -> None:
+        self._coordinator, self._interval = coordinator, interval
         # Of the snapshots by steps: how many were begun, and were due. A resumed job has had those before its step.
-        self._begun = self._due = rhythm.passed(steps)
+        self._begun = self._due = interval.passed(steps)
         self._timed = 0  # the snapshot that was under way when the last one by time was requested
         self._ends = False
 
@@ -382,7 +382,7 @@ class SnapshotSchedule:
 
     def _count(self, steps: int) -> int:
         """The snapshots due by this step of the first worker group (0: another group's)."""
-        return self._rhythm.passed(steps) if steps else self._begun
+        return self._interval.passed(steps) if steps else self._begun
 
     def is_due(self, steps: int) -> bool:
         """Whether a snapshot is due behind the step that is decided next (see `_count`)."""

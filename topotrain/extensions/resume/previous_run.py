@@ -1,7 +1,7 @@
 """The earlier processes of a worker, in this run of the job or in an earlier one."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -86,7 +86,7 @@ def find(here: Context, worker: Worker) -> PreviousRun:
 
     Raises ConfigError if the state cannot be read.
     """
-    past: Manifest | None = here.resumed
+    past = cast("Manifest | None", here.resumed)
     returned = here.place.identity.incarnation > 0
     conditions = {} if past is None else {who: _read(past, *who) for who in past.workers}
     main = conditions.get((0, 0))

@@ -264,18 +264,18 @@ class _Joined(ProcessOwner, Notifier):
             self._hook(kind, error, trace)
 
     def _give_up(self, error: BaseException) -> None:
-        if isinstance(self._here.roads, WorkerConnections) and not self._said:
+        if isinstance(self._here.connections, WorkerConnections) and not self._said:
             # Once: an error may pass both the hook and the end of the script.
             self._said = True
-            self._here.roads.exchange.give_up(
+            self._here.connections.exchange.give_up(
                 _words(error), cause=not isinstance(error, JobError | PeerLost | TransportError)
             )
 
     def _reason(self, error: JobError | PeerLost | TransportError) -> str:
         """Return the cause, if a server knows it; otherwise the first reported error."""
-        if not isinstance(self._here.roads, WorkerConnections) or (isinstance(error, JobError) and error.config):
+        if not isinstance(self._here.connections, WorkerConnections) or (isinstance(error, JobError) and error.config):
             return str(error)
-        exchange, until = self._here.roads.exchange, time.monotonic() + REASON_S
+        exchange, until = self._here.connections.exchange, time.monotonic() + REASON_S
         return exchange.channel.await_cause(lambda: time.monotonic() >= until) or str(exchange.channel.failure or error)
 
     def _leaving(self, code: Any = None) -> None:

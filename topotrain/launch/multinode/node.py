@@ -202,7 +202,7 @@ class Node:
                 notes(event)
                 on_event(event)
 
-            if topology.foreign and len(set(hosts.numbers)) > 1 and rank == 0:
+            if topology.torch_collective and len(set(hosts.numbers)) > 1 and rank == 0:
                 record(Notice("launcher", _OPEN.format(job.cluster.engine.value)))
             began = time.monotonic()
             attempts = Attempts(rendezvous, agreement, membership, stop, record)

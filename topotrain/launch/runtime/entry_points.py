@@ -298,8 +298,8 @@ class WorkerPart:
             code = guard.code
         self.profile.leave()
         close(self.here, finished=code == 0)
-        roads = self.here.roads
-        servers = roads.inline_server if code == 0 and isinstance(roads, WorkerConnections) else None
+        connections = self.here.connections
+        servers = connections.inline_server if code == 0 and isinstance(connections, WorkerConnections) else None
         if servers is not None:
             _report_counts(self.control, self.here.place, servers)
         for server in self.servers if code == 0 else ():

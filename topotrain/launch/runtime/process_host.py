@@ -378,7 +378,7 @@ def peers(me: Address, topology: Topology) -> list[Address]:
     it.
     """
     # Only towards those before it, so that two servers make one connection.
-    shards = range(me.index) if topology.relayed else range(min(me.index, 1))
+    shards = range(me.index) if topology.server_collective else range(min(me.index, 1))
     peers = [Address(Role.SERVER, me.group, shard) for shard in shards]
     groups = range(me.group) if topology.synced else range(min(me.group, 1))
     return peers + [Address(Role.SERVER, group, me.index) for group in groups]

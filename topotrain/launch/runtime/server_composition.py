@@ -68,11 +68,11 @@ def _extensions(
         from topotrain.extensions.backup_workers.quorum import BackupWorkers
 
         yield BackupWorkers(server, job, topology)
-    if topology.relayed:
+    if topology.server_collective:
         from topotrain.extensions.collectives.collective_server import CollectiveServer
 
         yield CollectiveServer(server, job, topology, memory)
-    elif topology.foreign:
+    elif topology.torch_collective:
         from topotrain.extensions.collectives.collective_server import TorchCollectiveServer
 
         yield TorchCollectiveServer()

@@ -142,7 +142,7 @@ class WorkerConnections(Connections):
     def _client(self, place: RouterConfig, replicated: bool) -> Client:
         topology, incarnation = place.topology, place.identity.incarnation
         sender = self if replicated else self._sender
-        gradients = self._torch_reduction(place) if topology.foreign else None
+        gradients = self._torch_reduction(place) if topology.torch_collective else None
         extensions = client_extensions(topology)
         return Client(self.me, topology, sender, self._waiter, place.shared, incarnation, extensions, gradients)
 

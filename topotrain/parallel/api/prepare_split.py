@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from topotrain.config.job import ConfigError, Job, Placement
+from topotrain.core.model.schema import COMPILED
 from topotrain.extensions.tables.frontend.embedding import Embedding
 from topotrain.parallel.api import device_placement
 from topotrain.parallel.api.automatic_placement import place_modules
@@ -60,7 +61,7 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
         captured_early = captured_if_placed(model) if workers > 1 else None
         if captured_early is None:
             return None
-    if "_orig_mod" in dict(model.named_children()):
+    if COMPILED in dict(model.named_children()):
         raise ConfigError("tt.prepare", "a compiled model", "a split model must be prepared before torch.compile")
     captured = captured_early or capture(model)
     # One worker needs no split, but parameters that were made on the meta device have to be filled.

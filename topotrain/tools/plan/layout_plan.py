@@ -181,7 +181,7 @@ def _passing_on(topology: Topology, rank: int) -> int:
     # For every server's part it holds its worker's push and the mean. Besides it holds data from its children in the
     # tree of each part, and new values.
     n = topology.shards
-    if not topology.relayed:
+    if not topology.server_collective:
         return 0
     if topology.cluster.algorithm is Algorithm.kNaive:
         return n * (n + 1) if rank == 0 else 2 * n

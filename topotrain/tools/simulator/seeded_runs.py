@@ -88,7 +88,7 @@ def prepared(job: Job, name: str) -> Job:
         ConfigError: its workers reduce gradients among themselves, or share a partitioned model.
     """
     topology = layout(job.cluster)
-    if topology.collective or topology.relayed or job.splits:
+    if topology.collective or topology.server_collective or job.splits:
         raise ConfigError("--layout", name, "only jobs in which gradients go directly to servers can be simulated")
     # Other codecs would change the integers that the check counts by.
     exact = job.cluster.compression in (Compression.kNone, Compression.kFp16)

@@ -71,13 +71,13 @@ class DataClient(ClientExtension):
         # does, for which each worker asks once: all workers of a group must fetch equally often.
         self.leaves = self.leaves or reply.lease == LEAVES
         if self._bounded and not self.leaves and (reply.rested or (wait and reply.last < 0)):
-            self._end_rest(m.GroupIdle(epoch, ordinal, False))
+            self._end_idle(m.GroupIdle(epoch, ordinal, False))
         return reply.lease, reply.first, reply.last
 
-    def _end_rest(self, rest: m.GroupIdle) -> None:
+    def _end_idle(self, idle: m.GroupIdle) -> None:
         """End the idle time of this group, and fetch the present values."""
         # The other groups went on meanwhile, so the values here are older than `max_staleness` allows.
-        self._ask(self._coordinator, rest, m.GroupIdle, lambda echo: echo == rest)
+        self._ask(self._coordinator, idle, m.GroupIdle, lambda echo: echo == idle)
         self._values.fetch()
 
     def free(self, epoch: int, ordinal: int, first: int) -> None:

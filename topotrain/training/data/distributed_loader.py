@@ -27,9 +27,10 @@ from topotrain.training.data.iterable_dataset import IterableEpoch
 from topotrain.training.data.map_dataset import (
     PLAIN,
     STATIC,
-    BatchPosition,
     DataPlan,
+    EpochReader,
     EpochStart,
+    LoadedBatch,
     LoaderCopy,
     MapEpoch,
     ResumePoint,
@@ -40,20 +41,17 @@ from topotrain.training.worker_stats import BatchAccounting
 
 __all__ = ["STATIC", "DataPlan", "ResumeRecorder", "ShardedLoader", "EpochStart"]
 
-DrawnBatch = tuple[BatchPosition, int, Any]
-"""Where a batch stands, its number of samples, and its data."""
-
 
 class BatchSource(Protocol):
     """Gives the next batch of a pass. Raises StopIteration at the end."""
 
-    def __call__(self) -> DrawnBatch: ...
+    def __call__(self) -> LoadedBatch: ...
 
 
 class PassReplay(Protocol):
     """Gives the batches of one pass, some of them again."""
 
-    def next(self, fresh: BatchSource) -> DrawnBatch:
+    def next(self, fresh: BatchSource) -> LoadedBatch:
         """The next batch; `fresh` gives one that was not given before."""
         ...
 
@@ -81,8 +79,8 @@ class ShardedLoader:
         self,
         loader: DataLoader[Any],
         plan: DataPlan,
-        desk: DataClient,
-        ledger: BatchAccounting,
+        client: DataClient,
+        accounting: BatchAccounting,
         replay: BatchReplay | None = None,
     ) -> None:
         """`replay`: gives batches again, with backup workers."""
@@ -90,8 +88,8 @@ class ShardedLoader:
         self._replay = replay
         self._loader = loader
         self._plan = plan
-        self._desk = desk
-        self._ledger = ledger
+        self._client = client
+        self._accounting = accounting
         self._epochs = 0
         self._recorder: ResumeRecorder | None = None
         self._kept: LoaderCopy | None = None
@@ -111,13 +109,13 @@ class ShardedLoader:
         if self._loader.persistent_workers:
             self._kept = inner
         opening = self._opening(inner, epoch)
-        feed: MapEpoch | IterableEpoch
+        feed: EpochReader
         if inner.indices is None:
-            feed = IterableEpoch(inner, self._plan, self._desk, self._ledger, epoch, opening)
+            feed = IterableEpoch(inner, self._plan, self._client, self._accounting, epoch, opening)
         else:
-            feed = MapEpoch(inner, inner.indices, self._plan, self._desk, epoch, opening)
+            feed = MapEpoch(inner, inner.indices, self._plan, self._client, epoch, opening)
         repeats = None if self._replay is None else self._replay.begin(epoch)
-        live = _Pass(feed, self._ledger, epoch, self._recorder, repeats)
+        live = _Pass(feed, self._accounting, epoch, self._recorder, repeats)
         self._live = ref(live)
         if self._recorder is not None:
             feed.catch_up(self._recorder)
@@ -159,11 +157,11 @@ class ShardedLoader:
     @property
     def accounting(self) -> BatchAccounting:
         """Notes the batches that the script is given."""
-        return self._ledger
+        return self._accounting
 
     def account_to(self, accounting: BatchAccounting) -> None:
         """Note batches in `accounting` from the next pass on."""
-        self._ledger = accounting
+        self._accounting = accounting
 
     def resume_with(self, recorder: ResumeRecorder | None) -> None:
         """Resume passes by this recorder. None: the loop cannot be resumed."""
@@ -243,13 +241,13 @@ class _Pass(Iterator[Any]):
 
     def __init__(
         self,
-        feed: MapEpoch | IterableEpoch,
-        ledger: BatchAccounting,
+        feed: EpochReader,
+        accounting: BatchAccounting,
         epoch: int,
-        memory: ResumeRecorder | None,
+        recorder: ResumeRecorder | None,
         repeats: PassReplay | None = None,
     ) -> None:
-        self._feed, self._ledger, self._epoch, self._memory = feed, ledger, epoch, memory
+        self._feed, self._accounting, self._epoch, self._recorder = feed, accounting, epoch, recorder
         self._repeats = repeats
         self._given = 0
         self._open = True
@@ -257,31 +255,31 @@ class _Pass(Iterator[Any]):
     def __next__(self) -> Any:
         if not self._open:
             raise StopIteration
-        if self._memory is not None:
-            self._memory.asked()
+        if self._recorder is not None:
+            self._recorder.asked()
         try:
             place, samples, data = self._fresh() if self._repeats is None else self._repeats.next(self._fresh)
         except StopIteration:
             self._open = False
             self._feed.end()
-            if self._memory is not None:
-                self._memory.ended()
+            if self._recorder is not None:
+                self._recorder.ended()
             raise
-        if self._memory is not None:
-            self._memory.given()
+        if self._recorder is not None:
+            self._recorder.given()
         # Only after the recorder has the state from which the draw can be repeated: with the draw, the others may train
         # without this worker.
-        self._feed.tell()
-        self._ledger.drawn(place.stream, place.seq, float(samples), samples)
+        self._feed.send_draw()
+        self._accounting.drawn(place.stream, place.seq, float(samples), samples)
         self._given += 1
         return data
 
-    def _fresh(self) -> tuple[BatchPosition, int, Any]:
+    def _fresh(self) -> LoadedBatch:
         try:
             return self._feed.next()
         except StopIteration:
             # A draw without a batch for this worker has batches for others.
-            self._feed.tell()
+            self._feed.send_draw()
             raise
 
     @property
@@ -294,7 +292,7 @@ class _Pass(Iterator[Any]):
         if self._open:
             self._open = False
             self._feed.leave()
-            self._ledger.left_early(self._epoch, self._given)
+            self._accounting.left_early(self._epoch, self._given)
 
     def __del__(self) -> None:
         # At the end of the interpreter the modules that `close` needs may be gone.

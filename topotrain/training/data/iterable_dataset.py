@@ -14,7 +14,9 @@ from topotrain.training.data.map_dataset import (
     PLAIN,
     BatchPosition,
     DataPlan,
+    EpochReader,
     LeaseIterator,
+    LoadedBatch,
     LoaderCopy,
     ResumePoint,
     ResumeRecorder,
@@ -40,53 +42,53 @@ class _Reader:
         seed, noted = epoch_seed(plan.seed, epoch), opening.dice if opening.drawn == "dice" else None
         # Processes of the loader have generators of their own. Without them the stream would share the script's.
         own = is_own(plan, opening)
-        self._dice: AbstractContextManager[object] = nullcontext()
+        self._generators: AbstractContextManager[object] = nullcontext()
         if not own and not inner.loader.num_workers:
-            self._dice = RngState(seed if noted is None else noted)
+            self._generators = RngState(seed if noted is None else noted)
         if not own and noted is None:
             inner.seed(seed)
         elif not own and noted is not None:
             inner.seed_from(noted)
         # `iter` may run code of the dataset, which may draw.
-        with self._dice:
+        with self._generators:
             self._batches = iter(inner.loader)
 
     def batch(self, number: int) -> Any:
         """Batch `number` >= `at` of the stream; _END beyond the last."""
         batch = _END
         while not self._ended and self.at <= number:
-            with self._dice:
+            with self._generators:
                 batch = next(self._batches, _END)
             self._ended = batch is _END
             self.at += not self._ended
         return batch
 
 
-class IterableEpoch:
-    """One pass over a stream, with the interface of `MapEpoch`."""
+class IterableEpoch(EpochReader):
+    """One pass over a stream."""
 
     def __init__(
         self,
         inner: LoaderCopy,
         plan: DataPlan,
-        desk: DataClient,
-        ledger: BatchAccounting,
+        client: DataClient,
+        accounting: BatchAccounting,
         epoch: int,
         opening: ResumePoint = PLAIN,
     ) -> None:
-        self._inner, self._plan, self._ledger, self._epoch = inner, plan, ledger, epoch
+        self._inner, self._plan, self._accounting, self._epoch = inner, plan, accounting, epoch
         self._opening = opening
-        self._leases = LeaseIterator(desk, epoch, -1, 0) if plan.mode == "lease" else None
+        self._leases = LeaseIterator(client, epoch, -1, 0) if plan.mode == "lease" else None
         returned = opening.returned and self._leases is None
-        self._seq = desk.applied(self._place(0).stream) if returned else 0
+        self._seq = client.applied(self._place(0).stream) if returned else 0
         # The reader's `iter` uses another generator than the script's, which the plain loader's would have moved.
         if not is_own(plan, opening):
-            inner.throw()
+            inner.draw_seed()
         self._front: _Reader | None = _Reader(inner, plan, epoch, opening)
         # For batches that went by: a reader cannot go back, and the front one must not lose its place.
         self._back: _Reader | None = None
 
-    def next(self) -> tuple[BatchPosition, int, Any]:
+    def next(self) -> LoadedBatch:
         if self._leases is None:
             place = self._place(self._seq)
             self._seq += 1
@@ -103,7 +105,7 @@ class IterableEpoch:
             self._front.batch(nth(self._opening.done, self._first(self._place(self._seq).number)) - 1)
         recorder.opened()
 
-    def tell(self) -> None:
+    def send_draw(self) -> None:
         """Do nothing: all workers read the same stream, so there is no draw to send."""
 
     def leave(self) -> None:
@@ -130,7 +132,7 @@ class IterableEpoch:
                 return place, unit
             # This worker has read the batch before, so the stream is shorter when it is read again.
             if went_by:
-                self._ledger.lost(place.stream, leases.last - place.number)
+                self._accounting.lost(place.stream, leases.last - place.number)
                 leases.drop_rest()
             else:
                 leases.end_at(self._units_read())

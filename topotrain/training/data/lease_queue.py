@@ -182,6 +182,7 @@ class LeaseQueue(RegroupExtension):
         self._groups = groups
         self._workers = workers
         self._warming = warming
+        self._singly = singly
         self._finished: set[int] = set()
         self._parting: set[int] = set()
         self._floor = 0  # all epochs before it are over
@@ -244,7 +245,7 @@ class LeaseQueue(RegroupExtension):
             self._finished.discard(group)
         # Other workers read what group 0 drew only if it is the only group. All of them will request it again.
         if group == 0:
-            self._draws = DrawnChunks(self._groups * self._workers - 1)
+            self._draws = DrawnChunks(self._groups * self._workers - 1, self._singly)
         for number, epoch in self._epochs.items():
             epoch.restart(group, number, applied)
         return self._reply_to_all()
@@ -505,7 +506,7 @@ class DrawnChunks:
         chunk = self._chunk(key)
         # The same chunk again is no error: a transport may deliver it twice, or worker (0,0) has restarted.
         if chunk.put not in (None, put):
-            raise ProtocolError(f"chunk {put.chunk} of epoch {put.epoch} came twice")
+            raise ProtocolError(f"chunk {put.chunk} of epoch {put.epoch} came again with other batches")
         if chunk.put is None:
             self._drawn += _numbers(put)
         # With `keeps` there are chunks of up to three epochs.

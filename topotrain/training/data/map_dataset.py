@@ -26,6 +26,7 @@ from topotrain.training.data.sampling import (
     digest,
     draw_again,
     draw_epoch,
+    draw_seed,
     draws_at_once,
     in_runs,
     index_sampler,
@@ -36,7 +37,6 @@ from topotrain.training.data.sampling import (
     repeats,
     share_of,
     share_of_loaded,
-    throw,
 )
 from topotrain.training.rng_state import Stand
 
@@ -103,6 +103,10 @@ class BatchPosition(NamedTuple):
     ordinal: int
     number: int
     last: bool
+
+
+LoadedBatch = tuple[BatchPosition, int, Any]
+"""The position of a batch, the number of its samples that count, and its data."""
 
 
 class _After(Enum):
@@ -197,6 +201,33 @@ class ResumeRecorder(ABC):
     @abstractmethod
     def ended(self) -> None:
         """There is no batch left: the pass is over."""
+
+
+class EpochReader(ABC):
+    """One pass over a loader: the batches of this worker."""
+
+    @abstractmethod
+    def catch_up(self, recorder: ResumeRecorder) -> None:
+        """Go to the batch that an earlier process had reached.
+
+        `ResumeRecorder.opened` is called when all random numbers up to there are drawn. That may be at the first batch.
+        """
+
+    @abstractmethod
+    def next(self) -> LoadedBatch:
+        """The next batch. Raises StopIteration."""
+
+    @abstractmethod
+    def send_draw(self) -> None:
+        """Send what was drawn at once for the whole epoch to the other workers."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Give back what was drawn and not read."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Release the loader's iterator, so that its processes end at once."""
 
 
 # --- the copied loader -------------------------------------------------------------------------------------------
@@ -299,11 +330,11 @@ class LoaderCopy:
         """Let all workers' copies give the same seeds to their processes."""
         self._set("generator", torch.Generator().manual_seed(seed))
 
-    def seed_from(self, dice: Stand) -> None:
+    def seed_from(self, state: Stand) -> None:
         """Give the processes the seeds of a worker with generators in this state."""
         generator = torch.Generator()
         # "own 0" is the loader's generator. A loader without one draws from the global generator.
-        generator.set_state(dice.get("own 0", dice["torch"]) if self.original.generator else dice["torch"])
+        generator.set_state(state.get("own 0", state["torch"]) if self.original.generator else state["torch"])
         self._set("generator", generator)
 
     @property
@@ -311,11 +342,11 @@ class LoaderCopy:
         """Whether the next pass has a new iterator; processes that persist keep theirs."""
         return self.loader._iterator is None
 
-    def throw(self) -> None:
+    def draw_seed(self) -> None:
         """Move the script's generator as far as the plain loader's `iter()` does."""
         # An iterator that persists draws its seeds once, when it is made.
         if self.fresh:
-            throw(self.original)
+            draw_seed(self.original)
 
 
 # --- leases ------------------------------------------------------------------------------------------------------
@@ -324,8 +355,8 @@ class LoaderCopy:
 class LeaseIterator:
     """The leases of this group in one epoch, one after the other."""
 
-    def __init__(self, desk: DataClient, epoch: int, total: int, digest: int) -> None:
-        self._desk, self._epoch, self._digest = desk, epoch, digest
+    def __init__(self, client: DataClient, epoch: int, total: int, digest: int) -> None:
+        self._client, self._epoch, self._digest = client, epoch, digest
         self.total = total
         self.passed = 0  # leases with a last batch that the script has read
         self.asked = 0
@@ -339,7 +370,7 @@ class LeaseIterator:
         # Also if the last batch failed to load and the script went on: it will never be read.
         if wait:
             self.passed = self.asked
-        lease, first, last = self._desk.lease(self._epoch, self.asked, self.total, self._digest, self.passed, wait)
+        lease, first, last = self._client.lease(self._epoch, self.asked, self.total, self._digest, self.passed, wait)
         if last <= first:
             return False
         self.stream, self.first, self.at, self.last = (self._epoch << 32) | lease, first, first, last
@@ -371,13 +402,13 @@ class LeaseIterator:
         # By what was read: a loader with processes has drawn further.
         if self.asked:
             ordinal, number = (unread.ordinal, unread.number) if unread else (self.asked - 1, self.at)
-            self._desk.free(self._epoch, ordinal, number)
+            self._client.free(self._epoch, ordinal, number)
 
 
 # --- the pass ----------------------------------------------------------------------------------------------------
 
 
-class MapEpoch:
+class MapEpoch(EpochReader):
     """One pass over a loader with a sampler."""
 
     def __init__(
@@ -385,11 +416,12 @@ class MapEpoch:
         inner: LoaderCopy,
         indices: _Indices,
         plan: DataPlan,
-        desk: DataClient,
+        client: DataClient,
         epoch: int,
         opening: ResumePoint = PLAIN,
     ) -> None:
-        self._original, self._indices, self._plan, self._desk, self._epoch = inner.original, indices, plan, desk, epoch
+        self._original, self._indices = inner.original, indices
+        self._plan, self._client, self._epoch = plan, client, epoch
         self._opening = opening
         # Otherwise every worker makes the list of the epoch, and leaves out of it what is applied.
         handed_out = plan.mode == "broadcast" and not opening.drawn
@@ -400,7 +432,7 @@ class MapEpoch:
         # With backup workers each worker may have come to another batch.
         if plan.own_streams:
             self._again = False
-        self._untold: list[Chunk] = []  # the draw of the whole epoch, until it is sent
+        self._unsent: list[Chunk] = []  # the draw of the whole epoch, until it is sent
         self._ahead: _Ahead | None = None
         self._recorder: ResumeRecorder | None = None
         self._leases: LeaseIterator | None = None
@@ -412,7 +444,7 @@ class MapEpoch:
             units = list(self._units(batches))
             places = partial(self._dealt, units)
             if plan.mode == "lease":
-                self._leases = LeaseIterator(desk, epoch, len(units), digest(batches))
+                self._leases = LeaseIterator(client, epoch, len(units), digest(batches))
                 places = partial(self._leased, self._leases, units)
         # A new iterator of the loader calls this again, and goes on where the leases have come to.
         indices.open(lambda: map(self._own, places()))
@@ -420,10 +452,6 @@ class MapEpoch:
         self._batches = self._reopen()
 
     def catch_up(self, recorder: ResumeRecorder) -> None:
-        """Go to the batch that an earlier process had reached.
-
-        `ResumeRecorder.opened` is called when all random numbers up to there are drawn. That may be at the first batch.
-        """
         if self._again:
             # The processes of the loader draw random numbers for each batch, so these are loaded and dropped.
             for _ in range(self._units_done()):
@@ -437,8 +465,7 @@ class MapEpoch:
             return
         recorder.opened()
 
-    def next(self) -> tuple[BatchPosition, int, Any]:
-        """The next batch: position, samples that count, data. Raises StopIteration."""
+    def next(self) -> LoadedBatch:
         data, mark = self._load()
         if self._leases is not None:
             self._leases.read(mark.place)
@@ -469,21 +496,18 @@ class MapEpoch:
             raise RuntimeError(f"{type(self._original).__name__} gave more batches than its sampler")
         return data, self._indices.marks.popleft()
 
-    def tell(self) -> None:
-        """Send the draw to the other workers, unless `_announced` sends it in parts."""
-        untold, self._untold = self._untold, []
-        for number, (sizes, indices, end) in enumerate(untold):
-            self._desk.put_draw(self._epoch, number, end, sizes, indices)
+    def send_draw(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for number, (sizes, indices, end) in enumerate(unsent):
+            self._client.put_draw(self._epoch, number, end, sizes, indices)
 
     def leave(self) -> None:
-        """Give back what was drawn and not read."""
-        self.tell()
+        self.send_draw()
         if self._leases is not None:
             self._leases.leave(self._indices.marks[0].place if self._indices.marks else None)
         self.end()
 
     def end(self) -> None:
-        """Release the loader's iterator, so that its processes end at once."""
         # The last reference to the iterator.
         self._batches = _nothing()
         self._reopen = _nothing
@@ -503,7 +527,7 @@ class MapEpoch:
         return iter(lambda: list(islice(flow, self._plan.workers)), [])
 
     def _broadcast(self) -> Iterator[tuple[BatchPosition, Any]]:
-        plan, desk, epoch, loader = self._plan, self._desk, self._epoch, self._original
+        plan, client, epoch, loader = self._plan, self._client, self._epoch, self._original
         if plan.workers == 1:
             batches = iter(index_sampler(loader))
         elif plan.is_main:
@@ -511,12 +535,12 @@ class MapEpoch:
             # With backup workers the others do not wait for a slow worker (0,0), so it draws the epoch at once.
             if plan.own_streams:
                 runs = list(in_runs(drawn, True))
-                self._untold = [chunk for _, chunks in runs for chunk in chunks]
+                self._unsent = [chunk for _, chunks in runs for chunk in chunks]
                 batches = iter([batch for run, _ in runs for batch in run])
             else:
                 batches = self._announced(in_runs(drawn, draws_at_once(loader)))
         else:
-            batches = received(desk.get_draw(epoch, number) for number in count())
+            batches = received(client.get_draw(epoch, number) for number in count())
         # The batches that `catch_up` loads and drops have negative numbers.
         if self._again:
             return self._placed(self._units(batches), -self._units_done())
@@ -532,7 +556,7 @@ class MapEpoch:
         number = 0
         for run, chunks in runs:
             for sizes, indices, end in chunks:
-                self._desk.put_draw(self._epoch, number, end, sizes, indices)
+                self._client.put_draw(self._epoch, number, end, sizes, indices)
                 number += 1
             yield from run
 
@@ -543,7 +567,7 @@ class MapEpoch:
         """This group's units, numbered from `first` on, without those that are applied."""
         plan = self._plan
         stream = plan.stream(self._epoch)
-        applied = self._desk.applied(stream) if self._opening.returned else 0
+        applied = self._client.applied(stream) if self._opening.returned else 0
         if plan.own_streams:
             # The last round of an epoch may have fewer batches than workers.
             units = (unit for unit in units if plan.index < len(unit))

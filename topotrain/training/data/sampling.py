@@ -190,29 +190,29 @@ def draw_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
             generator.set_state(state)
 
 
-def draw_again(loader: DataLoader[Any], dice: Stand, fresh: bool) -> list[Any]:
+def draw_again(loader: DataLoader[Any], state: Stand, fresh: bool) -> list[Any]:
     """All index lists of an epoch that worker (0,0) drew as a plain loader does.
 
     No generator's state changes.
 
     Args:
-        dice: the state of the generators of worker (0,0) before the draw.
+        state: that of the generators of worker (0,0) before the draw.
         fresh: its loader's iterator was a new one, which draws a seed for its processes.
     """
     generators = generators_of(loader)
     before = stand(generators)
     try:
-        put_back(dice, generators)
+        put_back(state, generators)
         # In the order of torch: the sampler's iterator, the seed, the batches. Samplers draw at the first or the last.
         drawn = iter(index_sampler(loader))
         if fresh:
-            throw(loader)
+            draw_seed(loader)
         return list(drawn)
     finally:
         put_back(before, generators)
 
 
-def throw(loader: DataLoader[Any]) -> None:
+def draw_seed(loader: DataLoader[Any]) -> None:
     """Draw the seed that a new iterator of the loader draws for its processes."""
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 

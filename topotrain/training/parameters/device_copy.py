@@ -40,14 +40,14 @@ class DeviceCopier(Protocol):
     `place` is always host memory that `reaches` allowed, or a `bounce` buffer.
     """
 
-    def home(self, source: torch.Tensor, place: torch.Tensor) -> None:
+    def copy_to_host(self, source: torch.Tensor, place: torch.Tensor) -> None:
         """Copy from the device; `place` is filled when a later `mark` is reached.
 
         `source` may be freed at once.
         """
         ...
 
-    def out(self, pairs: Iterable[Pair]) -> None:
+    def copy_to_device(self, pairs: Iterable[Pair]) -> None:
         """Copy each (target on the device, place).
 
         The places must not change until `settle` returns.
@@ -59,7 +59,7 @@ class DeviceCopier(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait until the places of the last `out` may be written again."""
+        """Wait until the places of the last `copy_to_device` may be written again."""
         ...
 
     def reaches(self, view: torch.Tensor) -> bool:
@@ -78,11 +78,11 @@ class DeviceCopier(Protocol):
 class ImmediateCopier:
     """Copies at once: for parameters on the CPU beside others on a GPU."""
 
-    def home(self, source: torch.Tensor, place: torch.Tensor) -> None:
+    def copy_to_host(self, source: torch.Tensor, place: torch.Tensor) -> None:
         """Copy at once."""
         place.copy_(source)
 
-    def out(self, pairs: Iterable[Pair]) -> None:
+    def copy_to_device(self, pairs: Iterable[Pair]) -> None:
         """Copy at once."""
         for target, place in pairs:
             target.copy_(place)
@@ -154,9 +154,9 @@ class CudaCopier:
     def __init__(self, device: torch.device, pins: PinnedStorages) -> None:
         self._device, self._pins = device, pins
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._read: torch.cuda.Event | None = None  # the end of the last `out`
+        self._read: torch.cuda.Event | None = None  # the end of the last `copy_to_device`
 
-    def home(self, source: torch.Tensor, place: torch.Tensor) -> None:
+    def copy_to_host(self, source: torch.Tensor, place: torch.Tensor) -> None:
         """Copy after the present work of the device's current stream."""
         # The gradient is complete when the work that the device has queued so far is done.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -170,7 +170,7 @@ class CudaCopier:
         # The allocator would otherwise give the memory away when the script drops it, while the copy still runs.
         source.record_stream(self._stream)
 
-    def out(self, pairs: Iterable[Pair]) -> None:
+    def copy_to_device(self, pairs: Iterable[Pair]) -> None:
         """Copy before later work of the current stream."""
         current = torch.cuda.current_stream(self._device)
         # Kernels that are queued already still read the old values.
@@ -214,7 +214,7 @@ class CudaCopier:
         self._pins.close()
 
 
-def ferries(devices: Iterable[torch.device]) -> dict[torch.device, DeviceCopier]:
+def copiers_for(devices: Iterable[torch.device]) -> dict[torch.device, DeviceCopier]:
     """Return a copier for each device. CPU parameters are copied directly."""
     pins = PinnedStorages(PinningDriver())
     return {d: CudaCopier(d, pins) if d.type == "cuda" else ImmediateCopier() for d in dict.fromkeys(devices)}

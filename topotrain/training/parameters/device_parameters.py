@@ -16,7 +16,7 @@ from torch import nn
 from topotrain.config.sharding import Bucket
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.client.value_pull import ValueObserver
-from topotrain.training.parameters.device_copy import CopyEvent, DeviceCopier, ferries
+from topotrain.training.parameters.device_copy import CopyEvent, DeviceCopier, copiers_for
 
 
 class ParameterViews(ABC):
@@ -186,7 +186,7 @@ class _Arrival:
     """Copies in flight: events, bounce buffers to copy from, and a push afterwards."""
 
     marks: list[CopyEvent]
-    landing: list[tuple[torch.Tensor, torch.Tensor]]  # (view of a flat buffer, bounce buffer)
+    bounced: list[tuple[torch.Tensor, torch.Tensor]]  # (view of a flat buffer, bounce buffer)
     push: QueuedPush | None
 
 
@@ -209,12 +209,12 @@ class DeviceParameters(ParameterHolder):
         super().__init__(tensors)
         self._view = views.view
         self._here = {index: tensor for index, tensor in enumerate(tensors) if not tensor.is_meta}
-        self._ferries = copiers or ferries(tensor.device for tensor in self._here.values())
-        self._ferry = {index: self._ferries[tensor.device] for index, tensor in self._here.items()}
+        self._copiers = copiers or copiers_for(tensor.device for tensor in self._here.values())
+        self._copier = {index: self._copiers[tensor.device] for index, tensor in self._here.items()}
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._places: dict[tuple[str, int], torch.Tensor] = {}
         self._rooms: dict[tuple[str, int], torch.Tensor] = {}
-        self._landing: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._arrivals: deque[_Arrival] = deque()
 
     def move(self) -> None:
@@ -233,16 +233,16 @@ class DeviceParameters(ParameterHolder):
     def after_values(self) -> None:
         """Copy all values to the devices, before later work of theirs."""
         # Through `.data`, which raises no version: the script's edits are found by versions.
-        self._out("params", {index: tensor.data for index, tensor in self._here.items()})
+        self._start_to_device("params", {index: tensor.data for index, tensor in self._here.items()})
 
     def before_values(self) -> None:
         """Wait until the devices have read their copies."""
-        for ferry in self._ferries.values():
-            ferry.settle()
+        for copier in self._copiers.values():
+            copier.settle()
 
     def send(self, index: int, gradient: torch.Tensor) -> None:
         """Start the copy."""
-        self._home("local", index, gradient)
+        self._start_to_host("local", index, gradient)
 
     def keep(self, index: int) -> None:
         """Do nothing: `.grad` stays on the device."""
@@ -256,14 +256,14 @@ class DeviceParameters(ParameterHolder):
             self._arrive()
 
     def _queue(self, push: QueuedPush | None) -> None:
-        # Marks come after all copies of `landing`, so their events cover these copies.
-        landing, self._landing = self._landing, []
-        self._arrivals.append(_Arrival([ferry.mark() for ferry in self._ferries.values()], landing, push))
+        # Marks come after all copies of `bounced`, so their events cover these copies.
+        bounced, self._bounced = self._bounced, []
+        self._arrivals.append(_Arrival([copier.mark() for copier in self._copiers.values()], bounced, push))
 
     def drain(self) -> None:
         """Wait for each copy in turn, and send its push while later copies are in flight."""
         # Copies without a full bucket may still be in bounce buffers.
-        if self._landing:
+        if self._bounced:
             self._queue(None)
         while self._arrivals:
             self._arrive()
@@ -273,7 +273,7 @@ class DeviceParameters(ParameterHolder):
         # A bounce buffer has its contents only after the mark.
         for mark in arrival.marks:
             mark.synchronize()
-        for view, place in arrival.landing:
+        for view, place in arrival.bounced:
             view.copy_(place)
         if arrival.push is not None:
             arrival.push.send()
@@ -282,7 +282,7 @@ class DeviceParameters(ParameterHolder):
         """Set `.grad` to a new tensor on the device, or add to the script's own tensor."""
         # New memory each time: the script may hold the `.grad` of an earlier step.
         means = {index: self._like("grad", index) for index in earlier}
-        self._out("grad", means)
+        self._start_to_device("grad", means)
         with torch.no_grad():
             for index, before in earlier.items():
                 self.set_gradient(index, means[index] if before is None else before.add_(means[index]))
@@ -290,7 +290,7 @@ class DeviceParameters(ParameterHolder):
     def bring(self, name: str, gradients: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
         """Return complete copies."""
         for index, gradient in gradients.items():
-            self._home(name, index, gradient)
+            self._start_to_host(name, index, gradient)
         self._queue(None)
         self.drain()
         return {index: self._view(name, index) for index in gradients}
@@ -310,9 +310,9 @@ class DeviceParameters(ParameterHolder):
         """Wait for the copies and release memory."""
         # The job has ended: pushes that were not sent have no receiver any more.
         self._arrivals.clear()
-        self._landing.clear()
-        for ferry in self._ferries.values():
-            ferry.close()
+        self._bounced.clear()
+        for copier in self._copiers.values():
+            copier.close()
 
     def _like(self, name: str, index: int) -> torch.Tensor:
         """Allocate memory on the parameter's device, like its view in a flat buffer."""
@@ -324,27 +324,27 @@ class DeviceParameters(ParameterHolder):
         place = self._places.get((name, index))
         # To ask for the place may pin memory, which is slow, so it is done once.
         if place is None:
-            view, ferry = self._view(name, index), self._ferry[index]
-            place = self._places[name, index] = view if ferry.reaches(view) else ferry.bounce(view)
+            view, copier = self._view(name, index), self._copier[index]
+            place = self._places[name, index] = view if copier.reaches(view) else copier.bounce(view)
         return place
 
-    def _home(self, name: str, index: int, gradient: torch.Tensor) -> None:
+    def _start_to_host(self, name: str, index: int, gradient: torch.Tensor) -> None:
         view, place = self._view(name, index), self._place(name, index)
-        self._ferry[index].home(gradient.detach(), place)
+        self._copier[index].copy_to_host(gradient.detach(), place)
         # The bounce buffer is read after the event of this copy (`_arrive`).
         if place is not view:
-            self._landing.append((view, place))
+            self._bounced.append((view, place))
 
-    def _out(self, name: str, targets: Mapping[int, torch.Tensor]) -> None:
+    def _start_to_device(self, name: str, targets: Mapping[int, torch.Tensor]) -> None:
         pairs: dict[DeviceCopier, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self.before_values()  # a bounce buffer may still be read
         for index, target in targets.items():
             view, place = self._view(name, index), self._place(name, index)
             if place is not view:
                 place.copy_(view)
-            pairs.setdefault(self._ferry[index], []).append((target, place))
-        for ferry, rows in pairs.items():
-            ferry.out(rows)
+            pairs.setdefault(self._copier[index], []).append((target, place))
+        for copier, rows in pairs.items():
+            copier.copy_to_device(rows)
 
 
 def mirror_for(tensors: Sequence[nn.Parameter], views: ParameterViews) -> ParameterHolder:

@@ -19,13 +19,12 @@ from torch import nn
 from topotrain.config.job import ConfigError
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.core.model.safetensors_layout import NAMES
-from topotrain.core.model.schema import FlatBuffers, ModelBuffer
+from topotrain.core.model.schema import FlatBuffers, ModelBuffer, plain_name
 from topotrain.training.parameters.device_parameters import HostParameters, ParameterViews, mirror_for
 
 DEVICES = ("cpu", "cuda")
 HOME = "topotrain_home"
 """Attribute of a parameter: the number of the server that stores it."""
-_COMPILED = "_orig_mod."  # torch.compile adds this prefix to names
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> Mo
         if id(tensor) in others:
             continue
         # By identity: a tied weight is one parameter with several names.
-        names.setdefault(id(tensor), []).append(name.replace(_COMPILED, ""))
+        names.setdefault(id(tensor), []).append(plain_name(name))
         tensors[id(tensor)] = tensor
     if not tensors and not aside:
         raise ConfigError("model", None, "has no parameters: nothing to train")
@@ -69,7 +68,7 @@ def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> Mo
     modules = dict(model.named_modules())
     # torch has no public name for this set.
     passing = {f"{prefix}.{n}".lstrip(".") for prefix, m in modules.items() for n in m._non_persistent_buffers_set}
-    buffers = [(name.replace(_COMPILED, ""), b) for name, b in model.named_buffers() if name not in passing]
+    buffers = [(plain_name(name), b) for name, b in model.named_buffers() if name not in passing]
     index = {key: number for number, key in enumerate(tensors)}
     return ModelParts(
         unique,

@@ -17,6 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import ref
 
 import torch
 from torch import nn
@@ -29,8 +30,8 @@ from topotrain.training.parameters.device_parameters import QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, version_of
 from topotrain.training.worker_stats import StepBatches
 
-# Integer dtypes by element size. torch has none of 16 bytes, so complex128 is compared as numbers.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+# Integer dtypes by element size.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class GradientPath(ABC):
@@ -172,11 +173,6 @@ class GradientPath(ABC):
                 self._zero_absent(bucket)
                 yield bucket
 
-    def _same_bits(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        # As integers: compared as numbers, NaN differs from itself, and -0.0 equals 0.0.
-        kind = _BITS[a.element_size()]
-        return torch.equal(a.view(kind), b.view(kind))
-
     def after_step(self) -> None:
         """Prepare for the next step, after this one was applied."""
         self._step += 1
@@ -185,6 +181,28 @@ class GradientPath(ABC):
     def go_to(self, step: int) -> None:
         """Continue at this step. The group made the steps before it without this worker."""
         self._step = step
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # As integers: compared as numbers, NaN differs from itself, and -0.0 equals 0.0.
+    return torch.equal(_integers(a), _integers(b))
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.view(_BITS[real.element_size()])
+
+
+class _SentGradient:
+    """A gradient that a hook has sent, to find out whether it was replaced or edited."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        # Not its id, which a later tensor may have.
+        self._gradient, self._version = ref(gradient), version_of(gradient)
+
+    def is_still(self, gradient: torch.Tensor | None) -> bool:
+        """Whether this is the same gradient, without a change in place."""
+        return gradient is not None and self._gradient() is gradient and self._version == version_of(gradient)
 
 
 class MeanPath(GradientPath):
@@ -198,7 +216,7 @@ class MeanPath(GradientPath):
         slice_map: SliceMap,
         batches: StepBatches,
     ) -> None:
-        self._aside: dict[int, torch.Tensor] = {}  # `.grad` from before this backward
+        self._earlier: dict[int, torch.Tensor] = {}  # `.grad` from before this backward
         self._union = [0] * len(slice_map.buckets)  # bit per piece with a mean in this step, by any worker
         self._sums: dict[int, torch.Tensor] = {}  # sum of the step's means by bucket, as the servers have it
         self._own_sums = False  # the sums are copies, and not views that the next means overwrite
@@ -223,7 +241,7 @@ class MeanPath(GradientPath):
             local = self._buffers.view("local", index)
             # A backward that raised has left a view of "local" here, which this backward overwrites.
             alias = tensor.grad.data_ptr() == local.data_ptr()
-            self._aside[index] = tensor.grad.clone() if alias else tensor.grad
+            self._earlier[index] = tensor.grad.clone() if alias else tensor.grad
             # Autograd now stores the gradient of this backward alone. The earlier one is a mean already, and must not
             # be reduced again.
             self._mirror.set_gradient(index, None)
@@ -252,7 +270,7 @@ class MeanPath(GradientPath):
 
     def _close(self) -> None:
         self._open = False
-        self._aside.clear()
+        self._earlier.clear()
         self._arrived = [0] * len(self._arrived)
         self._pushed = 0
 
@@ -290,14 +308,14 @@ class MeanPath(GradientPath):
         # A server then may write the mean into "grad". Elsewhere it is added to the earlier value here.
         for i, index in enumerate(self._owners[bucket.id]):
             arrived = self._arrived[bucket.id] >> i & 1
-            if index in self._aside or not (arrived or self._tensors[index].grad is None):
+            if index in self._earlier or not (arrived or self._tensors[index].grad is None):
                 return False
         return True
 
     def _end(self) -> None:
         if not any(self._arrived):
             # autograd.grad() calls the hook before accumulation, too, but accumulates nothing.
-            for index, gradient in self._aside.items():
+            for index, gradient in self._earlier.items():
                 self._mirror.set_gradient(index, gradient)
             self._close()
             return
@@ -353,7 +371,7 @@ class MeanPath(GradientPath):
 
     def _add_to(self, index: int, rows: list[tuple[Bucket, int, torch.Tensor]]) -> torch.Tensor | None:
         mine = self._buffers.view("grad", index)
-        earlier = self._aside.get(index)
+        earlier = self._earlier.get(index)
         # Only other workers had a gradient, so no hook of this backward has set `.grad` aside.
         if earlier is None and not self._arrived_for(index):
             earlier = self._tensors[index].grad
@@ -413,7 +431,7 @@ class MeanPath(GradientPath):
         for bucket, i in self._pieces[index]:
             piece = bucket.pieces[i]
             part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
-            if not self._same_bits(self._flats.view("grad", bucket)[part], self._sums[bucket.id][part]):
+            if not _same_bits(self._flats.view("grad", bucket)[part], self._sums[bucket.id][part]):
                 bits |= self._gradients.model.piece_bit(bucket, i)
         return bits
 
@@ -465,8 +483,7 @@ class PushPath(GradientPath):
         self._sent = [0] * len(slice_map.buckets)  # bit per piece with a gradient in the last push
         self._unsent = [False] * len(slice_map.buckets)  # "local" is newer than what was pushed
         self._pushes = [0] * len(slice_map.buckets)  # in this step; numbers the revisions
-        # The id shows a `.grad` that was replaced, the version one that was edited.
-        self._versions: dict[int, tuple[int, int]] = {}
+        self._seen: dict[int, _SentGradient] = {}
         super().__init__(parts, buffers, gradients, slice_map, batches)
 
     def begin(self) -> None:
@@ -485,7 +502,7 @@ class PushPath(GradientPath):
             self._mirror.keep(index)
         for bucket, _ in self._pieces[index]:
             self._unsent[bucket.id] = True
-        self._versions[index] = (id(tensor.grad), version_of(tensor.grad))
+        self._seen[index] = _SentGradient(tensor.grad)
         if self.backwards == self._guess - 1:
             for bucket in full:
                 # A revision is one byte, and each backward that raised took one. The last is left for `at_step`.
@@ -508,7 +525,7 @@ class PushPath(GradientPath):
         wanted = [0] * len(self._map.buckets)
         gradients = {index: tensor.grad for index, tensor in enumerate(self._tensors) if tensor.grad is not None}
         # Where an edit is an error, only gradients that no hook has seen have to be read.
-        unknown = {index: g for index, g in gradients.items() if self._compare or index not in self._versions}
+        unknown = {index: g for index, g in gradients.items() if self._compare or index not in self._seen}
         left = self._mirror.bring("local" if self._sees else "left", unknown)
         for index, gradient in gradients.items():
             self._check_edit(index, gradient)
@@ -527,8 +544,8 @@ class PushPath(GradientPath):
         return tuple(self._revision), 0, 0
 
     def _check_edit(self, index: int, gradient: torch.Tensor) -> None:
-        known = self._versions.get(index)
-        if not self._compare and known is not None and known != (id(gradient), version_of(gradient)):
+        known = self._seen.get(index)
+        if not self._compare and known is not None and not known.is_still(gradient):
             raise RuntimeError(
                 f"the gradient of {self._parameters[index].name} was changed, but with grads: kHidden it was sent "
                 f"already; use grads: kVisible, tt.clip_grad_norm_, or updater {{ clip_norm: … }} in the job file"
@@ -537,7 +554,7 @@ class PushPath(GradientPath):
     def _collect(self, index: int, left: torch.Tensor | None, wanted: list[int]) -> None:
         """Update "local" with the script's gradient, and note the buckets to send (again)."""
         # `left` is None for a gradient that the script has not changed. "local" is a copy of it already.
-        changed = index not in self._versions
+        changed = index not in self._seen
         if left is not None:
             local = self._buffers.view("local", index)
             if left.data_ptr() != local.data_ptr():
@@ -553,7 +570,7 @@ class PushPath(GradientPath):
         if gradient.stride() != local.stride():
             return torch.equal(gradient, local)
         flat = (gradient.numel(),), (1,)
-        return self._same_bits(
+        return _same_bits(
             gradient.as_strided(*flat, gradient.storage_offset()), local.as_strided(*flat, local.storage_offset())
         )
 
@@ -565,7 +582,7 @@ class PushPath(GradientPath):
         self._sent = [0] * len(self._sent)
         self._unsent = [False] * len(self._unsent)
         self._pushes = [0] * len(self._pushes)
-        self._versions.clear()
+        self._seen.clear()
 
 
 class ArrivalPath(GradientPath):
@@ -589,7 +606,7 @@ class ArrivalPath(GradientPath):
         self._hyper = hyper
         self._sent_hyper = b""
         self._open = False  # a backward has begun and has not ended
-        self._versions: dict[int, tuple[int, int]] = {}
+        self._seen: dict[int, _SentGradient] = {}
         super().__init__(parts, buffers, gradients, slice_map, batches)
 
     def _after(self, index: int, tensor: torch.Tensor) -> None:
@@ -599,7 +616,7 @@ class ArrivalPath(GradientPath):
             self._begin()
         full = self._copy_local(index, tensor.grad)
         self._mirror.keep(index)
-        self._versions[index] = (id(tensor.grad), version_of(tensor.grad))
+        self._seen[index] = _SentGradient(tensor.grad)
         for bucket in full:
             self._push(bucket)
 
@@ -638,9 +655,8 @@ class ArrivalPath(GradientPath):
                 "the gradients are applied already: change them after step()"
             )
         for index, tensor in enumerate(self._tensors):
-            gradient = tensor.grad
-            now = None if gradient is None else (id(gradient), version_of(gradient))
-            if now != self._versions.get(index):
+            known = self._seen.get(index)
+            if not (tensor.grad is None if known is None else known.is_still(tensor.grad)):
                 raise RuntimeError(
                     f"the gradient of {self._parameters[index].name} is not what backward() left, but with apply: "
                     f"kOnArrival it is applied already; use apply: kAtStep, or updater {{ clip_low, clip_high }}"
@@ -649,4 +665,4 @@ class ArrivalPath(GradientPath):
 
     def after_step(self) -> None:
         super().after_step()
-        self._versions.clear()
+        self._seen.clear()

@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from topotrain.config.job import ConfigError
-from topotrain.training.context import aside
+from topotrain.core.model.schema import COMPILED
+from topotrain.training.context import outside_step
 from topotrain.training.data.sampling import leading, share_of_loaded
 
 Values = dict[str, float]
@@ -99,27 +100,27 @@ class EvaluationLoader:
     def __init__(self, kind: str, loader: DataLoader[Any], batches: int) -> None:
         self.kind = kind
         self._batches = None if batches < 0 else batches
-        self._dice = torch.Generator()
+        self._generator = torch.Generator()
         self._loader = copy.copy(loader)
         # `copy` has copied the iterator of persistent processes, which belongs to the script's loader.
-        own = {"generator": self._dice, "_iterator": None, "sampler": self._with_dice(loader.sampler)}
+        own = {"generator": self._generator, "_iterator": None, "sampler": self._with_generator(loader.sampler)}
         if isinstance(loader.batch_sampler, BatchSampler) and hasattr(loader.batch_sampler, "sampler"):
             own["batch_sampler"] = copy.copy(loader.batch_sampler)
-            own["batch_sampler"].sampler = self._with_dice(loader.batch_sampler.sampler)
+            own["batch_sampler"].sampler = self._with_generator(loader.batch_sampler.sampler)
         for name, value in own.items():
             object.__setattr__(self._loader, name, value)  # DataLoader refuses ordinary assignment
 
-    def _with_dice(self, sampler: Any) -> Any:
+    def _with_generator(self, sampler: Any) -> Any:
         if getattr(sampler, "generator", self) is not None:  # it has its own, or does not use one
             return sampler
         # A copy, since the training loader may use the sampler as well.
-        twin = copy.copy(sampler)
-        twin.generator = self._dice
-        return twin
+        own = copy.copy(sampler)
+        own.generator = self._generator
+        return own
 
     def __iter__(self) -> Iterator[Any]:
         # At each pass, so that every evaluation sees the same batches.
-        self._dice.manual_seed(_SEED)
+        self._generator.manual_seed(_SEED)
         return islice(self._loader, self._batches)
 
 
@@ -132,7 +133,7 @@ def evaluate(
     """
     sums: Values = {}
     samples = 0
-    with _looking(model):
+    with _in_evaluation(model):
         for batch in data:
             # Batches count by their samples, since the last one may be smaller.
             count = leading(batch) or 1
@@ -148,7 +149,7 @@ def evaluate(
 
 def follow(model: nn.Module, objective: Objective, data: EvaluationLoader) -> None:
     """Compute this worker's part of a split model that another worker evaluates."""
-    with _looking(model):
+    with _in_evaluation(model):
         for batch in data:
             samples = leading(batch)
             # This worker's own input does not count, so one sample of it is enough.
@@ -156,13 +157,13 @@ def follow(model: nn.Module, objective: Objective, data: EvaluationLoader) -> No
 
 
 @contextlib.contextmanager
-def _looking(model: nn.Module) -> Iterator[None]:
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
     # A script may have set parts of a model to eval mode, and `model.train()` would lose that.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        # `aside`: calls of `tt.weight` and `tt.local` in the model are no part of the script's step.
-        with torch.no_grad(), aside():
+        # `outside_step`: calls of `tt.weight` and `tt.local` in the model are no part of the script's step.
+        with torch.no_grad(), outside_step():
             yield
     finally:
         for module, training in modes:
@@ -187,7 +188,7 @@ class BackgroundEvaluator:
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         # torch.compile wraps a module. The module itself has the same parameters, and can be copied.
-        model = getattr(model, "_orig_mod", model)
+        model = getattr(model, COMPILED, model)
         try:
             self._copy = copy.deepcopy(model)
         except Exception as error:
@@ -196,7 +197,7 @@ class BackgroundEvaluator:
         self._model, self._objective = model, objective
         self._stop = threading.Event()
         # No process of its own: torch's kernels run without Python's lock.
-        self._pool = ThreadPoolExecutor(1, "evaluation", _yield_to_others)
+        self._pool = ThreadPoolExecutor(1, "evaluation", _lower_priority)
         self._running: Future[list[EvaluationResult]] | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -218,9 +219,9 @@ class BackgroundEvaluator:
         running = self._running
         if running is None or not (wait or running.done()):
             return []
-        found = running.result()
+        # First, because `result` may raise the evaluation's error, and then too it is over.
         self._running = None
-        return found
+        return running.result()
 
     def close(self) -> None:
         """Stop a running evaluation after its current batch."""
@@ -258,13 +259,13 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def _yield_to_others() -> None:
+def _lower_priority() -> None:
     with contextlib.suppress(OSError):  # a thread's own priority, as Linux has it
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 @contextlib.contextmanager
-def same_dice(model: nn.Module) -> Iterator[None]:
+def rng_restored(model: nn.Module) -> Iterator[None]:
     """Restore the random state after the block."""
     # Some models draw random numbers even in eval mode.
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}

@@ -12,6 +12,7 @@ from torch import nn
 
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import make_folder
+from topotrain.core.model.schema import plain_name
 from topotrain.training import context as process
 from topotrain.training.final_parameters import load_tensors, save_tensors
 
@@ -62,7 +63,7 @@ def load_checkpoints(model: nn.Module, paths: Sequence[str]) -> list[str]:
     """
     # Duplicates too: a file may have any of the names of a tied weight.
     places = {
-        name.replace("_orig_mod.", ""): tensor
+        plain_name(name): tensor
         for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         for name, tensor in named
     }

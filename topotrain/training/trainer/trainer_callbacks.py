@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from topotrain.config.intervals import Rhythm
+from topotrain.config.intervals import StepInterval
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Notice, Tested
 from topotrain.training.context import Context
@@ -30,7 +30,7 @@ from topotrain.training.trainer.evaluation import (
     Objective,
     evaluate,
     follow,
-    same_dice,
+    rng_restored,
 )
 from topotrain.training.trainer.parameter_files import ParameterFiles
 
@@ -66,15 +66,15 @@ class TrainerCallbacks:
         self._model, self._objective, self._job, self._here = model, objective, job, here
         self._held, self._stack = held, stack
         self.results: list[EvaluationResult] = []
-        self._rhythms = {what: Rhythm.of(job, what) for what in ("disp", "checkpoint", *KINDS)}
+        self._intervals = {what: StepInterval.of(job, what) for what in ("disp", "checkpoint", *KINDS)}
         self._beside: BackgroundEvaluator | None = None
         self._checkpoints: ParameterFiles | None = None
         self._skipped = 0
         self._loss: float | torch.Tensor = 0.0
         self._samples = self._steps = 0
         self._since = 0.0
-        tests = any(self._rhythms[kind].freq for kind in KINDS)
-        if tests or self._rhythms["checkpoint"].freq:
+        tests = any(self._intervals[kind].freq for kind in KINDS)
+        if tests or self._intervals["checkpoint"].freq:
             _refuse_tables(job, self._model)
         # An ordinary process has no group that would wait, so it tests in its loop.
         if tests and here is not None and not split:
@@ -83,23 +83,23 @@ class TrainerCallbacks:
 
     def begin(self) -> None:
         """Start, with the job's initial values in the model."""
-        if self._rhythms["checkpoint"].freq and self._main:
+        if self._intervals["checkpoint"].freq and self._main:
             folder = Path(self._job.workspace) if self._here is None else self._here.workspace
             self._checkpoints = ParameterFiles(folder)
             self._stack.callback(self._checkpoints.close)
-        self._look(0)
+        self._run_due(0)
         self._since = time.monotonic()
 
     def stepped(self, step: int, loss: torch.Tensor, samples: int) -> None:
         """Handle the end of step `step`, with its loss and its number of samples."""
-        told = loss.detach()
+        value = loss.detach()
         # To read a value from a GPU would wait for it, at every step.
-        self._loss += float(told) if told.device.type == "cpu" else told.double()
+        self._loss += float(value) if value.device.type == "cpu" else value.double()
         self._steps += 1
         self._samples += samples
-        if self._main and self._rhythms["disp"].due(step):
+        if self._main and self._intervals["disp"].due(step):
             self._display(step)
-        self._look(step)
+        self._run_due(step)
 
     def end(self) -> None:
         """Finish all side tasks after the last step."""
@@ -124,14 +124,14 @@ class TrainerCallbacks:
         print(f"step {step}  loss {float(self._loss) / self._steps:.6g}  {rate:,.0f} samples/s", flush=True)
         self._loss, self._samples, self._steps, self._since = 0.0, 0, 0, now
 
-    def _look(self, step: int) -> None:
+    def _run_due(self, step: int) -> None:
         if self._beside is not None:
             for result in self._beside.results(wait=False):
                 self._found(result)
         last = step == self._job.train_steps
         # As in SINGA the last values are always written; they are tested as the job's result.
-        write = self._rhythms["checkpoint"].freq > 0 and (last or self._rhythms["checkpoint"].due(step))
-        due = [] if last else [self._held[kind] for kind in KINDS if self._rhythms[kind].due(step)]
+        write = self._intervals["checkpoint"].freq > 0 and (last or self._intervals["checkpoint"].due(step))
+        due = [] if last else [self._held[kind] for kind in KINDS if self._intervals[kind].due(step)]
         # With `pull: kLazy` some values are still on their way.
         if (write or due) and self._here is not None and self._here.worker is not None:
             self._here.worker.client.values.settle()
@@ -149,7 +149,7 @@ class TrainerCallbacks:
         if self._beside is not None:
             self._skipped += 0 if self._beside.offer(step, due) else len(due)
             return
-        with same_dice(self._model):
+        with rng_restored(self._model):
             for data in due:
                 if self._main:
                     self._found(EvaluationResult(data.kind, step, evaluate(self._model, self._objective, data)))

@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import StepEnd
+from topotrain.core.model.schema import plain_name
 from topotrain.extensions.tables.frontend.embedding import Embedding, clear_with
-from topotrain.extensions.tables.frontend.table_registry import TableOptimizer, tables_of
+from topotrain.extensions.tables.frontend.table_registry import JobTables, TableOptimizer, tables_of
 from topotrain.extensions.tables.row_optimizers import check_optimizer, optimizer_text
 from topotrain.extensions.tables.table_spec import TableSpec
 from topotrain.training.context import Context
@@ -63,8 +64,7 @@ def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
             weight = cast(nn.Parameter, module.weight)
             # Several modules may share one weight, which is one table.
             entry = found.setdefault(id(weight), SparseWeight(weight))
-            # torch.compile adds the prefix. The name of the table must not depend on it.
-            entry.names.append(f"{name}.weight".lstrip(".").replace("_orig_mod.", ""))
+            entry.names.append(plain_name(f"{name}.weight".lstrip(".")))
             entry.modules.append(module)
     for name, module in model.named_modules():
         # With duplicates: a tied weight would be reported for its first module only.
@@ -96,8 +96,8 @@ class RowPaths(WorkerExtension):
         self.specs = [table.spec for table in self._tables]
         self.weights: dict[str, torch.Tensor] = {entry.table: entry.weight for entry in weights}
         self._hooks: list[RemovableHandle] = []
-        if here.tables is not None:
-            _check_in_model(here, self._tables)
+        if isinstance(here.tables, JobTables):
+            _check_in_model(here.tables, self._tables)
         if not weights and not self._tables:
             return
         # Rows are pulled and pushed in every step, and must not be at another step than the parameters.
@@ -164,9 +164,9 @@ class RowPaths(WorkerExtension):
                 entry.weight.data[lo:hi] = self._backend.pull(entry.table, torch.arange(lo, hi)).to(entry.weight.device)
 
 
-def _check_in_model(here: Context, tables: Sequence[Embedding]) -> None:
+def _check_in_model(opened: JobTables, tables: Sequence[Embedding]) -> None:
     named = {table.name for table in tables}
-    for spec in here.tables.specs:
+    for spec in opened.specs:
         if spec.mode == "step" and spec.name not in named:
             raise ConfigError("tt.prepare", spec.name, "must be part of the model, as every tt.Embedding")
 

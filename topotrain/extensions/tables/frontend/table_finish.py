@@ -15,7 +15,7 @@ from topotrain.training.context import Context
 def stop_pushing(here: Context) -> None:
     """Announce that this worker pushes nothing more."""
     # Before the worker finishes: the servers report workers that would wait for its pushes in vain.
-    if here.tables is not None:
+    if isinstance(here.tables, JobTables):
         here.tables.client.close()
 
 
@@ -24,8 +24,8 @@ def export_tables(here: Context, rows: RowPaths | None) -> dict[str, torch.Tenso
 
     Returns the complete weights with sparse gradients, by name.
     """
-    tables: JobTables | None = here.tables
-    if tables is None:
+    tables = here.tables
+    if not isinstance(tables, JobTables):
         return {}
     # No worker pushes after this barrier, so the rows are final.
     tables.client.barrier(last=True)
