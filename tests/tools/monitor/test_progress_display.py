@@ -535,6 +535,19 @@ def test_compare_writes_data_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "frameworks.png").read_bytes().startswith(PNG)
 
 
+def test_files_that_cannot_be_written_do_not_cost_the_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = entries([("a.conf", JOB)], tmp_path)
+    for name in ("compare.json", "frameworks.png"):
+        (tmp_path / name).mkdir()
+    code, rows = compare(((entry, ComparedResult(JobOutcome(0, 1.0), a_report(entry.job))) for entry in jobs), tmp_path)
+    assert (code, [row["label"] for row in rows]) == (0, ["Downpour"])
+    assert [line.split(": ", 2)[2] for line in capsys.readouterr().err.splitlines()] == [
+        f"{tmp_path}/{name}: cannot be written (Is a directory)" for name in ("compare.json", "frameworks.png")
+    ]
+
+
 def test_ctrl_c_ends_a_comparison(tmp_path: Path) -> None:
     jobs = entries([("a.conf", JOB), ("b.conf", JOB)], tmp_path)
     code, rows = compare(

@@ -270,7 +270,7 @@ def plan(
         typer.Option("--input", metavar="SIZES", help="Of a forward's argument, without a loader: 32x64:int64."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the cut graph of a split model (PNG).")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the cut graph of a split model (.png, .pdf, .svg).")
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="placement kAuto: time the modules here, and show partition blocks.")
@@ -308,7 +308,11 @@ def plan(
         if cut is not None and plot is not None:
             from topotrain.tools.monitor import graph_plot
 
-            graph_plot.draw(cut.bill, plot, job.name)
+            try:
+                graph_plot.draw(cut.bill, plot, job.name)
+            except OSError as error:
+                complain(f"{plot}: cannot be written ({error.strerror})")
+                raise typer.Exit(1) from None
 
 
 @app.command("launch", epilog=LAUNCH_EXAMPLE)
@@ -493,6 +497,8 @@ def _drawable(file: Path | None) -> None:
     from topotrain.tools.monitor import loss_plot
 
     if file is not None:
+        if file.suffix not in loss_plot.ENDINGS:
+            raise BadInput(f"--plot {file}: must end with {', '.join(loss_plot.ENDINGS)}")
         if not loss_plot.available():
             raise BadInput(loss_plot.MISSING)
         check_writable("--plot", file)

@@ -16,6 +16,7 @@ from topotrain.config.topology import Topology, layout
 from topotrain.launch import JobOutcome
 from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.monitor.loss_plot import draw
+from topotrain.tools.monitor.monitored_run import complaining_of
 
 PICTURE = "frameworks.png"
 DATA = "compare.json"
@@ -71,9 +72,12 @@ def compare(results: Iterable[tuple[ComparedJob, ComparedResult]], out: Path) ->
         # After its row: the data of the jobs so far is still written.
         if result.outcome.code in INTERRUPTED:
             break
-    write_text(out / DATA, json.dumps({"jobs": rows}, indent=2) + "\n")
+    # After hours of training the table must be shown, even where the disk is full.
+    with complaining_of(out / DATA):
+        write_text(out / DATA, json.dumps({"jobs": rows}, indent=2) + "\n")
     curves = {str(row["label"]): row["curve"] for row in rows if row["curve"]}
-    draw(curves, out / PICTURE, "training loss over time")
+    with complaining_of(out / PICTURE):
+        draw(curves, out / PICTURE, "training loss over time")
     return next((int(row["code"]) for row in rows if row["code"]), 0), rows
 
 

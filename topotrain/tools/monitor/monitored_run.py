@@ -107,7 +107,8 @@ def show(result: "ComparedResult", terminal: "Console", quiet: bool, as_json: bo
     text = json.dumps(data, indent=2)
     if report is not None:
         # The user has named this file, so its mode is what the umask gives.
-        report.write_text(text + "\n", encoding="utf-8")
+        with complaining_of(report):
+            report.write_text(text + "\n", encoding="utf-8")
     if as_json:
         print(text)
     if result.outcome.code == 0 and not quiet:
@@ -133,6 +134,15 @@ def show_trace(job: Job, terminal: "Console", quiet: bool) -> None:
     if not quiet:
         terminal.print(phases(trace_export.shares(processes)))
         terminal.print(f"trace: {workspace / trace_export.FILE}   open it at https://ui.perfetto.dev", soft_wrap=True)
+
+
+@contextmanager
+def complaining_of(path: Path) -> Iterator[None]:
+    """Print one line if writing the file fails, so that other results are still shown."""
+    try:
+        yield
+    except OSError as error:
+        complain(f"{path}: cannot be written ({error.strerror})")
 
 
 def complain(text: str) -> None:
