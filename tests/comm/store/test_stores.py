@@ -1,5 +1,6 @@
 """The meeting place: every kind of store keeps the same promises."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -420,6 +421,29 @@ def test_a_directory_may_be_removed_while_a_writer_waits_for_its_lock(tmp_path, 
         held.close()
         written.result(20)
     assert store.keys() == ["k"]
+
+
+def test_a_directory_that_was_replaced_by_a_file_is_an_error_of_the_store(tmp_path, monkeypatch):
+    store = FileStore(tmp_path / "s")
+
+    def locked(descriptor, how):
+        if (tmp_path / "s").is_dir():
+            shutil.rmtree(tmp_path / "s")
+            (tmp_path / "s").write_bytes(b"")
+
+    monkeypatch.setattr(file_module.fcntl, "flock", locked)
+    with pytest.raises(StoreError, match="cannot lock .*/s: "):
+        store.set("k", b"1")
+
+
+def test_a_file_system_without_locks_is_an_error_of_the_store(tmp_path, monkeypatch):
+    def refused(descriptor, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    store = FileStore(tmp_path / "s")
+    monkeypatch.setattr(file_module.fcntl, "flock", refused)
+    with pytest.raises(StoreError, match="cannot lock .*/s: .*No locks available"):
+        store.set("k", b"1")
 
 
 def test_a_directory_that_is_removed_is_made_again_unless_somebody_else_was_faster(tmp_path):
