@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -17,9 +18,11 @@ import redis_server
 from hypothesis import given
 from hypothesis import strategies as st
 
+from topotrain.comm.request_reply import RequestChannel
 from topotrain.comm.store import StoreError, open_store, serve_store, within
 from topotrain.comm.store import file_store as file_module
 from topotrain.comm.store import redis_store as redis_module
+from topotrain.comm.store import tcp_store as tcp_module
 from topotrain.comm.store.file_store import FileStore
 from topotrain.comm.store.key_validation import check_key
 from topotrain.comm.store.memory_store import MemoryTable
@@ -334,6 +337,45 @@ def test_it_works_again_in_a_forked_process(store):
     assert store.get("k") == b"2"
 
 
+def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(monkeypatch):
+    waits, closing, forked = threading.Event(), threading.Event(), threading.Event()
+    receive, shutdown = tcp_module.receive_reply, RequestChannel.shutdown
+
+    def waiting(channel, seconds):
+        waits.set()
+        return receive(channel, seconds)
+
+    def shutting(channel):
+        closing.set()
+        assert forked.wait(60)
+        shutdown(channel)
+
+    monkeypatch.setattr(tcp_module, "receive_reply", waiting)
+    monkeypatch.setattr(RequestChannel, "shutdown", shutting)
+    server = serve_store("127.0.0.1", 0, SECRET)
+    store = open_store(server.url, SECRET)
+    with ThreadPoolExecutor(2) as pool:
+        watch = pool.submit(store.watch, "k", 60)
+        assert waits.wait(20)
+        closed = pool.submit(store.close)
+        assert closing.wait(60)
+        child = os.fork()
+        if not child:
+            code = 1
+            signal.alarm(20)
+            try:
+                store.get("k")
+            except StoreError:
+                code = 0
+            finally:
+                os._exit(code)
+        forked.set()
+        assert os.waitpid(child, 0)[1] == 0
+        closed.result(20)
+        assert isinstance(watch.exception(20), StoreError)
+    server.close()
+
+
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
@@ -432,7 +474,7 @@ def test_a_directory_that_was_replaced_by_a_file_is_an_error_of_the_store(tmp_pa
             (tmp_path / "s").write_bytes(b"")
 
     monkeypatch.setattr(file_module.fcntl, "flock", locked)
-    with pytest.raises(StoreError, match="cannot lock .*/s: "):
+    with pytest.raises(StoreError, match=r"cannot lock .*/s: "):
         store.set("k", b"1")
 
 
@@ -442,7 +484,7 @@ def test_a_file_system_without_locks_is_an_error_of_the_store(tmp_path, monkeypa
 
     store = FileStore(tmp_path / "s")
     monkeypatch.setattr(file_module.fcntl, "flock", refused)
-    with pytest.raises(StoreError, match="cannot lock .*/s: .*No locks available"):
+    with pytest.raises(StoreError, match=r"cannot lock .*/s: .*No locks available"):
         store.set("k", b"1")
 
 

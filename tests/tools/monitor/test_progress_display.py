@@ -535,9 +535,7 @@ def test_compare_writes_data_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "frameworks.png").read_bytes().startswith(PNG)
 
 
-def test_files_that_cannot_be_written_do_not_cost_the_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_cannot_be_written_do_not_cost_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     jobs = entries([("a.conf", JOB)], tmp_path)
     for name in ("compare.json", "frameworks.png"):
         (tmp_path / name).mkdir()

@@ -102,6 +102,7 @@ class TcpStore:
 
     def close(self) -> None:
         """Close the connections; an operation of another thread ends with StoreError."""
+        self._leave_parent()
         with self._lock:
             self._closed = True
             # Only shut down: the thread that uses a connection closes it.
@@ -158,13 +159,18 @@ class TcpStore:
             raise StoreError(f"store {self._url}: was closed")
 
     def _acquire(self) -> RequestChannel:
+        self._leave_parent()
         with self._lock:
             self._check_open()
-            if self._process != os.getpid():  # after a fork the connections belong to the parent, which still uses them
-                self._process, self._idle, self._busy = os.getpid(), [], set()
             if self._idle:
                 return self._idle.pop()
         return connect(self._host, self._port, self._identity)
+
+    def _leave_parent(self) -> None:
+        """Begin anew in a forked process: the connections belong to the parent."""
+        if self._process != os.getpid():
+            # A thread that this process does not have may have held the lock when the parent forked.
+            self._lock, self._idle, self._busy, self._process = threading.Lock(), [], set(), os.getpid()
 
     def _release(self, channel: RequestChannel) -> None:
         with self._lock:

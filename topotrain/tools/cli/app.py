@@ -270,7 +270,8 @@ def plan(
         typer.Option("--input", metavar="SIZES", help="Of a forward's argument, without a loader: 32x64:int64."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the cut graph of a split model (.png, .pdf, .svg).")
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw the cut graph of a split model (.png, .pdf, .svg)."),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="placement kAuto: time the modules here, and show partition blocks.")
