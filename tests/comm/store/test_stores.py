@@ -23,6 +23,7 @@ from topotrain.comm.store import StoreError, open_store, serve_store, within
 from topotrain.comm.store import file_store as file_module
 from topotrain.comm.store import redis_store as redis_module
 from topotrain.comm.store import tcp_store as tcp_module
+from topotrain.comm.store.discovery.static_addresses import numeric
 from topotrain.comm.store.file_store import FileStore
 from topotrain.comm.store.key_validation import check_key
 from topotrain.comm.store.memory_store import MemoryTable
@@ -406,6 +407,19 @@ def test_other_addresses_are_refused_with_what_is_accepted(url, expected):
     with pytest.raises(StoreError, match=expected.replace("?", "[?]")) as caught:
         open_store(url, SECRET)
     assert "hid" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("localhost", "127.0.0.1"), ("::1", "::1"), ("127.0.0.1", "127.0.0.1")],
+)
+def test_a_host_of_a_list_of_addresses_is_numeric(host, expected):
+    assert numeric(host) == expected
+
+
+def test_a_host_that_cannot_be_a_name_is_an_error_of_the_store():
+    with pytest.raises(StoreError, match="is not a host name"):
+        numeric("a" * 64 + ".org")
 
 
 def test_the_directory_is_closed_to_others(tmp_path):

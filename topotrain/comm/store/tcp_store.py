@@ -14,6 +14,7 @@ from dataclasses import replace
 from topotrain.comm.backoff import spread
 from topotrain.comm.request_reply import RequestChannel, connect, service_identity
 from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix, check_ttl, check_value
+from topotrain.comm.store.store_base import PATIENCE
 from topotrain.comm.store.tcp_store_protocol import (
     MAX_WAIT,
     SERVICE,
@@ -27,8 +28,6 @@ from topotrain.comm.store.tcp_store_protocol import (
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.comm.transport.tcp_socket import InvalidHost, url_of
 
-PATIENCE = 30.0
-"""Seconds for which an operation tries to reach its server."""
 _REPLY_S = 10.0  # seconds for a reply that the server gives at once
 _MAX_IDLE = 8  # idle connections
 _FIRST_PAUSE, _LAST_PAUSE = 0.02, 1.0  # seconds between attempts

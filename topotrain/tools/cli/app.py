@@ -45,8 +45,8 @@ from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, sh
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
-    from topotrain.tools.monitor.compare_jobs import ComparedResult
     from topotrain.tools.monitor.graph_report import CutPlan
+    from topotrain.tools.monitor.job_report import JobResult
     from topotrain.tools.plan.layout_plan import PlannedSchema
 
 WARM_STEP = 10
@@ -430,7 +430,7 @@ def compare(
         )
         terminal = console(stderr=True)
 
-        def results() -> "Iterator[tuple[side_by_side.ComparedJob, ComparedResult]]":
+        def results() -> "Iterator[tuple[side_by_side.ComparedJob, JobResult]]":
             for entry in compared:
                 terminal.print(f"{entry.label}: {entry.conf}", style="bold")
                 options = RunOptions(False, as_json, served_at, resume=commands_resume.asked_for(entry.job))

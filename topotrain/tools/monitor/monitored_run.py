@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from topotrain.core.events import Event
     from topotrain.launch import EventListener
     from topotrain.launch.console_output import ConsoleOutput
-    from topotrain.tools.monitor.compare_jobs import ComparedResult
+    from topotrain.tools.monitor.job_report import JobResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,12 @@ def train(
     terminal: "Console",
     options: RunOptions,
     listener: "EventListener | None" = None,
-) -> "ComparedResult":
+) -> "JobResult":
     """Run one job with its displays; listener: also receives every event."""
     from topotrain.core.events import Saved
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
-    from topotrain.tools.monitor.compare_jobs import ComparedResult
-    from topotrain.tools.monitor.job_report import Report, story
+    from topotrain.tools.monitor.job_report import JobResult, Report, story
 
     report = Report(job, topology)
     saved: Saved | None = None
@@ -76,7 +75,7 @@ def train(
         complain(f"ended by {signal.Signals(outcome.code - 128).name}, no process is left" + f"\n{more}" * bool(more))
     elif outcome.code:
         complain(f"the job ended with code {outcome.code}; its logs are in {job.workspace}/logs")
-    return ComparedResult(outcome, report)
+    return JobResult(outcome, report)
 
 
 @contextmanager
@@ -99,7 +98,7 @@ def display(
         yield shown, made
 
 
-def show(result: "ComparedResult", terminal: "Console", quiet: bool, as_json: bool, report: Path | None) -> None:
+def show(result: "JobResult", terminal: "Console", quiet: bool, as_json: bool, report: Path | None) -> None:
     """Show the results of a job: as data where the user asks for it, and as a line."""
     from topotrain.tools.monitor.result_tables import summary
 
