@@ -110,7 +110,7 @@ class TrialScript:
             worker.go_on_at(worker.client.extension(BackupWorkersClient).catch_up(epoch).next)
 
     def _step(self, observer: WorkerObserver, cell: int, marks: tuple[int, int, int]) -> StepOutcome:
-        """Take the step of one batch, whose gradient is -1 in this cell."""
+        """Take the step of one batch, with a gradient of -1 in this cell."""
         self._worker.sleep(0.0, 0.004)
         # It may have been killed while it computed.
         if self._process.over:
