@@ -6,9 +6,9 @@ seeded `random` must find its state unchanged.
 
 from random import SystemRandom
 
-_DICE = SystemRandom()  # the system's generator has no state that a fork would copy or threads would share
+_RANDOM = SystemRandom()  # the system's generator has no state that a fork would copy or threads would share
 
 
 def spread(seconds: float, least: float = 0.5, most: float = 1.5) -> float:
     """Return a pause of `least` to `most` times `seconds`, evenly distributed."""
-    return seconds * _DICE.uniform(least, most)
+    return seconds * _RANDOM.uniform(least, most)

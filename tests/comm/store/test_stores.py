@@ -1,8 +1,10 @@
 """The meeting place: every kind of store keeps the same promises."""
 
+import errno
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -16,9 +18,12 @@ import redis_server
 from hypothesis import given
 from hypothesis import strategies as st
 
+from topotrain.comm.request_reply import RequestChannel
 from topotrain.comm.store import StoreError, open_store, serve_store, within
 from topotrain.comm.store import file_store as file_module
 from topotrain.comm.store import redis_store as redis_module
+from topotrain.comm.store import tcp_store as tcp_module
+from topotrain.comm.store.discovery.static_addresses import numeric
 from topotrain.comm.store.file_store import FileStore
 from topotrain.comm.store.key_validation import check_key
 from topotrain.comm.store.memory_store import MemoryTable
@@ -333,6 +338,45 @@ def test_it_works_again_in_a_forked_process(store):
     assert store.get("k") == b"2"
 
 
+def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(monkeypatch):
+    waits, closing, forked = threading.Event(), threading.Event(), threading.Event()
+    receive, shutdown = tcp_module.receive_reply, RequestChannel.shutdown
+
+    def waiting(channel, seconds):
+        waits.set()
+        return receive(channel, seconds)
+
+    def shutting(channel):
+        closing.set()
+        assert forked.wait(60)
+        shutdown(channel)
+
+    monkeypatch.setattr(tcp_module, "receive_reply", waiting)
+    monkeypatch.setattr(RequestChannel, "shutdown", shutting)
+    server = serve_store("127.0.0.1", 0, SECRET)
+    store = open_store(server.url, SECRET)
+    with ThreadPoolExecutor(2) as pool:
+        watch = pool.submit(store.watch, "k", 60)
+        assert waits.wait(20)
+        closed = pool.submit(store.close)
+        assert closing.wait(60)
+        child = os.fork()
+        if not child:
+            code = 1
+            signal.alarm(20)
+            try:
+                store.get("k")
+            except StoreError:
+                code = 0
+            finally:
+                os._exit(code)
+        forked.set()
+        assert os.waitpid(child, 0)[1] == 0
+        closed.result(20)
+        assert isinstance(watch.exception(20), StoreError)
+    server.close()
+
+
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
@@ -363,6 +407,19 @@ def test_other_addresses_are_refused_with_what_is_accepted(url, expected):
     with pytest.raises(StoreError, match=expected.replace("?", "[?]")) as caught:
         open_store(url, SECRET)
     assert "hid" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("localhost", "127.0.0.1"), ("::1", "::1"), ("127.0.0.1", "127.0.0.1")],
+)
+def test_a_host_of_a_list_of_addresses_is_numeric(host, expected):
+    assert numeric(host) == expected
+
+
+def test_a_host_that_cannot_be_a_name_is_an_error_of_the_store():
+    with pytest.raises(StoreError, match="is not a host name"):
+        numeric("a" * 64 + ".org")
 
 
 def test_the_directory_is_closed_to_others(tmp_path):
@@ -420,6 +477,29 @@ def test_a_directory_may_be_removed_while_a_writer_waits_for_its_lock(tmp_path, 
         held.close()
         written.result(20)
     assert store.keys() == ["k"]
+
+
+def test_a_directory_that_was_replaced_by_a_file_is_an_error_of_the_store(tmp_path, monkeypatch):
+    store = FileStore(tmp_path / "s")
+
+    def locked(descriptor, how):
+        if (tmp_path / "s").is_dir():
+            shutil.rmtree(tmp_path / "s")
+            (tmp_path / "s").write_bytes(b"")
+
+    monkeypatch.setattr(file_module.fcntl, "flock", locked)
+    with pytest.raises(StoreError, match=r"cannot lock .*/s: "):
+        store.set("k", b"1")
+
+
+def test_a_file_system_without_locks_is_an_error_of_the_store(tmp_path, monkeypatch):
+    def refused(descriptor, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    store = FileStore(tmp_path / "s")
+    monkeypatch.setattr(file_module.fcntl, "flock", refused)
+    with pytest.raises(StoreError, match=r"cannot lock .*/s: .*No locks available"):
+        store.set("k", b"1")
 
 
 def test_a_directory_that_is_removed_is_made_again_unless_somebody_else_was_faster(tmp_path):

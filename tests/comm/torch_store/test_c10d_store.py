@@ -1,6 +1,7 @@
 """Our stores in torch's words: as torch's own store, from several processes, and after one of them was killed."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -160,6 +161,32 @@ def test_a_rank_that_died_while_it_waited_is_not_let_in(url: str) -> None:
     for rank in (leader, first, second):
         rank.join()
     assert leader.room and {leader.room, first.room, second.room} == {leader.room}
+
+
+def test_a_rank_that_starts_again_while_rank_0_cleans_up_keeps_its_number(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again: list[Rank] = []
+    store = open_store(url)
+    write = store.set
+
+    def restart(key: str, value: bytes, ttl: float | None = None) -> None:
+        write(key, value, ttl)
+        if json.loads(value).get("open"):
+            known = store.get("ranks/1")
+            again.append(Rank(url, 1, 2))
+            store.watch("ranks/1", 30, known)
+
+    monkeypatch.setattr(store, "set", restart)
+    first = Rank(url, 1, 2)
+    room = generations.join(store, 0, 2, 30)
+    first.join()
+    leader = Rank(url, 0, 2)
+    leader.join()
+    again[0].join()
+    assert first.room == room
+    assert (leader.error, again[0].error) == ("", "")
+    assert leader.room == again[0].room != room
 
 
 def test_who_is_missing_is_said(url: str) -> None:

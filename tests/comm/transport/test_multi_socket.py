@@ -210,6 +210,16 @@ def test_parked_lanes_are_closed_with_the_road():
     assert len(os.listdir("/proc/self/fd")) <= before  # connections of tests before this one may end meanwhile
 
 
+def test_lanes_of_a_dialer_that_has_died_are_closed_after_a_while():
+    parking, (ours, theirs) = PendingSockets(patience=0.01), socket.socketpair()
+    theirs.settimeout(20)
+    parking.put((SERVER, WORKER), b"a", 1, ours)
+    assert theirs.recv(1) == b""
+    with pytest.raises(TransportError, match="1 lanes of 2 came"):
+        parking.claim((SERVER, WORKER), b"a", 2)
+    theirs.close()
+
+
 @pytest.mark.parametrize("lanes", [0, 17])
 def test_the_number_of_lanes_is_bounded(lanes):
     with pytest.raises(TransportError, match=f"lanes = {lanes}: must be 1 to 16"):

@@ -422,6 +422,14 @@ def test_the_result_as_json(ask: Ask, here: Path, launcher: Launcher) -> None:
     assert "epoch 1" in err
 
 
+def test_a_full_disk_costs_the_report_and_not_the_result(ask: Ask, here: Path, launcher: Launcher) -> None:
+    code, out, err = ask("run", "down.conf", "--json", "--report", "/dev/full", "train.py")
+    assert code == 0
+    assert json.loads(out)["samples"] == 64
+    assert "topotrain: error: /dev/full: cannot be written (No space left on device)\n" in err
+    assert "accuracy 96.0%" in err
+
+
 def test_quiet(ask: Ask, here: Path, launcher: Launcher) -> None:
     assert ask("run", "down.conf", "--quiet", "train.py") == (0, "epoch 1\n", "")
 

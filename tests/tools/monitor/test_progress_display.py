@@ -32,8 +32,8 @@ from topotrain.core.events import (
 )
 from topotrain.launch import JobOutcome
 from topotrain.tools.monitor import loss_plot
-from topotrain.tools.monitor.compare_jobs import ComparedJob, ComparedResult, compare, entries
-from topotrain.tools.monitor.job_report import LossCurve, Report, merge, story
+from topotrain.tools.monitor.compare_jobs import ComparedJob, compare, entries
+from topotrain.tools.monitor.job_report import JobResult, LossCurve, Report, merge, story
 from topotrain.tools.monitor.progress_display import (
     LINE_EVERY,
     LiveTable,
@@ -522,8 +522,8 @@ def test_compare_writes_data_and_picture(tmp_path: Path) -> None:
     jobs = entries([("down.conf", JOB), ("ar.conf", JOB)], tmp_path / "out")
     codes = iter([1, 0])
 
-    def train(entry: ComparedJob) -> ComparedResult:
-        return ComparedResult(JobOutcome(next(codes), 2.0), a_report(entry.job))
+    def train(entry: ComparedJob) -> JobResult:
+        return JobResult(JobOutcome(next(codes), 2.0), a_report(entry.job))
 
     code, rows = compare(((entry, train(entry)) for entry in jobs), tmp_path / "out")
     assert code == 1  # the first that failed, and yet the second ran
@@ -535,9 +535,18 @@ def test_compare_writes_data_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "frameworks.png").read_bytes().startswith(PNG)
 
 
+def test_files_that_cannot_be_written_do_not_cost_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = entries([("a.conf", JOB)], tmp_path)
+    for name in ("compare.json", "frameworks.png"):
+        (tmp_path / name).mkdir()
+    code, rows = compare(((entry, JobResult(JobOutcome(0, 1.0), a_report(entry.job))) for entry in jobs), tmp_path)
+    assert (code, [row["label"] for row in rows]) == (0, ["Downpour"])
+    assert [line.split(": ", 2)[2] for line in capsys.readouterr().err.splitlines()] == [
+        f"{tmp_path}/{name}: cannot be written (Is a directory)" for name in ("compare.json", "frameworks.png")
+    ]
+
+
 def test_ctrl_c_ends_a_comparison(tmp_path: Path) -> None:
     jobs = entries([("a.conf", JOB), ("b.conf", JOB)], tmp_path)
-    code, rows = compare(
-        ((entry, ComparedResult(JobOutcome(130, 1.0), a_report(entry.job))) for entry in jobs), tmp_path
-    )
+    code, rows = compare(((entry, JobResult(JobOutcome(130, 1.0), a_report(entry.job))) for entry in jobs), tmp_path)
     assert (code, len(rows)) == (130, 1)

@@ -475,6 +475,14 @@ def test_plan_shows_the_cut(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(out)["cut"]["samples"] == [3, 3]
 
 
+def test_a_full_disk_costs_the_picture_and_not_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    (folder / "cut.png").symlink_to("/dev/full")
+    code, out, err = ask(capsys, "plan", "auto.conf", "--plot", "cut.png", "train.py")
+    assert (code, err) == (1, "topotrain: error: cut.png: cannot be written (No space left on device)\n")
+    assert "transfers per step" in out
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -482,6 +490,8 @@ def test_plan_shows_the_cut(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         (["auto.conf", "--input", "6x1"], "give a PROGRAM"),
         (["plain.conf", "--input", "6x1", "train.py"], "splits none"),
         (["auto.conf", "--plot", "train.py/x.png", "train.py"], "cannot be written"),
+        (["auto.conf", "--plot", "graph", "train.py"], "--plot graph: must end with .png, .pdf, .svg"),
+        (["auto.conf", "--plot", "graph.xyz", "train.py"], "--plot graph.xyz: must end with .png, .pdf, .svg"),
     ],
 )
 def test_plan_refuses(folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:

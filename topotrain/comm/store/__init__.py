@@ -10,13 +10,10 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from topotrain.comm.store.key_validation import StoreError
-from topotrain.comm.store.store_base import PrefixStore, Store, within
+from topotrain.comm.store.store_base import PATIENCE, PrefixStore, Store, within
 from topotrain.comm.store.store_url import StoreUrl, parse
 
 __all__ = ["StoreService", "Store", "StoreError", "host_store", "open_store", "serve_store", "within"]
-
-PATIENCE = 30.0
-"""Seconds for which an operation tries to reach a server that is away."""
 
 
 class StoreService(Protocol):

@@ -21,7 +21,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from topotrain.comm.backoff import spread
@@ -131,22 +131,27 @@ class FileStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Be the only writer, among processes and threads (each opens the file anew)."""
-        descriptor = self._lock_file()
+        # Tried again and again: a blocking flock has no deadline, and a stopped holder would stop the job.
+        for _ in _polls(LOCK_SECONDS):
+            # Opened each time: a directory that was removed and made again has another lock file.
+            descriptor = self._lock_file()
+            try:
+                if self._try_lock(descriptor):
+                    yield
+                    return
+            finally:
+                os.close(descriptor)
+        raise StoreError(f"{self._directory / _LOCK} was held for {LOCK_SECONDS} s: is its holder stopped?")
+
+    def _try_lock(self, descriptor: int) -> bool:
         try:
-            for _ in _polls(LOCK_SECONDS):
-                # Tried again and again: a blocking flock has no deadline, and a stopped holder would stop the job.
-                with suppress(BlockingIOError):
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # A lock file without a name excludes no other process any more.
-                    if os.fstat(descriptor).st_nlink:
-                        break
-                    os.close(descriptor)  # the directory was removed meanwhile: the new one has another lock file
-                    descriptor = self._lock_file()
-            else:
-                raise StoreError(f"{self._directory / _LOCK} was held for {LOCK_SECONDS} s: is its holder stopped?")
-            yield
-        finally:
-            os.close(descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise StoreError(f"cannot lock {self._directory}: {error}") from error
+        # A lock file without a name excludes no other process any more.
+        return os.fstat(descriptor).st_nlink > 0
 
     def _lock_file(self) -> int:
         path, flags = self._directory / _LOCK, os.O_CREAT | os.O_RDWR

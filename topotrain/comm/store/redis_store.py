@@ -137,7 +137,7 @@ class RedisStore:
         """Close idle connections now, and others after their operation."""
         with self._lock:
             self._closed = True
-        self._hang_up()
+        self._close_unused()
 
     def _write(self, key: str, when: str, expected: bytes, what: str, value: bytes, ttl: float | None) -> bool:
         check_key(key)
@@ -152,7 +152,7 @@ class RedisStore:
         if self._closed:
             raise StoreError(f"store {self._where}: was closed")
 
-    def _hang_up(self) -> None:
+    def _close_unused(self) -> None:
         """Close the connections of a closed store that no thread uses any more."""
         # redis-py's own `close` also closes connections that other threads use.
         with self._lock:
@@ -172,7 +172,7 @@ class RedisStore:
         finally:
             with self._lock:
                 self._under_way -= 1
-            self._hang_up()
+            self._close_unused()
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from topotrain.comm.store.key_validation import check_key, check_prefix
 
+PATIENCE = 30.0
+"""Seconds for which an operation tries to reach a server that is away."""
+
 
 class Store(Protocol):
     """Values under keys, for several threads.

@@ -7,6 +7,8 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from topotrain.comm.store.key_validation import StoreError, check_key
 
+RENDEZVOUS_VARIABLE = "TOPOTRAIN_RENDEZVOUS"
+"""The environment variable with the URL of a job's store."""
 ACCEPTED: Mapping[str, str] = MappingProxyType(
     {
         "file": "file:///ABSOLUTE/DIRECTORY",

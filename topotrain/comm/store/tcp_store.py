@@ -14,6 +14,7 @@ from dataclasses import replace
 from topotrain.comm.backoff import spread
 from topotrain.comm.request_reply import RequestChannel, connect, service_identity
 from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix, check_ttl, check_value
+from topotrain.comm.store.store_base import PATIENCE
 from topotrain.comm.store.tcp_store_protocol import (
     MAX_WAIT,
     SERVICE,
@@ -27,8 +28,6 @@ from topotrain.comm.store.tcp_store_protocol import (
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.comm.transport.tcp_socket import InvalidHost, url_of
 
-PATIENCE = 30.0
-"""Seconds for which an operation tries to reach its server."""
 _REPLY_S = 10.0  # seconds for a reply that the server gives at once
 _MAX_IDLE = 8  # idle connections
 _FIRST_PAUSE, _LAST_PAUSE = 0.02, 1.0  # seconds between attempts
@@ -102,6 +101,7 @@ class TcpStore:
 
     def close(self) -> None:
         """Close the connections; an operation of another thread ends with StoreError."""
+        self._leave_parent()
         with self._lock:
             self._closed = True
             # Only shut down: the thread that uses a connection closes it.
@@ -158,13 +158,18 @@ class TcpStore:
             raise StoreError(f"store {self._url}: was closed")
 
     def _acquire(self) -> RequestChannel:
+        self._leave_parent()
         with self._lock:
             self._check_open()
-            if self._process != os.getpid():  # after a fork the connections belong to the parent, which still uses them
-                self._process, self._idle, self._busy = os.getpid(), [], set()
             if self._idle:
                 return self._idle.pop()
         return connect(self._host, self._port, self._identity)
+
+    def _leave_parent(self) -> None:
+        """Begin anew in a forked process: the connections belong to the parent."""
+        if self._process != os.getpid():
+            # A thread that this process does not have may have held the lock when the parent forked.
+            self._lock, self._idle, self._busy, self._process = threading.Lock(), [], set(), os.getpid()
 
     def _release(self, channel: RequestChannel) -> None:
         with self._lock:

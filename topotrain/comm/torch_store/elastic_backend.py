@@ -27,15 +27,15 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from topotrain.comm.store import Store, StoreError, open_store, within
+from topotrain.comm.store.store_url import RENDEZVOUS_VARIABLE
 from topotrain.comm.torch_store.c10d_store import TorchStore, encode
 
-VARIABLE = "TOPOTRAIN_RENDEZVOUS"
 SHORTEST_LIFE = 60.0
 """Seconds for which a state stays at least after the last heartbeat."""
 DAY = 86_400.0
 """Seconds after which the values of a round expire; agents read them in its first and its last minutes only."""
 _NAME = 16  # characters, in front of the state
-_WORDS = (("read_timeout", 60), ("keep_alive_interval", 5), ("keep_alive_max_attempt", 3))
+_SETTINGS = (("read_timeout", 60), ("keep_alive_interval", 5), ("keep_alive_max_attempt", 3))
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         ValueError: the endpoint is invalid.
         RendezvousConnectionError: the server cannot be reached, or refuses this agent; says where and why.
     """
-    read_timeout, beat, misses = (_seconds(params, *word) for word in _WORDS)
+    read_timeout, beat, misses = (_seconds(params, *setting) for setting in _SETTINGS)
     waits = {name: params.get_as_int(f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat")}
     try:
         store = within(open_store(address(params.endpoint)), f"torchrun/{encode(params.run_id)}")
@@ -83,9 +83,11 @@ def address(endpoint: str) -> str:
     Raises:
         ValueError: another kind of URL, or nothing at all.
     """
-    endpoint = endpoint.strip() or os.environ.get(VARIABLE, "")
+    endpoint = endpoint.strip() or os.environ.get(RENDEZVOUS_VARIABLE, "")
     if not endpoint:
-        raise ValueError(f"--rdzv-backend=redis needs --rdzv-endpoint=HOST:PORT, or a redis:// URL in {VARIABLE}")
+        raise ValueError(
+            f"--rdzv-backend=redis needs --rdzv-endpoint=HOST:PORT, or a redis:// URL in {RENDEZVOUS_VARIABLE}"
+        )
     scheme, found, _ = endpoint.partition("://")
     if found and scheme not in ("redis", "rediss"):
         raise ValueError(f"--rdzv-endpoint with {scheme}://: must be HOST[:PORT][/DB], redis://… or rediss://…")

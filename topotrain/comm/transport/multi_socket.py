@@ -14,12 +14,14 @@ import socket
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from topotrain.comm.transport import TransportError
 from topotrain.config.topology import Address
 
 STRIPE = 1 << 16  # bytes; the kernel takes this much at once even before it has learned what a connection can do
+LANES_S = 60.0  # seconds for all lanes of a connection to come; one takes 4 at most, on a machine that is not stopped
 
 
 class Channel(Protocol):
@@ -151,47 +153,81 @@ def _without(views: list[memoryview], size: int) -> list[memoryview]:
     return rest
 
 
-class PendingSockets:
-    """Lanes of proven dialers, until their lane 0 comes and takes them."""
+@dataclass(slots=True)
+class _Attempt:
+    """The lanes that have come of one attempt to connect."""
 
-    def __init__(self) -> None:
+    bundle: bytes
+    timer: threading.Timer
+    lanes: dict[int, HandshakeSocket] = field(default_factory=dict)
+
+    def close(self) -> None:
+        self.timer.cancel()
+        for sock in self.lanes.values():
+            sock.close()
+
+
+class PendingSockets:
+    """Lanes of proven dialers, until their lane 0 comes and takes them.
+
+    patience: seconds after which the lanes of an attempt are closed, because its dialer has died.
+    """
+
+    def __init__(self, patience: float = LANES_S) -> None:
+        self._patience = patience
         self._lock = threading.Lock()
         self._closed = False
-        self._pending: dict[tuple[Address, Address], tuple[bytes, dict[int, HandshakeSocket]]] = {}
+        self._pending: dict[tuple[Address, Address], _Attempt] = {}
 
     def put(self, route: tuple[Address, Address], bundle: bytes, lane: int, sock: HandshakeSocket) -> None:
         """Keep a lane, and close those of an earlier attempt. TransportError once closed."""
         with self._lock:
             if self._closed:
                 raise TransportError("this transport is closed")
-            known, lanes = self._pending.get(route, (bundle, {}))
-            # The dialer has given up its earlier attempt, and begun a new one.
-            if known != bundle:
-                _close(lanes)
-                lanes = {}
-            if lane in lanes:
+            attempt = self._pending.get(route)
+            if attempt is None or attempt.bundle != bundle:
+                timer = self._start_timer(route, bundle)
+                # The dialer has given up its earlier attempt, and begun a new one.
+                if attempt is not None:
+                    attempt.close()
+                attempt = self._pending[route] = _Attempt(bundle, timer)
+            if lane in attempt.lanes:
                 raise TransportError(f"lane {lane} came twice")
-            lanes[lane] = sock
-            self._pending[route] = (bundle, lanes)
+            attempt.lanes[lane] = sock
 
     def claim(self, route: tuple[Address, Address], bundle: bytes, count: int) -> list[HandshakeSocket]:
         """Return lanes 1 to count - 1 of a bundle. TransportError when one is missing."""
         with self._lock:
-            known, lanes = self._pending.pop(route, (b"", {}))
-        if (count > 1 and known != bundle) or sorted(lanes) != list(range(1, count)):
-            _close(lanes)
+            attempt = self._pending.pop(route, None)
+        lanes = {} if attempt is None or attempt.bundle != bundle else attempt.lanes
+        if sorted(lanes) != list(range(1, count)):
+            if attempt is not None:
+                attempt.close()
             raise TransportError(f"{len(lanes) + 1} lanes of {count} came")
+        if attempt is not None:
+            attempt.timer.cancel()
         return [lanes[lane] for lane in range(1, count)]
 
     def close(self) -> None:
         """Close the lanes that were not taken."""
         with self._lock:
             self._closed = True
-            for _, lanes in self._pending.values():
-                _close(lanes)
+            for attempt in self._pending.values():
+                attempt.close()
             self._pending.clear()
 
+    def _start_timer(self, route: tuple[Address, Address], bundle: bytes) -> threading.Timer:
+        timer = threading.Timer(self._patience, self._expire, (route, bundle))
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError as error:  # the system has no thread left
+            raise TransportError(str(error)) from error
+        return timer
 
-def _close(lanes: dict[int, HandshakeSocket]) -> None:
-    for sock in lanes.values():
-        sock.close()
+    def _expire(self, route: tuple[Address, Address], bundle: bytes) -> None:
+        with self._lock:
+            attempt = self._pending.get(route)
+            if attempt is not None and attempt.bundle == bundle:
+                del self._pending[route]
+                attempt.close()

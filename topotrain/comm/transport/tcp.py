@@ -16,9 +16,7 @@ from topotrain.comm.transport.connection import Connection
 from topotrain.comm.transport.multi_socket import Channel, HandshakeSocket
 from topotrain.comm.transport.peer_keepalive import LEASE_S, KeepaliveWatch
 from topotrain.comm.transport.socket_transport import SocketTransport
-from topotrain.comm.transport.tcp_socket import bind, is_loopback, literal, plain, prepare
-
-_LAST_PORT = 65535
+from topotrain.comm.transport.tcp_socket import LAST_PORT, bind, is_loopback, literal, plain, prepare
 
 
 class TcpTransport(SocketTransport):
@@ -54,8 +52,8 @@ class TcpTransport(SocketTransport):
         super().__init__(identity, patience=patience, lanes=lanes)
         if not 1 <= lanes <= MAX_LANES:
             raise TransportError(f"lanes = {lanes}: must be 1 to {MAX_LANES}")
-        if not 0 <= start_port <= _LAST_PORT:
-            raise TransportError(f"start_port = {start_port}: must be 0 to {_LAST_PORT}")
+        if not 0 <= start_port <= LAST_PORT:
+            raise TransportError(f"start_port = {start_port}: must be 0 to {LAST_PORT}")
         self._address = local_address(host)
         if not self._address.loopback and identity.token == bytes(TOKEN_BYTES):
             raise TransportError(
@@ -66,7 +64,7 @@ class TcpTransport(SocketTransport):
         self._watch = KeepaliveWatch(lease_s)
 
     def _listen(self) -> tuple[socket.socket, str]:
-        last = self._start_port if self._exact else _LAST_PORT
+        last = self._start_port if self._exact else LAST_PORT
         # 0 lets the system choose a free one.
         ports = range(self._start_port, last + 1) if self._start_port else (0,)
         error: OSError | None = None

@@ -10,6 +10,7 @@ from topotrain.comm.transport.listener import BACKLOG
 # The default of some systems (bbr) paces loopback to a third of its speed; cubic may need a privilege, reno does not.
 _CONGESTION = (b"cubic", b"reno")
 _LOCALHOST = {"localhost": "127.0.0.1"}  # the one name that needs no lookup
+LAST_PORT = 65535
 _IDLE, _EVERY, _TRIES = 15, 5, 3  # keepalive: seconds of silence before the first probe, between probes, and probes
 
 

@@ -45,8 +45,8 @@ from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, sh
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
-    from topotrain.tools.monitor.compare_jobs import ComparedResult
     from topotrain.tools.monitor.graph_report import CutPlan
+    from topotrain.tools.monitor.job_report import JobResult
     from topotrain.tools.plan.layout_plan import PlannedSchema
 
 WARM_STEP = 10
@@ -270,7 +270,8 @@ def plan(
         typer.Option("--input", metavar="SIZES", help="Of a forward's argument, without a loader: 32x64:int64."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the cut graph of a split model (PNG).")
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw the cut graph of a split model (.png, .pdf, .svg)."),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="placement kAuto: time the modules here, and show partition blocks.")
@@ -308,7 +309,11 @@ def plan(
         if cut is not None and plot is not None:
             from topotrain.tools.monitor import graph_plot
 
-            graph_plot.draw(cut.bill, plot, job.name)
+            try:
+                graph_plot.draw(cut.bill, plot, job.name)
+            except OSError as error:
+                complain(f"{plot}: cannot be written ({error.strerror})")
+                raise typer.Exit(1) from None
 
 
 @app.command("launch", epilog=LAUNCH_EXAMPLE)
@@ -425,7 +430,7 @@ def compare(
         )
         terminal = console(stderr=True)
 
-        def results() -> "Iterator[tuple[side_by_side.ComparedJob, ComparedResult]]":
+        def results() -> "Iterator[tuple[side_by_side.ComparedJob, JobResult]]":
             for entry in compared:
                 terminal.print(f"{entry.label}: {entry.conf}", style="bold")
                 options = RunOptions(False, as_json, served_at, resume=commands_resume.asked_for(entry.job))
@@ -493,6 +498,8 @@ def _drawable(file: Path | None) -> None:
     from topotrain.tools.monitor import loss_plot
 
     if file is not None:
+        if file.suffix not in loss_plot.ENDINGS:
+            raise BadInput(f"--plot {file}: must end with {', '.join(loss_plot.ENDINGS)}")
         if not loss_plot.available():
             raise BadInput(loss_plot.MISSING)
         check_writable("--plot", file)

@@ -15,7 +15,7 @@ from topotrain.tools.monitor.monitored_run import RunOptions, train
 
 if TYPE_CHECKING:
     from topotrain.tools.fault_injector import FaultInjector
-    from topotrain.tools.monitor.compare_jobs import ComparedResult
+    from topotrain.tools.monitor.job_report import JobResult
 
 EXAMPLE = """\b
 Example:
@@ -114,7 +114,7 @@ def register(app: typer.Typer) -> None:
             raise typer.Exit(result.outcome.code)
 
 
-def verdict(result: "ComparedResult", injector: "FaultInjector") -> dict[str, Any]:
+def verdict(result: "JobResult", injector: "FaultInjector") -> dict[str, Any]:
     """Return the faults, the job's reaction to them, and its own counts."""
     report = result.report.as_data(result.outcome)
     # Training may not have waited, or never have gone on.

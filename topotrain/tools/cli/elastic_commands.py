@@ -11,7 +11,7 @@ import typer
 
 from topotrain.config.job import ConfigError
 from topotrain.tools.cli.chaos import seconds
-from topotrain.tools.cli.job_arguments import refusing
+from topotrain.tools.cli.job_arguments import AsJson, refusing
 
 if TYPE_CHECKING:
     from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest
@@ -42,7 +42,6 @@ Within = Annotated[
         "--within", metavar="TIME", help="How long a group's step, or the snapshot of a job of one group, may take."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on stdout.")]
 
 
 def register(app: typer.Typer) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from topotrain.comm.store.store_url import RENDEZVOUS_VARIABLE
 from topotrain.tools.cli.job_arguments import AsJson, BadInput, refusing
 from topotrain.tools.monitor.monitored_run import complain
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from topotrain.comm.store import Store
     from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 
-VARIABLE = "TOPOTRAIN_RENDEZVOUS"
 PATIENCE = 5.0
 """Seconds for which the commands try to reach a store."""
 
@@ -31,7 +31,10 @@ jobs = typer.Typer(
 )
 
 Rendezvous = Annotated[
-    str, typer.Option("--rendezvous", metavar="URL", help=f"The store, instead of {VARIABLE}.", show_default=False)
+    str,
+    typer.Option(
+        "--rendezvous", metavar="URL", help=f"The store, instead of {RENDEZVOUS_VARIABLE}.", show_default=False
+    ),
 ]
 Id = Annotated[str, typer.Argument(metavar="ID", help="As `topotrain jobs list` shows it.", show_default=False)]
 
@@ -139,9 +142,9 @@ def _registry(rendezvous: str) -> "Iterator[Registry]":
 def _open(rendezvous: str) -> "Store":
     from topotrain.comm.store import StoreError, open_store
 
-    url = rendezvous or os.environ.get(VARIABLE, "")
+    url = rendezvous or os.environ.get(RENDEZVOUS_VARIABLE, "")
     if not url:
-        raise BadInput(f"no store: give --rendezvous URL or set {VARIABLE}")
+        raise BadInput(f"no store: give --rendezvous URL or set {RENDEZVOUS_VARIABLE}")
     try:
         return open_store(url, patience=PATIENCE)
     except StoreError as error:

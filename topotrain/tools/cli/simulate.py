@@ -165,8 +165,10 @@ def _many(seeds: range, job: "Job | None", name: str, as_json: bool) -> int:
 
 
 def _summary(seeds: int, wrong: "Sequence[TrialVerdict]", counts: dict[str, int], took: float) -> str:
-    said = ", ".join(f"{count} {what}" for what, count in counts.items())
-    text = f"topotrain: {seeds} seeds in {took:.0f} s ({seeds / took:.0f} per second): {said}; {len(wrong)} went wrong"
+    counted = ", ".join(f"{count} {what}" for what, count in counts.items())
+    text = (
+        f"topotrain: {seeds} seeds in {took:.0f} s ({seeds / took:.0f} per second): {counted}; {len(wrong)} went wrong"
+    )
     more = ", ..." if len(wrong) > _SHOWN else ""
     return text + (": " + ", ".join(str(v.seed) for v in wrong[:_SHOWN]) + more if wrong else "")
 

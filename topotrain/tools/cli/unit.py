@@ -185,9 +185,9 @@ def _print_end(ended: "NodeResult", window: _Window, report: Path | None, as_jso
             print(f"topotrain: unit {ended.rank} has ended well", file=sys.stderr, flush=True)
         return
     if window.report is not None:
-        from topotrain.tools.monitor.compare_jobs import ComparedResult
+        from topotrain.tools.monitor.job_report import JobResult
 
-        show(ComparedResult(outcome, window.report), window.console, quiet, as_json, report)
+        show(JobResult(outcome, window.report), window.console, quiet, as_json, report)
 
 
 def _story(ended: "NodeResult") -> str:

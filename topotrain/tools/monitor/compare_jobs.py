@@ -13,9 +13,9 @@ from typing import Any
 from topotrain.config.job import Job
 from topotrain.config.private_files import make_folder, write_text
 from topotrain.config.topology import Topology, layout
-from topotrain.launch import JobOutcome
-from topotrain.tools.monitor.job_report import Report
+from topotrain.tools.monitor.job_report import JobResult
 from topotrain.tools.monitor.loss_plot import draw
+from topotrain.tools.monitor.monitored_run import complaining_of
 
 PICTURE = "frameworks.png"
 DATA = "compare.json"
@@ -32,14 +32,6 @@ class ComparedJob:
     label: str
     job: Job
     topology: Topology
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedResult:
-    """How a job ended, and its report."""
-
-    outcome: JobOutcome
-    report: Report
 
 
 def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[ComparedJob]:
@@ -59,7 +51,7 @@ def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[ComparedJob]:
     return found
 
 
-def compare(results: Iterable[tuple[ComparedJob, ComparedResult]], out: Path) -> tuple[int, list[dict[str, Any]]]:
+def compare(results: Iterable[tuple[ComparedJob, JobResult]], out: Path) -> tuple[int, list[dict[str, Any]]]:
     """Collect the results of jobs in order, and write data and picture to `out`.
 
     Returns the first exit code that is not 0, and the rows. Raises OSError if `out` is not a folder.
@@ -71,13 +63,16 @@ def compare(results: Iterable[tuple[ComparedJob, ComparedResult]], out: Path) ->
         # After its row: the data of the jobs so far is still written.
         if result.outcome.code in INTERRUPTED:
             break
-    write_text(out / DATA, json.dumps({"jobs": rows}, indent=2) + "\n")
+    # After hours of training the table must be shown, even where the disk is full.
+    with complaining_of(out / DATA):
+        write_text(out / DATA, json.dumps({"jobs": rows}, indent=2) + "\n")
     curves = {str(row["label"]): row["curve"] for row in rows if row["curve"]}
-    draw(curves, out / PICTURE, "training loss over time")
+    with complaining_of(out / PICTURE):
+        draw(curves, out / PICTURE, "training loss over time")
     return next((int(row["code"]) for row in rows if row["code"]), 0), rows
 
 
-def row(entry: ComparedJob, result: ComparedResult) -> dict[str, Any]:
+def row(entry: ComparedJob, result: JobResult) -> dict[str, Any]:
     """Return a job's report with its label, conf and curve of (seconds, loss)."""
     data = result.report.as_data(result.outcome)
     return {"label": entry.label, "conf": entry.conf, **data, "curve": result.report.curve()}

@@ -24,7 +24,7 @@ _HALF = 0.36
 
 
 def draw(bill: CostReport, path: Path, title: str = "the cut graph") -> None:
-    """Write a PNG to `path`.
+    """Write a picture to `path`, which must end with one of `loss_plot.ENDINGS`.
 
     Raises ImportError without matplotlib, and OSError where the file cannot be written.
     """

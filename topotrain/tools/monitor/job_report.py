@@ -313,13 +313,13 @@ class Report:
     def _paces(self) -> dict[str, Any]:
         """Return each worker's own seconds for a step, threads, late steps; stragglers."""
         workers = [str(w) for group in range(self._topology.worker_groups) for w in self._topology.workers(group)]
-        told = {who: self._tallies[who] for who in workers}
-        own = {who: tally.own_s for who, tally in told.items() if tally.own_s is not None}
+        tallies = {who: self._tallies[who] for who in workers}
+        own = {who: tally.own_s for who, tally in tallies.items() if tally.own_s is not None}
         return {
             "own_step_s": own,
-            "threads": {who: tally.threads for who, tally in told.items() if tally.threads},
+            "threads": {who: tally.threads for who, tally in tallies.items() if tally.threads},
             "stragglers": [slow.as_data() for slow in stragglers(self._topology, own)],
-            "late": {who: n for who, tally in told.items() if (n := tally.late_before + tally.late)},
+            "late": {who: n for who, tally in tallies.items() if (n := tally.late_before + tally.late)},
         }
 
     def _processes(self) -> list[dict[str, Any]]:
@@ -350,6 +350,14 @@ class Report:
 
     def _rank(self, worker: Address) -> int:
         return worker.group * self._topology.workers_per_group + worker.index
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """How a job ended, and its report."""
+
+    outcome: JobOutcome
+    report: Report
 
 
 def incident(found: Incident, recovered: Recovered | None) -> dict[str, Any]:

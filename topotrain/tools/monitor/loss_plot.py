@@ -10,6 +10,8 @@ from pathlib import Path
 
 from topotrain.config.private_files import open_file
 
+ENDINGS = (".png", ".pdf", ".svg")
+"""Endings of the files that a picture can be written to."""
 MISSING = "the picture needs matplotlib: pip install 'topotrain[plot]'"
 
 # Okabe and Ito (2008), "Color Universal Design", without its yellow, which is too pale for a line on white.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from topotrain.core.events import Event
     from topotrain.launch import EventListener
     from topotrain.launch.console_output import ConsoleOutput
-    from topotrain.tools.monitor.compare_jobs import ComparedResult
+    from topotrain.tools.monitor.job_report import JobResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,12 @@ def train(
     terminal: "Console",
     options: RunOptions,
     listener: "EventListener | None" = None,
-) -> "ComparedResult":
+) -> "JobResult":
     """Run one job with its displays; listener: also receives every event."""
     from topotrain.core.events import Saved
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
-    from topotrain.tools.monitor.compare_jobs import ComparedResult
-    from topotrain.tools.monitor.job_report import Report, story
+    from topotrain.tools.monitor.job_report import JobResult, Report, story
 
     report = Report(job, topology)
     saved: Saved | None = None
@@ -76,7 +75,7 @@ def train(
         complain(f"ended by {signal.Signals(outcome.code - 128).name}, no process is left" + f"\n{more}" * bool(more))
     elif outcome.code:
         complain(f"the job ended with code {outcome.code}; its logs are in {job.workspace}/logs")
-    return ComparedResult(outcome, report)
+    return JobResult(outcome, report)
 
 
 @contextmanager
@@ -99,7 +98,7 @@ def display(
         yield shown, made
 
 
-def show(result: "ComparedResult", terminal: "Console", quiet: bool, as_json: bool, report: Path | None) -> None:
+def show(result: "JobResult", terminal: "Console", quiet: bool, as_json: bool, report: Path | None) -> None:
     """Show the results of a job: as data where the user asks for it, and as a line."""
     from topotrain.tools.monitor.result_tables import summary
 
@@ -107,7 +106,8 @@ def show(result: "ComparedResult", terminal: "Console", quiet: bool, as_json: bo
     text = json.dumps(data, indent=2)
     if report is not None:
         # The user has named this file, so its mode is what the umask gives.
-        report.write_text(text + "\n", encoding="utf-8")
+        with complaining_of(report):
+            report.write_text(text + "\n", encoding="utf-8")
     if as_json:
         print(text)
     if result.outcome.code == 0 and not quiet:
@@ -133,6 +133,15 @@ def show_trace(job: Job, terminal: "Console", quiet: bool) -> None:
     if not quiet:
         terminal.print(phases(trace_export.shares(processes)))
         terminal.print(f"trace: {workspace / trace_export.FILE}   open it at https://ui.perfetto.dev", soft_wrap=True)
+
+
+@contextmanager
+def complaining_of(path: Path) -> Iterator[None]:
+    """Print one line if writing the file fails, so that other results are still shown."""
+    try:
+        yield
+    except OSError as error:
+        complain(f"{path}: cannot be written ({error.strerror})")
 
 
 def complain(text: str) -> None:

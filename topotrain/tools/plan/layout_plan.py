@@ -144,14 +144,14 @@ def _share(slices: SliceMap, topology: Topology, server: Address) -> ServerShare
     return ServerShare(server, topology.unit_of(server), len(owned), elements, slices.shard_bytes[server.index])
 
 
-def _worker(job: Job, schema: PlannedSchema, topology: Topology, who: Address) -> ProcessEstimate:
-    held = [parameter for parameter in schema.parameters if not parameter.owners or who.index in parameter.owners]
+def _worker(job: Job, schema: PlannedSchema, topology: Topology, worker: Address) -> ProcessEstimate:
+    held = [parameter for parameter in schema.parameters if not parameter.owners or worker.index in parameter.owners]
     values = sum(parameter.nbytes for parameter in held)
     trained = sum(parameter.nbytes for parameter in held if parameter.trainable)
     split = job.splits or any(parameter.owners for parameter in schema.parameters)
     # The local gradient, and the group's mean that the script sees.
     copies = 2 if job.grads is Grads.kVisible and not split else 1
-    return ProcessEstimate(who, topology.unit_of(who), values, trained, copies * trained, 0)
+    return ProcessEstimate(worker, topology.unit_of(worker), values, trained, copies * trained, 0)
 
 
 def _server(job: Job, schema: PlannedSchema, topology: Topology, share: ServerShare) -> ProcessEstimate:

@@ -125,8 +125,8 @@ def run_trial(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialV
     def observe(sender: Address, to: Address, message: Message) -> None:
         seen[0] += 1
         # Equal digests mean that two runs of a seed were the same, message by message.
-        said = f"{trial.sim.now!r} {sender} {to} {type(message).__name__}"
-        seen[1] = zlib.crc32(said.encode(), seen[1])
+        line = f"{trial.sim.now!r} {sender} {to} {type(message).__name__}"
+        seen[1] = zlib.crc32(line.encode(), seen[1])
 
     try:
         trial.transport.observers.append(observe)

@@ -181,8 +181,8 @@ class SimWorker:
     def commit(self, backwards: int = 1, revision: int = 0, **more: Any) -> StepOutcome:
         """Run `optimizer.step()`; `more` are fields of StepEnd."""
         revisions = () if self.visible else (revision,) * len(self.cluster.map.buckets)
-        said = {"backwards": backwards, "weight": 1.0, "fetch": True, "hyper": b"", "marks": ()}
-        outcome = self.client.steps.commit(self.steps, StepEnd(**{**said, "revisions": revisions, **more}))
+        usual = {"backwards": backwards, "weight": 1.0, "fetch": True, "hyper": b"", "marks": ()}
+        outcome = self.client.steps.commit(self.steps, StepEnd(**{**usual, "revisions": revisions, **more}))
         self.steps += 1
         self.outcomes.append(outcome)
         return outcome

@@ -36,7 +36,7 @@ _VALID_REASONS = (" never came", " had to start again")
 """Valid reasons to drop a snapshot: the next one was due before a worker's next step, or a worker died before it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PublishedSnapshot:
     """A published snapshot in memory (`SnapshotSource`), from which a job restarts."""
 
@@ -168,16 +168,16 @@ class SimDisks:
         self._over = max(self._over, first or 0)
         passes = [int(left.view(torch.int64)) for left in what.states.values()]
         self.last = PublishedSnapshot(
-            what.number,
-            facts["version"],
-            dict(facts["clocks"]),
-            self._cluster.schema.parameters,
-            self._cluster.schema.optimizer,
-            first,
-            min(passes, default=None),
-            dict(facts["steps"]),
-            runs,
-            values,
+            number=what.number,
+            version=facts["version"],
+            clocks=dict(facts["clocks"]),
+            parameters=self._cluster.schema.parameters,
+            optimizer=self._cluster.schema.optimizer,
+            first_epoch=first,
+            passes=min(passes, default=None),
+            _steps=dict(facts["steps"]),
+            _runs=runs,
+            _values=values,
             closed=facts["closed"],
             samples={Address(Role.WORKER, group, index): count for group, index, count in facts["samples"]},
         )

@@ -297,15 +297,15 @@ class SimulatedTransport:
 
     # --- injected faults -----------------------------------------------------------------------------------------
 
-    def crash(self, who: Address, after: int = 0, kind: type[Message] = Message, tell: bool = False) -> None:
+    def crash(self, process: Address, after: int = 0, kind: type[Message] = Message, tell: bool = False) -> None:
         """Cut a process off: no message leaves or reaches it; earlier ones still arrive.
 
         after, kind: cut it at its first message of this kind after so many of them: between two messages of a burst.
         tell: its peers are notified by `lost`, as when a connection ends.
         """
-        self._crashes[who] = _PendingCrash(kind, after, tell)
+        self._crashes[process] = _PendingCrash(kind, after, tell)
         if after == 0 and kind is Message:
-            self._disconnect(who)
+            self._disconnect(process)
 
     def _crash_if_due(self, me: Address, message: Message) -> None:
         crash = self._crashes.get(me)
@@ -314,27 +314,27 @@ class SimulatedTransport:
         if crash.is_due():
             self._disconnect(me)
 
-    def _disconnect(self, who: Address) -> None:
-        crash = self._crashes.pop(who)
-        self._down.add(who)
+    def _disconnect(self, process: Address) -> None:
+        crash = self._crashes.pop(process)
+        self._down.add(process)
         # Sorted: the order of a set would change the draws of a seed.
-        for pair in sorted(pair for pair in map(sorted, self._connections) if who in pair) if crash.tell else ():
-            (peer,) = set(pair) - {who}
+        for pair in sorted(pair for pair in map(sorted, self._connections) if process in pair) if crash.tell else ():
+            (peer,) = set(pair) - {process}
             time = self._simulation.now + self._simulation.random.uniform(*self.network_faults.delay)
-            self._simulation.at(time, lambda peer=peer: self._residents[peer].lost(who, "closed by the peer"))  # type: ignore[misc]
+            self._simulation.at(time, lambda peer=peer: self._residents[peer].lost(process, "closed by the peer"))  # type: ignore[misc]
 
-    def revive(self, who: Address) -> None:
+    def revive(self, process: Address) -> None:
         """Make the process reachable again, in its former state. Lost messages stay lost."""
-        self._crashes.pop(who, None)
-        self._down.discard(who)
+        self._crashes.pop(process, None)
+        self._down.discard(process)
 
-    def pause(self, who: Address) -> None:
+    def pause(self, process: Address) -> None:
         """Hold back messages from and to a process until `resume`."""
-        self._paused.add(who)
+        self._paused.add(process)
 
-    def resume(self, who: Address) -> None:
+    def resume(self, process: Address) -> None:
         """Deliver the held messages now, in their order."""
-        self._paused.discard(who)
+        self._paused.discard(process)
         kept, self._kept = self._kept, []
         for whose, do in kept:
             # As events, which the loop's thread runs; another process of the message may still be paused.

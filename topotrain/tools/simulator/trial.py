@@ -5,7 +5,7 @@ gradients are summed, and SGD has rate 1. At the end every cell must be exactly 
 twice. In a snapshot the cells of all listed batches must be 1, and all others 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, PeerLost
+from topotrain.core.client.client_context import StepOutcome
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.elastic.eligibility import singly
@@ -70,22 +71,13 @@ class TrialScript:
                 if snapshot:
                     worker.client.extension(WorkerStateClient).save(snapshot, passes_of(epoch))
                 begins = False
-                worker.sleep(0.0, 0.004)
-                # It may have been killed while it computed.
-                if process.over:
-                    raise Killed
                 batch = epoch * trial.batches + number
-                # Before the step, which overwrites values that were wrong for a while.
-                observer.check(worker.values())
-                outcome = worker.step(
-                    self._gradient(batch * workers + worker.me.index), marks=(stream, seq, seq), samples=1
-                )
+                cells = range(batch * workers, (batch + 1) * workers)
+                outcome = self._step(observer, cells[worker.me.index], (stream, seq, seq))
                 snapshot = outcome.snapshot
                 # The step of a process that died in it may count or not.
                 if not process.over:
-                    trial.committed(worker.me)
-                    observer.applied(range(batch * workers, (batch + 1) * workers))
-                    observer.check(worker.values())
+                    self._record(observer, cells)
                 if outcome.leaves:
                     trial.leave(process)
             if worker.client.extension(DataClient).leaves:
@@ -106,22 +98,32 @@ class TrialScript:
             mine = self._unread(epoch, trial.batches * workers)[me::workers]
             number = worker.client.extension(DataClient).applied(stream)
             while number < len(mine):
-                worker.sleep(0.0, 0.004)
-                if process.over:
-                    raise Killed
                 cell = epoch * trial.batches * workers + mine[number]
-                observer.check(worker.values())
-                outcome = worker.step(self._gradient(cell), marks=(stream, number, number), samples=1)
+                outcome = self._step(observer, cell, (stream, number, number))
                 # The group committed this step without the worker, which computes the batch again for a later step.
                 if outcome.late:
                     worker.go_on_at(outcome.next)
                 elif not process.over:
                     number += 1
-                    trial.committed(worker.me)
-                    observer.applied([cell])
-                    observer.check(worker.values())
+                    self._record(observer, [cell])
             # A worker that has read its batches early joins the others for the next epoch.
             worker.go_on_at(worker.client.extension(BackupWorkersClient).catch_up(epoch).next)
+
+    def _step(self, observer: WorkerObserver, cell: int, marks: tuple[int, int, int]) -> StepOutcome:
+        """Take the step of one batch, with a gradient of -1 in this cell."""
+        self._worker.sleep(0.0, 0.004)
+        # It may have been killed while it computed.
+        if self._process.over:
+            raise Killed
+        # Before the step, which overwrites values that were wrong for a while.
+        observer.check(self._worker.values())
+        return self._worker.step(self._gradient(cell), marks=marks, samples=1)
+
+    def _record(self, observer: WorkerObserver, cells: Sequence[int]) -> None:
+        """Count a committed step, and check the values after it."""
+        self._trial.committed(self._worker.me)
+        observer.applied(cells)
+        observer.check(self._worker.values())
 
     @property
     def _epochs(self) -> range:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from topotrain.comm.security.secret import load_secret
 from topotrain.comm.store.key_validation import StoreError
 from topotrain.comm.store.store_base import Store
-from topotrain.comm.store.store_url import ACCEPTED, StoreUrl, parse
+from topotrain.comm.store.store_url import ACCEPTED, RENDEZVOUS_VARIABLE, StoreUrl, parse
 from topotrain.comm.store.tcp_store import AccessDenied, TcpStore
-from topotrain.comm.transport.tcp_socket import InvalidHost, is_loopback, resolve, url_of
+from topotrain.comm.transport.tcp_socket import LAST_PORT, InvalidHost, is_loopback, resolve, url_of
 
 if TYPE_CHECKING:
     from topotrain.comm.store.tcp_store_server import TcpServer
 
-VARIABLE, HOST = "TOPOTRAIN_RENDEZVOUS", "TOPOTRAIN_HOST"
+HOST = "TOPOTRAIN_HOST"
 PUBLISHED = "topotrain/store"
 """The key in torch's store."""
 RENDEZVOUS_S = 60.0
@@ -88,10 +88,10 @@ def _serve(name: str, port: int, secret: bytes) -> "TcpServer | None":
 
 def named_url(url: StoreUrl, environ: Mapping[str, str]) -> str:
     """Return the URL of TOPOTRAIN_RENDEZVOUS, or "". Raises StoreError."""
-    named = environ.get(VARIABLE, "")
+    named = environ.get(RENDEZVOUS_VARIABLE, "")
     if named and parse(named).scheme == "env":
         raise url.fail(
-            f"{VARIABLE} = {named!r} leads back to itself: must be {', '.join(list(ACCEPTED.values())[:-1])}"
+            f"{RENDEZVOUS_VARIABLE} = {named!r} leads back to itself: must be {', '.join(list(ACCEPTED.values())[:-1])}"
         )
     return named
 
@@ -99,9 +99,9 @@ def named_url(url: StoreUrl, environ: Mapping[str, str]) -> str:
 def _master(url: StoreUrl, environ: Mapping[str, str]) -> MasterAddress:
     name, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if not name or not port:
-        raise url.fail(f"set {VARIABLE} to a URL, or both MASTER_ADDR and MASTER_PORT")
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise url.fail(f"MASTER_PORT = {port!r}: must be 1 to 65535")
+        raise url.fail(f"set {RENDEZVOUS_VARIABLE} to a URL, or both MASTER_ADDR and MASTER_PORT")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= LAST_PORT):
+        raise url.fail(f"MASTER_PORT = {port!r}: must be 1 to {LAST_PORT}")
     here, all_of = environ.get("LOCAL_WORLD_SIZE", ""), environ.get("WORLD_SIZE", "")
     return MasterAddress(
         name,

@@ -16,6 +16,7 @@ from typing import Any
 from topotrain.comm.store.store_base import Store
 
 _ROUND = "round"
+_EXPIRY_S = 0.001  # for a value that should go: a store has no deletion that compares
 
 
 def join(store: Store, rank: int, size: int, timeout: float) -> str:
@@ -37,13 +38,16 @@ def _propose(store: Store, size: int, until: float) -> str:
         # A number may be that of a process that has died; it then never agrees, and the next round reads a newer one.
         values = {rank: _watch_rank(store, rank, until) for rank in ranks}
         name = f"room-{secrets.token_hex(8)}"
-        proposal = {"room": name, "numbers": {str(rank): _read(value)["number"] for rank, value in values.items()}}
+        numbers = {rank: _read(value)["number"] for rank, value in values.items()}
+        proposal = {"room": name, "numbers": {str(rank): number for rank, number in numbers.items()}}
         store.set(_ROUND, json.dumps(proposal | {"open": False}).encode())
         if all(_agrees(store, rank, values[rank], name, until) for rank in ranks):
             store.set(_ROUND, json.dumps(proposal | {"open": True}).encode())
-            for rank in ranks:
-                # The next start of the job must not find the numbers of this one.
-                store.delete(_rank_key(rank))
+            for rank, number in numbers.items():
+                # The next start of the job must not find the numbers of this one. A rank that was restarted meanwhile
+                # has written another number, with which it waits for the next start.
+                agreed = _record(number, name)
+                store.compare_and_set(_rank_key(rank), agreed, agreed, _EXPIRY_S)
             return name
 
 
@@ -69,7 +73,7 @@ def _agrees(store: Store, rank: int, values: bytes, name: str, until: float) -> 
 
 def _agree(store: Store, rank: int, size: int, until: float) -> str:
     number = secrets.token_hex(8)
-    store.set(_rank_key(rank), json.dumps({"number": number, "room": ""}).encode())
+    store.set(_rank_key(rank), _record(number, ""))
     known: bytes | None = None
     while True:
         try:
@@ -83,7 +87,11 @@ def _agree(store: Store, rank: int, size: int, until: float) -> str:
         name: str = proposal["room"]
         if proposal["open"]:
             return name
-        store.set(_rank_key(rank), json.dumps({"number": number, "room": name}).encode())
+        store.set(_rank_key(rank), _record(number, name))
+
+
+def _record(number: str, name: str) -> bytes:
+    return json.dumps({"number": number, "room": name}).encode()
 
 
 def _rank_key(rank: int) -> str:

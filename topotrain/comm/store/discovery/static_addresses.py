@@ -6,11 +6,10 @@ Writing is an error, unless the value is the one in the list.
 
 import ipaddress
 import re
-import socket
 from collections.abc import Mapping, Sequence
 
 from topotrain.comm.store.key_validation import StoreError, check_key
-from topotrain.comm.transport.tcp_socket import is_loopback, url_of
+from topotrain.comm.transport.tcp_socket import LAST_PORT, InvalidHost, is_loopback, literal, resolve, url_of
 
 _KEY = re.compile(r"(?:server|door)/(\d+)/(\d+)")
 _ACCEPTED = "must be HOST:PORT, such as 10.0.0.1:7164 or [::1]:7164"
@@ -91,21 +90,21 @@ def split_address(address: str) -> tuple[str, int]:
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not bare or (":" in bare and bare == host) or not port.isascii() or not port.isdigit():
         raise StoreError(f"address {address!r}: {_ACCEPTED}")
-    if not 1 <= int(port) <= 65535:
-        raise StoreError(f"address {address!r}: the port must be 1 to 65535")
+    if not 1 <= int(port) <= LAST_PORT:
+        raise StoreError(f"address {address!r}: the port must be 1 to {LAST_PORT}")
     return bare, int(port)
 
 
 def numeric(host: str) -> str:
     """Return a host's numeric address; of a name, the first one. Raises StoreError."""
-    if host == "localhost":
-        return "127.0.0.1"
     try:
-        return str(ipaddress.ip_address(host))
+        return str(ipaddress.ip_address(literal(host)))
     except ValueError:
         pass
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        return resolve(host, 0)[1]
+    except InvalidHost as error:
+        raise StoreError(str(error)) from None
     except OSError as error:
         raise StoreError(f"host {host!r}: not an address, and the name is not known here ({error.strerror})") from None
 
