@@ -284,7 +284,7 @@ class PrimaryEndpoint:
                 self._router.send(self.me, to, message)
 
     def _newly_complete(self) -> int:
-        """Return the number of the standby if it has the whole state for the first time, else -1."""
+        """Return the standby's number if it has just got the whole state, else -1."""
         if not self.primary.covered or self._reported_complete:
             return -1
         self._reported_complete = True
