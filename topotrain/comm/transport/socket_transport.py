@@ -344,7 +344,7 @@ class SocketTransport:
                 raise Refused("FULL", f"an earlier connection of {peer.address} has not ended yet")
 
     def _check(self, peer: Peer, caller: socket.socket | None) -> None:
-        """Raise TransportError if a proven peer may not connect. `caller`: see `_register`."""
+        """Raise TransportError if a proven peer may not connect; `caller` is its socket."""
         # `close` may have copied the table already, and would miss this connection.
         if self._stop.is_set():
             raise TransportError("this transport is closed")
