@@ -22,7 +22,7 @@ import typer
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import make_folder
-from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, simulate, unit
+from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, setup_commands, simulate, unit
 from topotrain.tools.cli import resume as commands_resume
 from topotrain.tools.cli.job_arguments import (
     Args,
@@ -526,3 +526,4 @@ unit.register(app)
 chaos.register(app)
 elastic_commands.register(app)
 simulate.register(app)
+setup_commands.register(app)

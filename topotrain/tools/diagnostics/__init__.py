@@ -1,0 +1,1 @@
+"""Reports about this machine and this job, and the first files of a job."""
