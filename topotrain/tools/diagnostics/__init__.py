@@ -1,1 +1,1 @@
-"""Reports about this machine and this job, and the first files of a job."""
+"""Reports about this installation, this machine and a job before its start."""

@@ -1,0 +1,103 @@
+"""`topotrain init`: the files are a job that trains, and no file is overwritten."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from process_pool import client
+
+from topotrain.config.job_file import load_with_warnings
+from topotrain.config.topology import layout
+from topotrain.tools.cli.app import main
+from topotrain.tools.starter_job import CLUSTERS, JOB_NAME, SCRIPT_NAME
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def ask(capsys, monkeypatch, tmp_path):
+    """Runs the command in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        with pytest.raises(SystemExit) as left:
+            main(words)
+        printed = capsys.readouterr()
+        return left.value.code, printed.out, printed.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "framework"),
+    [
+        ("sandblaster", "Sandblaster (synchronous)"),
+        ("allreduce", "AllReduce (synchronous)"),
+        ("downpour", "Downpour (asynchronous)"),
+        ("hogwild", "Distributed Hogwild (asynchronous)"),
+    ],
+)
+def test_the_job_file_is_of_the_named_framework(ask, tmp_path, name, framework):
+    assert ask("init", "first", "--framework", name)[0] == 0
+    job, warnings = load_with_warnings(str(tmp_path / "first" / JOB_NAME))
+    assert (layout(job.cluster).framework, job.program, warnings) == (framework, SCRIPT_NAME, [])
+    assert ask("plan", f"first/{JOB_NAME}")[1].startswith(framework)
+
+
+def test_the_test_above_knows_all_frameworks(ask):
+    code, out, err = ask("init", "--framework", "ring")
+    assert (code, out) == (2, "")
+    assert "--framework" in err and "'ring'" in err and ", ".join(CLUSTERS) in err
+    assert set(CLUSTERS) == {"sandblaster", "allreduce", "downpour", "hogwild"}
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("name", [JOB_NAME, SCRIPT_NAME])
+def test_no_file_is_overwritten(ask, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    code, _, err = ask("init")
+    assert code == 2
+    assert name in err and "not overwritten" in err
+    assert os.listdir() == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_link_that_leads_nowhere_is_kept(ask, tmp_path):
+    (tmp_path / SCRIPT_NAME).symlink_to(tmp_path / "gone.py")
+    assert ask("init")[0] == 2
+    assert os.listdir() == [SCRIPT_NAME]
+
+
+def test_a_folder_that_is_a_file_is_refused(ask, tmp_path):
+    (tmp_path / "taken").write_text("")
+    for folder in ("taken", "taken/below"):
+        code, _, err = ask("init", folder)
+        assert (code, "Traceback" in err) == (2, False)
+        assert folder in err
+
+
+def test_the_commands_to_give_next(ask):
+    code, out, _ = ask("init", "a b", "--json")
+    made = json.loads(out)
+    assert (code, made["files"]) == (0, [f"a b/{JOB_NAME}", f"a b/{SCRIPT_NAME}"])
+    assert made["commands"][:2] == ["cd 'a b'", f"topotrain plan {JOB_NAME}"]
+    code, out, _ = ask("init")
+    assert (code, "cd " in out) == (0, False)
+    assert f"topotrain run {JOB_NAME}" in out
+
+
+@pytest.mark.journey
+def test_the_job_trains(ask, tmp_path, served_at, warm_at):
+    ask("init", "--framework", "downpour")
+    words = ["-m", "topotrain", "run", "--forkserver", served_at, "--json", JOB_NAME, SCRIPT_NAME, "--epochs", "10"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*client(warm_at), *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["framework"] == "Downpour (asynchronous)"
+    assert report["samples"] == 10 * 3000
+    assert report["metrics"]["accuracy"] > 0.6  # a third by chance
