@@ -212,6 +212,7 @@ def _commands(folder: Path) -> tuple[str, ...]:
     return (
         *enter,
         f"topotrain plan {JOB_NAME}",
+        f"topotrain doctor {JOB_NAME}",
         f"python {SCRIPT_NAME}",
         f"topotrain run {JOB_NAME} {SCRIPT_NAME} --epochs 20",
     )

@@ -181,7 +181,7 @@ def test_options_that_take_a_value_are_known() -> None:
         assert app.separate([*before, "--x"]) == [*before, "--", "--x"], name
 
 
-@pytest.mark.parametrize("name", ["run", "plan", "compare", "unit", "launch", "chaos"])
+@pytest.mark.parametrize("name", ["run", "plan", "compare", "unit", "launch", "chaos", "env", "init", "doctor"])
 def test_every_command_helps_with_an_example(ask: Ask, name: str) -> None:
     code, out, _ = ask(name, "--help")
     assert code == 0

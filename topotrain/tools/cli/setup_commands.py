@@ -1,6 +1,6 @@
-"""The commands `topotrain env` and `topotrain init`.
+"""The commands `topotrain env`, `topotrain init` and `topotrain doctor`.
 
-They are given before a job: for a bug report, and for the first files.
+They are given before a job: for a bug report, for the first files, and for a check of this machine.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from topotrain.tools.cli.job_arguments import AsJson, refusing
+from topotrain.tools.cli.job_arguments import AsJson, BadInput, Conf, Sets, load_job, refusing
 from topotrain.tools.starter_job import CLUSTERS, DEFAULT, write_starter
 
 ENV_EXAMPLE = """\b
@@ -21,12 +21,17 @@ INIT_EXAMPLE = """\b
 Example:
   topotrain init spirals --framework downpour
 """
+DOCTOR_EXAMPLE = """\b
+Example:
+  topotrain doctor examples/conf/downpour.conf --rendezvous tcp://127.0.0.1:29400
+"""
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("env", epilog=ENV_EXAMPLE)(env)
     app.command("init", epilog=INIT_EXAMPLE)(init)
+    app.command("doctor", epilog=DOCTOR_EXAMPLE)(doctor)
 
 
 def env(as_json: AsJson = False) -> None:
@@ -61,3 +66,35 @@ def init(
             return
         print(f"written: {', '.join(map(str, made.files))}\n\nnext:")
         print("\n".join(f"  {command}" for command in made.commands))
+
+
+def doctor(
+    conf: Conf,
+    sets: Sets = None,
+    rendezvous: Annotated[
+        str, typer.Option("--rendezvous", metavar="URL", help="Where the units meet, instead of the file's field.")
+    ] = "",
+    hosts: Annotated[str, typer.Option("--hosts", metavar="A,B", help="Names of the machines of the job.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Check on this machine whether a job can run, before it waits in a queue.
+
+    Each check is one line: ok, warning or failed, with what to do. The exit code is 1 if a check failed.
+    """
+    with refusing():
+        from topotrain.comm.store import StoreError
+        from topotrain.config.topology import layout
+
+        job = load_job(conf, sets, None, None, needs_program=False)
+        topology = layout(job.cluster)
+
+        from topotrain.tools.diagnostics.job_checks import as_text, exit_code, findings
+
+        names = [host.strip() for host in hosts.split(",") if host.strip()]
+        try:
+            found = list(findings(job, topology, rendezvous or job.rendezvous, names, os.environ))
+        except StoreError as error:
+            raise BadInput(str(error)) from None
+        checks = {"checks": [one.as_data() for one in found]}
+        print(json.dumps(checks, indent=2) if as_json else as_text(found))
+        raise typer.Exit(exit_code(found))
