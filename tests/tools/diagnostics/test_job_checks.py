@@ -187,6 +187,19 @@ def test_a_store_in_a_folder(ask, here):
     assert (code, found["rendezvous"]["state"]) == (1, "failed")
 
 
+def test_the_environment_names_no_store(ask):
+    code, found, _ = ask("--rendezvous", "env://")
+    assert (code, found["rendezvous"]["state"]) == (1, "failed")
+    assert "MASTER_ADDR and MASTER_PORT" in found["rendezvous"]["text"]
+
+
+def test_a_token_that_is_too_short(ask, monkeypatch):
+    monkeypatch.setenv("TOPOTRAIN_TOKEN", "5ecre7")
+    code, found, _ = ask("--rendezvous", "tcp://127.0.0.1:29411")
+    assert (code, found["rendezvous"]["state"]) == (1, "failed")
+    assert "TOPOTRAIN_TOKEN" in found["rendezvous"]["text"] and "5ecre7" not in json.dumps(found)
+
+
 def test_hosts(ask):
     code, found, _ = ask("--hosts", "127.0.0.1")
     assert (code, found["host"]["state"]) == (0, "ok")

@@ -25,7 +25,7 @@ class Finding:
 
     def line(self, width: int) -> str:
         """Return one line; width: of the column of names."""
-        whole = f"{self.text}: {self.advice}" if self.advice else self.text
+        whole = f"{self.text.rstrip('.')}: {self.advice}" if self.advice else self.text
         # An error of another library may have several lines, and a name may hold any character.
         clean = "".join(c if c.isprintable() else " " for c in whole)
         return f"{self.state.value.ljust(7)}  {self.name.ljust(width)}  {clean}"
@@ -37,7 +37,7 @@ def ok(name: str, text: str) -> Finding:
 
 
 def warning(name: str, text: str, advice: str) -> Finding:
-    """Return the finding of a check whose fact may hinder the job."""
+    """Return the finding of a check with a fact that may hinder the job."""
     return Finding(name, State.warning, text, advice)
 
 

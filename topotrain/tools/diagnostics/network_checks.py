@@ -67,7 +67,7 @@ def _server_finding(url: str, address: StoreUrl, environ: Mapping[str, str]) -> 
         if address.scheme == "tcp" and not _refers_here(address.host):
             advice = "start the job's unit 0 or `topotrain store` there before the others"
             return warning(_NAME, f"no store answers yet ({error})", advice)
-        advice = "start that server, correct the URL, or open the port between the hosts"
+        advice = "correct what this names, start that server, or open the port between the hosts"
         return failed(_NAME, str(error), advice)
     return ok(_NAME, f"{address.text} answers in {1000 * took:.1f} ms")
 
