@@ -31,7 +31,7 @@ KILLS, JOBS, SECONDS = 200, 10, 3600.0
 
 OFTEN = "reduce: kSum snapshot_s: 1"
 SYNCHRONOUS = "nworkers_per_group: 3 nservers_per_group: 2 server_worker_separate: true"
-COPIES = "road: kTcp replicas: 2"
+COPIES = "transport: kTcp replicas: 2"
 HALVES = ("--halves", "--epochs", "3", "--step-s", "0.02")
 
 LEDGERS: Sequence[Setting] = (

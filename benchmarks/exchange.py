@@ -34,7 +34,7 @@ class Work:
     goal: str
     what: str
     workers: int
-    road: str
+    transport: str
     mode: str
     bounds: Mapping[str, str]
 
@@ -97,7 +97,7 @@ def _exchanges(rounds: int) -> list[Row]:
         _take(living, why, GLOO_STEP, sides.plain, GLOO_STEP, PUSHER, "gloo step", 2)
         for work in WORKS:
             conf = cluster(workers=work.workers, top=work.mode)
-            start = lambda w=work, c=conf: sides.job(name_of(w), c, w.workers, "step", w.road, script=PUSHER)  # noqa: E731
+            start = lambda w=work, c=conf: sides.job(name_of(w), c, w.workers, "step", w.transport, script=PUSHER)  # noqa: E731
             _take(living, why, name_of(work), start)
         found = interleave({name: _turn(side) for name, side in living.items()}, rounds)
         why.update({name: wrong for name, side in living.items() if (wrong := _checked(side))})

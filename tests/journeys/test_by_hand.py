@@ -55,7 +55,7 @@ def group_lives(group: int) -> bool:
 
 # --- the same bits -----------------------------------------------------------------------------------------------
 
-LAYOUT = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp"
+LAYOUT = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true transport: kTcp"
 
 
 def test_paddle_and_tensorflow_end_with_the_bits_of_topotrain_run(shells: Shells, runner: JobRunner) -> None:

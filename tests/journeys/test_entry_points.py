@@ -69,8 +69,8 @@ def close(found: Values, expected: Values) -> None:
 # --- bits --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cluster", [BESIDE, f"{BESIDE} algorithm: kNaive", f"{APART} road: kTcp"])
-def test_layouts_and_roads(here: JobRunner, expected: Values, cluster: str) -> None:
+@pytest.mark.parametrize("cluster", [BESIDE, f"{BESIDE} algorithm: kNaive", f"{APART} transport: kTcp"])
+def test_layouts_and_transports(here: JobRunner, expected: Values, cluster: str) -> None:
     the_same_bits(here.run(cluster, "doors.py", "prepare", name="layout").final, expected)
 
 

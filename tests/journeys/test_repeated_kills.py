@@ -43,7 +43,7 @@ def marked(mark: str) -> list[int]:
         (SANDBLASTER, ("--pairs", "0.4"), ()),
         (ALLREDUCE, (), ()),
         (HOGWILD, ("--at", "end"), ()),
-        (f"{DOWNPOUR} road: kTcp replicas: 2", (), ("--halves",)),
+        (f"{DOWNPOUR} transport: kTcp replicas: 2", (), ("--halves",)),
     ],
     ids=["Downpour", "Sandblaster", "AllReduce", "Distributed Hogwild", "Downpour of split models, two copies"],
 )

@@ -6,7 +6,7 @@ from job_runner import JobRunner
 
 pytestmark = pytest.mark.journey
 
-PAIRS = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp"
+PAIRS = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true transport: kTcp"
 
 
 def test_each_server_may_die_and_nobody_can_tell_from_the_result(runner: JobRunner) -> None:

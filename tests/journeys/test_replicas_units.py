@@ -14,8 +14,8 @@ from unit_hosts import Job, hastily, port, wait
 
 pytestmark = pytest.mark.journey
 
-PAIRS = "nworkers_per_group: 2 nworkers_per_procs: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp"
-MIXED = "nworker_groups: 2 nservers_per_group: 2 road: kTcp"
+PAIRS = "nworkers_per_group: 2 nworkers_per_procs: 2 nservers_per_group: 2 server_worker_separate: true transport: kTcp"
+MIXED = "nworker_groups: 2 nservers_per_group: 2 transport: kTcp"
 HASTILY = hastily(0.3, 1.5)
 
 

@@ -46,7 +46,9 @@ def test_convolutions_by_samples_and_the_rest_by_features(runner: JobRunner) -> 
     model.load_state_dict(found.final)  # by plain PyTorch
 
 
-@pytest.mark.parametrize("cluster", [f"{APART} road: kShm", f"{APART} road: kTcp", f"{TWO} nservers_per_group: 2"])
+@pytest.mark.parametrize(
+    "cluster", [f"{APART} transport: kShm", f"{APART} transport: kTcp", f"{TWO} nservers_per_group: 2"]
+)
 def test_a_pipeline_computes_what_one_worker_does(runner: JobRunner, cluster: str) -> None:
     """The norm sees the whole batch, which shares of it do not."""
     whole = runner.run("", "cut.py", name="whole")

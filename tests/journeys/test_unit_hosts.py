@@ -193,7 +193,7 @@ def test_doors_by_hand_on_two_hosts(runner: JobRunner, network: HostNetwork) -> 
     with network.listening(0) as first, network.listening(1) as second:
         shells = [Unit([*client(network.warm_at(host)), *command], runner.folder, TOKEN) for host, command in words]
         try:
-            layout = "nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true road: kTcp"
+            layout = "nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true transport: kTcp"
             expected = runner.run(layout, "by_hand.py").final
             ended = [shell.end() for shell in shells]  # all by themselves
         finally:

@@ -1,4 +1,4 @@
-"""Parameters that only some workers of a group hold: values, sums and the end, on a simulated road."""
+"""Parameters that only some workers of a group hold: values, sums and the end, on a simulated network."""
 
 import pytest
 import torch

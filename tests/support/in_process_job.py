@@ -4,7 +4,7 @@ Rule: a test's script is written once, against `Trainer`, and run by
 * `plain`: one ordinary process, the whole batch;
 * `reference`: one process that computes every worker's share in turn, adds them up in the job's canonical order and
   updates with the servers' kernels, but has no server, message or wire: synchronous jobs must equal it bit for bit;
-* `run_local`: real servers, exchanges and workers on the in-process road, one thread per worker;
+* `run_local`: real servers, exchanges and workers on the in-process transport, one thread per worker;
 * `run_hosted`: the same with server processes' and workers' own code (`host`) over shared memory or TCP.
 """
 
@@ -356,7 +356,7 @@ def whole(me: Address, model: nn.Module, optimizer: torch.optim.Optimizer) -> Mo
 
 
 def run_local(job: Job, build: Build, script: Script, shared: bool = False, describing: Describe = whole) -> Result:
-    """Run a script as a job on the in-process road. Raises what went wrong first.
+    """Run a script as a job on the in-process transport. Raises what went wrong first.
 
     shared: residents see each other's buffers, as on a host's shared memory; else everything travels.
     """
@@ -399,9 +399,9 @@ def run_hosted(
     hosts: Sequence[int] = (),
     describing: Describe = whole,
 ) -> Result:
-    """Run a script with the code of real processes, in threads, over the road that `cluster.road` names.
+    """Run a script with the code of real processes, in threads, over the transport that `cluster.transport` names.
 
-    hosts: the host of each unit, as `layout` takes them. A worker's roads are in its handle's notes.
+    hosts: the host of each unit, as `layout` takes them. A worker's connections are in its handle's notes.
     """
     topology, crew = layout(job.cluster, hosts), _Crew()
     (directory / "store").mkdir(mode=0o700)
@@ -427,12 +427,14 @@ def run_hosted(
     workers = [worker for g in range(topology.worker_groups) for worker in topology.workers(g)]
     with ThreadPoolExecutor(len(workers)) as pool:  # servers beside workers meet each other: all at once
         found = pool.map(lambda me: WorkerConnections(place(), me), workers)
-        roads = dict(zip(workers, found, strict=True))
-    crew.exchanges.update({me: road.exchange for me, road in roads.items()})
-    handles = [_enlist(job, topology, me, build, roads[me].exchange, roads[me], describing) for me in workers]
+        connections = dict(zip(workers, found, strict=True))
+    crew.exchanges.update({me: each.exchange for me, each in connections.items()})
+    handles = [
+        _enlist(job, topology, me, build, connections[me].exchange, connections[me], describing) for me in workers
+    ]
     for handle in handles:
-        handle.notes["roads"] = roads[handle.me]
-    _train(crew, handles, script, lambda me: roads[me].close(finished=not crew.errors))
+        handle.notes["connections"] = connections[handle.me]
+    _train(crew, handles, script, lambda me: connections[me].close(finished=not crew.errors))
     for home in homes:
         home.join(PATIENCE_S if not crew.errors else 0.0)
     shutil.rmtree(sockets, ignore_errors=True)
@@ -440,7 +442,7 @@ def run_hosted(
         raise crew.errors[0]
     assert not any(home.is_alive() for home in homes), "a server did not end"
     if topology.inline:
-        traffic = [road.traffic() for road in roads.values()]
+        traffic = [each.traffic() for each in connections.values()]
     return Result.of(
         handles[0].model, workers=handles, traffic=(sum(o for o, _ in traffic), sum(i for _, i in traffic))
     )

@@ -1,4 +1,4 @@
-"""A whole job on the simulated road: the real servers, the real doors of the workers, a pretended network.
+"""A whole job on the simulated network: the real servers, the real doors of the workers, a pretended network.
 
 `SimCluster` builds every server and every worker's Exchange of a layout. Two kinds of workers live there: a `Seat` has
 no model and pushes the whole numbers that a test gives it (sums of them are exact), `SimCluster.worker` is the real

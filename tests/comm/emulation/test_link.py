@@ -302,11 +302,11 @@ def test_one_host_has_no_link_inside(tcp: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# ---- the road --------------------------------------------------------------------------------------------------------
+# ---- the transport ---------------------------------------------------------------------------------------------------
 
 
 class LinkedTown(Town):
-    """TCP roads on hosts of their own, a worker's and a server's, with so many sockets per connection."""
+    """TCP transports on hosts of their own, a worker's and a server's, with so many sockets per connection."""
 
     def __init__(self, directory: Path, lanes: int) -> None:
         super().__init__("tcp")
@@ -362,18 +362,18 @@ def test_with_a_link_every_unit_is_a_host() -> None:
         alone.host_of(Address(Role.WORKER, 0, 4))
 
 
-@pytest.mark.parametrize("road", ["kAuto", "kTcp"])
-def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, road: str) -> None:
-    job = job_of("two by two", link=LINKS[2], road=road)
+@pytest.mark.parametrize("transport", ["kAuto", "kTcp"])
+def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, transport: str) -> None:
+    job = job_of("two by two", link=LINKS[2], transport=transport)
     (tmp_path / "store").mkdir(mode=0o700)
     sockets = Path(socket_directory())
 
-    def roads(number: int) -> Router:
+    def router_of(number: int) -> Router:
         store = open_store((tmp_path / "store").as_uri())
         who = Identity(job.name, bytes(32), number, 0, job.digest())
         return Router(RouterConfig(job, layout(job.cluster), who, store, sockets), ProcessMemory())
 
-    here, there, guest = (roads(number) for number in range(3))
+    here, there, guest = (router_of(number) for number in range(3))
     servers = [Address(Role.SERVER, 0, n) for n in range(2)]
     me = Address(Role.WORKER, 0, 1)
     for home, server in zip((here, there), servers, strict=True):
@@ -382,7 +382,7 @@ def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, 
     for server in servers:
         guest.connect(me, server, "server")
     kinds = [guest._routes[me, server].schemes[0] for server in servers]
-    assert kinds == ["unix" if road == "kAuto" else "tcp", "tcp"]
+    assert kinds == ["unix" if transport == "kAuto" else "tcp", "tcp"]
     assert type(guest._routes[me, servers[1]]._routes[me, servers[1]]._sock) is ShapedSocket
     for each in (guest, here, there):
         each.close()
@@ -446,6 +446,6 @@ def test_the_option_replaces_the_link_of_the_file() -> None:
     job = Job(cluster=Cluster(nworkers_per_group=2, link=Link(loss=0.1)))
     assert job_arguments.with_link(job, "1gbit").cluster == Cluster(nworkers_per_group=2, link=Link(bandwidth=1000.0))
     assert job_arguments.with_link(job, "") is job
-    shared = Job(cluster=Cluster(nworkers_per_group=2, road="kShm"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="road = kShm: must be kAuto or kTcp with a link"):
+    shared = Job(cluster=Cluster(nworkers_per_group=2, transport="kShm"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="transport = kShm: must be kAuto or kTcp with a link"):
         job_arguments.with_link(shared, "1gbit")

@@ -226,7 +226,7 @@ def test_an_identity_is_checked_and_keeps_its_secret(changes, text):
     assert "token" not in repr(identity())
 
 
-# --- the door of a real road -------------------------------------------------------------------------------------
+# --- the door of a real transport -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def closed_without_a_word(sock):
 
 
 def refusals(wire, code, count):
-    """Wait until the road has counted so many refusals."""
+    """Wait until the transport has counted so many refusals."""
     until = time.monotonic() + WAIT
     while wire.refusals().get(code, 0) < count:
         assert time.monotonic() < until, wire.refusals()

@@ -254,7 +254,7 @@ def believing(sock: socket.socket, seen: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "tls", "shm"])
-def test_nobody_is_let_in_on_a_real_road(kind: str) -> None:
+def test_nobody_is_let_in_on_a_real_transport(kind: str) -> None:
     town, residents = Town(kind), (Recorder(), Recorder())
     try:
         server = town.wire(incarnation=2, patience=0.0)

@@ -358,7 +358,7 @@ def test_somebody_in_between_is_found_out(town):
     assert residents[0].got.empty()
 
 
-# --- the road ----------------------------------------------------------------------------------------------------
+# --- the transport ----------------------------------------------------------------------------------------------------
 
 
 def test_big_tensors_both_ways_at_once(town):
@@ -420,8 +420,8 @@ def test_lanes_and_a_pretended_link_go_with_it(tmp_path, lanes, link):
         wires[1].send(SERVER, WORKER, Values(0, size, 0, body=body))
         assert torch.equal(ends[0].next().body, body)
     (connection,) = wires[0]._connections
-    road = connection._sock
-    for line in road._lanes if lanes > 1 else [road]:
+    sock = connection._sock
+    for line in sock._lanes if lanes > 1 else [sock]:
         assert isinstance(line, TlsChannel)
     closing_ends = [over(wire.close) for wire in wires]
     assert [wait() for wait in closing_ends] == [None, None]
@@ -434,7 +434,7 @@ def test_a_job_over_it_has_the_same_bits(tmp_path, monkeypatch):
         router, "TcpTransport", lambda *a, **b: made.append(TcpTransport(*a, **b, tls=True)) or made[-1]
     )
     script, build = usual_loop(vectors(3)), building()
-    hosted = run_hosted(job_of("sandblaster", road="kTcp"), build, script, tmp_path)
+    hosted = run_hosted(job_of("sandblaster", transport="kTcp"), build, script, tmp_path)
     assert hosted.same_bits(reference(job_of("sandblaster"), build, script))
     assert made and all(wire._url.startswith("tls://") for wire in made if wire._url)
     assert any(wire._url for wire in made)

@@ -194,7 +194,7 @@ def tables(seat: Seat) -> None:
 
 
 def come(resident: Server | Client, sender: Address, message: m.Message, viewable: bool) -> Any:
-    """As a road hands it over."""
+    """As a transport hands it over."""
     body = message.body
     if body is not None:
         view = body.detach().view(-1).view(torch.uint8)

@@ -112,7 +112,7 @@ def test_a_greeting_on_the_first_lane_is_no_part_of_the_stream():
     close(here, there)
 
 
-# --- the road ----------------------------------------------------------------------------------------------------
+# --- the transport ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[2, 16])
@@ -190,7 +190,7 @@ def test_a_second_try_drops_the_lanes_of_the_first(town):
     lone.close()
 
 
-def test_parked_lanes_are_closed_with_the_road():
+def test_parked_lanes_are_closed_with_the_transport():
     before = len(os.listdir("/proc/self/fd"))
     parking, pairs = PendingSockets(), [socket.socketpair() for _ in range(3)]
     way = (SERVER, WORKER)

@@ -1,4 +1,4 @@
-"""What every road promises: one test, run for each of them."""
+"""What every transport promises: one test, run for each of them."""
 
 import gc
 import os
@@ -19,12 +19,12 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Drained, Fetch, Init, Message, ProtocolError, Push, Values
 
 SOCKETS = ("shm", "tcp", "tls")
-ROADS = ("local", *SOCKETS)
+TRANSPORTS = ("local", *SOCKETS)
 MEGABYTE = 1 << 18  # elements of float32
 SIZES = (0, 1, 77, MEGABYTE, 3 * MEGABYTE + 5)
 
 
-@pytest.fixture(params=ROADS)
+@pytest.fixture(params=TRANSPORTS)
 def town(request):
     town = Town(request.param)
     yield town
@@ -134,7 +134,7 @@ def test_a_payload_without_its_place_ends_the_connection(town, placing, reason, 
     for send in (pair.to_server, pair.to_worker):
         with pytest.raises(TransportError, match="no connection from"):
             send(Fetch(round=1))
-    pair.worker_wire.connect(WORKER, SERVER, pair.url)  # the road itself goes on
+    pair.worker_wire.connect(WORKER, SERVER, pair.url)  # the transport itself goes on
     pair.to_server(Fetch(round=2))
     assert pair.server.next() == Fetch(round=2)
     assert pair.server.ends.empty()
@@ -179,7 +179,7 @@ def test_closing_sends_what_is_queued_and_tells_each_end_once(town):
         pair.worker_wire.attach(Address(Role.WORKER, 5, 5), Recorder())
 
 
-def test_a_resident_may_close_the_road_from_its_own_thread(town):
+def test_a_resident_may_close_the_transport_from_its_own_thread(town):
     pair = Pair(town)
     pair.server.on_handle = lambda sender, message: pair.server_wire.close()
     pair.to_server(Fetch(round=1))
@@ -285,7 +285,7 @@ def test_nothing_is_left_after_closing(request):
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    for kind in ROADS:
+    for kind in TRANSPORTS:
         before = open_files(), threading.active_count()
         town = Town(kind)
         pair = Pair(town, server=Recorder(place_view))
@@ -301,7 +301,7 @@ def test_nothing_is_left_after_closing(request):
         assert after[0] <= before[0] and after[1] <= before[1], (kind, before, after)
 
 
-# --- roads of sockets --------------------------------------------------------------------------------------------
+# --- transports of sockets ---------------------------------------------------------------------------------------
 
 
 @sockets
@@ -377,7 +377,7 @@ def test_nothing_leaves_on_a_newer_connection_before_the_end_of_the_older_is_han
 
 
 @sockets
-def test_addresses_of_another_road_are_refused(town):
+def test_addresses_of_another_transport_are_refused(town):
     pair = Pair(town)
     with pytest.raises(TransportError, match="this transport takes"):
         pair.worker_wire.connect(WORKER, Address(Role.SERVER, 1, 1), "http://127.0.0.1:80")

@@ -235,7 +235,7 @@ def test_what_is_held_is_bounded() -> None:
         home.handle(worker(), m.Fetch(1))
 
 
-class NoRoads:
+class NoTransports:
     """Nobody is reached."""
 
     def send(self, *_: object, **__: object) -> None:
@@ -248,7 +248,7 @@ def test_a_wrong_word_is_no_trouble_and_a_fault_of_ours_is(broken: bool, monkeyp
     resident = ServerEndpoint(
         server(),
         PlainServerFactory(hall.job, hall.topology),
-        NoRoads(),  # type: ignore[arg-type]
+        NoTransports(),  # type: ignore[arg-type]
         threading.Condition(),
         HostOptions(FailureObserver(lambda: troubles.append(1))),
     )

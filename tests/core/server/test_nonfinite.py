@@ -30,7 +30,18 @@ from tests.support.in_process_job import (
     vectors,
 )
 from tests.support.simulation import STORM, Seat, Town, job, same, total
-from topotrain.config.job import Algorithm, Apply, Compression, Engine, Grads, Job, NonFinite, Pull, Reduce, Road
+from topotrain.config.job import (
+    Algorithm,
+    Apply,
+    Compression,
+    Engine,
+    Grads,
+    Job,
+    NonFinite,
+    Pull,
+    Reduce,
+    TransportChoice,
+)
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
@@ -221,19 +232,19 @@ def test_a_batch_that_was_skipped_is_used_up() -> None:
     assert sum(result.servers[0].steps.batches.counts().values()) == STEPS == worker.worker.tally.steps
 
 
-# --- roads -----------------------------------------------------------------------------------------------------------
+# --- transports ------------------------------------------------------------------------------------------------------
 
-ROADS = {
-    "shared memory": job_of("two by two", road=Road.kShm),
-    "tcp": job_of("two by two", road=Road.kTcp),
+TRANSPORTS = {
+    "shared memory": job_of("two by two", transport=TransportChoice.kShm),
+    "tcp": job_of("two by two", transport=TransportChoice.kTcp),
     "gloo": job_of("allreduce", engine=Engine.kGloo),
     "hidden gloo": job_of("allreduce", engine=Engine.kGloo, **HIDDEN),
 }
 
 
-@pytest.mark.parametrize("name", ROADS)
-def test_over_real_roads(name: str, tmp_path) -> None:
-    result = run_hosted(ROADS[name], building(), poisoned({1: ONE, 3: ONE | {(0, 0)}}), tmp_path)
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_over_real_transports(name: str, tmp_path) -> None:
+    result = run_hosted(TRANSPORTS[name], building(), poisoned({1: ONE, 3: ONE | {(0, 0)}}), tmp_path)
     assert finite(result)
     assert set(skipped(result).values()) == {2}
 

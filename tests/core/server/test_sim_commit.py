@@ -39,7 +39,7 @@ def test_all_shards_apply_the_same_steps_in_the_same_order():
         assert written[0].applied == written[1].applied == written[2].applied, f"seed {seed}"
         assert sorted(written[0].applied) == [(group, step) for group in range(3) for step in range(3)]
         orders.add(tuple(written[0].applied))
-    assert len(orders) > 10, "the road must mix the groups, or this test shows nothing"
+    assert len(orders) > 10, "the network must mix the groups, or this test shows nothing"
 
 
 def test_every_message_twice_is_every_message_once():
@@ -183,7 +183,7 @@ def test_the_same_batches_pushed_twice_count_once():
 
 
 def test_pushes_of_a_dead_step_do_not_reach_the_next_one():
-    """A message of step 0, kept on the road until step 1 is under way, changes nothing."""
+    """A message of step 0, kept by the network until step 1 is under way, changes nothing."""
     for seed in range(10):
         town = Town(job(1, 2, 2), seed, STORM)
         old = []

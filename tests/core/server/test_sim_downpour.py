@@ -1,4 +1,4 @@
-"""Downpour on the simulated road: what asynchronous worker groups must not lose, double, mix or wait for."""
+"""Downpour on the simulated network: what asynchronous worker groups must not lose, double, mix or wait for."""
 
 import pytest
 import torch

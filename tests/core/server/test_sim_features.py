@@ -1,4 +1,4 @@
-"""What a job promises beyond the plain step, on the simulated road: warm-up, clear failures, the end, no spinning."""
+"""Promises of a job beyond the plain step, on the simulated network: warm-up, clear failures, the end, no spinning."""
 
 import ast
 from pathlib import Path
@@ -408,7 +408,7 @@ def test_defect_12_a_worker_hears_that_a_server_died():
 
 
 def test_defect_12_who_waits_for_a_dead_process_does_nothing_at_all():
-    """No timer, no retry, no spinning: with the road silent nothing happens any more, and the run says who waits."""
+    """No timer, no retry, no spinning: with the network silent nothing happens any more, and the run says who waits."""
     town = Town(job(2, 2, 2), 0, STORM)
     town.transport.crash(Address(Role.SERVER, 0, 1), after=30)
 

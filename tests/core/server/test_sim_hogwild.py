@@ -1,4 +1,4 @@
-"""Distributed Hogwild on the simulated road: server groups agree, and no update is lost or counted twice."""
+"""Distributed Hogwild on the simulated network: server groups agree, and no update is lost or counted twice."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Backup workers on the simulated road: who is late is fixed, and whose gradients make a step is known beforehand."""
+"""Backup workers on the simulated network: the late workers and the gradients that make a step are known beforehand."""
 
 import itertools
 import random
@@ -159,7 +159,7 @@ def test_without_lateness_a_group_with_backup_does_what_one_without_does():
         decided = trace(town, StepDecision)
         town.play(script)
         if spare and any(len(m.members) < 3 for *_, m in decided):
-            continue  # the last two came at one moment, and the road was slower for one of them
+            continue  # the last two came at one moment, and the transport was slower for one of them
         found.append(town.values())
     assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
 
@@ -185,7 +185,7 @@ def test_every_batch_counts_once_whoever_is_late_when(workers, spare, attempts):
 
 
 @pytest.mark.parametrize("weather", [STORM, TWICE])
-def test_a_bad_road_changes_who_is_late_and_nothing_else(weather):
+def test_a_bad_transport_changes_who_is_late_and_nothing_else(weather):
     for seed in range(20):
         workers = 2 + seed % 3
         town = Town(group(workers, 1 + seed % (workers - 1), 1 + seed % 3), seed, weather, SMALL)

@@ -1,4 +1,4 @@
-"""Snapshots under the simulated road: what shards freeze together, and what a job goes on from."""
+"""Snapshots under the simulated network: what shards freeze together, and what a job goes on from."""
 
 from dataclasses import replace
 

@@ -173,12 +173,14 @@ def test_other_dtypes(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("kind", "grads"), [("kFp16", "kVisible"), ("kInt8", "kVisible"), ("kTopK", "kVisible"), ("kBf16", "kHidden")]
 )
-def test_roads_and_runs_give_the_same_bits(kind: str, grads: str, tmp_path: Path) -> None:
+def test_transports_and_runs_give_the_same_bits(kind: str, grads: str, tmp_path: Path) -> None:
     found = [run_local(compressed(kind, grads=grads), building(), usual_loop(BATCHES))]
-    for number, road in enumerate(("kShm", "kTcp", "kTcp")):
+    for number, transport in enumerate(("kShm", "kTcp", "kTcp")):
         folder = tmp_path / str(number)
         folder.mkdir()
-        found.append(run_hosted(compressed(kind, grads=grads, road=road), building(), usual_loop(BATCHES), folder))
+        found.append(
+            run_hosted(compressed(kind, grads=grads, transport=transport), building(), usual_loop(BATCHES), folder)
+        )
     assert all(found[0].same_bits(other) for other in found[1:])
 
 
@@ -463,7 +465,7 @@ def test_values_follow_through_restarts(kind: str) -> None:
     torch.testing.assert_close(params, values, rtol=1e-5, atol=1e-5)
 
 
-# --- a road that delays, doubles and reorders ----------------------------------------------------------------------
+# --- a transport that delays, doubles and reorders --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])

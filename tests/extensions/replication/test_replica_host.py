@@ -103,7 +103,7 @@ class Town:
         self.topology = layout(job.cluster, HOSTS)
         self.seats = ReplicaPlacement(domains(self.topology))
         self.crew, self.complete = _Crew(), threading.Condition()
-        self.roads: dict[int, Router] = {}
+        self.routers: dict[int, Router] = {}
         self.processes: dict[int, ReplicatedServers] = {}
         self.slots: dict[int, RecordingSlot] = {}
         self.threads: list[threading.Thread] = []
@@ -125,22 +125,22 @@ class Town:
     def begin(self, seat: int, number: int = 0) -> None:
         me = Address(Role.SERVER, 0, seat)
         place = self.place(self.topology.unit_of(me), number)
-        self.roads[seat] = roads = Router(place, ProcessMemory())
-        self.slots[seat], observer = RecordingSlot(self), UrlObserver(self.trouble(roads), self.urls)
+        self.routers[seat] = router = Router(place, ProcessMemory())
+        self.slots[seat], observer = RecordingSlot(self), UrlObserver(self.trouble(router), self.urls)
         factory = HostedServerFactory(place, PrivateMemory(), HostOptions())
-        copied = self.processes[seat] = ReplicatedServers(place, roads, factory, me, self.slots[seat], observer)
+        copied = self.processes[seat] = ReplicatedServers(place, router, factory, me, self.slots[seat], observer)
 
         def live() -> None:
             with suppress(Exception):
                 copied.open()
                 copied.wait()
-                roads.close()
+                router.close()
 
         self.threads.append(threading.Thread(target=live, daemon=True))
         self.threads[-1].start()
 
-    def trouble(self, roads: Router) -> Any:
-        return lambda: self.crew.trouble() if roads in self.roads.values() else None  # what the dead say counts not
+    def trouble(self, router: Router) -> Any:
+        return lambda: self.crew.trouble() if router in self.routers.values() else None  # what the dead say counts not
 
     def kill(self, seat: int, number: int) -> None:
         """Once all have two copies: this process dies, and a fresh one takes its seat."""
@@ -151,7 +151,7 @@ class Town:
         for speaker in dead._primaries.values():
             speaker._event = partial(dropped_event, speaker)  # type: ignore[method-assign]  # else it would tell of its end
         dead._primaries.clear()  # nor does it look for others
-        wire = self.roads.pop(seat)._tcp
+        wire = self.routers.pop(seat)._tcp
         assert wire is not None and wire._listener is not None
         wire._residents.clear()
         wire._listener.stop()
@@ -166,7 +166,7 @@ class Town:
 
     def sever(self, one: int, other: int) -> None:
         """The way between two servers ends, and nobody has died."""
-        wire = self.roads[one]._tcp
+        wire = self.routers[one]._tcp
         assert wire is not None
         ways = [c for c in wire._connections if c.me.role is c.peer.role is Role.SERVER and c.peer.index == other]
         assert ways
@@ -182,9 +182,13 @@ def run(
         town.begin(seat)
     workers = town.topology.workers(0)
     with ThreadPoolExecutor(len(workers)) as pool:
-        roads = dict(zip(workers, pool.map(lambda w: WorkerConnections(town.place(w.index), w), workers), strict=True))
-    town.crew.exchanges.update({me: road.exchange for me, road in roads.items()})
-    handles = [_enlist(job, town.topology, me, building(), roads[me].exchange, roads[me], whole) for me in workers]
+        connections = dict(
+            zip(workers, pool.map(lambda w: WorkerConnections(town.place(w.index), w), workers), strict=True)
+        )
+    town.crew.exchanges.update({me: each.exchange for me, each in connections.items()})
+    handles = [
+        _enlist(job, town.topology, me, building(), connections[me].exchange, connections[me], whole) for me in workers
+    ]
     barrier, deaths = threading.Barrier(len(workers)), iter(range(1, 100))
 
     def mortal(handle: WorkerHandle) -> None:
@@ -196,7 +200,7 @@ def run(
                 town.sever(*cuts[number])
             usual_loop([batch])(handle)
 
-    _train(town.crew, handles, mortal, lambda me: roads[me].close(finished=not town.crew.errors))
+    _train(town.crew, handles, mortal, lambda me: connections[me].close(finished=not town.crew.errors))
     if town.crew.errors:
         raise town.crew.errors[0]
     assert bool(cuts) is (len(town.missed) > 0) or kills
@@ -210,14 +214,14 @@ def test_workers_find_a_server_that_has_moved_to_another_host(away: bool, tmp_pa
     here = other_address() if away else "127.0.0.1"
     if not here or (away and here.startswith("127.")):
         pytest.skip("this machine has no other address")
-    job = job_of(road="kTcp", nservers_per_group=3, replicas=2)
+    job = job_of(transport="kTcp", nservers_per_group=3, replicas=2)
     found = run(job, (here, here if away else "127.0.0.2"), tmp_path, {2: 0, 4: 1, 6: 0}, {})
     assert found.same_bits(reference(job_of(nservers_per_group=3), building(), usual_loop(vectors(8))))
 
 
 def test_a_way_between_two_servers_that_has_ended_is_made_anew(tmp_path: Path) -> None:
     """To the first server where it began, and where it has moved; what was under way is said again."""
-    job = job_of(road="kTcp", nservers_per_group=3, replicas=2)
+    job = job_of(transport="kTcp", nservers_per_group=3, replicas=2)
     cuts = {2: (1, 0), 3: (0, 2), 6: (2, 0)}
     found = run(job, ("127.0.0.1", "127.0.0.2"), tmp_path, {}, cuts)
     assert found.same_bits(reference(job_of(nservers_per_group=3), building(), usual_loop(vectors(8))))

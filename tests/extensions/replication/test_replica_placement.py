@@ -13,7 +13,7 @@ from topotrain.config.job import (
     Job,
     Link,
     OnFailure,
-    Road,
+    TransportChoice,
 )
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.events import (
@@ -52,7 +52,9 @@ from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, RestartTer
 from topotrain.launch.recovery.restarts import Restarts
 from topotrain.launch.recovery.server_replacement import ServerReplacement
 
-CLUSTER = Cluster(nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True, road=Road.kTcp, replicas=2)
+CLUSTER = Cluster(
+    nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True, transport=TransportChoice.kTcp, replicas=2
+)
 JOB = Job(cluster=CLUSTER, on_failure=OnFailure.kContinue)
 TOPOLOGY = layout(CLUSTER)
 SEVERAL = layout(replace(CLUSTER, nworker_groups=3, nworkers_per_group=1))
@@ -112,7 +114,7 @@ def test_a_copy_that_is_not_complete_is_none() -> None:
         *(
             (replace(JOB, cluster=replace(CLUSTER, **fields)), named)  # type: ignore[arg-type]
             for fields, named in (
-                ({"road": Road.kAuto}, "road: kTcp"),
+                ({"transport": TransportChoice.kAuto}, "transport: kTcp"),
                 ({"nservers_per_group": 1}, "nservers_per_group"),
                 ({"nservers_per_procs": 2}, "nservers_per_procs: 1"),
                 ({"nworker_groups": 2, "nserver_groups": 2}, "nserver_groups: 1"),

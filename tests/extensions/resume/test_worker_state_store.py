@@ -61,7 +61,7 @@ def test_parts_of_different_deposits_are_never_put_together():
     for message in (first[0], second[1], second[0], first[1], second[1]):
         book.handle(ME, message)
     found = told(book, ME)[EPOCH]
-    assert found is None or len(set(found)) == 2  # nothing tells them apart by themselves: roads keep the order
+    assert found is None or len(set(found)) == 2  # nothing tells them apart by themselves: transports keep the order
     longer = worker_state_store.cut(ME, EPOCH, blob(*[3] * 12))
     book = WorkerStateStore()
     for message in (first[0], longer[1], longer[2]):

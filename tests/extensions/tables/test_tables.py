@@ -1,4 +1,4 @@
-"""Tables: rows that live on the servers only, in all three modes, over the simulated road and against torch itself."""
+"""Tables: rows on the servers only, in all three modes, over the simulated network and against torch itself."""
 
 import random
 import shutil
@@ -22,7 +22,7 @@ from topotrain.comm.router import RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
 from topotrain.comm.transport.shared_memory import socket_directory
-from topotrain.config.job import Algorithm, ConfigError, Job, Reduce, Road
+from topotrain.config.job import Algorithm, ConfigError, Job, Reduce, TransportChoice
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError
@@ -218,7 +218,7 @@ def test_optimizers_that_sparse_tables_refuse(cls: Any, more: dict[str, Any], wo
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("shards", [1, 3])
-def test_async_pushes_add_up_whatever_the_road_does(shards: int, seed: int) -> None:
+def test_async_pushes_add_up_whatever_the_transport_does(shards: int, seed: int) -> None:
     spec = TableSpec("t", -1, 3, "float64", "async")
     town, pushed = Town(job(2, 2, shards), seed, STORM), list[tuple[list[int], torch.Tensor]]()
     wanted = torch.zeros(50, 3, dtype=torch.float64)
@@ -451,14 +451,19 @@ def test_a_group_equals_one_process(layout_name: str, name: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"road": Road.kTcp},
-        {"road": Road.kShm},
+        {"transport": TransportChoice.kTcp},
+        {"transport": TransportChoice.kShm},
         {"nservers_per_group": 3, "server_worker_separate": False},
-        {"nservers_per_group": 3, "server_worker_separate": False, "road": Road.kTcp, "algorithm": Algorithm.kRing},
+        {
+            "nservers_per_group": 3,
+            "server_worker_separate": False,
+            "transport": TransportChoice.kTcp,
+            "algorithm": Algorithm.kRing,
+        },
     ],
     ids=["tcp", "shm", "inline", "ring"],
 )
-def test_over_every_road(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_over_every_transport(changes: dict[str, Any], tmp_path: Path) -> None:
     script = words_of(*RULES["Adagrad"])
     job_here = job_of("sandblaster", **changes)
     found = run_hosted(job_here, building(head), script, tmp_path)
@@ -470,7 +475,7 @@ def test_over_every_road(changes: dict[str, Any], tmp_path: Path) -> None:
 
 
 def without_model(job: Job, script: Callable[[TableClient, Address], None], directory: Path) -> None:
-    """A job whose processes (here threads) meet over a real road and use tables only."""
+    """A job whose processes (here threads) meet over a real transport and use tables only."""
     topology, store, errors = layout(job.cluster), directory / "store", list[BaseException]()
     store.mkdir(mode=0o700)
     sockets = Path(socket_directory())
@@ -491,11 +496,11 @@ def without_model(job: Job, script: Callable[[TableClient, Address], None], dire
         return thread
 
     def work(me: Address) -> None:
-        roads = WorkerConnections(place(), me)
-        door = TableClient(roads.exchange, topology, job)
+        connections = WorkerConnections(place(), me)
+        door = TableClient(connections.exchange, topology, job)
         script(door, me)
         door.close()
-        roads.close()
+        connections.close()
 
     workers = [worker for group in range(topology.worker_groups) for worker in topology.workers(group)]
     threads = [guarded(partial(work, me)) for me in workers]
@@ -514,7 +519,11 @@ def without_model(job: Job, script: Callable[[TableClient, Address], None], dire
 
 @pytest.mark.parametrize(
     "changes",
-    [{"road": Road.kTcp}, {"road": Road.kShm}, {"server_worker_separate": False, "nservers_per_group": 3}],
+    [
+        {"transport": TransportChoice.kTcp},
+        {"transport": TransportChoice.kShm},
+        {"server_worker_separate": False, "nservers_per_group": 3},
+    ],
     ids=["tcp", "shm", "inline"],
 )
 def test_a_job_of_tables_only(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -550,7 +559,9 @@ def step_script(door: TableClient, seat: Seat, steps: int, dice: random.Random, 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("groups", "workers", "shards"), [(1, 1, 2), (1, 3, 2), (3, 2, 2)])
-def test_rows_of_a_step_come_with_it_whatever_the_road_does(groups: int, workers: int, shards: int, seed: int) -> None:
+def test_rows_of_a_step_come_with_it_whatever_the_transport_does(
+    groups: int, workers: int, shards: int, seed: int
+) -> None:
     town, said = Town(job(groups, workers, shards), seed, STORM), list[tuple[list[int], torch.Tensor]]()
 
     def script(seat: Seat) -> None:

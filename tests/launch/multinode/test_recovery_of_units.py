@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from reports import EventList
 
-from topotrain.config.job import Cluster, Job, Road
+from topotrain.config.job import Cluster, Job, TransportChoice
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import (
     Agreed,
@@ -218,7 +218,7 @@ def test_no_unit_ends_before_who_lives_there() -> None:
 
 # --- servers with a second copy -------------------------------------------------------------------------------------
 
-TWICE = replace(SANDBLASTER, nworkers_per_procs=2, nservers_per_group=2, road=Road.kTcp, replicas=2)
+TWICE = replace(SANDBLASTER, nworkers_per_procs=2, nservers_per_group=2, transport=TransportChoice.kTcp, replicas=2)
 """Unit 0 has the workers, and units 1 and 2 a server each."""
 
 

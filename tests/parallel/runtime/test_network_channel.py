@@ -1,4 +1,4 @@
-"""The way from worker to worker: tensors as they were, in parts, over every road; and what happens when one leaves."""
+"""The way from worker to worker: tensors as they were, in parts, over every transport; and the loss of a worker."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ class Pair:
         return FunctionSender(send)
 
     def hand(self, sender, to, message):
-        """As a road that shows no memory."""
+        """As a transport that shows no memory."""
         if message.body is not None:
             place = self.exchanges[to].place(sender, message, False)
             assert place.nbytes == message.body.nbytes and place.data_ptr() != message.body.data_ptr()
@@ -99,7 +99,7 @@ def test_it_is_not_here_before_its_last_part(monkeypatch):
     assert pair.second.arrived(0, KEY)
 
 
-def test_one_key_twice_is_first_come_first_served_and_oneself_needs_no_road():
+def test_one_key_twice_is_first_come_first_served_and_oneself_needs_no_transport():
     pair = Pair()
     for number in range(2):
         pair.second.send(0, KEY, torch.tensor(number))
@@ -201,7 +201,7 @@ def test_a_way_that_is_gone_and_a_server_that_refuses_end_the_passage():
             ask(1, KEY)
 
 
-# --- over real roads ---------------------------------------------------------------------------------------------
+# --- over real transports ----------------------------------------------------------------------------------------
 
 PLACES = {
     "shared memory": ("sandblaster", "kShm", ()),
@@ -213,14 +213,14 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_workers_meet_send_train_and_leave(place, tmp_path, monkeypatch):
-    name, road, hosts = PLACES[place]
+    name, transport, hosts = PLACES[place]
     monkeypatch.setattr(crossings, "PART_BYTES", 1 << 20)
-    job = job_of(name, nworkers_per_group=3, nservers_per_group=3 if name == "allreduce" else 1, road=road)
+    job = job_of(name, nworkers_per_group=3, nservers_per_group=3 if name == "allreduce" else 1, transport=transport)
     job = replace(job, grads=Grads.kHidden)
     left = []
 
     def script(t):
-        crossing = t.notes["roads"].meet_group()
+        crossing = t.notes["connections"].meet_group()
         me, others = t.me.index, [index for index in range(3) if index != t.me.index]
         for forward in range(4):
             key = TensorKey(forward, 0, 0, False)
@@ -244,10 +244,10 @@ def test_a_list_of_addresses_is_no_place_to_meet(tmp_path, monkeypatch):
     from topotrain.comm.store.discovery.static_addresses import StaticStore
 
     def script(t):
-        roads = t.notes["roads"]
-        monkeypatch.setattr(roads, "_place", replace(roads._place, store=StaticStore(["127.0.0.1:7164"])))
+        connections = t.notes["connections"]
+        monkeypatch.setattr(connections, "_place", replace(connections._place, store=StaticStore(["127.0.0.1:7164"])))
         with pytest.raises(ConfigError, match="split model: needs a store in which the workers find each other"):
-            roads.meet_group()
+            connections.meet_group()
         usual_loop(vectors(1))(t)
 
     run_hosted(job_of("one"), building(), script, tmp_path)

@@ -1,6 +1,6 @@
 """A client drives a cluster: what it writes down of a model, what tasks take of that, and how sessions begin and end.
 
-The clusters here are real ones on threads of this process: every task has its listener, and the roads are TCP.
+The clusters here are real ones on threads of this process: every task has its listener, and the transports are TCP.
 """
 
 import json
