@@ -32,20 +32,20 @@ def move(verb: str, group: int, at: float, patience: float = 0.5) -> Fault:
 
 
 def drawn(name: str, seed: int) -> tuple[Fault, ...]:
-    dice, groups = random.Random(f"{name} {seed} moves"), LAYOUTS[name][0]
+    rng, groups = random.Random(f"{name} {seed} moves"), LAYOUTS[name][0]
     verbs = ("leave", "leave", "lose", "join", "join")
     moves = [
-        move(dice.choice(verbs), dice.randrange(1, groups), dice.uniform(0.0, 0.2), dice.choice((0.0, 0.01, 0.5)))
-        for _ in range(dice.randint(2, 7))
+        move(rng.choice(verbs), rng.randrange(1, groups), rng.uniform(0.0, 0.2), rng.choice((0.0, 0.01, 0.5)))
+        for _ in range(rng.randint(2, 7))
     ]
     return tuple(sorted(moves, key=lambda each: each.at))
 
 
 def one(name: str, seed: int) -> ElasticTrial:
-    dice, (groups, workers, shards, settings) = random.Random(f"{name} {seed}"), LAYOUTS[name]
-    faults = [Fault(0, at=dice.uniform(0.0, 0.15), what=FaultKind.CLOCK)] * (seed % 2)
+    rng, (groups, workers, shards, settings) = random.Random(f"{name} {seed}"), LAYOUTS[name]
+    faults = [Fault(0, at=rng.uniform(0.0, 0.15), what=FaultKind.CLOCK)] * (seed % 2)
     if seed % 3 == 0:
-        faults.append(Fault(dice.randrange(groups), at=dice.uniform(0.0, 0.15), away=dice.choice((0.0, 0.05))))
+        faults.append(Fault(rng.randrange(groups), at=rng.uniform(0.0, 0.15), away=rng.choice((0.0, 0.05))))
     schedule = FaultSchedule("", 18, 1 + seed % 2, "lease", seed % 4 != 0, (*faults, *drawn(name, seed)))
     absent = (groups - 1,) if seed % 5 == 0 else ()
     weather = (FAR, STORM, VIEWS, CALM)[seed % 4]
@@ -123,7 +123,7 @@ def test_a_word_to_leave_is_not_for_those_who_came_after_the_dead():
 
 
 def missed_at_the_end(patch):
-    """The desk waits for the model's buffers of who has left."""
+    """The coordinator waits for the model's buffers of a worker that has left."""
     patch.setattr(Shutdown, "away", lambda self, group: None)
 
 

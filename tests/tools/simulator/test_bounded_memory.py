@@ -84,7 +84,7 @@ def lived(layout: str, mode: str, every: float, epochs: int, kind: type[Trial] =
 
 
 def grown(few: Trial, many: Trial) -> dict[str, tuple[int, int]]:
-    """Containers of servers, of workers' doors and of the newest snapshot that have more entries after more epochs."""
+    """Containers of servers, of clients and of the newest snapshot that have more entries after more epochs."""
     found = {}
     for name, of in (
         *((str(me), lambda trial, me=me: trial.sim_servers[me].server) for me in few.sim_servers),
