@@ -1,4 +1,4 @@
-"""Residents and transports for the tests of the wire: a resident that writes down all it hears, and pairs of them."""
+"""Endpoints and transports for the tests of transports: an endpoint that records all messages, and pairs of them."""
 
 import threading
 from collections.abc import Callable
@@ -69,7 +69,7 @@ class Recorder:
 
 
 @dataclass
-class Town:
+class TransportGroup:
     """Transports of one kind, as several processes would have them; close() ends them all."""
 
     kind: str
@@ -116,12 +116,12 @@ class Town:
 class Pair:
     """A worker that is connected to a server, each with a transport of its own (in-process: one for both)."""
 
-    town: Town
+    transports: TransportGroup
     worker: Recorder = field(default_factory=Recorder)
     server: Recorder = field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
-        self.worker_wire, self.server_wire = self.town.wire(), self.town.wire()
+        self.worker_wire, self.server_wire = self.transports.wire(), self.transports.wire()
         self.url = self.server_wire.attach(SERVER, self.server)
         self.worker_wire.attach(WORKER, self.worker)
         self.worker_wire.connect(WORKER, SERVER, self.url)

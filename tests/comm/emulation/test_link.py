@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from in_process_job import Cnn, adam, building, images, job_of, mlp, reference, run_hosted, usual_loop, vectors
-from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
+from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
 
 from topotrain.comm.emulation import link as emulated
 from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
@@ -47,7 +47,7 @@ LINKS = [
 ]
 
 
-class Dice:
+class FixedRandom:
     """Draws what it is told."""
 
     def __init__(self, *draws: float) -> None:
@@ -60,11 +60,9 @@ class Dice:
         return low + (high - low) * self.draws.pop(0)
 
 
-def route(
-    tmp_path: Path, link: Link, up: int = 0, down: int = 1, dice: Any = None, rate: float = RATE
-) -> EmulatedRoute:
+def route(tmp_path: Path, link: Link, up: int = 0, down: int = 1, rng: Any = None, rate: float = RATE) -> EmulatedRoute:
     meters = [LinkMeter(tmp_path / name, rate) for name in (f"{up}-up", f"{down}-down")]
-    return EmulatedRoute(link, *meters, dice or random.Random(1))
+    return EmulatedRoute(link, *meters, rng or random.Random(1))
 
 
 # ---- the meter -------------------------------------------------------------------------------------------------------
@@ -162,7 +160,8 @@ def test_jitter_varies_the_delay_and_never_reorders(tmp_path: Path) -> None:
 
 def test_a_lost_packet_is_sent_again_and_those_behind_it_wait(tmp_path: Path) -> None:
     link = Link(loss=0.5, delay=100.0)
-    way = route(tmp_path, link, dice=Dice(0.9, 0.1, 0.1, 0.4, 0.9, 0.9, 0.9), rate=1e6)  # 3 packets; 2, then 1 is lost
+    # Of 3 packets 2, then 1 are lost.
+    way = route(tmp_path, link, rng=FixedRandom(0.9, 0.1, 0.1, 0.4, 0.9, 0.9, 0.9), rate=1e6)
     go_on, there = way.book(0.0, 2 * PACKET + 1)
     assert go_on == pytest.approx((2 * PACKET + 1 + 3 * PACKET) / 1e6)
     assert there == pytest.approx(go_on + 0.1 + 2 * (0.2 + REPAIR_S))
@@ -170,7 +169,7 @@ def test_a_lost_packet_is_sent_again_and_those_behind_it_wait(tmp_path: Path) ->
 
 
 def test_without_loss_and_jitter_nothing_is_left_to_chance(tmp_path: Path) -> None:
-    assert send(route(tmp_path, Link(delay=1.0), dice=Dice()), 3)[1] == pytest.approx(0.301)
+    assert send(route(tmp_path, Link(delay=1.0), rng=FixedRandom()), 3)[1] == pytest.approx(0.301)
 
 
 def test_without_bandwidth_only_time_passes() -> None:
@@ -202,9 +201,9 @@ def test_a_piece_is_cut_from_the_front_of_the_buffers(size: int) -> None:
 
 @pytest.fixture
 def tcp() -> Iterator[tuple[socket.socket, socket.socket]]:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        out = socket.create_connection(door.getsockname())
-        back, _ = door.accept()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        out = socket.create_connection(listener.getsockname())
+        back, _ = listener.accept()
     out.settimeout(WAIT)
     back.settimeout(WAIT)
     yield out, back
@@ -305,7 +304,7 @@ def test_one_host_has_no_link_inside(tcp: Any, tmp_path: Path) -> None:
 # ---- the transport ---------------------------------------------------------------------------------------------------
 
 
-class LinkedTown(Town):
+class LinkedTransports(TransportGroup):
     """TCP transports on hosts of their own, a worker's and a server's, with so many sockets per connection."""
 
     def __init__(self, directory: Path, lanes: int) -> None:
@@ -330,8 +329,8 @@ def test_messages_go_through_the_link_in_both_directions(
         return int(really(self, piece))
 
     monkeypatch.setattr(ShapedSocket, "_post", post)
-    town = LinkedTown(tmp_path, lanes)
-    pair = Pair(town)
+    transports = LinkedTransports(tmp_path, lanes)
+    pair = Pair(transports)
     body = torch.arange(300_001, dtype=torch.float32)
     for n in range(3):
         pair.to_server(Values(round=n, bucket=body.numel(), version=0, body=body))
@@ -342,7 +341,7 @@ def test_messages_go_through_the_link_in_both_directions(
         assert torch.equal(to_server.body, body)
         assert torch.equal(to_worker.body, -body)
     assert sum(sent) > 6 * body.nbytes
-    town.close()
+    transports.close()
     assert {pair.worker.end(), pair.server.end()} <= {"closed by the peer", "closed on this side"}
 
 
