@@ -64,8 +64,8 @@ def split(me, model, optimizer) -> ModelParts:
 
 
 def push(worker: int, step: int, name: str) -> torch.Tensor:
-    dice = torch.Generator().manual_seed(100 * step + 10 * worker + list(OWNERS).index(name))
-    return torch.randn(dict(Model().named_parameters())[name].shape, generator=dice)
+    rng = torch.Generator().manual_seed(100 * step + 10 * worker + list(OWNERS).index(name))
+    return torch.randn(dict(Model().named_parameters())[name].shape, generator=rng)
 
 
 def script(t) -> None:

@@ -195,7 +195,7 @@ def test_a_model_on_the_meta_device_gets_what_is_its_own() -> None:
     assert whole.fc.weight.std() > bound / 3
 
 
-def test_the_scripts_dice_are_left_alone() -> None:
+def test_the_generators_of_the_script_are_left_alone() -> None:
     torch.manual_seed(4)
     expected = torch.rand(1)
     torch.manual_seed(4)

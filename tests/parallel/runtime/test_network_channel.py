@@ -31,7 +31,7 @@ class Pair:
         self.exchanges = {
             me: Client(me, topology, FunctionSender(self.none), ConditionWaiter(0.05)) for me in (FIRST, SECOND)
         }
-        self.first, self.second = (NetworkChannel(door, self.sender(me)) for me, door in self.exchanges.items())
+        self.first, self.second = (NetworkChannel(exchange, self.sender(me)) for me, exchange in self.exchanges.items())
         self.said, self.held = [], False
 
     @staticmethod
@@ -111,10 +111,10 @@ def test_one_key_twice_is_first_come_first_served_and_oneself_needs_no_transport
 GOOD = Activation(3, 1, 7, False, False, 0, 1, 12, (3,), "float32", body=torch.zeros(12, dtype=torch.uint8))
 
 
-def hear(door, sender, message):
+def hear(exchange, sender, message):
     if message.body is not None:
-        assert door.place(sender, message, False).nbytes <= crossings.PART_BYTES
-    door.handle(sender, message)
+        assert exchange.place(sender, message, False).nbytes <= crossings.PART_BYTES
+    exchange.handle(sender, message)
 
 
 def test_memory_is_used_again_once_the_other_side_says_that_it_has_read_it():
@@ -162,10 +162,10 @@ def test_what_cannot_be_is_refused_before_memory_is_made_for_it(sender, change, 
 
 
 def test_a_part_out_of_turn_is_refused():
-    door = Pair().exchanges[SECOND]
+    exchange = Pair().exchanges[SECOND]
     big = replace(GOOD, nbytes=2 * crossings.PART_BYTES, parts=2, part=1)
     with pytest.raises(m.ProtocolError, match=r"part 1 of 2 .*, 1 have come"):
-        door.handle(FIRST, big)
+        exchange.handle(FIRST, big)
 
 
 def test_a_worker_that_left_is_missed_by_who_wants_something_of_it():
@@ -185,7 +185,7 @@ def test_a_worker_that_left_is_missed_by_who_wants_something_of_it():
 
 def test_a_way_that_is_gone_and_a_server_that_refuses_end_the_passage():
     pair = Pair()
-    door = pair.exchanges[FIRST]
+    exchange = pair.exchanges[FIRST]
 
     def send(to, message):
         raise TransportError("no way")
@@ -195,7 +195,7 @@ def test_a_way_that_is_gone_and_a_server_that_refuses_end_the_passage():
     )
     with pytest.raises(PeerLost, match="worker 0/0 lost worker 0/1: no way"):
         NetworkChannel(alone, FunctionSender(send)).send(1, KEY, torch.ones(1))
-    door.handle(SERVER, m.Fail("the models differ", True))
+    exchange.handle(SERVER, m.Fail("the models differ", True))
     for ask in (pair.first.receive, pair.first.arrived):
         with pytest.raises(JobError, match="the models differ"):
             ask(1, KEY)
