@@ -271,7 +271,8 @@ def counted(trials: Sequence[Trial], kills: int) -> list[Line]:
 def identical(ground: Ground, seed: int, until: float) -> Line:
     """Row B: servers of synchronous jobs are killed, and the bits are those of an undisturbed job.
 
-    A worker group that starts again alone throws its dice anew from where its epoch began; that is no part of this row.
+    A worker group that starts again alone draws its random numbers anew from the beginning of its epoch; that is no
+    part of this row.
     """
     found: list[Trial] = []
     for number in range(JOBS):

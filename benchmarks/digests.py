@@ -360,9 +360,9 @@ def settle(case: Case, recorded: Mapping[str, Mapping[str, str]], runner: Runner
         return Outcome(case.name, Verdict.FAILED, text=str(reason))
     if found != again:
         return Outcome(case.name, Verdict.UNSTABLE, found, f"the second run: {again[:16]}")
-    twin = recorded.get(case.same_as, {}).get("digest", found)
-    if twin != found:
-        return Outcome(case.name, Verdict.UNEQUAL, found, f"{case.same_as}: {twin[:16]}")
+    reference = recorded.get(case.same_as, {}).get("digest", found)
+    if reference != found:
+        return Outcome(case.name, Verdict.UNEQUAL, found, f"{case.same_as}: {reference[:16]}")
     return Outcome(case.name, Verdict.OK, found)
 
 

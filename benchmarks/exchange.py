@@ -1,6 +1,6 @@
 """P1, P2 and P3: 40 MB of gradients pushed, summed, applied and pulled, without a backward around it.
 
-Rule: the sides are real processes and the real door of a worker (benchmarks/programs/pusher.py); all end with the value
+Rule: the sides are real processes and a worker's real client (benchmarks/programs/pusher.py); all end with the value
 that plain SGD has after as many steps, or have no figure.
 """
 
