@@ -74,11 +74,11 @@ def test_paddle_and_tensorflow_end_with_the_bits_of_topotrain_run(shells: Shells
     expected = runner.run(LAYOUT, "by_hand.py").final
     for wave in waves:
         ended(wave, [0] * len(wave))
-    for door in ("paddle", "tf"):
-        final = load_file(shells.folder / door / "final.safetensors")
+    for entry_point in ("paddle", "tf"):
+        final = load_file(shells.folder / entry_point / "final.safetensors")
         assert final.keys() == expected.keys()
         for name, value in expected.items():
-            assert torch.equal(final[name], value), f"{name} differs through the door of {door}"
+            assert torch.equal(final[name], value), f"{name} differs through the entry point of {entry_point}"
 
 
 # --- the pages' commands -----------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_two_hosts_all_reduce_with_gloo(
     assert [first.addresses, second.addresses] == [{address} for address in network.addresses]
 
 
-def test_doors_by_hand_on_two_hosts(runner: JobRunner, network: HostNetwork) -> None:
+def test_entry_points_by_hand_on_two_hosts(runner: JobRunner, network: HostNetwork) -> None:
     """A pserver and a trainer, a ps and a worker, each on another host than the one that it talks to."""
     far = network.addresses
     flags = f"num_of_gradient_servers=1;port=7164;pservers={far[0]}"
@@ -200,8 +200,8 @@ def test_doors_by_hand_on_two_hosts(runner: JobRunner, network: HostNetwork) -> 
             for shell in shells:
                 shell.kill()
     assert [code for code, _, _ in ended] == [0] * 4, ended
-    for door in ("paddle", "tf"):
-        assert same(load_file(runner.folder / door / "final.safetensors"), expected), door
+    for entry_point in ("paddle", "tf"):
+        assert same(load_file(runner.folder / entry_point / "final.safetensors"), expected), entry_point
     # Workers are called by nobody.
     assert [first.addresses, second.addresses] == [{address, "127.0.0.1"} for address in far]
 

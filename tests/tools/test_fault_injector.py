@@ -1,4 +1,4 @@
-"""Torment by dice: the same seed gives the same blows, they hit living processes of the job, and nobody else."""
+"""Random faults: the same seed gives the same faults, which hit living processes of the job and no other."""
 
 import itertools
 import os
@@ -25,7 +25,7 @@ def sleepers() -> Iterator[list["subprocess.Popen[bytes]"]]:
         child.wait()
 
 
-def test_the_dice_of_a_seed():
+def test_the_faults_of_a_seed():
     first, again, other = (list(itertools.islice(steps(FaultPlan(2.0, 60.0, seed, 0.5)), 40)) for seed in (7, 7, 8))
     assert first == again != other
     assert all(1.0 <= step.wait_s <= 3.0 and 0 <= step.pick < 1 for step in first)

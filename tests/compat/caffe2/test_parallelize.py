@@ -315,7 +315,7 @@ def test_a_seat_that_was_left_without_a_word_is_free_after_a_while(tmp_path: Pat
         leaving.callback(first.close)
         with pytest.raises(RankTaken):
             RankClaim(store, 0, "second")
-        first._over.set()  # what a SIGKILL leaves: a seat that nobody writes anew
+        first._over.set()  # what a SIGKILL leaves: an entry that is not written again
         first._thread.join()
         second = RankClaim(store, 0, "second")
         leaving.callback(second.close)

@@ -61,10 +61,10 @@ SEVERAL = layout(replace(CLUSTER, nworker_groups=3, nworkers_per_group=1))
 WORKERS, SERVERS = ("worker 0/0", "worker 0/1"), ("server 0/0", "server 0/1")
 
 
-def whole(seats: ReplicaPlacement) -> ReplicaPlacement:
-    for server, where in seats.servers.items():
-        seats.covered(server, where.standbys)
-    return seats
+def whole(placement: ReplicaPlacement) -> ReplicaPlacement:
+    for server, where in placement.servers.items():
+        placement.covered(server, where.standbys)
+    return placement
 
 
 @pytest.mark.parametrize(
@@ -72,17 +72,17 @@ def whole(seats: ReplicaPlacement) -> ReplicaPlacement:
 )
 def test_any_three_deaths_in_a_row_leave_two_copies_in_two_processes_on_two_hosts(hosts: tuple[int, ...]) -> None:
     for deaths in product(range(len(hosts)), repeat=3):
-        seats, born = whole(ReplicaPlacement(hosts)), dict.fromkeys(range(len(hosts)), 0)
-        for number, seat in enumerate(deaths, 1):
-            assert seats.lost(seat)
-            seats.filled(seat)
-            born[seat] = number
-            whole(seats)
-            for where in seats.servers.values():
+        placement, born = whole(ReplicaPlacement(hosts)), dict.fromkeys(range(len(hosts)), 0)
+        for number, index in enumerate(deaths, 1):
+            assert placement.lost(index)
+            placement.filled(index)
+            born[index] = number
+            whole(placement)
+            for where in placement.servers.values():
                 assert where.primary != where.standby >= 0
                 assert hosts[where.primary] != hosts[where.standby]
                 assert born[where.primary] <= born[where.standby], "nobody would believe an older process"
-        assert parse_placement(seats.to_data()) == seats.servers
+        assert parse_placement(placement.to_data()) == placement.servers
 
 
 def test_where_servers_stand_on_several_hosts_hosts_are_what_may_be_lost() -> None:
@@ -95,15 +95,15 @@ def test_where_servers_stand_on_several_hosts_hosts_are_what_may_be_lost() -> No
 
 
 def test_a_copy_that_is_not_complete_is_none() -> None:
-    seats = ReplicaPlacement(range(2))
-    seats.covered(0, 0)
-    assert not seats.lost(1), "nobody has what server 1 was"
-    seats = whole(ReplicaPlacement(range(2)))
-    assert seats.lost(1)
-    seats.filled(1)
-    assert seats.servers == {0: ReplicaSet(0, 1, 0, 1), 1: ReplicaSet(0, 1, 1, 1)}
-    seats.covered(0, 0)  # said before the death
-    assert not seats.lost(0)
+    placement = ReplicaPlacement(range(2))
+    placement.covered(0, 0)
+    assert not placement.lost(1), "nobody has what server 1 was"
+    placement = whole(ReplicaPlacement(range(2)))
+    assert placement.lost(1)
+    placement.filled(1)
+    assert placement.servers == {0: ReplicaSet(0, 1, 0, 1), 1: ReplicaSet(0, 1, 1, 1)}
+    placement.covered(0, 0)  # said before the death
+    assert not placement.lost(0)
 
 
 @pytest.mark.parametrize(
@@ -132,15 +132,15 @@ def test_what_cannot_have_two_copies_is_refused(job: Job, named: str) -> None:
 
 
 def test_a_seat_that_is_filled_on_another_host_follows_whoever_speaks_elsewhere() -> None:
-    seats = whole(ReplicaPlacement((0, 1, 2)))  # server i has its second copy on host i + 1
-    assert seats.lost(1)
-    assert seats.missing(0) == 1, "server 1 speaks in seat 2 now; server 0 speaks on host 0 itself"
-    assert seats.missing(2) == 1
-    seats.filled(1, 0)
-    assert seats.servers[1] == ReplicaSet(2, 1, 1, 1)
-    assert seats.servers[0] == ReplicaSet(0, -1), "both copies would be lost with host 0"
-    whole(seats)
-    assert not seats.lost(0), "so with host 0 all of server 0 is lost"
+    placement = whole(ReplicaPlacement((0, 1, 2)))  # server i has its second copy on host i + 1
+    assert placement.lost(1)
+    assert placement.missing(0) == 1, "server 1 speaks in process 2 now; server 0 speaks on host 0 itself"
+    assert placement.missing(2) == 1
+    placement.filled(1, 0)
+    assert placement.servers[1] == ReplicaSet(2, 1, 1, 1)
+    assert placement.servers[0] == ReplicaSet(0, -1), "both copies would be lost with host 0"
+    whole(placement)
+    assert not placement.lost(0), "so with host 0 all of server 0 is lost"
 
 
 def replacement(topology: Topology) -> tuple[AttemptState, ServerReplacement]:

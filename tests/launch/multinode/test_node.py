@@ -153,7 +153,7 @@ def store(tmp_path):
     return open_store((tmp_path / "store").as_uri())
 
 
-def hall(store, rank, nprocs=2, secret=bytes(32)):
+def rendezvous_of(store, rank, nprocs=2, secret=bytes(32)):
     return NodeRendezvous(store, "j", rank, nprocs, secret)
 
 
@@ -167,7 +167,7 @@ def quick(monkeypatch):
 
 
 def entered(store, rank, **given):
-    one = hall(store, rank, **given)
+    one = rendezvous_of(store, rank, **given)
     one.enter(one.introduce("", "file:///s"))
     return one
 
@@ -661,9 +661,9 @@ def test_a_second_job_of_the_same_name_is_refused(units):
     again = units(0, nprocs=2, counts=TWO, name="other")
     assert again.end() == 2
     assert again.err.startswith("job = 'play': runs already (unit ")
-    twin = units(1, nprocs=2, counts=TWO, name="other")
-    assert twin.end() == 2
-    assert "--rank = 1: is taken" in twin.err
+    second = units(1, nprocs=2, counts=TWO, name="other")
+    assert second.end() == 2
+    assert "--rank = 1: is taken" in second.err
     job[1].process.send_signal(signal.SIGTERM)
     assert [each.end() for each in job] == [143] * 2
 

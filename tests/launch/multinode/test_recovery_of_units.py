@@ -423,18 +423,18 @@ def test_what_is_no_message_is_refused() -> None:
 
 def test_units_with_any_losses_of_connections_receive_all_messages_once_and_in_order() -> None:
     for seed in range(200):
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         ends, sent, found = (ReliableEnd(), ReliableEnd()), ([], []), ([], [])  # type: ignore[var-annotated]
         ways: list[list[UnitPart]] = [[], []]  # to each end
         for _ in range(60):
-            side = dice.randrange(2)
-            match dice.randrange(4):
+            side = rng.randrange(2)
+            match rng.randrange(4):
                 case 0:
-                    sent[side].append({"n": len(sent[side]), "text": "x" * dice.choice((1, 2 * PART_BYTES))})
+                    sent[side].append({"n": len(sent[side]), "text": "x" * rng.choice((1, 2 * PART_BYTES))})
                     ways[1 - side] += ends[side].send(sent[side][-1])
                 case 1:  # what is on its way is lost from some point on; both send again
                     for way in (0, 1):
-                        del ways[way][dice.randrange(len(ways[way]) + 1) :]
+                        del ways[way][rng.randrange(len(ways[way]) + 1) :]
                         ways[way] += ends[1 - way].unacknowledged()
                 case _ if ways[side]:
                     part = ways[side].pop(0)

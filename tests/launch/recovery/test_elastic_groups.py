@@ -275,17 +275,17 @@ def test_a_job_may_begin_with_some_of_its_groups() -> None:
             absent_groups(wrong, layout(CLUSTER))
 
 
-# --- the door ----------------------------------------------------------------------------------------------------
+# --- the control socket --------------------------------------------------------------------------------------------
 
 
 class Porter:
-    """A door with a loop of its own; `say` answers what is wished."""
+    """A control socket with a loop of its own; `say` answers what is wished."""
 
     def __init__(self, folder, say) -> None:
         self.heard: list[GroupRequest] = []
         self.selector = selectors.DefaultSelector()
         folder.mkdir(parents=True)
-        self.door = ControlSocket(folder, self.selector)
+        self.control_socket = ControlSocket(folder, self.selector)
         self.say, self.over = say, False
         self.thread = threading.Thread(target=self.loop)
         self.thread.start()
@@ -293,15 +293,15 @@ class Porter:
     def hear(self, wish: GroupRequest) -> None:
         self.heard.append(wish)
         for answer in self.say(wish):
-            self.door.answer(answer)
+            self.control_socket.answer(answer)
 
     def loop(self) -> None:
         while not self.over:
             for key, _ in self.selector.select(0.02):
                 key.data()
-            for wish in self.door.receive():
+            for wish in self.control_socket.receive():
                 self.hear(wish)
-        self.door.close()
+        self.control_socket.close()
 
     def close(self) -> None:
         self.over = True

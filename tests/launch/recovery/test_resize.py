@@ -247,7 +247,7 @@ def test_the_first_worker_tells_what_only_its_script_shows() -> None:
 
 
 class Caller:
-    """Asks at the door, on a thread of its own, when the first server is there; keeps what it hears."""
+    """Asks at the control socket, on a thread of its own, when the first server is there; keeps the answer."""
 
     def __init__(self, folder: Path, wish: ResizeRequest) -> None:
         self.folder, self.wish, self.heard, self.events = folder, wish, "", []  # type: ignore[var-annotated]
