@@ -1,4 +1,4 @@
-"""Doors whose processes are started by hand, each a process of its own as in shells of users, in any order."""
+"""Entry points whose processes are started by hand, each a process of its own as in shells of users, in any order."""
 
 import os
 import re

@@ -215,7 +215,7 @@ def test_a_death_inside_another_librarys_loop_ends_the_job_which_says_why_it_doe
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_hold_in_a_job_is_refused_in_words(runner: JobRunner, what: str) -> None:
+def test_what_cannot_hold_in_a_job_is_refused_with_a_reason(runner: JobRunner, what: str) -> None:
     program, line, instead, words = REFUSED[what]
     text = (EXAMPLES / program).read_text()
     assert line in text

@@ -65,7 +65,7 @@ def test_the_report_counts_every_process(runner: JobRunner) -> None:
     assert max(p["staleness_max"] for p in workers) >= 1
 
 
-def test_only_the_main_worker_is_heard(runner: JobRunner) -> None:
+def test_only_the_main_worker_is_shown(runner: JobRunner) -> None:
     ended = runner.run(SANDBLASTER, "small.py")
     assert ended.out.count("main says hello") == 1
     assert "others are not heard" not in ended.out + ended.err

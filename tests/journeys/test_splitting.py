@@ -56,7 +56,7 @@ def test_a_pipeline_computes_what_one_worker_does(runner: JobRunner, cluster: st
     same(runner.run(cluster, "cut.py", extra=f"{PIPELINE} microbatches: 1", name="conf"), whole)
 
 
-def test_a_pipeline_that_only_the_forward_speaks_of(runner: JobRunner) -> None:
+def test_a_pipeline_that_only_the_forward_names(runner: JobRunner) -> None:
     same(runner.run(TWO, "cut.py", "--said", name="said"), runner.run("", "cut.py", name="whole"))
 
 
@@ -93,7 +93,7 @@ def test_made_on_the_meta_device(runner: JobRunner) -> None:
         (["--look", "state", "--one-looks"], HYBRID, "is in tt.state_dict: all workers of a group must call it"),
     ],
 )
-def test_what_cannot_be_is_said(runner: JobRunner, args: list[str], extra: str, words: str) -> None:
+def test_what_cannot_be_is_refused(runner: JobRunner, args: list[str], extra: str, words: str) -> None:
     assert words in runner.run(TWO, "cut.py", *args, extra=extra, code=2).err
 
 

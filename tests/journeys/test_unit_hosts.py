@@ -228,7 +228,7 @@ def test_the_two_shells_of_the_page(runner: JobRunner, jobs: list[Job], network:
     assert (runner.folder / "workspace" / "two-hosts" / "final.safetensors").exists()
 
 
-def test_an_address_that_nobody_reaches_is_asked_for(runner: JobRunner, jobs: list[Job], network: HostNetwork) -> None:
+def test_an_address_that_no_unit_reaches_is_asked_for(runner: JobRunner, jobs: list[Job], network: HostNetwork) -> None:
     url = (runner.folder / "store").as_uri()
     job = Job(runner, ALLREDUCE, "small.py", [], [0, 1], url, network)
     jobs.append(job)

@@ -46,7 +46,8 @@ class MortalClientHost(SimClientHost):
 
     def __init__(self, cluster: "CrashableCluster", process: WorkerProcess) -> None:
         super().__init__(cluster, process.me)
-        self.cluster, self.process = cluster, process
+        self.cluster: CrashableCluster = cluster
+        self.process = process
 
     def send(self, to: Address, message: m.Message, wait: bool = False) -> None:
         if not self.process.dead:

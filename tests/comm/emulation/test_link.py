@@ -75,7 +75,7 @@ def test_a_link_carries_one_thing_after_the_other(tmp_path: Path) -> None:
     assert meter.book(6.0, 100) == pytest.approx(6.6)
 
 
-def test_time_in_which_nobody_sends_is_lost(tmp_path: Path) -> None:
+def test_time_in_which_nothing_is_sent_is_lost(tmp_path: Path) -> None:
     meter = LinkMeter(tmp_path / "m", RATE)
     meter.book(0.0, 100)
     assert meter.book(50.0, 1000) == 51.0
@@ -287,7 +287,7 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_the_end(
     assert out._under_way
 
 
-def test_a_peer_that_is_gone_is_an_error_for_who_sends(tcp: Any, tmp_path: Path) -> None:
+def test_a_peer_that_is_gone_is_an_error_for_the_sender(tcp: Any, tmp_path: Path) -> None:
     out = shaped(Link(delay=0.5), tcp[0], tmp_path)
     tcp[1].close()
     with pytest.raises((BrokenPipeError, ConnectionResetError)):

@@ -68,7 +68,7 @@ def meet(dialer, answerer, me=WORKER, wanted=SERVER, change=lambda raw: raw, her
     return said, heard[0], tap
 
 
-def test_each_side_learns_who_the_other_is():
+def test_each_side_learns_the_others_identity():
     said, heard, tap = meet(identity(incarnation=3), identity(incarnation=4, generation=2))
     assert said == Peer(WORKER, SERVER, incarnation=4, generation=2) or said.code == "FENCED"
     said, heard, tap = meet(identity(incarnation=3, generation=5), identity(incarnation=4, generation=5))
@@ -258,7 +258,7 @@ def refusals(wire, code, count):
 @pytest.mark.parametrize(
     "raw", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\0" * 5000]
 )
-def test_probes_of_other_protocols_get_no_answer_and_disturb_nobody(pair, raw):
+def test_probes_of_other_protocols_get_no_answer_and_disturb_no_peer(pair, raw):
     with closing(knock(pair.url)) as sock:
         sock.sendall(raw)
         assert closed_without_a_word(sock)
@@ -332,7 +332,7 @@ def test_who_never_answers_is_given_up_when_patience_ends(monkeypatch):
     transports.close()
 
 
-def test_who_speaks_something_else_is_not_tried_again(monkeypatch):
+def test_a_peer_of_another_protocol_is_not_tried_again(monkeypatch):
     transports = TransportGroup("tcp")
     wire = transports.wire()
     wire.attach(WORKER, Recorder())
@@ -354,7 +354,7 @@ def test_who_speaks_something_else_is_not_tried_again(monkeypatch):
     transports.close()
 
 
-def test_a_flood_of_wrong_tokens_admits_nobody(pair):
+def test_a_flood_of_wrong_tokens_admits_no_peer(pair):
     stranger = pair.transports.wire(token=bytes(32))
     me = Address(Role.WORKER, 9, 9)
     stranger.attach(me, Recorder())

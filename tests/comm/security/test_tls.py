@@ -459,7 +459,7 @@ def test_a_wrong_token_and_a_full_house(transports, monkeypatch):
 @pytest.mark.parametrize(
     "raw", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\0" * 5000, b"SSH-2.0-x\r\n", b"\x16\x03\x01\x00\x05\x01\0\0\x01\0"]
 )
-def test_probes_get_no_answer_and_disturb_nobody(transports, raw):
+def test_probes_get_no_answer_and_disturb_no_peer(transports, raw):
     pair = Pair(transports)
     with closing(socket.create_connection(("127.0.0.1", port_of(pair.url)), timeout=WAIT)) as sock:
         sock.sendall(raw)
@@ -618,7 +618,7 @@ def machines():
 
 
 @pytest.mark.journey
-def test_two_machines_talk_and_neither_takes_plain_words(machines):
+def test_two_machines_talk_and_neither_takes_plain_messages(machines):
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests' / 'support'}:{ROOT}"}
 
     def start(name, program, address):

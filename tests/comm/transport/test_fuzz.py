@@ -223,7 +223,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_servers_take_nothing_but_true_words(layout: str) -> None:
+def test_servers_take_nothing_but_valid_messages(layout: str) -> None:
     talk, rng = conversation(**LAYOUTS[layout]), FrameGenerator(SEED + len(layout))
     truth = [sent for sent in talk.sent if sent.to.role is Role.SERVER]
     senders = sorted({sent.sender for sent in talk.sent} | set(talk.cluster.workers))
@@ -269,7 +269,7 @@ class Idle:
         raise AssertionError
 
 
-def test_workers_take_nothing_but_true_words() -> None:
+def test_workers_take_nothing_but_valid_messages() -> None:
     rng, ends = FrameGenerator(SEED + 1), Counter[str]()
     talks = [conversation(**LAYOUTS[name]) for name in ("one", "bounded", "ring")]
     left = share(0.15)
@@ -454,7 +454,7 @@ def connected(sock: socket.socket) -> SessionConnection:
     return SessionConnection(RequestChannel(sock))
 
 
-def test_what_a_session_hears_is_words_or_its_end() -> None:
+def test_a_session_receives_messages_or_its_end() -> None:
     rng, asked = FrameGenerator(SEED + 6), []
     for words in ({"do": "open", "n": [1, 2, {"x": None}]}, {"do": "run", "feeds": "x" * 50}):
         tensors = [torch.arange(6.0).view(2, 3), torch.ones(3, dtype=torch.int8)]

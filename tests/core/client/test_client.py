@@ -129,7 +129,7 @@ def test_without_revisions_there_are_none():
         assert set(commit.revisions) <= {NO_REVISION}
 
 
-def test_a_refusal_ends_every_wait_with_the_servers_words():
+def test_a_refusal_ends_every_wait_with_the_servers_message():
     harness = ClientHarness()
     harness.answer_next(0, m.Fail("the models differ", True))
     with pytest.raises(JobError, match="the models differ") as caught:
@@ -215,7 +215,7 @@ def test_a_lease_is_the_answer_to_its_own_question():
     assert harness.take() == [(SERVERS[0], LeaseRequest(1, 5, 9, 0, 2, False))]
 
 
-def test_a_monitor_wakes_who_waits():
+def test_a_monitor_wakes_a_waiting_worker():
     monitor, seen, there = ConditionWaiter(60.0), [], threading.Event()
 
     def wait():
@@ -260,7 +260,7 @@ def test_a_script_that_an_error_ends_does_not_say_that_it_left_its_loop():
     assert harness.take() == [(server, m.Fail("ValueError: boom", cause=True)) for server in SERVERS]
 
 
-def test_a_cause_explains_what_was_heard_before_it():
+def test_a_cause_explains_the_messages_before_it():
     harness = ClientHarness()
     exchange = harness.exchange
     exchange.handle(SERVERS[0], m.Fail("left early"))
@@ -272,7 +272,7 @@ def test_a_cause_explains_what_was_heard_before_it():
     assert str(exchange.channel.failure) == "left early"
 
 
-def test_who_hears_of_no_cause_goes_by_what_came_first():
+def test_without_a_cause_the_first_failure_counts():
     late, gone, silent = ClientHarness().exchange, ClientHarness().exchange, ClientHarness().exchange
     late.handle(SERVERS[0], m.Fail("first"))
     late.handle(SERVERS[1], m.Fail("second"))

@@ -37,7 +37,7 @@ def manners(me: Address, **cluster: Any) -> MessageValidator:
     return MessageValidator(me, layout(Cluster(**cluster)))
 
 
-def test_every_message_has_somebody_who_hears_it() -> None:
+def test_every_message_has_a_receiver() -> None:
     heard: set[type[m.Message]] = set()
     for cluster in (
         {"nworkers_per_group": 2, "nservers_per_group": 2},
@@ -94,7 +94,7 @@ TWO_GROUPS = {"nworker_groups": 2, "nserver_groups": 2, "nservers_per_group": 2}
         (worker(), worker(), ActivationHello()),
     ],
 )
-def test_a_word_of_the_wrong_one_is_refused(me: Address, sender: Address, message: m.Message) -> None:
+def test_a_message_of_the_wrong_sender_is_refused(me: Address, sender: Address, message: m.Message) -> None:
     with pytest.raises(ProtocolError, match=f"{me} does not accept {type(message).__name__} from {sender}"):
         manners(me, **TWO_GROUPS).check(sender, message)
 
@@ -218,7 +218,7 @@ def test_a_norm_beyond_all_numbers_is_infinite_and_no_error() -> None:
 # --- whose fault it is -------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_word_that_was_held_is_told_to_its_author() -> None:
+def test_a_wrong_message_that_was_held_is_reported_to_its_sender() -> None:
     harness = ServerHarness(nworkers_per_group=2, join=False)
     home = harness.servers[server()]
     assert home.handle(worker(0, 1), m.Push(0, 0, 99, 1.0, b"\1")) == []  # who knows yet which buckets there are
@@ -243,7 +243,7 @@ class DroppingTransports:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_wrong_word_is_no_trouble_and_a_fault_of_ours_is(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_message_is_no_failure_and_a_fault_of_ours_is(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     harness, troubles = ServerHarness(join=False), []
     resident = ServerEndpoint(
         server(),
@@ -283,7 +283,7 @@ def test_floods_at_the_desk_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         LeaseQueue(2).handle(worker(), DrawnBatches(0, 0, False, (), tuple(range(101))))
 
 
-def test_a_question_said_twice_is_held_once() -> None:
+def test_a_request_sent_twice_is_held_once() -> None:
     book = LeaseQueue(2)
     book.handle(worker(), LeaseRequest(0, 0, 1, 0, 0, True))
     for _ in range(5):

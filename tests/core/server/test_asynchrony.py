@@ -214,7 +214,7 @@ def watcher(cluster: Cluster, index: int = 0) -> tuple[LossWatch, list[Event]]:
     return LossWatch(here, SimpleNamespace(momentum=0.9)), told  # type: ignore[arg-type]
 
 
-def test_it_is_said_once_by_one_worker_of_an_asynchronous_job() -> None:
+def test_it_is_reported_once_by_one_worker_of_an_asynchronous_job() -> None:
     rising, told = watcher(DOWNPOUR)
     for n in range(200):
         rising(0.1 if n < 20 else 2.0)

@@ -64,7 +64,7 @@ def test_all_stand_at_the_same_point_after_warm_up():
     assert (clocks.clock(0), clocks.clock(1), clocks.lead(0)) == (7, 7, 0)
 
 
-def test_when_nobody_is_live_nobody_is_waited_for():
+def test_when_no_worker_is_live_none_is_waited_for():
     clocks = Clocks((0,), 0)
     clocks.tick(0)
     clocks.leave(0)
@@ -223,7 +223,7 @@ def test_a_push_that_is_known_in_part_is_refused():
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(0, 2**32))
-def test_every_batch_counts_once_if_pushes_are_said_again(lengths, seed):
+def test_every_batch_counts_once_if_pushes_are_sent_again(lengths, seed):
     rng, streams, counted, first = random.Random(seed), AppliedBatches(), [], 0
     said = []
     for length in lengths:

@@ -169,7 +169,7 @@ class Group:
         return [self.staging.present(bucket) for bucket in self.buckets]
 
 
-def test_a_mean_is_ready_when_everybodys_part_is_there():
+def test_a_mean_is_ready_when_every_part_is_there():
     group = Group(3)
     assert group.push(2, 0, 9) == group.push(0, 0, 3) == ()
     (ready,) = group.push(1, 0, 6)
@@ -382,7 +382,7 @@ def test_the_order_of_arrival_and_duplicates_change_no_bit(seed, visible):
 # --- disagreement ------------------------------------------------------------------------------------------------
 
 
-def test_unequal_backwards_name_both_workers_whoever_comes_first():
+def test_unequal_backwards_name_both_workers_whichever_comes_first():
     group = Group(2)
     group.backward((1, 1))
     group.commit(0)
@@ -414,7 +414,7 @@ def test_commits_must_agree_and_the_error_names_both_workers(change, words):
         group.commit(2, **change)
 
 
-def test_who_waits_for_whom():
+def test_which_worker_waits_for_which():
     group = Group(2)
     assert not group.staging.waits
     group.push(0, 0, 1)

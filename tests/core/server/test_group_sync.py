@@ -130,7 +130,7 @@ def test_a_master_sends_nothing_of_its_own_bucket():
     assert not groups.ways[0, 1]
 
 
-def test_others_updates_reach_everybody_through_the_master():
+def test_others_updates_reach_every_group_through_the_master():
     groups = Groups(3, master)
     rng = random.Random(0)
     groups.update(1, 4)

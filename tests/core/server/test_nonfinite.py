@@ -291,7 +291,7 @@ def test_where_only_the_sum_is_known_the_worker_looks_itself() -> None:
     assert said == [[(3, "", "2.bias")], [(3, "worker 0/1", "2.bias")], [(3, "", "2.bias")]]
 
 
-def test_what_the_script_itself_spoils_is_nobodys() -> None:
+def test_what_the_script_itself_spoils_is_no_workers_fault() -> None:
     def script(t) -> None:
         for step, batch in enumerate(vectors(STEPS)):
             t.optimizer.zero_grad()
@@ -454,7 +454,7 @@ def test_a_push_of_rows_that_are_not_finite_changes_nothing(mode: str) -> None:
 # --- what is told ----------------------------------------------------------------------------------------------------
 
 
-def test_each_skip_is_told_once_and_counted() -> None:
+def test_each_skip_is_reported_once_and_counted() -> None:
     told: list[Event] = []
     me = Address(Role.WORKER, 0, 1)
     tally = WorkerStats(steps=4, started=1.0)
@@ -484,7 +484,7 @@ def test_each_skip_is_told_once_and_counted() -> None:
     assert report.as_data(JobOutcome(0, 1.0))["skipped"][0]["count"] == 4
 
 
-def test_a_skip_is_said_by_whose_it_was() -> None:
+def test_a_skip_is_reported_with_its_worker() -> None:
     said = io.StringIO()
     window = QuietProgress(layout(job_of().cluster), Console(file=said, width=200), said)
     for index in range(3):
@@ -564,7 +564,7 @@ def test_strikes() -> None:
     assert "sum of the group's gradients of a table's rows is not finite in step 1" in nonfinite_message("", "", 1, 1)
 
 
-def test_a_shard_cannot_refuse_who_is_not_there() -> None:
+def test_a_shard_cannot_refuse_a_worker_that_is_not_there() -> None:
     cluster = ScriptedCluster(job(1, 2, 2))
     cluster.play(lambda worker: worker.open() and worker.finish())
     server, shard = cluster.server(0, 0), Address(Role.SERVER, 0, 1)

@@ -157,7 +157,7 @@ def test_no_fetch_no_values():
     assert harness.values(worker()) == -1.0
 
 
-def test_what_is_said_twice_counts_once():
+def test_a_message_sent_twice_counts_once():
     harness = started()
     harness.step(worker(), 1)
     harness.step(worker(), 1)
@@ -249,7 +249,7 @@ def test_the_updaters_bounds_hold_for_every_element():
     assert harness.values(worker()) == -0.25
 
 
-def test_hyperparameters_are_the_groups_last_word():
+def test_hyperparameters_are_the_last_ones_of_the_group():
     harness = started(nworker_groups=2)
     harness.optimizer.param_groups[0]["lr"] = 2.0
     harness.step(worker(0), 1)

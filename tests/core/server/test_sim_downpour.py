@@ -250,7 +250,7 @@ def test_defect_7_share_memory_false_does_not_leave_groups_stale():
 
 
 @pytest.mark.parametrize("bound", [0, 1])
-def test_a_group_that_waits_for_batches_holds_nobody_up(bound):
+def test_a_group_that_waits_for_batches_holds_no_other_up(bound):
     """The bound on the clock lead and the wait at an epoch's end must not wait for each other.
 
     Nor may a group come back with values older than the bound allows, or its workers with different ones.

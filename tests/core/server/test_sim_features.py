@@ -399,7 +399,7 @@ def test_initial_values_that_come_again_do_not_undo_the_warm_up():
 # --- nobody spins ------------------------------------------------------------------------------------------------
 
 
-def test_defect_12_a_worker_hears_that_a_server_died():
+def test_defect_12_a_worker_is_told_that_a_server_died():
     cluster = ScriptedCluster(job(2, 2, 2), 0, STORM)
     cluster.transport.crash(Address(Role.SERVER, 0, 1), after=7, tell=True)
 
@@ -412,7 +412,7 @@ def test_defect_12_a_worker_hears_that_a_server_died():
         cluster.play(script)
 
 
-def test_defect_12_who_waits_for_a_dead_process_does_nothing_at_all():
+def test_defect_12_a_worker_that_waits_for_a_dead_process_does_nothing_at_all():
     """No timer, no retry, no spinning: with the network silent nothing happens any more, and the run says who waits."""
     cluster = ScriptedCluster(job(2, 2, 2), 0, STORM)
     cluster.transport.crash(Address(Role.SERVER, 0, 1), after=30)

@@ -31,7 +31,7 @@ from topotrain.training.worker_stats import StepBatches, WorkerStats
 # --- whom a step waits for -----------------------------------------------------------------------------------------
 
 
-def test_a_step_needs_all_but_the_spare_ones_and_nobody_who_has_nothing():
+def test_a_step_needs_all_but_the_spare_ones_and_no_worker_that_has_nothing():
     quorum = Quorum(4, 1)
     assert quorum.needed == 3
     assert quorum.ask(3, StepCatchUp(1, 0)) == [] and quorum.needed == 3
@@ -62,7 +62,7 @@ def test_an_epoch_is_over_for_those_who_left_it_who_ended_and_who_are_in_the_nex
     assert quorum.works(1, 0) == [] and quorum.needed == 2, "said in epoch 0, and heard late"
 
 
-def test_words_of_an_epoch_that_is_over_do_not_wake_who_waits():
+def test_messages_of_an_epoch_that_is_over_wake_no_waiting_worker():
     quorum = Quorum(2, 1)
     assert quorum.ask(0, StepCatchUp(1, 3)) == []
     assert quorum.works(0, 3) == [] and quorum.needed == 1
@@ -140,7 +140,7 @@ def test_the_mean_is_over_the_weight_that_is_in_it():
     assert home.marks == (1, 0, 0, 2, 0, 0)
 
 
-def test_who_has_said_commit_and_not_sent_all_is_not_complete():
+def test_a_worker_that_has_committed_and_not_sent_all_is_not_complete():
     home = staging(2)
     home.commit(1, Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, True, b"\x01", b"", b"", b"", (1, 0, 0)))
     assert not home.try_stage()
@@ -241,7 +241,7 @@ def loader(recorder: CallRecorder, index: int = 0) -> ShardedLoader:
     return made
 
 
-def test_a_draw_is_told_once_it_can_be_drawn_again():
+def test_a_draw_is_sent_once_it_can_be_drawn_again():
     """The others may train on it at once, also if this worker dies."""
     recorder = CallRecorder()
     batches = iter(loader(recorder))

@@ -122,7 +122,7 @@ def numbers(epoch: int, worker: int, number: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("reduce", [Reduce.kMean, Reduce.kSum])
-def test_a_step_is_the_mean_over_exactly_those_who_contributed(reduce):
+def test_a_step_is_the_mean_over_exactly_the_workers_that_contributed(reduce):
     """Four workers, of which a step does without one; the reference knows only whose turn it was to be late."""
     slow = {0: 3, 1: 1, 2: 0, 3: 2}  # step -> worker whose work for it takes too long by a little
 
@@ -172,7 +172,7 @@ def test_without_lateness_a_group_with_backup_does_what_one_without_does():
 
 
 @pytest.mark.parametrize(("workers", "spare", "attempts"), [(2, 1, 2), (3, 1, 1), (3, 2, 1)])
-def test_every_batch_counts_once_whoever_is_late_when(workers, spare, attempts):
+def test_every_batch_counts_once_whichever_worker_is_late_when(workers, spare, attempts):
     """Each of the first attempts of each worker is in time, late, or very late: all combinations."""
     paces = (1.0, 1.6, 4.1)
     outcomes = set()
@@ -371,7 +371,7 @@ def drawn(seed: int, workers: int) -> tuple[Fault, ...]:
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 2), (3, 1, 3), (4, 2, 1), (5, 1, 2)])
-def test_whoever_dies_when_every_batch_counts_once_and_a_snapshot_has_what_it_says(shape):
+def test_whichever_process_dies_when_every_batch_counts_once_and_a_snapshot_is_true(shape):
     kills = snapshots = 0
     for seed in range(30):
         found = tormented(seed, drawn(seed, shape[0]), shape=shape).run()

@@ -203,7 +203,7 @@ def test_shards_that_hold_different_state_are_refused():
         [[[[0, 1]], {}], [[[0, 2]], {}]],
     ],
 )
-def test_rows_that_nobody_wrote_are_refused(rows):
+def test_rows_that_no_server_wrote_are_refused(rows):
     with pytest.raises(StateError):
         from_rows(rows, parameters(64, 64))
 
@@ -294,7 +294,7 @@ def test_one_that_waits_for_a_worker_that_had_to_start_again_is_dropped_and_the_
     assert under_way(server) == again
 
 
-def test_one_that_has_everybodys_state_does_not_care_who_starts_again():
+def test_one_that_has_every_state_does_not_depend_on_which_group_starts_again():
     cluster, archive, boxes = waiting(groups=1, workers=2)
     boxes.left[1] = {worker: torch.ones(2, dtype=torch.uint8) for worker in cluster.workers}
     cluster.server(0, 0).reset_group(0, ended=False)
@@ -524,7 +524,7 @@ def test_a_snapshot_at_the_end_has_a_masters_final_values_once():
     assert same(found, cluster.values())
 
 
-def test_an_announcement_that_is_said_again_freezes_nobody_again():
+def test_an_announcement_that_is_sent_again_freezes_no_server_again():
     cluster = ScriptedCluster(job(2, 1, 2, nserver_groups=2), 1, VIEWS, DOUBLE)
     archive = Archive(cluster)
     heard: list[int] = []

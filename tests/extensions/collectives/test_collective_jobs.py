@@ -323,7 +323,7 @@ def test_workers_that_disagree_under_gloo_are_named(script: Any, kind: type, wor
         run_hosted(gloo(), building(), script, tmp_path)
 
 
-def test_who_waits_for_a_worker_that_does_not_come_is_told_which_operation(
+def test_a_wait_for_a_worker_that_does_not_come_names_the_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("topotrain.extensions.collectives.torch_reduction.DEADLINE", 0.5)

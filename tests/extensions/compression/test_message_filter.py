@@ -426,7 +426,7 @@ def test_what_no_codec_takes_travels_as_it_is() -> None:
         worker.is_coded(Values(0, whole.id, 1, coded=True), whole)
 
 
-def test_a_push_said_twice_is_decoded_once() -> None:
+def test_a_push_sent_twice_is_decoded_once() -> None:
     _, slice_map, worker, server, _, above = resident("kFp16")
     bucket, me = slice_map.buckets[0], Address(Role.WORKER, 0, 0)
     like = above.view("values", bucket)

@@ -53,7 +53,7 @@ def one(name: str, seed: int) -> ElasticTrial:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_batch_counts_once_whoever_leaves_and_comes_when(name):
+def test_every_batch_counts_once_whichever_group_leaves_and_comes_when(name):
     done = []
     for seed in range(12):
         found = one(name, seed)
@@ -77,7 +77,7 @@ def test_who_leaves_ends_behind_a_step_and_the_others_read_the_rest_without_a_pa
         assert later and max(b - a for a, b in zip([left, *later], later, strict=False)) < 0.3
 
 
-def test_who_was_never_there_is_missed_by_nobody_and_reads_once_it_comes():
+def test_a_group_that_was_never_there_is_not_missed_and_reads_once_it_comes():
     found = calm((), absent=(1, 2))
     assert not found.wrong() and set(found.commits) == {0}
     found = calm((move("join", 2, 0.1),), absent=(1, 2))
@@ -110,7 +110,7 @@ def test_who_waits_for_batches_that_others_may_leave_goes_at_once():
     assert found.left_at < 0.7
 
 
-def test_a_word_to_leave_is_not_for_those_who_came_after_the_dead():
+def test_an_order_to_leave_is_not_for_workers_that_came_after_the_dead():
     """The servers have seen the death, and the launcher had not when it asked."""
     schedule = FaultSchedule("", 30, 1, "lease", True, (Fault(1, at=0.03, away=0.1),))
     found = ElasticTrial(job(2, 1, 1), 1, schedule, VIEWS)

@@ -78,7 +78,7 @@ def one(name: str, seed: int) -> Trial:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_batch_counts_once_whoever_dies_when(name):
+def test_every_batch_counts_once_whichever_process_dies_when(name):
     kills = 0
     for seed in range(30):
         found = one(name, seed)
@@ -107,7 +107,7 @@ def test_the_others_read_what_the_dead_left_and_do_not_wait_for_them(name):
         assert not left_alone(name, seed).wrong(), f"seed {seed}"
 
 
-def test_when_nobody_dies_nothing_is_said_of_it():
+def test_when_no_process_dies_none_is_reported():
     found = place("hogwild of pairs", 0)
     kinds = trace(found, m.WorkerRejoined, RestartRequest, AppliedBatchesOfStreams, m.AppliedBatchesRequest)
     assert not found.run().wrong() and not kinds

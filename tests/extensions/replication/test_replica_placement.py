@@ -1,4 +1,4 @@
-"""Who has which copy of which server, when processes die one after the other (`seats`, and what the launcher does)."""
+"""Which process has which copy of a server, when processes die one after the other, and what the launcher does."""
 
 from dataclasses import replace
 from itertools import product
@@ -131,7 +131,7 @@ def test_what_cannot_have_two_copies_is_refused(job: Job, named: str) -> None:
     assert named in str(told.value)
 
 
-def test_a_seat_that_is_filled_on_another_host_follows_whoever_speaks_elsewhere() -> None:
+def test_a_process_that_is_replaced_on_another_host_follows_the_present_servers() -> None:
     placement = whole(ReplicaPlacement((0, 1, 2)))  # server i has its second copy on host i + 1
     assert placement.lost(1)
     assert placement.missing(0) == 1, "server 1 speaks in process 2 now; server 0 speaks on host 0 itself"
@@ -202,7 +202,7 @@ def lost(who: str) -> Lost:
     return Lost(who, 7, f"{who} was killed", "")
 
 
-def test_a_dead_server_is_replaced_again_and_again_and_nobody_starts_again() -> None:
+def test_a_dead_server_is_replaced_again_and_again_and_no_process_starts_again() -> None:
     made = covered(machine(), 0)
     incident, reseat = made.on_event(lost("server 0/1"), 105.0)
     assert isinstance(incident, Incident)
@@ -242,7 +242,7 @@ def test_copies_that_differ_are_an_incident_and_then_the_end() -> None:
     assert isinstance(end, FailJob) and "differ once more" in end.failures[0].text
 
 
-def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_who_is_gone() -> None:
+def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_which_groups_are_gone() -> None:
     refusals = dict.fromkeys(range(3), "")
     made = RecoveryPolicy(SEVERAL, RestartTerms(frozenset(range(3)), 3, refusals), 100.0, replicated=True)
     covered(made, 0)
@@ -262,7 +262,7 @@ def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_who_is_gone()
     assert words == [ReportGone(1, 1)]
 
 
-def test_who_only_listens_ends_with_those_who_speak() -> None:
+def test_a_standby_ends_with_the_servers_that_speak() -> None:
     made = covered(machine(), 0)
     made.on_event(lost("server 0/1"), 105.0)
     for who in WORKERS:

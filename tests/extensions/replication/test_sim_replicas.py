@@ -62,7 +62,7 @@ def drawn(name: str, seed: int) -> CrashableCluster:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_batch_counts_once_whoever_dies_when(name: str) -> None:
+def test_every_batch_counts_once_whichever_process_dies_when(name: str) -> None:
     deaths = 0
     for seed in range(SEEDS):
         cluster = drawn(name, seed).run()
@@ -84,7 +84,7 @@ def given_up(moment: int) -> CrashableCluster:
     return place("downpour", moment, kill=(0, moment), falls=((0.03, 2, -1.0),))
 
 
-def test_a_copy_that_knows_only_the_dead_takes_whoever_stands_in_as_new() -> None:
+def test_a_copy_that_knows_only_the_dead_takes_the_replacement_as_new() -> None:
     """The other copy had heard of both, the death and the newcomer, and has died before it could tell."""
     primary, worker = place("sandblaster", 0).run().home[SERVER].primaries[SERVER].primary, Address(Role.WORKER, 0, 1)
     line = primary.copy.channels[worker] = ReliableChannel(sent=80, received=57)
@@ -113,7 +113,7 @@ def test_a_server_that_confirms_too_much_gets_no_message_on_its_connection() -> 
 # --- rules left out ----------------------------------------------------------------------------------------------
 
 
-def words_for_the_dead(patch: pytest.MonkeyPatch) -> None:
+def messages_for_the_dead(patch: pytest.MonkeyPatch) -> None:
     """What waits to be said to a worker that has died is said to the one that takes its place."""
     lost = Primary.lost
 
@@ -133,7 +133,7 @@ def told_once(patch: pytest.MonkeyPatch) -> None:
 
 def test_each_rule_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     calm("downpour")
-    words_for_the_dead(monkeypatch)
+    messages_for_the_dead(monkeypatch)
     assert any(goes_wrong(drawn("downpour", seed)) for seed in range(60)), "the rule makes no difference"
     monkeypatch.undo()
     told_once(monkeypatch)

@@ -136,7 +136,7 @@ def hidden(apply: Apply, kill: tuple[int, int] | None = None, loses: bool = Fals
 
 
 @pytest.mark.parametrize("apply", Apply)
-def test_nor_can_anybody_tell_where_gradients_are_hidden_and_applied_as_they_come(apply: Apply) -> None:
+def test_nor_does_a_result_show_it_where_gradients_are_hidden_and_applied_as_they_come(apply: Apply) -> None:
     for process, first in ((0, 5), (1, 12)):
         for moment in range(first, hidden(apply).ticks[process] + 1, 31):
             cluster = hidden(apply, (process, moment), moment % 2 == 0)
@@ -174,7 +174,7 @@ def fresh(cluster: ReplicatedCluster) -> ReplicatedServer:
     return ReplicatedServer(cluster, me)
 
 
-def test_a_likeness_is_the_same_when_it_is_told_again() -> None:
+def test_a_copy_is_the_same_when_it_is_sent_again() -> None:
     """Nothing is forgotten on the way: what was filled in tells the same bytes."""
     data = save(copy_of(calm(2)))
     assert data is not None

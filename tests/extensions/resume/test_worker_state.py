@@ -347,7 +347,7 @@ def script(steps: int, model: nn.Module | None = None, ask: int = 0) -> tuple[nn
 
 
 @pytest.mark.parametrize("at", [2, 5, 8, 15])
-def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_life(job, monkeypatch, at):
+def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_run(job, monkeypatch, at):
     whole, losses = script(99)
     here = job(on_failure="kContinue")
     left: dict[int, bytes] = {}
@@ -382,7 +382,7 @@ def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_life(job, monk
         ({"on_failure": "kContinue", "snapshot_s": 0}, True),
     ],
 )
-def test_a_snapshot_waits_for_whoever_has_begun_a_pass_whatever_follows_a_death(job, monkeypatch, fields, leaves):
+def test_a_snapshot_waits_for_workers_that_have_begun_a_pass_whatever_follows_a_death(job, monkeypatch, fields, leaves):
     """A worker of which nobody knows that it has begun would be missing in a snapshot, unnoticed."""
     left: list[int] = []
     monkeypatch.setattr(WorkerStateClient, "save", lambda _, number, data: left.append(number))

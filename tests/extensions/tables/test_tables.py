@@ -346,7 +346,7 @@ def test_sync_equals_one_process(seed: int, optimizer: str) -> None:
     cluster.play(script)
 
 
-def test_who_pushes_a_sync_table_alone_hears_why() -> None:
+def test_a_worker_that_pushes_a_sync_table_alone_is_told_why() -> None:
     cluster = ScriptedCluster(job(1, 2, 1))
 
     def script(worker: ScriptedWorker) -> None:

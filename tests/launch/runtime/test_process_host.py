@@ -158,7 +158,7 @@ def test_a_server_is_reached_on_the_transports_of_the_job(transport, schemes, pl
     assert [url.partition(":")[0] for url in urls] == schemes
 
 
-def test_who_was_heard_on_a_transport_is_answered_there(place):
+def test_a_peer_is_answered_on_the_transport_of_its_message(place):
     home, guest = Router(place(number=1), ProcessMemory()), Router(place(number=2), ProcessMemory())
     server, worker = Listener(), Listener()
     home.publish("server", SERVER, home.attach(SERVER, server))

@@ -131,7 +131,7 @@ def test_memory_is_used_again_once_the_other_side_says_that_it_has_read_it():
         assert torch.equal(pair.second.receive(0, replace(KEY, forward=number))[0], value)
 
 
-def test_whoever_says_that_it_has_read_more_than_was_said_is_turned_away():
+def test_a_peer_that_reports_more_read_than_was_sent_is_refused():
     pair = Pair()
     pair.first.send(1, KEY, torch.zeros(3))
     for taken in (2, -1):
@@ -168,7 +168,7 @@ def test_a_part_out_of_turn_is_refused():
         exchange.handle(FIRST, big)
 
 
-def test_a_worker_that_left_is_missed_by_who_wants_something_of_it():
+def test_a_worker_that_left_is_missed_by_a_worker_that_needs_it():
     pair = Pair()
     pair.first.send(1, KEY, torch.ones(2))
     pair.exchanges[SECOND].lost(FIRST, "its script has ended")

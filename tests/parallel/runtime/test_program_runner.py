@@ -185,7 +185,7 @@ class Noting(MailboxChannel):
         return super().receive(source, key)
 
 
-def test_the_last_stage_hears_of_all_micro_batches_before_the_first_one_goes_back():
+def test_the_last_stage_receives_all_micro_batches_before_the_first_one_goes_back():
     program, shares, mailboxes = three(2, at(0), at(1), at(1)), shares_of(8, 8), GroupMailboxes(2)
     channels = [Noting(mailboxes, k) for k in range(2)]
     runners = [make_runner(program, copy.deepcopy(Three()), channels[k], lambda: 8.0, microbatches=4) for k in range(2)]

@@ -177,7 +177,7 @@ def test_memory_goes_by_owners() -> None:
     assert memory[1]["parameters"] - memory[0]["parameters"] == sizes["head.weight"] + sizes["head.bias"]
 
 
-def test_auto_places_what_nobody_has_placed() -> None:
+def test_auto_places_what_the_user_has_not_placed() -> None:
     head = Partition(match="head", partition_dim=-1, location=0)
     found = cut(auto(partition=(head,)))
     places = {step["target"]: step["layout"] for step in found.plan.as_data()["steps"] if step["kind"] == "module"}

@@ -64,7 +64,7 @@ def test_a_run_is_its_seed():
     assert ten(3, BAD).heard == ten(3, BAD).heard != ten(4, BAD).heard
 
 
-def test_a_sender_is_heard_in_order_and_once_unless_the_weather_is_bad():
+def test_messages_arrive_in_order_and_once_unless_the_network_is_bad():
     heard = ten(0, None)
     assert heard.rounds == list(range(10))
     assert all(0 < time < 0.01 for time, _ in heard.heard)
@@ -95,7 +95,7 @@ def test_a_body_goes_where_the_receiver_wants_it():
         sim.run()
 
 
-def test_only_who_is_there_and_connected_is_reached():
+def test_only_a_peer_that_is_there_and_connected_is_reached():
     sim, wire, _, _ = connected()
     c = Address(Role.WORKER, 1, 0)
     with pytest.raises(TransportError, match="not attached"):
@@ -173,7 +173,7 @@ def test_who_waits_for_ever_is_named():
     assert threading.active_count() == before
 
 
-def test_an_error_ends_the_run_and_everybody_in_it():
+def test_an_error_ends_the_run_and_every_process_in_it():
     sim, cleaned = Simulation(0), []
 
     def waits() -> None:

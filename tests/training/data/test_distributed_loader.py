@@ -500,7 +500,7 @@ def test_the_rest_is_the_scripts_own_loader():
         (lambda: [1, 2], {}, "loader = 'list': must be a torch"),
     ],
 )
-def test_bad_input_is_refused_in_the_users_words(make, how, said):
+def test_bad_input_is_refused_in_the_terms_of_the_user(make, how, said):
     job = Job(make, **how)
     if said is None:
         job.loader(job.lease_server.workers[0])

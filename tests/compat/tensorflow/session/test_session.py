@@ -131,7 +131,7 @@ def test_a_description_survives_its_way(kind):
     assert GraphDescription.from_data(came, 2, len(again)) == described
 
 
-def test_who_computes_and_who_holds():
+def test_which_tasks_compute_and_which_hold():
     described, states = written(Mlp(), *batches(4)[0])
     assert [(node.function.rpartition(".")[2], node.worker) for node in described.nodes] == [
         ("linear", 1),
@@ -364,7 +364,7 @@ def suppressing(sock: socket.socket, raw: bytes) -> None:
         sock.shutdown(socket.SHUT_WR)
 
 
-def test_frames_carry_words_and_tensors():
+def test_frames_carry_messages_and_tensors():
     tensors = [torch.randn(3, 2).t(), torch.tensor(True), torch.empty(0, 4, dtype=torch.int64), torch.arange(5).half()]
     with pair() as (sock, talk):
         SessionConnection(RequestChannel(sock)).send({"do": "run"}, tensors)
@@ -554,7 +554,7 @@ def test_who_is_not_let_in_reads_why(cluster, monkeypatch):
         tt.Session(cluster.target())
 
 
-def test_a_stranger_that_has_the_token_and_talks_nonsense_disturbs_nobody(cluster):
+def test_a_stranger_that_has_the_token_and_sends_nonsense_disturbs_no_session(cluster):
     host, port = cluster.cluster["worker"][0].split(":")
     for words in ({}, {"do": 3}, {"do": "begin", "meet": {"name": 1}}, {"do": "begin"}):
         talk = call(host, int(port), bytes.fromhex(TOKEN))
