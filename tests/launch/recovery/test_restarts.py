@@ -91,7 +91,7 @@ def test_the_first_death_too_many_ends_the_job(tmp_path, mark):
     assert told(events, Failed) == [outcome.cause]
 
 
-def test_the_programs_exception_ends_the_job_in_any_life(tmp_path, mark):
+def test_the_programs_exception_ends_the_job_in_any_attempt(tmp_path, mark):
     roles = plays(worker_0_1="second fails", worker_0_0="stay", server_0_0="stay")
     outcome, events = launch(tmp_path, roles, restarts=3)
     assert (outcome.code, outcome.cause.who, outcome.cause.kind) == (1, "worker 0/1", "program")
@@ -141,7 +141,7 @@ def test_a_process_that_is_frozen_for_a_moment_goes_on(tmp_path, mark):
     assert told(events, Incident) == []
 
 
-def test_a_signal_ends_a_job_in_which_somebody_is_frozen(tmp_path, mark):
+def test_a_signal_ends_a_job_in_which_a_process_is_frozen(tmp_path, mark):
     def hear(event):
         if isinstance(event, Frozen):
             os.kill(os.getpid(), signal.SIGTERM)
