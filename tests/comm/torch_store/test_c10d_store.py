@@ -173,9 +173,9 @@ def test_a_rank_that_starts_again_while_rank_0_cleans_up_keeps_its_number(
     def restart(key: str, value: bytes, ttl: float | None = None) -> None:
         write(key, value, ttl)
         if json.loads(value).get("open"):
-            known = store.get("ranks/1")
+            first.join()  # its process ends
             again.append(Rank(url, 1, 2))
-            store.watch("ranks/1", 30, known)
+            store.watch("ranks/1", 30)
 
     monkeypatch.setattr(store, "set", restart)
     first = Rank(url, 1, 2)
