@@ -50,8 +50,8 @@ class Digits:
         self._model = build()
         warm_up(self._model, self._train, BATCH)
         self.start = torch.nn.utils.parameters_to_vector(self._model.parameters()).detach()
-        dice = torch.Generator().manual_seed(seed)
-        order = (torch.randperm(len(self._train), generator=dice).split(BATCH) for _ in range(EPOCHS))
+        rng = torch.Generator().manual_seed(seed)
+        order = (torch.randperm(len(self._train), generator=rng).split(BATCH) for _ in range(EPOCHS))
         self.batches: Iterator[torch.Tensor] = (batch for epoch in order for batch in epoch)
 
     def gradient(self, values: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def in_turn(
     agreement: Agreement = Agreement.kMaster,
 ) -> float:
     """Distributed Hogwild in virtual time: a step takes 0.8 to 1.2, a message `trip`."""
-    digits, dice, numbers = Digits(seed), random.Random(seed), count()
+    digits, rng, numbers = Digits(seed), random.Random(seed), count()
     size = digits.start.numel()
     velocity = [torch.zeros(size) for _ in range(GROUPS)]
     slice_map = cut([Parameter("w", (size,), (1,), "float32", True)], 1, groups=GROUPS)
@@ -113,14 +113,14 @@ def in_turn(
 
     def post(now: float, group: int, out: Sequence[tuple[int, Any]]) -> None:
         for to, message in out:
-            time = arrived[group, to] = max(now + dice.uniform(*trip), arrived.get((group, to), 0.0))
+            time = arrived[group, to] = max(now + rng.uniform(*trip), arrived.get((group, to), 0.0))
             heapq.heappush(ahead, (time, next(numbers), (to, group, message)))
 
     def begin(now: float, group: int) -> None:
         batch = next(digits.batches, None)
         if batch is not None:
             step = (group, batch, values[group][:size].clone())
-            heapq.heappush(ahead, (now + dice.uniform(0.8, 1.2), next(numbers), step))
+            heapq.heappush(ahead, (now + rng.uniform(0.8, 1.2), next(numbers), step))
 
     for group in range(GROUPS):
         begin(0.0, group)

@@ -31,7 +31,7 @@ KILLS, JOBS, SECONDS = 200, 10, 3600.0
 
 OFTEN = "reduce: kSum snapshot_s: 1"
 SYNCHRONOUS = "nworkers_per_group: 3 nservers_per_group: 2 server_worker_separate: true"
-COPIES = "road: kTcp replicas: 2"
+COPIES = "transport: kTcp replicas: 2"
 HALVES = ("--halves", "--epochs", "3", "--step-s", "0.02")
 
 LEDGERS: Sequence[Setting] = (
@@ -271,7 +271,8 @@ def counted(trials: Sequence[Trial], kills: int) -> list[Line]:
 def identical(ground: Ground, seed: int, until: float) -> Line:
     """Row B: servers of synchronous jobs are killed, and the bits are those of an undisturbed job.
 
-    A worker group that starts again alone throws its dice anew from where its epoch began; that is no part of this row.
+    A worker group that starts again alone draws its random numbers anew from the beginning of its epoch; that is no
+    part of this row.
     """
     found: list[Trial] = []
     for number in range(JOBS):

@@ -1,6 +1,6 @@
 """How all-reduce grows with the processes: `python -m benchmarks.collectives [--processes 2 4 8] [--rounds N] ...`.
 
-P processes on this machine, each with one `Relay` on our TCP road and on shared memory, and one member of a Gloo group.
+P processes on this machine, each with one `Relay` on our TCP transport and on shared memory, and one member of Gloo.
 All ways are opened once per P and measured in turn (A B A B ...); a time is that from the first process's start to the
 last one's having all results, the median of `--rounds` rounds after one to warm up. Every process compares every result
 of every round with the sum it should be (kAuto and kNaive: bit for bit).
@@ -8,7 +8,7 @@ of every round with the sum it should be (kAuto and kNaive: bit for bit).
 Bytes are the most that one process sent, payloads and frames; beside it the arithmetic, for the buckets as they are
 dealt to the homes, and for even shares: 2(P-1)/P of the data, and (P-1) times the data at the naive master. On shared
 memory they are what references stand for; only what a rank passes on of another rank's memory is really sent. Gloo's
-own bytes cannot be read. Our TCP road chooses its congestion control (cubic, else reno), Gloo takes the system's
+own bytes cannot be read. Our TCP transport chooses its congestion control (cubic, else reno), Gloo takes the system's
 default (which a table's machine names): part of a difference is this alone.
 """
 
@@ -63,14 +63,14 @@ PEER = "gloo"
 class Way(NamedTuple):
     """One way to add up `nbytes` of float32 over all processes, in buckets of `bucket` bytes."""
 
-    road: str
+    transport: str
     algorithm: Algorithm
     nbytes: int
     bucket: int
 
     @property
     def name(self) -> str:
-        return PEER if self.road == PEER else f"{WORDS[self.algorithm]} {self.road}"
+        return PEER if self.transport == PEER else f"{WORDS[self.algorithm]} {self.transport}"
 
 
 class Round(NamedTuple):
@@ -132,7 +132,7 @@ class RoomRelay(Relay):
 
 
 class Member:
-    """The resident of one process on one road: hands Hops to the relay of the way that is measured."""
+    """The resident of one process on one transport: hands Hops to the relay of the way that is measured."""
 
     def __init__(self, wire: Transport, size: int, rank: int) -> None:
         self._wire, self._size, self._rank = wire, size, rank
@@ -228,18 +228,18 @@ class Peer:
 
 
 def check(way: Way, result: torch.Tensor, expected: torch.Tensor) -> None:
-    exact = way.road != PEER and way.algorithm in (Algorithm.kAuto, Algorithm.kNaive)
+    exact = way.transport != PEER and way.algorithm in (Algorithm.kAuto, Algorithm.kNaive)
     if not (torch.equal(result, expected) if exact else torch.allclose(result, expected, rtol=1e-5, atol=1e-5)):
         raise AssertionError(f"{way}: other values than the sum, by up to {(result - expected).abs().max():g}")
 
 
 def process(pipe: Pipe, rank: int, size: int, token: bytes, directory: str) -> None:
-    """Open all roads, then do what the pipe says: ("enter", way, step), ("run",), ("end",)."""
+    """Open all transports, then do what the pipe says: ("enter", way, step), ("run",), ("end",)."""
     torch.set_num_threads(1)
     identity = Identity("bench", token, 1, 0, "")
     wires: dict[str, Transport] = {
         "tcp": TcpTransport(identity),
-        "shm": SharedMemoryTransport(identity, f"{directory}/roads", ProcessMemory()),
+        "shm": SharedMemoryTransport(identity, f"{directory}/transports", ProcessMemory()),
     }
     members: dict[str, Member | Peer] = {}
     urls = {}
@@ -268,7 +268,7 @@ def serve(pipe: Pipe, members: dict[str, Member | Peer], size: int) -> None:
             for rank in range(1, size):
                 total += gradient(rank, count)
             expected[count] = total
-        member = members[way.road]
+        member = members[way.transport]
         member.enter(way, step)
         pipe.send("entered")
         pipe.recv()
@@ -284,7 +284,7 @@ def serve(pipe: Pipe, members: dict[str, Member | Peer], size: int) -> None:
 
 @contextmanager
 def orchestra(size: int) -> Iterator[list[Pipe]]:
-    """`size` processes that are connected to one another on every road, and a pipe to each."""
+    """`size` processes that are connected to one another on every transport, and a pipe to each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
@@ -366,7 +366,7 @@ def all_ways(work: list[tuple[float, int]]) -> list[Way]:
     for megabytes, kib in work:
         nbytes = int(megabytes * 1e6) // FLOAT * FLOAT
         peer = Way(PEER, Algorithm.kAuto, nbytes, nbytes)
-        own = [Way(road, how, nbytes, kib * 1024) for road in ("tcp", "shm") for how in WORDS]
+        own = [Way(transport, how, nbytes, kib * 1024) for transport in ("tcp", "shm") for how in WORDS]
         ways += own if peer in ways else [peer, *own]
     return ways
 
@@ -382,10 +382,10 @@ def rows(size: int, found: dict[Way, list[tuple[float, list[int]]]]) -> list[Row
     for way, rounds in found.items():
         times = Samples(tuple(seconds for seconds, _ in rounds))
         what = f"{size} processes, {way.nbytes / 1e6:g} MB"
-        if way.road == PEER:
+        if way.transport == PEER:
             made.append(row("", f"{what}: Gloo", times.figure.times(1e3), "ms"))
             continue
-        peer = found[next(w for w in found if w.road == PEER and w.nbytes == way.nbytes)]
+        peer = found[next(w for w in found if w.transport == PEER and w.nbytes == way.nbytes)]
         sent = max(max(sent) for _, sent in rounds) / 1e6
         note = f"{sent:.2f} MB sent; as dealt {dealt(way, size) / 1e6:.2f}, if even {even(way, size) / 1e6:.2f}"
         mode = f"buckets of {way.bucket // 1024} KB"

@@ -20,7 +20,7 @@ LINK = f"link {{ bandwidth: {MBIT} }}"
 RATIO = 0.01
 SHARES = {"kFp16": 1 / 2, "kBf16": 1 / 2, "kInt8": 1 / 4 + 1 / 512, "kTopK": 2 * RATIO}  # of float32's bytes
 HIDDEN = "grads: kHidden"
-WHERE = {f"{MBIT} Mbit/s": (LINK, 1), "loopback TCP": ("road: kTcp", 8)}
+WHERE = {f"{MBIT} Mbit/s": (LINK, 1), "loopback TCP": ("transport: kTcp", 8)}
 """Place -> what the cluster block says of it, and steps per turn: seconds each on the link, 40 ms on loopback."""
 
 

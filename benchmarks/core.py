@@ -28,7 +28,7 @@ HOME = Address(Role.SERVER, 0, 0)
 
 
 class Core:
-    """A server and what two workers say to it, without any road.
+    """A server and what two workers say to it, without any transport.
 
     Args:
         extensions: of the server; None: all that a job's server has.

@@ -42,7 +42,7 @@ ALLREDUCE = "nworkers_per_group: 3 nservers_per_group: 3"
 PAIR = "nworkers_per_group: 2 nservers_per_group: 2"
 IN_MEMORY = "nworkers_per_group: 2 nworkers_per_procs: 2"
 ONE_WORKER = "nservers_per_group: 3 server_worker_separate: true"
-TCP = "road: kTcp"
+TCP = "transport: kTcp"
 SNAPSHOTS = "snapshot_s: 0 checkpoint_freq: 8 checkpoint_after: 8"
 HIDDEN = "grads: kHidden"
 ADAM = "updater { type: kAdam learning_rate { type: kStep base_lr: 0.003 step_conf { gamma: 0.5 change_freq: 7 } } }"
@@ -103,12 +103,12 @@ CASES: Sequence[Case] = (
     Case("shares", f"{SANDBLASTER} shares: [1, 2, 3]"),
     Case("per-worker-batch", SANDBLASTER, top="per_worker_batch: true"),
     Case("sum", SANDBLASTER, "--optimizer adam", "reduce: kSum"),
-    # roads
-    Case("road-shm", f"{SANDBLASTER} road: kShm", same_as="sandblaster"),
-    Case("road-tcp", f"{SANDBLASTER} {TCP}", same_as="sandblaster"),
-    Case("road-tcp-allreduce", f"{ALLREDUCE} {TCP}", same_as="sandblaster"),
-    Case("road-tcp-lanes", f"{SANDBLASTER} {TCP} connections: 2 slice_bytes: 4096", same_as="sandblaster"),
-    Case("road-link", f"{SANDBLASTER} link {{ bandwidth: 1000 delay: 1 }}", same_as="sandblaster"),
+    # transports
+    Case("transport-shm", f"{SANDBLASTER} transport: kShm", same_as="sandblaster"),
+    Case("transport-tcp", f"{SANDBLASTER} {TCP}", same_as="sandblaster"),
+    Case("transport-tcp-allreduce", f"{ALLREDUCE} {TCP}", same_as="sandblaster"),
+    Case("transport-tcp-lanes", f"{SANDBLASTER} {TCP} connections: 2 slice_bytes: 4096", same_as="sandblaster"),
+    Case("transport-link", f"{SANDBLASTER} link {{ bandwidth: 1000 delay: 1 }}", same_as="sandblaster"),
     Case("units-tcp", f"{ALLREDUCE} {TCP}", start=Start.UNITS, units=3, same_as="sandblaster"),
     Case("units-tls", f"{ALLREDUCE} {TCP}", start=Start.UNITS_TLS, units=3, same_as="sandblaster"),
     # collectives
@@ -360,9 +360,9 @@ def settle(case: Case, recorded: Mapping[str, Mapping[str, str]], runner: Runner
         return Outcome(case.name, Verdict.FAILED, text=str(reason))
     if found != again:
         return Outcome(case.name, Verdict.UNSTABLE, found, f"the second run: {again[:16]}")
-    twin = recorded.get(case.same_as, {}).get("digest", found)
-    if twin != found:
-        return Outcome(case.name, Verdict.UNEQUAL, found, f"{case.same_as}: {twin[:16]}")
+    reference = recorded.get(case.same_as, {}).get("digest", found)
+    if reference != found:
+        return Outcome(case.name, Verdict.UNEQUAL, found, f"{case.same_as}: {reference[:16]}")
     return Outcome(case.name, Verdict.OK, found)
 
 

@@ -62,8 +62,8 @@ class Look:
 
 
 @dataclass(slots=True)
-class Life:
-    """What was seen of one process."""
+class ProcessHistory:
+    """The measurements of one process."""
 
     role: str
     looks: list[Look] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Found:
     """What came of one job; wrong: in words what is not as it must be."""
 
     name: str
-    lives: dict[int, Life] = field(default_factory=dict)
+    histories: dict[int, ProcessHistory] = field(default_factory=dict)
     workspace: list[int] = field(default_factory=list)
     logs: list[int] = field(default_factory=list)
     killed: int = 0
@@ -131,7 +131,7 @@ class Watch:
         for role, pid in (("launcher", self._launcher), *self._processes()):
             now = look(pid)
             if now is not None:
-                self._found.lives.setdefault(pid, Life(role)).looks.append(now)
+                self._found.histories.setdefault(pid, ProcessHistory(role)).looks.append(now)
                 workers += [pid] * (role.startswith("worker") and "server" not in role)
         self._found.workspace.append(size(self._workspace))
         self._found.logs.append(size(self._workspace / "logs"))
@@ -199,13 +199,13 @@ def _miscounted(workspace: Path, report: Path, epochs: int) -> list[str]:
 def grown(found: Found) -> list[str]:
     """What is larger at the end than it was."""
     wrong = []
-    for life in found.lives.values():
-        if len(life.looks) >= LEAST:
-            then, now = life.quarters()
+    for history in found.histories.values():
+        if len(history.looks) >= LEAST:
+            then, now = history.quarters()
             if now.memory - then.memory > MEMORY:
-                wrong.append(f"{life.role} grew by {(now.memory - then.memory) / 1e6:.1f} MB")
+                wrong.append(f"{history.role} grew by {(now.memory - then.memory) / 1e6:.1f} MB")
             if now.fds > then.fds + 2 or now.threads > then.threads + 2:
-                wrong.append(f"{life.role} has {now.fds} descriptors, {now.threads} threads after {then}")
+                wrong.append(f"{history.role} has {now.fds} descriptors, {now.threads} threads after {then}")
     for what, sizes in (("the workspace", found.workspace), ("the logs", found.logs)):
         quarter = len(sizes) // 4
         if len(sizes) >= LEAST and median(sizes[-quarter:]) - median(sizes[quarter : 2 * quarter]) > FILES:
@@ -215,8 +215,10 @@ def grown(found: Found) -> list[str]:
 
 def told(found: Found) -> str:
     """The job in one line, with the most that a process has grown."""
-    long = [life for life in found.lives.values() if len(life.looks) >= LEAST]
-    rises = sorted(((later.memory - then.memory, life.role) for life in long for then, later in [life.quarters()]))
+    long = [history for history in found.histories.values() if len(history.looks) >= LEAST]
+    rises = sorted(
+        ((later.memory - then.memory, history.role) for history in long for then, later in [history.quarters()])
+    )
     most = f"at most {rises[-1][0] / 1e3:+.0f} kB ({rises[-1][1]})" if rises else "no process lived long enough"
     return f"{found.name}: {found.seconds:.0f} s, {found.killed} killed; memory of {len(rises)} processes {most}"
 

@@ -1,6 +1,6 @@
 """P1, P2 and P3: 40 MB of gradients pushed, summed, applied and pulled, without a backward around it.
 
-Rule: the sides are real processes and the real door of a worker (benchmarks/programs/pusher.py); all end with the value
+Rule: the sides are real processes and a worker's real client (benchmarks/programs/pusher.py); all end with the value
 that plain SGD has after as many steps, or have no figure.
 """
 
@@ -34,7 +34,7 @@ class Work:
     goal: str
     what: str
     workers: int
-    road: str
+    transport: str
     mode: str
     bounds: Mapping[str, str]
 
@@ -97,7 +97,7 @@ def _exchanges(rounds: int) -> list[Row]:
         _take(living, why, GLOO_STEP, sides.plain, GLOO_STEP, PUSHER, "gloo step", 2)
         for work in WORKS:
             conf = cluster(workers=work.workers, top=work.mode)
-            start = lambda w=work, c=conf: sides.job(name_of(w), c, w.workers, "step", w.road, script=PUSHER)  # noqa: E731
+            start = lambda w=work, c=conf: sides.job(name_of(w), c, w.workers, "step", w.transport, script=PUSHER)  # noqa: E731
             _take(living, why, name_of(work), start)
         found = interleave({name: _turn(side) for name, side in living.items()}, rounds)
         why.update({name: wrong for name, side in living.items() if (wrong := _checked(side))})

@@ -40,13 +40,13 @@ FLOW_BYTES = INCAST_BYTES = 1_500_000
 CHUNK = 1 << 14  # elements: 64 KiB
 FORK = multiprocessing.get_context("fork")
 
-Life = Callable[[int, Sequence[socket.socket], EmulatedNetwork], Callable[[], None]]
+ProcessBody = Callable[[int, Sequence[socket.socket], EmulatedNetwork], Callable[[], None]]
 
 
-def ring(rank: int, doors: Sequence[socket.socket], network: EmulatedNetwork) -> Callable[[], None]:
+def ring(rank: int, listeners: Sequence[socket.socket], network: EmulatedNetwork) -> Callable[[], None]:
     """Host `rank` of the all-reduce; what it returns does one of them."""
-    out = _dial(doors, network, rank, (rank + 1) % HOSTS)
-    back = _answer(doors[rank])
+    out = _dial(listeners, network, rank, (rank + 1) % HOSTS)
+    back = _answer(listeners[rank])
     grads = torch.empty(RING_BYTES // 4)
     parts = grads.tensor_split(HOSTS)
     work: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
@@ -77,14 +77,14 @@ def ring(rank: int, doors: Sequence[socket.socket], network: EmulatedNetwork) ->
 
 
 def incast(
-    rank: int, doors: Sequence[socket.socket], network: EmulatedNetwork, senders: int = HOSTS
+    rank: int, listeners: Sequence[socket.socket], network: EmulatedNetwork, senders: int = HOSTS
 ) -> Callable[[], None]:
     """Host 0 receives from the hosts 1 to `senders`."""
     body = torch.full((INCAST_BYTES // 4,), float(rank))
     if rank:
-        out = _dial(doors, network, rank, 0)
+        out = _dial(listeners, network, rank, 0)
         return lambda: out.sendall(body.numpy().data.cast("B"))
-    sources = [(_answer(doors[0]), torch.empty(INCAST_BYTES // 4)) for _ in range(senders)]
+    sources = [(_answer(listeners[0]), torch.empty(INCAST_BYTES // 4)) for _ in range(senders)]
 
     def once() -> None:
         readers = [threading.Thread(target=_fill, args=source) for source in sources]
@@ -97,9 +97,9 @@ def incast(
     return once
 
 
-def flow(rank: int, doors: Sequence[socket.socket], network: EmulatedNetwork) -> Callable[[], None]:
+def flow(rank: int, listeners: Sequence[socket.socket], network: EmulatedNetwork) -> Callable[[], None]:
     """Host 1 sends to host 0."""
-    return incast(rank, doors, network, senders=1)
+    return incast(rank, listeners, network, senders=1)
 
 
 def _fill(sock: socket.socket, target: torch.Tensor) -> None:
@@ -111,24 +111,24 @@ def _fill(sock: socket.socket, target: torch.Tensor) -> None:
         view = view[count:]
 
 
-def _dial(doors: Sequence[socket.socket], network: EmulatedNetwork, me: int, peer: int) -> socket.socket:
-    sock = socket.create_connection(doors[peer].getsockname())
+def _dial(listeners: Sequence[socket.socket], network: EmulatedNetwork, me: int, peer: int) -> socket.socket:
+    sock = socket.create_connection(listeners[peer].getsockname())
     prepare(sock)
     return network.shape(sock, Address(Role.WORKER, 0, me), Address(Role.WORKER, 0, peer))
 
 
-def _answer(door: socket.socket) -> socket.socket:
-    sock, _ = door.accept()
+def _answer(listener: socket.socket) -> socket.socket:
+    sock, _ = listener.accept()
     prepare(sock)
     return sock
 
 
 def _live(
-    life: Life, rank: int, doors: Sequence[socket.socket], link: Link, folder: str, start: Any, tell: Pipe
+    body: ProcessBody, rank: int, listeners: Sequence[socket.socket], link: Link, folder: str, start: Any, tell: Pipe
 ) -> None:
     """A host's process: every round begins for all at once; tells when each one ended."""
     torch.set_num_threads(1)
-    once = life(rank, doors, EmulatedNetwork(link, Path(folder), "bench", RING))
+    once = body(rank, listeners, EmulatedNetwork(link, Path(folder), "bench", RING))
     while tell.recv():
         start.wait()
         began = time.monotonic()
@@ -136,15 +136,15 @@ def _live(
         tell.send((began, time.monotonic()))
 
 
-def times(life: Life, hosts: int, link: Link, rounds: int) -> list[float]:
+def times(body: ProcessBody, hosts: int, link: Link, rounds: int) -> list[float]:
     """Seconds of each round, from the first host's start to the last one's end; one round before does not count."""
-    doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(hosts)]
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(hosts)]
     start = FORK.Barrier(hosts)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(hosts):
             mine, theirs = FORK.Pipe()
-            process = FORK.Process(target=_live, args=(life, rank, doors, link, folder, start, theirs), daemon=True)
+            process = FORK.Process(target=_live, args=(body, rank, listeners, link, folder, start, theirs), daemon=True)
             process.start()
             pipes.append(mine)
             processes.append(process)
@@ -157,8 +157,8 @@ def times(life: Life, hosts: int, link: Link, rounds: int) -> list[float]:
         for process in processes:
             process.kill()
             process.join()
-    for door in doors:
-        door.close()
+    for listener in listeners:
+        listener.close()
     return found[1:]
 
 
@@ -166,16 +166,16 @@ def measure(options: argparse.Namespace) -> list[Row]:
     """All patterns at all links."""
     slow = [Link(bandwidth=100.0), Link(bandwidth=50.0), Link(bandwidth=1000.0)]
     far = Link(bandwidth=100.0, delay=20.0)
-    plan: list[tuple[str, Life, int, float, Link]] = [
+    plan: list[tuple[str, ProcessBody, int, float, Link]] = [
         *(("ring of 4, 4.5 MB", ring, HOSTS, 2 * (HOSTS - 1) / HOSTS * RING_BYTES, link) for link in slow),
         *(("4 hosts to one, 1.5 MB each", incast, HOSTS + 1, HOSTS * INCAST_BYTES, link) for link in slow),
         *(("one host to one, 1.5 MB", flow, 2, FLOW_BYTES, link) for link in (*slow, far)),
     ]
     rows = []
-    for what, life, hosts, nbytes, link in plan:
+    for what, body, hosts, nbytes, link in plan:
         assert link.bandwidth is not None
         due = nbytes * 8 / (link.bandwidth * 1e6) + link.delay / 1000
-        seconds = times(life, hosts, link, options.rounds)
+        seconds = times(body, hosts, link, options.rounds)
         middle = median(seconds)
         name = f"{what}, {link.bandwidth:.0f} Mbit/s" + (f", {link.delay:.0f} ms" if link.delay else "")
         say(f"{name}: {middle * 1e3:.1f} ms, arithmetic {due * 1e3:.1f} ms")

@@ -70,37 +70,37 @@ class Trial:
 # --- what is done to a job -----------------------------------------------------------------------------------------
 
 
-def flap(network: HostNetwork, dice: random.Random) -> None:
+def flap(network: HostNetwork, rng: random.Random) -> None:
     """Short cuts of one direction or both."""
-    for _ in range(dice.randint(1, 3)):
-        hosts = dice.choice([(0,), (1,), (0, 1)])
+    for _ in range(rng.randint(1, 3)):
+        hosts = rng.choice([(0,), (1,), (0, 1)])
         for number in hosts:
             network.block(number)
-        time.sleep(dice.uniform(0.1, 1.2))
+        time.sleep(rng.uniform(0.1, 1.2))
         network.restore()
-        time.sleep(dice.uniform(0.1, 0.5))
+        time.sleep(rng.uniform(0.1, 0.5))
 
 
-def one_way(network: HostNetwork, dice: random.Random) -> None:
+def one_way(network: HostNetwork, rng: random.Random) -> None:
     """One host is not heard any more."""
-    network.block(dice.randrange(2))
+    network.block(rng.randrange(2))
 
 
-def both_ways(network: HostNetwork, dice: random.Random) -> None:
+def both_ways(network: HostNetwork, rng: random.Random) -> None:
     """Nobody is heard."""
     for number in range(2):
         network.block(number)
 
 
-def pulled(network: HostNetwork, dice: random.Random) -> None:
+def pulled(network: HostNetwork, rng: random.Random) -> None:
     """A plug is pulled: one host sees that it has no link."""
-    network.set_link(dice.randrange(2), "down")
+    network.set_link(rng.randrange(2), "down")
 
 
-def comes_back(network: HostNetwork, dice: random.Random) -> None:
+def comes_back(network: HostNetwork, rng: random.Random) -> None:
     """The network is whole again when it is too late, and brings what was under way."""
-    both_ways(network, dice)
-    time.sleep(dice.uniform(3.5, 6.0))
+    both_ways(network, rng)
+    time.sleep(rng.uniform(3.5, 6.0))
     network.restore()
 
 
@@ -118,22 +118,22 @@ KINDS = ("flap", "one way", "wiped", "both ways", "gone", "pulled", "comes back"
 
 def trial(ground: Ground, kind: str, layout: str, seed: int) -> Trial:
     """Run one job over two hosts, and cut what `kind` says in the middle of it."""
-    found, dice = Trial(kind, layout, seed), random.Random(seed)
+    found, rng = Trial(kind, layout, seed), random.Random(seed)
     folder = ground.folder / f"trial-{seed}"
     folder.mkdir()
     job = _job(ground, kind, layout, folder)
     try:
         _begin(job, ground.command)
-        time.sleep(dice.uniform(0.0, 0.5))
+        time.sleep(rng.uniform(0.0, 0.5))
         if kind == "flap":
-            flap(ground.network, dice)
+            flap(ground.network, rng)
             _well(job, found)
         elif kind in ("wiped", "gone"):
             (block if kind == "gone" else wipe)(folder / "store")
             _well(job, found)
         else:
             began = time.monotonic()
-            CUTS[kind](ground.network, dice)
+            CUTS[kind](ground.network, rng)
             _badly(job, found)
             found.ended_s = time.monotonic() - began
             ground.network.restore()

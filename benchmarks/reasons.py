@@ -6,7 +6,7 @@ REASONS: Mapping[str, str] = {
     "P1": "This machine copies 40 MB in 1.7 ms, so the fused update alone is 0.48 of the yardstick (3.8 of 7.8 "
     "ms). With two workers the canonical sum of two gradients is another 3 ms.",
     "P2": "Bare sockets that send 40 MB there and back at once take 17 to 23 ms here (`python -m "
-    "benchmarks.road`), more than twice the yardstick. Two workers move 4 x 40 MB through one server, "
+    "benchmarks.transports`), more than twice the yardstick. Two workers move 4 x 40 MB through one server, "
     "Gloo moves 2 x 40 MB.",
     "P3": "Three ranks share two cores, and dividing by 3 is slower than multiplying by 1/2 or 1/4, which has "
     "the same bits only there.",

@@ -198,7 +198,7 @@ class Sides:
         conf: str,
         workers: int,
         model: str,
-        road: str = "",
+        transport: str = "",
         cold: bool = False,
         terminal: bool = False,
         script: Path = STEPPER,
@@ -206,7 +206,7 @@ class Sides:
         """A job of topotrain with `workers` workers in all.
 
         Args:
-            road: the value of `cluster.road`, if not the default.
+            transport: the value of `cluster.transport`, if not the default.
             cold: with a forkserver of its own, as a user's job has it.
             terminal: on a pretended terminal, with the live table.
             script: what it runs; one that is no stepper gets `model` as its --way.
@@ -220,7 +220,7 @@ class Sides:
         file.write_text(conf)
         command = [sys.executable, "-m", "topotrain", "run", *(() if terminal else ("--quiet",))]
         command += ["--set", f"cluster.workspace={folder / 'work'}"]
-        command += ["--set", f"cluster.road={road}"] if road else []
+        command += ["--set", f"cluster.transport={transport}"] if transport else []
         command += [] if cold else ["--forkserver", self.serve()]
         word = "--model" if script == STEPPER else "--way"
         command += [str(file), str(script), "--socket", str(folder / "line"), word, model]
@@ -232,7 +232,7 @@ class Sides:
         file = folder / "job.conf"
         file.write_text(conf)
         common = [sys.executable, "-m", "topotrain", "unit", "--quiet", "--forkserver", self.serve()]
-        common += ["--set", f"cluster.workspace={folder / 'work'}", "--set", "cluster.road=kTcp", "--host", host]
+        common += ["--set", f"cluster.workspace={folder / 'work'}", "--set", "cluster.transport=kTcp", "--host", host]
         common += ["--rendezvous", (folder / "meet").as_uri(), "--nprocs", str(count)]
         script = [str(file), str(STEPPER), "--socket", str(folder / "line"), "--model", model]
         commands = [[*common, "--rank", str(rank), *script] for rank in range(count)]

@@ -1,6 +1,6 @@
-"""What TLS costs on the TCP road: `python -m benchmarks.tls [--rounds N]`.
+"""What TLS costs on the TCP transport: `python -m benchmarks.tls [--rounds N]`.
 
-Rule: two processes on this machine, one thread each for PyTorch, and the same road twice: plain, as on loopback, and
+Rule: two processes on this machine, one thread each for PyTorch, and one transport twice: plain, as on loopback, and
 under TLS 1.3, as on every other address. Both are open all the time and are measured in turn (A B A B ...).
 
     one way        40 MB in bodies of 1 MB, until the receiver's word that all is there
@@ -30,7 +30,7 @@ from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Message, Values
 
-NAME, TITLE, GOALS = "tls", "TLS on the TCP road", ()
+NAME, TITLE, GOALS = "tls", "TLS on the TCP transport", ()
 BODIES, NUMEL = 40, 1 << 18  # 1 MB each
 SMALL = 200
 SEALED = 1 << 28
@@ -93,15 +93,15 @@ def wires(token: bytes) -> dict[str, TcpTransport]:
 def other(pipe: Connection, token: bytes) -> None:
     """The process at the far end."""
     torch.set_num_threads(1)
-    roads = wires(token)
-    pipe.send({name: wire.attach(THERE, End(wire, THERE, HERE)) for name, wire in roads.items()})
+    transports = wires(token)
+    pipe.send({name: wire.attach(THERE, End(wire, THERE, HERE)) for name, wire in transports.items()})
     pipe.recv()
-    for wire in roads.values():
+    for wire in transports.values():
         wire.close()
 
 
 def sealing() -> float:
-    """Bytes per second that one core seals, as the road does it, with nothing to send them to."""
+    """Bytes per second that one core seals, as the transport does it, with nothing to send them to."""
     ends, certificate = socket.socketpair(), Certificate.make()
     found: list[TlsChannel] = []
     thread = threading.Thread(target=lambda: found.append(server_side(ends[0], certificate)[0]))
@@ -126,9 +126,9 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
     process = multiprocessing.get_context("spawn").Process(target=other, args=(far, token))
     process.start()
     urls = pipe.recv()
-    roads = wires(token)
-    ends = {name: End(wire, HERE, THERE) for name, wire in roads.items()}
-    for name, wire in roads.items():
+    transports = wires(token)
+    ends = {name: End(wire, HERE, THERE) for name, wire in transports.items()}
+    for name, wire in transports.items():
         wire.attach(HERE, ends[name])
         wire.connect(HERE, THERE, urls[name])
     rows: list[Row] = []
@@ -143,7 +143,7 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
     rows.append(row("", "sealing alone", interleave({"": sealing}, options.rounds)[""].figure.times(1e-9), "GB/s"))
     if not all(torch.equal(end.into, torch.full_like(end.into, float(THERE.role) + 1)) for end in ends.values()):
         raise AssertionError("other values came back than were sent")
-    closing = [threading.Thread(target=wire.close) for wire in roads.values()]
+    closing = [threading.Thread(target=wire.close) for wire in transports.values()]
     for thread in closing:  # each waits for the other's end
         thread.start()
     pipe.send("end")

@@ -33,13 +33,13 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """A topology and a road. `bounds`: per model, times DDP; `default`: the bound of the default mode, if any."""
+    """A topology and a transport. `bounds`: per model, times DDP; `default`: the bound of the default mode, if any."""
 
     name: str
     goal: str
     servers: int
     separate: bool
-    road: str
+    transport: str
     bounds: Mapping[str, str]
     default: str = ""
 
@@ -79,12 +79,12 @@ def start(sides: Sides, model: str) -> tuple[dict[str, Side], dict[str, str]]:
     for arrangement in ARRANGEMENTS:
         for mode in MODES:
             name = f"{arrangement.name}: {mode}"
-            take(name, sides.job, f"{model} {name}", conf(arrangement, mode), 2, model, arrangement.road)
+            take(name, sides.job, f"{model} {name}", conf(arrangement, mode), 2, model, arrangement.transport)
     return living, missing
 
 
 def _ddp_with_reno(sides: Sides, model: str) -> Side:
-    """DDP in a network namespace of its own with the congestion control that our road asks for; it is no default."""
+    """DDP in a network namespace of its own with the congestion control our transport asks for, no default."""
     names = Namespaces.loopback("reno")
     if names is None:
         raise Refused("needs root, for a network namespace with another congestion control")

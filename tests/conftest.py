@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_unpickled() -> Iterator[None]:
-    """Also where a road's thread has swallowed the error."""
+    """Also where a transport's thread has swallowed the error."""
     yield
     found, unpickle_audit.FOUND[:] = list(unpickle_audit.FOUND), []
     assert not found

@@ -125,9 +125,9 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 def data(seed: int, dtype: torch.dtype) -> TensorDataset:
-    dice = torch.Generator().manual_seed(seed + 1)
-    inputs = torch.randn(SAMPLES, INPUTS, generator=dice).to(dtype)
-    return TensorDataset(inputs, torch.randint(CLASSES, (SAMPLES,), generator=dice))
+    rng = torch.Generator().manual_seed(seed + 1)
+    inputs = torch.randn(SAMPLES, INPUTS, generator=rng).to(dtype)
+    return TensorDataset(inputs, torch.randint(CLASSES, (SAMPLES,), generator=rng))
 
 
 def _clip(how: str, model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """A script that moves 40 MB of gradients by order, without a backward: what an exchange costs by itself.
 
-As a job of topotrain it stands at the worker's door, where the hooks of a backward stand: the gradient lies in the
+As a job of topotrain it calls the worker's client, as the hooks of a backward do: the gradient lies in the
 buffer "local", is pushed bucket by bucket, and the new values (or the means) are waited for. The other ways are the
 peers: the same work by memory copies in one process, and by Gloo.
 """
@@ -82,8 +82,8 @@ class Gloo:
         return float(sum(part.detach().double().mean() for part in self.model.parts)) / TENSORS
 
 
-class Door:
-    """The worker's door of a job.
+class MeasuredClient:
+    """The client of a worker of a job.
 
     Args:
         reduce: stop at the means (an all-reduce); else go on to the new values.
@@ -143,7 +143,7 @@ def make(way: str) -> Any:
         return Copies()
     if way.startswith("gloo"):
         return Gloo(update=way == "gloo step")
-    return Door(reduce=way == "reduce")
+    return MeasuredClient(reduce=way == "reduce")
 
 
 def main() -> None:

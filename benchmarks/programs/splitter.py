@@ -68,8 +68,8 @@ NETS: dict[str, type[nn.Module]] = {"branches": Branches, "stages": Stages, "los
 
 def batch(samples: int) -> tuple[Tensor, Tensor]:
     """Samples with their classes, the same in every process."""
-    dice = torch.Generator().manual_seed(1)
-    return torch.randn(samples, INPUTS, generator=dice), torch.randint(CLASSES, (samples,), generator=dice)
+    rng = torch.Generator().manual_seed(1)
+    return torch.randn(samples, INPUTS, generator=rng), torch.randint(CLASSES, (samples,), generator=rng)
 
 
 class Counted:

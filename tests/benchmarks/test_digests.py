@@ -81,7 +81,7 @@ def runs(*results: str | Exception) -> Callable[[Case], str]:
     return run
 
 
-CASE = Case("one", same_as="twin")
+CASE = Case("one", same_as="reference")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_case_without_a_record_is_not_ok() -> None:
     ],
 )
 def test_what_is_recorded_was_the_same_twice(runner: Callable[[Case], str], verdict: Verdict) -> None:
-    assert settle(CASE, {"twin": {"digest": "a", "code": "abc"}}, runner).verdict is verdict
+    assert settle(CASE, {"reference": {"digest": "a", "code": "abc"}}, runner).verdict is verdict
 
 
 @pytest.mark.journey

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks.endurance import LEAST, MEMORY, Found, Life, Look, grown, look
+from benchmarks.endurance import LEAST, MEMORY, Found, Look, ProcessHistory, grown, look
 
 MB = 1_000_000
 
@@ -51,7 +51,10 @@ def test_memory_is_what_is_new_in_a_process_and_no_copy_of_an_inherited_page() -
 
 def test_a_process_that_grows_in_a_straight_line_is_named() -> None:
     def found(step: int) -> list[str]:
-        job = Found("job", lives={7: Life("server 0/0", [Look(100 * MB + at * step, 9, 9) for at in range(4 * LEAST)])})
+        job = Found(
+            "job",
+            histories={7: ProcessHistory("server 0/0", [Look(100 * MB + at * step, 9, 9) for at in range(4 * LEAST)])},
+        )
         return grown(job)
 
     assert not found(0)

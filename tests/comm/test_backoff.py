@@ -15,15 +15,15 @@ def test_pauses_are_spread_over_their_range():
     assert all(0 <= spread(10, 0, 1) <= 10 for _ in range(200))
 
 
-def test_a_pause_leaves_the_script_s_dice_alone():
+def test_a_pause_leaves_the_random_generator_of_the_script_alone():
     random.seed(3)
     before = random.getstate()
     spread(1.0)
     assert random.getstate() == before
 
 
-def test_only_the_sampling_of_data_touches_the_script_s_dice():
-    """It swaps them for dice of its own, and gives them back."""
+def test_only_the_sampling_of_data_touches_the_random_generator_of_the_script():
+    """It swaps them for a generator of its own, and gives them back."""
     found = set()
     for path in Path(topotrain.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -112,7 +112,7 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
         {"max_staleness": 0, "nserver_groups": 0, "nworker_groups": 2},
         {"max_staleness": 0, "nworker_groups": 2},
     ),
-    (Cluster, {"road": "kShm", "link": Link(), "nworkers_per_group": 2}, {"road": "kShm", "link": Link()}),
+    (Cluster, {"transport": "kShm", "link": Link(), "nworkers_per_group": 2}, {"transport": "kShm", "link": Link()}),
     (Updater, {"clip_low": 1.0, "clip_high": -1.0}, {"clip_low": -1.0, "clip_high": 1.0}),
     (FixedStep, {}, {"step": (0,), "step_lr": (1.0,)}),
     (FixedStep, {"step": (5, 5), "step_lr": (1, 1)}, {"step": (5, 6), "step_lr": (1, 1)}),

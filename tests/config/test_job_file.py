@@ -140,7 +140,7 @@ def test_layers_that_singa_divides_are_named(tmp_path: Path) -> None:
     assert "fc1 (" in said and "loss (partition_dim: 1, by features)" in said and "data (" not in said
 
 
-def test_layers_that_nobody_divides_here_either_are_not_named(tmp_path: Path) -> None:
+def test_layers_that_are_not_divided_here_either_are_not_named(tmp_path: Path) -> None:
     assert not divided_told(tmp_path, DIVIDED.replace("per_group: 2", "per_group: 1"))
     assert not divided_told(tmp_path, DIVIDED + 'partition { match: "^fc1$" partition_dim: 1 }')
     assert not divided_told(tmp_path, SINGA_JOB)

@@ -118,7 +118,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_named_pipe_makes_nobody_wait(tmp_path, reader):
+def test_a_named_pipe_makes_no_process_wait(tmp_path, reader):
     read, error = READERS[reader]
     os.mkfifo(tmp_path / "pipe.conf", 0o600)
     with ended_after(20), pytest.raises(error, match="is a named pipe, must be a file"):

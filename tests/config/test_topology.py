@@ -269,7 +269,7 @@ def test_an_address_reads_as_a_name():
 @pytest.mark.parametrize(
     "address", [(Role.WORKER, 2, 0), (Role.WORKER, 0, 2), (Role.SERVER, 1, 0), (Role.SERVER, 0, -1)]
 )
-def test_nobody_lives_at_an_address_outside_the_layout(address):
+def test_no_process_is_at_an_address_outside_the_layout(address):
     with pytest.raises(ValueError, match="does not exist"):
         layout(DOWNPOUR).unit_of(Address(*address))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from journey_pages import PACKAGE, Tracer, check_is_function, check_order, stops_in
 from reports import EventList, Woken
-from simulation import VIEWS, Seat, Town, job
+from simulation import VIEWS, ScriptedCluster, ScriptedWorker, job
 
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
@@ -52,16 +52,16 @@ class SnapshotTracer(Tracer):
 class Host:
     """The process of one server, whose writer has threads of its own."""
 
-    def __init__(self, town: Town, me: Address, folder: Path, events: EventList) -> None:
-        self._house, self._ready = town.sim_servers[me], Woken()
-        writer = SnapshotWriter(town.job, town.topology, SnapshotFiles(folder), 1, str(me), events)
-        self._port: SnapshotPort = writer.attach(snapshots_of(town.server(me.group, me.index)), self._ready)
+    def __init__(self, cluster: ScriptedCluster, me: Address, folder: Path, events: EventList) -> None:
+        self._sim_server, self._ready = cluster.sim_servers[me], Woken()
+        writer = SnapshotWriter(cluster.job, cluster.topology, SnapshotFiles(folder), 1, str(me), events)
+        self._port: SnapshotPort = writer.attach(snapshots_of(cluster.server(me.group, me.index)), self._ready)
 
     def handle_replies(self) -> None:
         assert self._ready.wait(PATIENCE_S)
         self._ready.clear()
         for message in self._port.messages():
-            self._house.handle(self._house.server.me, message)
+            self._sim_server.handle(self._sim_server.server.me, message)
 
 
 @pytest.fixture(scope="module")
@@ -69,28 +69,28 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The functions that the snapshot behind the second step passes, each with its file."""
     events = EventList()
     folder = tmp_path_factory.mktemp("snapshot") / "manifests"
-    town = Town(job(groups=1, workers=1, shards=2, checkpoint_freq=2), 1, VIEWS)
-    hosts = [Host(town, me, folder, events) for me in town.topology.servers(0)]
-    coordinator = town.sim_servers[Address(Role.SERVER, 0, 0)]
+    cluster = ScriptedCluster(job(groups=1, workers=1, shards=2, checkpoint_freq=2), 1, VIEWS)
+    hosts = [Host(cluster, me, folder, events) for me in cluster.topology.servers(0)]
+    coordinator = cluster.sim_servers[Address(Role.SERVER, 0, 0)]
 
     def leave_state(number: int) -> None:
         for part in cut(WORKER, number, torch.zeros(3, dtype=torch.uint8)):
             coordinator.handle(WORKER, part)
 
-    def script(seat: Seat) -> None:
-        seat.open()
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
         leave_state(EPOCH)
-        seat.step(seat.numbers())
-        seat.sleep(0.1, 0.1)  # both servers have carried out the first step
+        worker.step(worker.numbers())
+        worker.sleep(0.1, 0.1)  # both servers have carried out the first step
         tracer.watching = True
-        seat.step(seat.numbers())
+        worker.step(worker.numbers())
 
     tracer = SnapshotTracer()
     with tracer.everywhere():
-        town.play(script)
+        cluster.play(script)
         for host in reversed(hosts):
             host.handle_replies()
-        town.sim.run()
+        cluster.sim.run()
         leave_state(1)
         hosts[0].handle_replies()
     assert [event for event in events if isinstance(event, Saved)]

@@ -1,4 +1,4 @@
-"""Synchronous jobs through real processes: the same bits on every road and run, and those of one process.
+"""Synchronous jobs through real processes: the same bits on every transport and run, and those of one process.
 
 The reference is one process that uses the job's summation tree and the servers' kernels (`arrangement.reference`).
 """
@@ -44,7 +44,7 @@ def one_process(cluster: str, optimizer: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "optimizer", "roads"),
+    ("cluster", "optimizer", "transports"),
     [
         (SANDBLASTER, "momentum", ("kShm", "kShm", "kTcp")),
         (SANDBLASTER, "adam", ("kTcp",)),
@@ -55,13 +55,13 @@ def one_process(cluster: str, optimizer: str) -> Result:
         (PAIRS, "momentum", ("kShm",)),
     ],
 )
-def test_same_bits_as_one_process(runner: JobRunner, cluster: str, optimizer: str, roads: tuple[str, ...]) -> None:
+def test_same_bits_as_one_process(runner: JobRunner, cluster: str, optimizer: str, transports: tuple[str, ...]) -> None:
     expected = one_process(cluster, optimizer)
-    for number, road in enumerate(roads):
-        final = runner.run(f"{cluster} road: {road}", "bits.py", optimizer, name=f"run{number}").final
+    for number, transport in enumerate(transports):
+        final = runner.run(f"{cluster} transport: {transport}", "bits.py", optimizer, name=f"run{number}").final
         for name, value in expected.values.items():
             if name in final:  # a tied weight is saved once
-                assert torch.equal(final[name], value), f"{name} differs over {road}"
+                assert torch.equal(final[name], value), f"{name} differs over {transport}"
         assert len(final) >= len(dict(bits.Three().named_parameters()))
 
 

@@ -1,4 +1,4 @@
-"""Doors whose processes are started by hand, each a process of its own as in shells of users, in any order."""
+"""Entry points whose processes are started by hand, each a process of its own as in shells of users, in any order."""
 
 import os
 import re
@@ -55,7 +55,7 @@ def group_lives(group: int) -> bool:
 
 # --- the same bits -----------------------------------------------------------------------------------------------
 
-LAYOUT = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp"
+LAYOUT = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true transport: kTcp"
 
 
 def test_paddle_and_tensorflow_end_with_the_bits_of_topotrain_run(shells: Shells, runner: JobRunner) -> None:
@@ -74,11 +74,11 @@ def test_paddle_and_tensorflow_end_with_the_bits_of_topotrain_run(shells: Shells
     expected = runner.run(LAYOUT, "by_hand.py").final
     for wave in waves:
         ended(wave, [0] * len(wave))
-    for door in ("paddle", "tf"):
-        final = load_file(shells.folder / door / "final.safetensors")
+    for entry_point in ("paddle", "tf"):
+        final = load_file(shells.folder / entry_point / "final.safetensors")
         assert final.keys() == expected.keys()
         for name, value in expected.items():
-            assert torch.equal(final[name], value), f"{name} differs through the door of {door}"
+            assert torch.equal(final[name], value), f"{name} differs through the entry point of {entry_point}"
 
 
 # --- the pages' commands -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ def bytes_out(ended: Ended) -> int:
 
 
 def test_a_job_trains_with_fewer_bytes(runner: JobRunner) -> None:
-    cluster = f"{SANDBLASTER} road: kTcp"
+    cluster = f"{SANDBLASTER} transport: kTcp"
     short = runner.run(cluster, "small.py", name="short", options=("--set", "cluster.compression=kInt8"))
     long = runner.run(cluster, "small.py", name="long")
     assert short.report["metrics"]["loss"] < START

@@ -1,4 +1,4 @@
-"""One model, the same batches, two workers: every synchronous door ends with the same parameters.
+"""One model, the same batches, two workers: every synchronous entry point ends with the same parameters.
 
 Which bits: `tt.prepare` on servers of ours adds up a group's gradients in one order and updates with one kernel,
 wherever the servers are and however the processes were started (the Sandblaster and AllReduce layouts, Paddle's,
@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from job_runner import PROGRAMS, JobRunner, free_ports
-from programs import doors
+from programs import entry_points
 from safetensors.torch import load_file
 from shells import ended, open_shells
 
 pytestmark = pytest.mark.journey
 
-PROGRAM = str(PROGRAMS / "doors.py")
+PROGRAM = str(PROGRAMS / "entry_points.py")
 CLOSE = 1e-6  # of a tensor's norm
 
 APART = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"
@@ -29,7 +29,7 @@ Values = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("doors")
+    return tmp_path_factory.mktemp("entry_points")
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +39,19 @@ def here(at: Path, served_at: str, warm_at: str) -> JobRunner:
 
 @pytest.fixture(scope="module")
 def by_hand(at: Path, warm_at: str) -> Callable[[str], Values]:
-    """The result of a door whose processes are started by hand: each of them goes through all of these doors."""
+    """The result of an entry point whose processes are started by hand: each goes through all of these."""
     ports = [str(port) for port in free_ports(5)]
     with open_shells(at, warm_at) as shells:
         for who in ("1", "servers", "0"):
             shells.python(PROGRAM, "--hand", who, "--ports", *ports)
         ended(shells.all, [0, 0, 0])
-    return lambda door: load_file(at / door / "final.safetensors")
+    return lambda entry_point: load_file(at / entry_point / "final.safetensors")
 
 
 @pytest.fixture(scope="module")
 def expected(here: JobRunner) -> Values:
     """The result of `topotrain run` as Sandblaster."""
-    return here.run(APART, "doors.py", "prepare", name="expected").final
+    return here.run(APART, "entry_points.py", "prepare", name="expected").final
 
 
 def the_same_bits(found: Values, expected: Values) -> None:
@@ -69,9 +69,9 @@ def close(found: Values, expected: Values) -> None:
 # --- bits --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cluster", [BESIDE, f"{BESIDE} algorithm: kNaive", f"{APART} road: kTcp"])
-def test_layouts_and_roads(here: JobRunner, expected: Values, cluster: str) -> None:
-    the_same_bits(here.run(cluster, "doors.py", "prepare", name="layout").final, expected)
+@pytest.mark.parametrize("cluster", [BESIDE, f"{BESIDE} algorithm: kNaive", f"{APART} transport: kTcp"])
+def test_layouts_and_transports(here: JobRunner, expected: Values, cluster: str) -> None:
+    the_same_bits(here.run(cluster, "entry_points.py", "prepare", name="layout").final, expected)
 
 
 def test_units_that_a_tool_starts(at: Path, served_at: str, warm_at: str, expected: Values) -> None:
@@ -88,25 +88,27 @@ def test_units_that_a_tool_starts(at: Path, served_at: str, warm_at: str, expect
 
 
 def test_trainer(here: JobRunner, expected: Values) -> None:
-    the_same_bits(here.run(APART, "doors.py", "trainer", extra=doors.CONF, name="trainer").final, expected)
+    the_same_bits(
+        here.run(APART, "entry_points.py", "trainer", extra=entry_points.CONF, name="trainer").final, expected
+    )
 
 
 def test_accelerate(here: JobRunner, expected: Values) -> None:
     """The other libraries' loops are slow to import; test_integrations.py compares all of them with plain scripts."""
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'topotrain[transformers]'")
-    the_same_bits(here.run(APART, "doors.py", "accelerate", name="accelerate").final, expected)
+    the_same_bits(here.run(APART, "entry_points.py", "accelerate", name="accelerate").final, expected)
 
 
-@pytest.mark.parametrize("door", ["paddle", "tensorflow"])
-def test_doors_by_hand(by_hand: Callable[[str], Values], expected: Values, door: str) -> None:
-    the_same_bits(by_hand(door), expected)
+@pytest.mark.parametrize("entry_point", ["paddle", "tensorflow"])
+def test_entry_points_by_hand(by_hand: Callable[[str], Values], expected: Values, entry_point: str) -> None:
+    the_same_bits(by_hand(entry_point), expected)
 
 
 # --- up to rounding ----------------------------------------------------------------------------------------------
 
 
 def test_key_value_store(here: JobRunner, expected: Values) -> None:
-    here.run(APART, "doors.py", "kvstore", name="kv")
+    here.run(APART, "entry_points.py", "kvstore", name="kv")
     close(load_file(here.folder / "kvstore.safetensors"), expected)
 
 
@@ -115,14 +117,14 @@ def test_parallelize(by_hand: Callable[[str], Values], expected: Values) -> None
 
 
 def test_gloo(here: JobRunner, expected: Values) -> None:
-    close(here.run(f"{BESIDE} engine: kGloo", "doors.py", "prepare", name="gloo").final, expected)
+    close(here.run(f"{BESIDE} engine: kGloo", "entry_points.py", "prepare", name="gloo").final, expected)
 
 
 def test_the_plain_script(expected: Values) -> None:
-    close(dict(doors.loop(*doors.build()).named_parameters()), expected)
+    close(dict(entry_points.loop(*entry_points.build()).named_parameters()), expected)
 
 
 def test_training_changes_what_is_compared(expected: Values) -> None:
-    """Else all of the above would pass with a door that does nothing."""
-    for name, value in doors.build()[0].state_dict().items():
+    """Else all of the above would pass with an entry point that does nothing."""
+    for name, value in entry_points.build()[0].state_dict().items():
         assert torch.linalg.vector_norm(expected[name] - value) > 0.05 * torch.linalg.vector_norm(value), name

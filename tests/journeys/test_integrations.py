@@ -100,7 +100,7 @@ def run_ordinary(client: forkserver.ForkserverClient, folder: Path, name: str, l
 
 
 @pytest.fixture
-def hall(tmp_path: Path, loaded_at: str, warm_at: str, monkeypatch: pytest.MonkeyPatch) -> JobRunner:
+def runner(tmp_path: Path, loaded_at: str, warm_at: str, monkeypatch: pytest.MonkeyPatch) -> JobRunner:
     for name, value in OFFLINE.items():
         monkeypatch.setenv(name, value)
     # What a launcher of processes would say: the libraries must not wait for a second one.
@@ -110,20 +110,20 @@ def hall(tmp_path: Path, loaded_at: str, warm_at: str, monkeypatch: pytest.Monke
     return JobRunner(tmp_path, loaded_at, warm_at)
 
 
-def train(hall: JobRunner, library: Library, cluster: str, extra: str = "") -> Ended:
-    return hall.run(cluster, str(EXAMPLES / library.program), *library.arguments(hall.folder), extra=extra)
+def train(runner: JobRunner, library: Library, cluster: str, extra: str = "") -> Ended:
+    return runner.run(cluster, str(EXAMPLES / library.program), *library.arguments(runner.folder), extra=extra)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_two_workers_end_where_one_ordinary_process_does(
-    hall: JobRunner, plain: dict[str, dict[str, torch.Tensor]], name: str
+    runner: JobRunner, plain: dict[str, dict[str, torch.Tensor]], name: str
 ) -> None:
-    ended = train(hall, LIBRARIES[name], SYNCHRONOUS)
+    ended = train(runner, LIBRARIES[name], SYNCHRONOUS)
     expected, final = plain[name], ended.final
     assert final.keys() <= expected.keys()
     for parameter, value in final.items():
         assert (value - expected[parameter]).abs().max() <= 1e-6, parameter
-    saved = LIBRARIES[name].result(hall.folder)
+    saved = LIBRARIES[name].result(runner.folder)
     assert all(torch.equal(value, saved[parameter]) for parameter, value in final.items())
     assert only_the_main_worker_speaks(ended)
     steps = [process["steps"] for process in ended.report["processes"] if process["workers"]]
@@ -138,23 +138,23 @@ def only_the_main_worker_speaks(ended: Ended) -> bool:
 
 
 def test_the_servers_clip_where_the_script_does_not_see_the_mean(
-    hall: JobRunner, plain: dict[str, dict[str, torch.Tensor]]
+    runner: JobRunner, plain: dict[str, dict[str, torch.Tensor]]
 ) -> None:
-    ended = train(hall, LIBRARIES["accelerate"], SYNCHRONOUS, "grads: kHidden")
+    ended = train(runner, LIBRARIES["accelerate"], SYNCHRONOUS, "grads: kHidden")
     for parameter, value in ended.final.items():
         assert (value - plain["accelerate"][parameter]).abs().max() <= 1e-5, parameter
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_downpour_learns(hall: JobRunner, name: str) -> None:
+def test_downpour_learns(runner: JobRunner, name: str) -> None:
     library = LIBRARIES[name]
-    ended = train(hall, library, DOWNPOUR)
+    ended = train(runner, library, DOWNPOUR)
     steps = [process["steps"] for process in ended.report["processes"] if process["workers"]]
     assert len(steps) == 2 and sum(steps) > 0
     if name == "lightning":  # which validates by the number of batches: 23 and 22 of 45 in an epoch, two to a step
         assert sorted(steps) == [22, 24]
     if name == "transformers":  # saved while the other group may have trained on; saved again at the end
-        saved = library.result(hall.folder)
+        saved = library.result(runner.folder)
         assert all(torch.equal(value, saved[parameter]) for parameter, value in ended.final.items())
         assert ended.report["last_loss"] < 2.4  # from 2.6
     else:
@@ -202,25 +202,25 @@ REFUSED = {
 }
 
 
-def test_a_death_inside_another_librarys_loop_ends_the_job_which_says_why_it_does_not_go_on(hall: JobRunner) -> None:
+def test_a_death_inside_another_librarys_loop_ends_the_job_which_says_why_it_does_not_go_on(runner: JobRunner) -> None:
     text = (EXAMPLES / "accelerate_loop.py").read_text()
     line = "optimizer.step()"
     assert line in text
-    (hall.folder / "digits.py").write_text((EXAMPLES / "digits.py").read_text())
-    program = hall.folder / "accelerate_loop.py"
+    (runner.folder / "digits.py").write_text((EXAMPLES / "digits.py").read_text())
+    program = runner.folder / "accelerate_loop.py"
     program.write_text("import os, signal\n" + text.replace(line, "os.kill(os.getpid(), signal.SIGKILL)"))
-    ended = hall.run(SYNCHRONOUS, str(program), "--out", str(hall.folder / "out"), "--epochs", "1", code=1)
+    ended = runner.run(SYNCHRONOUS, str(program), "--out", str(runner.folder / "out"), "--epochs", "1", code=1)
     assert "was killed by SIGKILL; it does not start again: the loop is another library's" in ended.err
     assert ended.report["incidents"] == []
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_hold_in_a_job_is_refused_in_words(hall: JobRunner, what: str) -> None:
+def test_what_cannot_hold_in_a_job_is_refused_with_a_reason(runner: JobRunner, what: str) -> None:
     program, line, instead, words = REFUSED[what]
     text = (EXAMPLES / program).read_text()
     assert line in text
-    (hall.folder / "digits.py").write_text((EXAMPLES / "digits.py").read_text())
-    (hall.folder / program).write_text(text.replace(line, instead))
-    out = ["--out", str(hall.folder / "out"), "--epochs", "1"]
-    ended = hall.run(SYNCHRONOUS, str(hall.folder / program), *out, code=2)
+    (runner.folder / "digits.py").write_text((EXAMPLES / "digits.py").read_text())
+    (runner.folder / program).write_text(text.replace(line, instead))
+    out = ["--out", str(runner.folder / "out"), "--epochs", "1"]
+    ended = runner.run(SYNCHRONOUS, str(runner.folder / program), *out, code=2)
     assert words in " ".join(ended.err.split()), ended.err

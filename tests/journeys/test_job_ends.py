@@ -107,7 +107,7 @@ def test_the_programs_exception_is_the_cause_and_is_shown(runner: JobRunner) -> 
     assert ended.report["cause"]["who"] == "worker 0/1"
 
 
-def test_a_worker_that_kills_itself_in_every_life_is_named_with_all_its_deaths(runner: JobRunner) -> None:
+def test_a_worker_that_kills_itself_in_every_run_is_named_with_all_its_deaths(runner: JobRunner) -> None:
     ended = runner.run(ALLREDUCE, "wrong.py", "die", code=1, extra="restarts: 1")
     cause = ended.report["cause"]
     assert (cause["who"], cause["kind"]) == ("worker 0/1", "died")

@@ -159,7 +159,7 @@ def test_a_script_that_fails(name: str, cluster: str, options: tuple[str, ...], 
     assert jobs.left() == ""
 
 
-def test_torchrun_starts_everybody_again(jobs: LaunchedJobs) -> None:
+def test_torchrun_starts_every_process_again(jobs: LaunchedJobs) -> None:
     """The program fails in its first life; in the second nothing of the first must be in the way."""
     lived = jobs.folder / "lived"
     done = jobs.launch("torchrun", THREE, "second_life.py", str(lived), options=("--pass=--max-restarts=1",))

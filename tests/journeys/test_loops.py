@@ -11,7 +11,7 @@ from torch import nn
 
 pytestmark = pytest.mark.journey
 
-ROADS = ("kShm", "kTcp")
+TRANSPORTS = ("kShm", "kTcp")
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -19,7 +19,7 @@ def test_same_values_as_the_plain_script(runner: JobRunner, loop: str) -> None:
     plain = dict(LOOPS[loop]().named_parameters())
     number = list(LOOPS).index(loop)
     cluster = (SANDBLASTER, ALLREDUCE)[number // 2 % 2]
-    final = runner.run(f"{cluster} road: {ROADS[number % 2]}", "loops.py", loop).final
+    final = runner.run(f"{cluster} transport: {TRANSPORTS[number % 2]}", "loops.py", loop).final
     start = Net()
     assert plain.keys() == final.keys()
     for name, value in plain.items():

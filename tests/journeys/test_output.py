@@ -61,7 +61,7 @@ def test_a_slow_reader_gets_every_line(runner: JobRunner):
     assert log[1:] == found
 
 
-def test_ctrl_c_ends_a_job_whose_output_nobody_reads(runner: JobRunner):
+def test_ctrl_c_ends_a_job_whose_output_is_not_read(runner: JobRunner):
     with talking(runner, "forever", options=("--quiet",)) as job, ended_after(60):
         stop_reading(runner, job, pid_of_main(job))
         job.send_signal(signal.SIGINT)
@@ -71,7 +71,7 @@ def test_ctrl_c_ends_a_job_whose_output_nobody_reads(runner: JobRunner):
     assert "bytes of output were not taken by their reader" in err and "/job/logs" in err
 
 
-def test_a_death_is_heard_while_nobody_reads(runner: JobRunner):
+def test_a_death_is_noticed_while_the_output_is_not_read(runner: JobRunner):
     with talking(runner, "forever") as job, ended_after(60):
         main = pid_of_main(job)
         stop_reading(runner, job, main)

@@ -15,7 +15,7 @@ ITSELF = 25e6
 
 
 def test_a_process_holds_its_own_server_and_the_second_copy_of_another(runner: JobRunner) -> None:
-    cluster = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp replicas: 2"
+    cluster = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true transport: kTcp replicas: 2"
     ended = runner.run(cluster, "weighed.py", str(runner.folder / "job"), extra="snapshot_s: 0")
     job, _ = load_with_warnings(str(runner.folder / "job.conf"))
     weights = weighed.made()[0].named_parameters()

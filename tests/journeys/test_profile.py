@@ -9,7 +9,7 @@ from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, Ended, JobRunner
 
 pytestmark = pytest.mark.journey
 
-TCP = " road: kTcp"
+TCP = " transport: kTcp"
 WORKER = {"forward", "backward", "push", "wait", "pull"}
 SERVER = {"reduce", "apply", "pull", "wait"}
 

@@ -1,5 +1,5 @@
-"""Jobs of the four frameworks whose processes are killed again and again: each time that one is back, the dice choose
-the next. In the result every sample counts exactly as often as the script asked for, and no process is left.
+"""Jobs of the four frameworks whose processes are killed again and again: each time that one is back, the next is
+chosen at random. In the result every sample counts exactly as often as the script asked for, and no process is left.
 
 What a seed did is done again by the command that a failure shows.
 """
@@ -43,7 +43,7 @@ def marked(mark: str) -> list[int]:
         (SANDBLASTER, ("--pairs", "0.4"), ()),
         (ALLREDUCE, (), ()),
         (HOGWILD, ("--at", "end"), ()),
-        (f"{DOWNPOUR} road: kTcp replicas: 2", (), ("--halves",)),
+        (f"{DOWNPOUR} transport: kTcp replicas: 2", (), ("--halves",)),
     ],
     ids=["Downpour", "Sandblaster", "AllReduce", "Distributed Hogwild", "Downpour of split models, two copies"],
 )

@@ -6,10 +6,10 @@ from job_runner import JobRunner
 
 pytestmark = pytest.mark.journey
 
-PAIRS = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp"
+PAIRS = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true transport: kTcp"
 
 
-def test_each_server_may_die_and_nobody_can_tell_from_the_result(runner: JobRunner) -> None:
+def test_each_server_may_die_and_the_result_does_not_show_it(runner: JobRunner) -> None:
     """The one that decides, the one that has taken its part, and the one that has taken that one's."""
     calm = runner.run(
         PAIRS, "twice.py", str(runner.folder / "calm"), name="calm"

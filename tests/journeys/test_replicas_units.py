@@ -14,8 +14,8 @@ from unit_hosts import Job, hastily, port, wait
 
 pytestmark = pytest.mark.journey
 
-PAIRS = "nworkers_per_group: 2 nworkers_per_procs: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp"
-MIXED = "nworker_groups: 2 nservers_per_group: 2 road: kTcp"
+PAIRS = "nworkers_per_group: 2 nworkers_per_procs: 2 nservers_per_group: 2 server_worker_separate: true transport: kTcp"
+MIXED = "nworker_groups: 2 nservers_per_group: 2 transport: kTcp"
 HASTILY = hastily(0.3, 1.5)
 
 
@@ -60,7 +60,7 @@ def incidents(job: Job) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_server_and_a_unit_die_and_nobody_can_tell_from_the_result(runner: JobRunner, units: Any) -> None:
+def test_a_server_and_a_unit_die_and_the_result_does_not_show_it(runner: JobRunner, units: Any) -> None:
     calm = runner.run(PAIRS, "twice.py", str(runner.folder / "calm"), name="calm").final
     job = units(PAIRS, 3, "twice.py", str(runner.folder / "units"), "6:0", "16:unit-2", "26:0")
     ends = {rank: unit.end() for rank, unit in job.units.items()}

@@ -39,7 +39,9 @@ def test_a_death_meanwhile_costs_no_sample(runner: JobRunner, cluster: str, when
     assert changes(ended) == [("1 worker joins", 4)]
 
 
-def test_with_one_batch_for_the_whole_group_the_result_is_that_of_a_job_nobody_joined(runner: JobRunner) -> None:
+def test_with_one_batch_for_the_whole_group_the_result_is_that_of_a_job_that_no_worker_joined(
+    runner: JobRunner,
+) -> None:
     joined = resized(runner, SANDBLASTER, "1,-2", "line", extra="")
     alone = resized(runner, SANDBLASTER, "", "line", extra="", name="alone")
     assert len(changes(joined)) == 2 and changes(alone) == []

@@ -43,7 +43,7 @@ def token_of(ended: Ended) -> bytes:
     return secret
 
 
-@pytest.mark.parametrize("cluster", [SANDBLASTER + " road: kTcp", DOWNPOUR])
+@pytest.mark.parametrize("cluster", [SANDBLASTER + " transport: kTcp", DOWNPOUR])
 def test_no_file_and_no_output_of_a_job_has_its_secret(runner: JobRunner, cluster: str) -> None:
     ended = runner.run(cluster, "small.py", options=["--profile"])
     assert not find(token_of(ended), runner.folder, ended.out, ended.err)

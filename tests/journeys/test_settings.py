@@ -23,7 +23,7 @@ ADAM = "updater { type: kAdam learning_rate { type: kStep base_lr: 0.02 step_con
         (DOWNPOUR, "warmup_steps: 4", []),
         (HOGWILD, "warmup_steps: 4", []),
         (HOGWILD + " n_push: 3 n_fetch: 2", "", []),
-        (HOGWILD + " agreement: kRingAverage sync_freq: 2 road: kTcp", "", []),
+        (HOGWILD + " agreement: kRingAverage sync_freq: 2 transport: kTcp", "", []),
         (HOGWILD.replace("nserver_groups: 3", "nserver_groups: 0"), "", []),
         (DOWNPOUR + " max_staleness: 0", "", []),
         (DOWNPOUR + " max_staleness: 1", "shard: kStatic", []),
@@ -65,7 +65,7 @@ def test_the_report_counts_every_process(runner: JobRunner) -> None:
     assert max(p["staleness_max"] for p in workers) >= 1
 
 
-def test_only_the_main_worker_is_heard(runner: JobRunner) -> None:
+def test_only_the_main_worker_is_shown(runner: JobRunner) -> None:
     ended = runner.run(SANDBLASTER, "small.py")
     assert ended.out.count("main says hello") == 1
     assert "others are not heard" not in ended.out + ended.err

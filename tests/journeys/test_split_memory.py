@@ -23,12 +23,12 @@ OPEN = 0.04
 """What the test leaves open, as a part of the whole: mostly what Python and torch take while they train."""
 
 
-@pytest.mark.parametrize(("road", "snapshot_s"), [("kShm", 0.0), ("kTcp", 0.0), ("kShm", 0.05)])
-def test_the_plan_says_what_a_process_holds_at_its_most(runner: JobRunner, road: str, snapshot_s: float) -> None:
+@pytest.mark.parametrize(("transport", "snapshot_s"), [("kShm", 0.0), ("kTcp", 0.0), ("kShm", 0.05)])
+def test_the_plan_says_what_a_process_holds_at_its_most(runner: JobRunner, transport: str, snapshot_s: float) -> None:
     """All of it is held at once, so a plan that says too much is found out as well as one that forgets something: each
     of parameters, gradients, state and a snapshot's copy is more than the test leaves open."""
     extra = f"{heavy.PARTS} snapshot_s: {snapshot_s}"  # if at all, behind a step before the last: they take longer
-    ended = runner.run(f"nworkers_per_group: 2 nservers_per_group: 2 road: {road}", "heavy.py", extra=extra)
+    ended = runner.run(f"nworkers_per_group: 2 nservers_per_group: 2 transport: {transport}", "heavy.py", extra=extra)
     job, _ = load_with_warnings(str(runner.folder / "job.conf"))
     model, loader = heavy.made()
     found = cut_of(job, model, loader, state_factor=2.0)
@@ -47,7 +47,7 @@ def test_what_does_not_fit_is_refused_before_it_is_made(tmp_path: Path) -> None:
     with closing(forkserver.start(tmp_path / "forkserver.log")) as served:
         runner = JobRunner(tmp_path, served.path)
         resource.prlimit(served.process.pid, resource.RLIMIT_DATA, (most, most))
-        cluster = "nworkers_per_group: 2 nservers_per_group: 2 road: kTcp"
+        cluster = "nworkers_per_group: 2 nservers_per_group: 2 transport: kTcp"
         command = runner.command(cluster, "deep.py", "--workers", "2", "--each", "5", "--width", "2000")
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 2, done.stderr

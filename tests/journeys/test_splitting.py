@@ -46,7 +46,9 @@ def test_convolutions_by_samples_and_the_rest_by_features(runner: JobRunner) -> 
     model.load_state_dict(found.final)  # by plain PyTorch
 
 
-@pytest.mark.parametrize("cluster", [f"{APART} road: kShm", f"{APART} road: kTcp", f"{TWO} nservers_per_group: 2"])
+@pytest.mark.parametrize(
+    "cluster", [f"{APART} transport: kShm", f"{APART} transport: kTcp", f"{TWO} nservers_per_group: 2"]
+)
 def test_a_pipeline_computes_what_one_worker_does(runner: JobRunner, cluster: str) -> None:
     """The norm sees the whole batch, which shares of it do not."""
     whole = runner.run("", "cut.py", name="whole")
@@ -54,7 +56,7 @@ def test_a_pipeline_computes_what_one_worker_does(runner: JobRunner, cluster: st
     same(runner.run(cluster, "cut.py", extra=f"{PIPELINE} microbatches: 1", name="conf"), whole)
 
 
-def test_a_pipeline_that_only_the_forward_speaks_of(runner: JobRunner) -> None:
+def test_a_pipeline_that_only_the_forward_names(runner: JobRunner) -> None:
     same(runner.run(TWO, "cut.py", "--said", name="said"), runner.run("", "cut.py", name="whole"))
 
 
@@ -91,7 +93,7 @@ def test_made_on_the_meta_device(runner: JobRunner) -> None:
         (["--look", "state", "--one-looks"], HYBRID, "is in tt.state_dict: all workers of a group must call it"),
     ],
 )
-def test_what_cannot_be_is_said(runner: JobRunner, args: list[str], extra: str, words: str) -> None:
+def test_what_cannot_be_is_refused(runner: JobRunner, args: list[str], extra: str, words: str) -> None:
     assert words in runner.run(TWO, "cut.py", *args, extra=extra, code=2).err
 
 

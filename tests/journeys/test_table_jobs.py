@@ -1,4 +1,4 @@
-"""Tables in real jobs: keys pushed and pulled by hand, rows of embeddings, and what they cost on the road."""
+"""Tables in real jobs: keys pushed and pulled by hand, rows of embeddings, and what they cost on the network."""
 
 import json
 import resource
@@ -24,7 +24,7 @@ PAIR = "nworkers_per_group: 2 server_worker_separate: true"
 TABLE = rows.ROWS * rows.WIDTH * 4
 
 
-@pytest.mark.parametrize("cluster", [DOWNPOUR, ALLREDUCE, SANDBLASTER + " road: kTcp"])
+@pytest.mark.parametrize("cluster", [DOWNPOUR, ALLREDUCE, SANDBLASTER + " transport: kTcp"])
 def test_stores_of_all_kinds_in_one_job(runner: JobRunner, cluster: str) -> None:
     ended = runner.run(cluster, "keys.py")
     workers = 4 if cluster is DOWNPOUR else 3
@@ -88,7 +88,7 @@ def test_a_model_may_have_nothing_but_a_sparse_weight(runner: JobRunner) -> None
 
 
 def test_a_served_table_is_trained_as_in_one_process_and_only_touched_rows_travel(runner: JobRunner) -> None:
-    ended = runner.run(f"{SANDBLASTER} road: kTcp", "rows.py", "served", "adam")
+    ended = runner.run(f"{SANDBLASTER} transport: kTcp", "rows.py", "served", "adam")
     plain, losses = rows.train("served", "adam")
     assert losses[-1] < losses[0]
     expected = {int(i): row for ids, values in plain.words.touched() for i, row in zip(ids, values, strict=True)}
@@ -114,7 +114,7 @@ def test_a_table_larger_than_any_process_may_be(tmp_path: Path) -> None:
     """No process of the job may have more than MOST bytes, Python and torch included; the table alone has more."""
     assert LARGE * ROW > MOST
     with closing(forkserver.start(tmp_path / "forkserver.log")) as served:
-        cluster = "nworkers_per_group: 1 nservers_per_group: 6 server_worker_separate: true road: kTcp"
+        cluster = "nworkers_per_group: 1 nservers_per_group: 6 server_worker_separate: true transport: kTcp"
         runner = JobRunner(tmp_path, served.path)
         runner.run(cluster, "large.py", "--rows", "1000", name="small")  # now all is imported
         limit = (MOST, MOST)

@@ -178,7 +178,7 @@ def test_two_hosts_all_reduce_with_gloo(
     assert [first.addresses, second.addresses] == [{address} for address in network.addresses]
 
 
-def test_doors_by_hand_on_two_hosts(runner: JobRunner, network: HostNetwork) -> None:
+def test_entry_points_by_hand_on_two_hosts(runner: JobRunner, network: HostNetwork) -> None:
     """A pserver and a trainer, a ps and a worker, each on another host than the one that it talks to."""
     far = network.addresses
     flags = f"num_of_gradient_servers=1;port=7164;pservers={far[0]}"
@@ -193,15 +193,15 @@ def test_doors_by_hand_on_two_hosts(runner: JobRunner, network: HostNetwork) -> 
     with network.listening(0) as first, network.listening(1) as second:
         shells = [Unit([*client(network.warm_at(host)), *command], runner.folder, TOKEN) for host, command in words]
         try:
-            layout = "nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true road: kTcp"
+            layout = "nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true transport: kTcp"
             expected = runner.run(layout, "by_hand.py").final
             ended = [shell.end() for shell in shells]  # all by themselves
         finally:
             for shell in shells:
                 shell.kill()
     assert [code for code, _, _ in ended] == [0] * 4, ended
-    for door in ("paddle", "tf"):
-        assert same(load_file(runner.folder / door / "final.safetensors"), expected), door
+    for entry_point in ("paddle", "tf"):
+        assert same(load_file(runner.folder / entry_point / "final.safetensors"), expected), entry_point
     # Workers are called by nobody.
     assert [first.addresses, second.addresses] == [{address, "127.0.0.1"} for address in far]
 
@@ -228,7 +228,7 @@ def test_the_two_shells_of_the_page(runner: JobRunner, jobs: list[Job], network:
     assert (runner.folder / "workspace" / "two-hosts" / "final.safetensors").exists()
 
 
-def test_an_address_that_nobody_reaches_is_asked_for(runner: JobRunner, jobs: list[Job], network: HostNetwork) -> None:
+def test_an_address_that_no_unit_reaches_is_asked_for(runner: JobRunner, jobs: list[Job], network: HostNetwork) -> None:
     url = (runner.folder / "store").as_uri()
     job = Job(runner, ALLREDUCE, "small.py", [], [0, 1], url, network)
     jobs.append(job)

@@ -200,7 +200,7 @@ def test_what_a_process_waits_for_after_its_program_is_told(tmp_path, mark):
     assert notice.text.startswith("its program has ended, but for the thread 'lingerer'")
 
 
-def test_the_main_worker_may_say_its_word_when_another_one_fails_first(tmp_path, mark):
+def test_the_main_worker_may_report_when_another_one_fails_first(tmp_path, mark):
     failed = []
 
     def hear(event):

@@ -1,8 +1,8 @@
-"""Parameters that only some workers of a group hold: values, sums and the end, on a simulated road."""
+"""Parameters that only some workers of a group hold: values, sums and the end, on a simulated network."""
 
 import pytest
 import torch
-from simulation import STORM, Seat, Town, job, parameters, same, total, trace
+from simulation import STORM, ScriptedCluster, ScriptedWorker, job, parameters, same, total, trace
 
 from topotrain.config.job import Grads
 from topotrain.config.sharding import Parameter
@@ -29,8 +29,8 @@ SCHEMA = (
 )
 
 
-class Holder(Seat):
-    """A seat that has memory, and gradients, for the parameters that it holds."""
+class Holder(ScriptedWorker):
+    """A worker that has memory, and gradients, for the parameters that it holds."""
 
     def holds(self, index: int) -> bool:
         return not SCHEMA[index].owners or self.me.index in SCHEMA[index].owners
@@ -60,50 +60,50 @@ class Holder(Seat):
         self.steps += 1
 
 
-def play(town: Town) -> list[list[torch.Tensor]]:
+def play(cluster: ScriptedCluster) -> list[list[torch.Tensor]]:
     """All gradients, with zeros where a worker holds nothing."""
     given: dict[tuple[int, int, int], list[torch.Tensor]] = {}
 
-    def script(seat: Seat) -> None:
-        holder = Holder(town, seat.me)
+    def script(worker: ScriptedWorker) -> None:
+        holder = Holder(cluster, worker.me)
         holder.open()
         for step in range(STEPS):
             gradient = [g if holder.holds(i) else torch.zeros_like(g) for i, g in enumerate(holder.numbers())]
             given[(*holder.me[1:], step)] = gradient
             holder.step(gradient)
-            if town.topology.worker_groups == 1:
+            if cluster.topology.worker_groups == 1:
                 now = [START - t for t in total([g for (_, _, at), g in given.items() if at <= step])]
                 assert same([holder.view("params", i) for i in holder.mine()], [now[i] for i in holder.mine()])
-        names = {name for name, space in holder.flats._flat if not town.map.spaces[space].on(holder.me.index)}
+        names = {name for name, space in holder.flats._flat if not cluster.map.spaces[space].on(holder.me.index)}
         assert not names, "memory for what another worker holds"
         holder.finish()
-        if holder.me == town.workers[0]:
+        if holder.me == cluster.workers[0]:
             holder.client.values.fetch_final()
             assert same(holder.values(), [START - t for t in total(list(given.values()))])
 
-    town.play(script)
+    cluster.play(script)
     return list(given.values())
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 @pytest.mark.parametrize(("groups", "homes"), [(1, 1), (2, 1), (2, 2)])
 def test_who_holds_a_parameter_has_its_values_and_the_sum_of_all_gradients_counts(groups, homes, shards):
-    town = Town(job(groups, 3, shards, nserver_groups=homes, grads=Grads.kHidden), shards, STORM, SCHEMA)
-    given = play(town)
-    assert same(town.values(), [START - t for t in total(given)])
+    cluster = ScriptedCluster(job(groups, 3, shards, nserver_groups=homes, grads=Grads.kHidden), shards, STORM, SCHEMA)
+    given = play(cluster)
+    assert same(cluster.values(), [START - t for t in total(given)])
 
 
 def test_nobody_is_sent_what_others_hold_but_the_result():
-    town = Town(job(1, 3, 2, grads=Grads.kHidden), schema=SCHEMA)
-    seen = trace(town, m.Values, m.Init)
-    play(town)
+    cluster = ScriptedCluster(job(1, 3, 2, grads=Grads.kHidden), schema=SCHEMA)
+    seen = trace(cluster, m.Values, m.Init)
+    play(cluster)
     wrong = []
     for _, sender, to, message in seen:
         worker = to if to.role is Role.WORKER else sender
         final = isinstance(message, m.Values) and message.version < 0
         if message.bucket >= 0 and not final:
-            space = town.map.spaces[town.map.buckets[message.bucket].space]
+            space = cluster.map.spaces[cluster.map.buckets[message.bucket].space]
             wrong += [(sender, to, message)] if not space.on(worker.index) else []
     assert wrong == []
     said = [message.bucket for _, _, _, message in seen if isinstance(message, m.Init)]
-    assert sorted(said) == [bucket.id for bucket in town.map.buckets]
+    assert sorted(said) == [bucket.id for bucket in cluster.map.buckets]

@@ -1,4 +1,4 @@
-"""A small model, trained through a door whose processes are started by hand, or plainly, or under `topotrain run`."""
+"""A small model, trained through entry points whose processes are started by hand, plainly, or by `topotrain run`."""
 
 import argparse
 import os

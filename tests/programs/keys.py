@@ -29,18 +29,18 @@ def synchronous(kv: "tt.kvstore.KVStore") -> None:
 def with_optimizer(kv: "tt.kvstore.KVStore") -> None:
     """The store has the values of one process that adds up everybody's gradients."""
     shapes = ((40, 7), (), (2, 3, 9000))
-    twins = [torch.nn.Parameter(part(99, 0, *shape).double()) for shape in shapes]
-    kv.init(["m", "s", "c"], [p.detach().clone() for p in twins])
+    expected = [torch.nn.Parameter(part(99, 0, *shape).double()) for shape in shapes]
+    kv.init(["m", "s", "c"], [p.detach().clone() for p in expected])
     rule = tt.kvstore.SGD(lr=0.1, momentum=0.9)
-    plain = torch.optim.SGD(twins, lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(expected, lr=0.1, momentum=0.9)
     kv.set_optimizer(rule, rescale_grad=1 / kv.num_workers)
     for step in range(5):
         rule.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 0.1 / (1 + step)
         kv.push(["m", "s", "c"], [part(kv.rank, step, *shape).double() for shape in shapes])
-        for p, shape in zip(twins, shapes):
+        for p, shape in zip(expected, shapes):
             p.grad = sum(part(worker, step, *shape).double() for worker in range(kv.num_workers)) / kv.num_workers
         plain.step()
-        for value, p in zip(kv.pull(["m", "s", "c"]), twins):
+        for value, p in zip(kv.pull(["m", "s", "c"]), expected):
             assert torch.allclose(value, p.detach(), rtol=1e-12, atol=1e-12)
 
 
@@ -53,13 +53,13 @@ def rows(kv: "tt.kvstore.KVStore") -> None:
         kv.push("table", torch.sparse_coo_tensor(ids[None], torch.ones(3, 16), size, check_invariants=True))
     found = kv.row_sparse_pull("table", row_ids=torch.tensor([7, 1000, 1000 + kv.num_workers - 1, 8]))
     assert found.indices()[0].tolist() == [7, 8, 1000, 999 + kv.num_workers]
-    twin = torch.nn.Embedding(2, 16, sparse=True, _weight=torch.zeros(2, 16))
-    rule = torch.optim.Adagrad(twin.parameters(), lr=0.5)
+    reference = torch.nn.Embedding(2, 16, sparse=True, _weight=torch.zeros(2, 16))
+    rule = torch.optim.Adagrad(reference.parameters(), lr=0.5)
     for _ in range(2):
         rule.zero_grad()
-        (twin(torch.tensor([0] * kv.num_workers + [1])).sum()).backward()
+        (reference(torch.tensor([0] * kv.num_workers + [1])).sum()).backward()
         rule.step()
-    expected = twin.weight.detach()[0], torch.zeros(16), twin.weight.detach()[1], twin.weight.detach()[1]
+    expected = reference.weight.detach()[0], torch.zeros(16), reference.weight.detach()[1], reference.weight.detach()[1]
     assert torch.allclose(found.values(), torch.stack(expected), rtol=1e-6)
 
 

@@ -28,7 +28,7 @@ class Ledger(nn.Module):
 
 
 class Net(nn.Module):
-    """Dropout throws dice, and a batch norm has statistics of its own."""
+    """Dropout draws random numbers, and a batch norm has statistics of its own."""
 
     def __init__(self) -> None:
         super().__init__()

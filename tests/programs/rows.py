@@ -56,8 +56,8 @@ class Only(nn.Module):
 
 def loader() -> DataLoader:
     """Samples of four words; the first one says what the answer is, and 100 words come again and again."""
-    dice = torch.Generator().manual_seed(0)
-    ids = torch.randint(100, (STEPS * BATCH // 2, 4), generator=dice)
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(100, (STEPS * BATCH // 2, 4), generator=rng)
     return DataLoader(TensorDataset(ids * 199, ids[:, 0] % 3), batch_size=BATCH)
 
 

@@ -1,6 +1,6 @@
 """A synchronous job in which servers are killed in the middle of a backward; nothing in it depends on that.
 
-WORKSPACE [STEP:SERVER ...]: the process in the seat of server 0/SERVER is killed while the main worker computes its
+WORKSPACE [STEP:SERVER ...]: the process in the place of server 0/SERVER is killed while the main worker computes its
 gradients of step STEP; STEP:unit-R: all processes of that unit, and what has started it. Two steps before that all
 workers wait until the job says that every server has two copies again.
 """

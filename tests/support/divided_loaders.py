@@ -26,13 +26,13 @@ from topotrain.training.data.lease_queue import LeaseQueue
 from topotrain.training.data.sampling import CHUNK
 
 
-class Office:
-    """The lease book and everybody's mail; a question that is held makes its thread wait."""
+class LeaseServer:
+    """The queue of leases and the replies to every worker; a request that is held makes its thread wait."""
 
     def __init__(self, groups: int, workers: int) -> None:
         self.workers = [Address(Role.WORKER, g, i) for g in range(groups) for i in range(workers)]
         self.book = LeaseQueue(groups, workers)
-        self.mail: dict[Address, queue.SimpleQueue[Message]] = {who: queue.SimpleQueue() for who in self.workers}
+        self.replies: dict[Address, queue.SimpleQueue[Message]] = {who: queue.SimpleQueue() for who in self.workers}
         self.lock = threading.Lock()
         self.ended: Counter[int] = Counter()
         self.applied: dict[int, int] = {}
@@ -49,38 +49,38 @@ class Office:
 
     def post(self, replies: list[tuple[Address, Message]]) -> None:
         for to, reply in replies:
-            self.mail[to].put(reply)
+            self.replies[to].put(reply)
 
 
 @dataclass
-class Seat:
-    """One worker's Desk and Ledger."""
+class LoaderClient:
+    """One worker's client of the leases, and what it reported."""
 
-    office: Office
+    lease_server: LeaseServer
     who: Address
     drawn_: list[tuple[int, int, float, int]] = field(default_factory=list)
     left: list[tuple[int, int]] = field(default_factory=list)
     lost_: int = 0
 
     def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
-        self.office.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait))
-        reply = self.office.mail[self.who].get(timeout=20)
+        self.lease_server.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait))
+        reply = self.lease_server.replies[self.who].get(timeout=20)
         assert isinstance(reply, Lease), reply
         return reply.lease, reply.first, reply.last
 
     def applied(self, stream: int) -> int:
-        return self.office.applied.get(stream, 0)
+        return self.lease_server.applied.get(stream, 0)
 
     def free(self, epoch: int, ordinal: int, first: int) -> None:
-        self.office.tell(self.who, LeaseRelease(epoch, ordinal, first))
+        self.lease_server.tell(self.who, LeaseRelease(epoch, ordinal, first))
 
     def put_draw(self, epoch: int, chunk: int, end: bool, sizes: tuple[int, ...], indices: tuple[int, ...]) -> None:
         assert len(sizes) + len(indices) <= CHUNK
-        self.office.tell(self.who, DrawnBatches(epoch, chunk, end, sizes, indices))
+        self.lease_server.tell(self.who, DrawnBatches(epoch, chunk, end, sizes, indices))
 
     def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        self.office.tell(self.who, DrawRequest(epoch, chunk))
-        reply = self.office.mail[self.who].get(timeout=20)
+        self.lease_server.tell(self.who, DrawRequest(epoch, chunk))
+        reply = self.lease_server.replies[self.who].get(timeout=20)
         assert isinstance(reply, DrawnBatches)
         return reply.sizes, reply.indices, reply.end
 

@@ -44,7 +44,7 @@ class Shard:
     me: Address
     job: Job
     topology: Topology
-    net: "World"
+    net: "JobState"
     order: ApplyOrder = field(default_factory=ApplyOrder)
     applied: AppliedBatches = field(default_factory=AppliedBatches)
     cells: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -174,14 +174,14 @@ class ShardDecisions:
 
 
 @dataclass(eq=False)
-class Life:
-    """A worker's process: says who it is, asks how far its stream is, pushes the rest."""
+class WorkerIncarnation:
+    """One process of a worker: announces itself, asks how far its stream is, pushes the rest."""
 
     me: Address
     incarnation: int
     shards: tuple[Address, ...]
     pushes: int
-    net: "World"
+    net: "JobState"
     unheard: set[Address] = field(default_factory=set)
     applied: set[Address] = field(default_factory=set)
     seq: int = 0
@@ -220,8 +220,8 @@ class Life:
             self.net.say_as(self, shard, Push(self.step, self.seq))
 
 
-class World:
-    """One state of the job: what everybody knows, and what is under way."""
+class JobState:
+    """One state of the job: what each process knows, and what is under way."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -231,29 +231,33 @@ class World:
         self.crashes, self.duplicates = scope.crashes, scope.duplicates
         self.ways: dict[tuple[object, object], list[object]] = {}
         self.shards = {me: Shard(me, self.job, self.topology, self) for me in self.topology.servers(0)}
-        self.lives: dict[int, list[Life]] = {}
-        self.connected: dict[tuple[Address, int], int] = {}  # (shard, group) -> which life of it is heard there
+        self.incarnations: dict[int, list[WorkerIncarnation]] = {}
+        self.connected: dict[
+            tuple[Address, int], int
+        ] = {}  # (shard, group) -> which incarnation of it is connected there
         for group in range(scope.groups):
             self._bear(group)
 
     def _bear(self, group: int) -> None:
-        lives = self.lives.setdefault(group, [])
+        incarnations = self.incarnations.setdefault(group, [])
         servers = self.topology.servers(0)
-        lives.append(Life(Address(Role.WORKER, group, 0), len(lives), servers, self.scope.pushes, self))
-        for shard in servers if len(lives) == 1 else ():
+        incarnations.append(
+            WorkerIncarnation(Address(Role.WORKER, group, 0), len(incarnations), servers, self.scope.pushes, self)
+        )
+        for shard in servers if len(incarnations) == 1 else ():
             self.connected[shard, group] = 0
-        lives[-1].begin()
+        incarnations[-1].begin()
 
     def say(self, me: Address, to: Address, message: object) -> None:
         if to.role is Role.SERVER:
             self.ways.setdefault((me, to), []).append(message)
             return
         number = self.connected[me, to.group]
-        if number == len(self.lives[to.group]) - 1:
+        if number == len(self.incarnations[to.group]) - 1:
             self.ways.setdefault((me, (to.group, number)), []).append(message)
 
-    def say_as(self, life: Life, shard: Address, message: object) -> None:
-        self.ways.setdefault(((life.me.group, life.incarnation), shard), []).append(message)
+    def say_as(self, worker: WorkerIncarnation, shard: Address, message: object) -> None:
+        self.ways.setdefault(((worker.me.group, worker.incarnation), shard), []).append(message)
 
     # --- what can happen -----------------------------------------------------------------------------------------
 
@@ -265,23 +269,25 @@ class World:
                 if self.duplicates:
                     found.append(("double", way))
         for (shard, group), number in self.connected.items():
-            if number < len(self.lives[group]) - 1:
+            if number < len(self.incarnations[group]) - 1:
                 found.append(("end", (shard, group)))
         if self.crashes:
-            found += [("crash", group) for group, lives in self.lives.items() if not lives[-1].over]
+            found += [
+                ("crash", group) for group, incarnations in self.incarnations.items() if not incarnations[-1].over
+            ]
         return found
 
     def _open(self, way: tuple[object, object]) -> bool:
-        """A life speaks to a shard once the connection of the one before has ended there."""
-        life, shard = way
-        return isinstance(life, Address) or self.connected[shard, life[0]] == life[1]
+        """An incarnation sends to a shard once the connection of the one before has ended there."""
+        worker, shard = way
+        return isinstance(worker, Address) or self.connected[shard, worker[0]] == worker[1]
 
     def act(self, kind: str, what: object) -> None:
         if kind == "crash":
             self.crashes -= 1
-            group, lives = what, self.lives[what]
-            lives[-1].over = True
-            for way in [way for way in self.ways if way[1] == (group, len(lives) - 1)]:
+            group, incarnations = what, self.incarnations[what]
+            incarnations[-1].over = True
+            for way in [way for way in self.ways if way[1] == (group, len(incarnations) - 1)]:
                 del self.ways[way]
             self._bear(group)
         elif kind == "end":
@@ -306,21 +312,21 @@ class World:
             who = sender if isinstance(sender, Address) else Address(Role.WORKER, sender[0], 0)
             self.shards[to].take(who, message)
         else:
-            self.lives[to[0]][to[1]].take(sender, message)
+            self.incarnations[to[0]][to[1]].take(sender, message)
 
     def check_end(self) -> None:
         """Nothing can happen any more."""
-        waiting = [lives[-1].me for lives in self.lives.values() if not lives[-1].over]
+        waiting = [incarnations[-1].me for incarnations in self.incarnations.values() if not incarnations[-1].over]
         assert not waiting, f"{waiting} wait for ever"
-        wanted = {(group, seq): 1 for group in self.lives for seq in range(self.scope.pushes)}
+        wanted = {(group, seq): 1 for group in self.incarnations for seq in range(self.scope.pushes)}
         for shard in self.shards.values():
             assert shard.cells == wanted, f"{shard.me} has {shard.cells}"
 
-    def copy(self) -> "World":
+    def copy(self) -> "JobState":
         return clone(self, {id(each): each for each in (self.job, self.topology, self.scope)})
 
     def key(self) -> object:
-        return frozen([self.crashes, self.duplicates, self.connected, self.ways, self.shards, self.lives])
+        return frozen([self.crashes, self.duplicates, self.connected, self.ways, self.shards, self.incarnations])
 
 
 _SKIPPED = frozenset({"job", "topology", "net", "_job", "_topology", "_server"})
@@ -379,16 +385,16 @@ def frozen(value: object) -> object:
 
 def search(scope: Scope, most: int) -> tuple[int, int]:
     """(states, ends) of all that can happen. Raises AssertionError for a wrong one, or where there are too many."""
-    start = World(scope)
+    start = JobState(scope)
     seen, stack, ends = {hash(start.key())}, [start], 0
     while stack:
-        world = stack.pop()
-        actions = world.actions()
+        state = stack.pop()
+        actions = state.actions()
         if not actions:
-            world.check_end()
+            state.check_end()
             ends += 1
         for action in actions:
-            then = world.copy()
+            then = state.copy()
             then.act(*action)
             key = hash(then.key())
             if key not in seen:

@@ -4,7 +4,7 @@ Rule: a test's script is written once, against `Trainer`, and run by
 * `plain`: one ordinary process, the whole batch;
 * `reference`: one process that computes every worker's share in turn, adds them up in the job's canonical order and
   updates with the servers' kernels, but has no server, message or wire: synchronous jobs must equal it bit for bit;
-* `run_local`: real servers, exchanges and workers on the in-process road, one thread per worker;
+* `run_local`: real servers, exchanges and workers on the in-process transport, one thread per worker;
 * `run_hosted`: the same with server processes' and workers' own code (`host`) over shared memory or TCP.
 """
 
@@ -304,7 +304,7 @@ class FailureObserver(HostObserver):
         self._trouble()
 
 
-class _Crew:
+class _JobThreads:
     """The threads of a run: the first thing that goes wrong ends it, as the supervisor does."""
 
     def __init__(self) -> None:
@@ -356,18 +356,18 @@ def whole(me: Address, model: nn.Module, optimizer: torch.optim.Optimizer) -> Mo
 
 
 def run_local(job: Job, build: Build, script: Script, shared: bool = False, describing: Describe = whole) -> Result:
-    """Run a script as a job on the in-process road. Raises what went wrong first.
+    """Run a script as a job on the in-process transport. Raises what went wrong first.
 
     shared: residents see each other's buffers, as on a host's shared memory; else everything travels.
     """
-    topology, wire, crew = layout(job.cluster), InProcessTransport(), _Crew()
+    topology, wire, threads = layout(job.cluster), InProcessTransport(), _JobThreads()
     addresses = [server for unit in topology.units for server in unit.servers]
     servers = {}
-    factory, options = PlainServerFactory(job, topology, shared), HostOptions(FailureObserver(crew.trouble))
+    factory, options = PlainServerFactory(job, topology, shared), HostOptions(FailureObserver(threads.trouble))
     for me in addresses:
-        house = ServerEndpoint(me, factory, wire, threading.Condition(), options)  # type: ignore[arg-type]
-        servers[me] = house.server
-        wire.attach(me, house)
+        endpoint = ServerEndpoint(me, factory, wire, threading.Condition(), options)  # type: ignore[arg-type]
+        servers[me] = endpoint.server
+        wire.attach(me, endpoint)
     for me in servers:
         for peer in peers(me, topology):
             wire.connect(me, peer, "local:")
@@ -378,16 +378,16 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
         wire.attach(me, exchange)
         for server in dict.fromkeys((*exchange.channel.servers, exchange.channel.first_server)):
             wire.connect(me, server, "local:")
-        crew.exchanges[me] = exchange
+        threads.exchanges[me] = exchange
         handles.append(_enlist(job, topology, me, build, exchange, PrivateMemory(), describing))
     try:
-        _train(crew, [h for h in handles if h is not None], script)
+        _train(threads, [h for h in handles if h is not None], script)
     finally:
-        for exchange in crew.exchanges.values():
+        for exchange in threads.exchanges.values():
             exchange.leave()
         wire.close()
-    if crew.errors:
-        raise crew.errors[0]
+    if threads.errors:
+        raise threads.errors[0]
     return Result.of(handles[0].model, workers=handles, servers=list(servers.values()), traffic=wire.traffic())
 
 
@@ -399,11 +399,11 @@ def run_hosted(
     hosts: Sequence[int] = (),
     describing: Describe = whole,
 ) -> Result:
-    """Run a script with the code of real processes, in threads, over the road that `cluster.road` names.
+    """Run a script with the code of real processes, in threads, over the transport that `cluster.transport` names.
 
-    hosts: the host of each unit, as `layout` takes them. A worker's roads are in its handle's notes.
+    hosts: the host of each unit, as `layout` takes them. A worker's connections are in its handle's notes.
     """
-    topology, crew = layout(job.cluster, hosts), _Crew()
+    topology, threads = layout(job.cluster, hosts), _JobThreads()
     (directory / "store").mkdir(mode=0o700)
     url = (directory / "store").as_uri()
     sockets = Path(socket_directory())
@@ -415,10 +415,10 @@ def run_hosted(
 
     def servers_of(unit: int) -> None:
         found = topology.units[unit].servers
-        traffic.append(serve(place(), found, HostOptions(FailureObserver(crew.trouble))))
+        traffic.append(serve(place(), found, HostOptions(FailureObserver(threads.trouble))))
 
     homes = [
-        threading.Thread(target=crew._guarded, args=(None, lambda n=unit.rank: servers_of(n)), daemon=True)
+        threading.Thread(target=threads._guarded, args=(None, lambda n=unit.rank: servers_of(n)), daemon=True)
         for unit in topology.units
         if unit.servers and not topology.inline
     ]
@@ -427,20 +427,22 @@ def run_hosted(
     workers = [worker for g in range(topology.worker_groups) for worker in topology.workers(g)]
     with ThreadPoolExecutor(len(workers)) as pool:  # servers beside workers meet each other: all at once
         found = pool.map(lambda me: WorkerConnections(place(), me), workers)
-        roads = dict(zip(workers, found, strict=True))
-    crew.exchanges.update({me: road.exchange for me, road in roads.items()})
-    handles = [_enlist(job, topology, me, build, roads[me].exchange, roads[me], describing) for me in workers]
+        connections = dict(zip(workers, found, strict=True))
+    threads.exchanges.update({me: each.exchange for me, each in connections.items()})
+    handles = [
+        _enlist(job, topology, me, build, connections[me].exchange, connections[me], describing) for me in workers
+    ]
     for handle in handles:
-        handle.notes["roads"] = roads[handle.me]
-    _train(crew, handles, script, lambda me: roads[me].close(finished=not crew.errors))
+        handle.notes["connections"] = connections[handle.me]
+    _train(threads, handles, script, lambda me: connections[me].close(finished=not threads.errors))
     for home in homes:
-        home.join(PATIENCE_S if not crew.errors else 0.0)
+        home.join(PATIENCE_S if not threads.errors else 0.0)
     shutil.rmtree(sockets, ignore_errors=True)
-    if crew.errors:
-        raise crew.errors[0]
+    if threads.errors:
+        raise threads.errors[0]
     assert not any(home.is_alive() for home in homes), "a server did not end"
     if topology.inline:
-        traffic = [road.traffic() for road in roads.values()]
+        traffic = [each.traffic() for each in connections.values()]
     return Result.of(
         handles[0].model, workers=handles, traffic=(sum(o for o, _ in traffic), sum(i for _, i in traffic))
     )
@@ -470,9 +472,12 @@ def _enlist(
 
 
 def _train(
-    crew: _Crew, handles: Sequence[WorkerHandle], script: Script, close: Callable[[Address], None] = lambda me: None
+    threads: _JobThreads,
+    handles: Sequence[WorkerHandle],
+    script: Script,
+    close: Callable[[Address], None] = lambda me: None,
 ) -> None:
-    def life(handle: WorkerHandle) -> None:
+    def work(handle: WorkerHandle) -> None:
         try:
             handle.worker.start()
             if handle.worker.lazy:
@@ -487,7 +492,7 @@ def _train(
             handle.exchange.leave()
             close(handle.me)
 
-    crew.run({handle.me: lambda handle=handle: life(handle) for handle in handles})
+    threads.run({handle.me: lambda handle=handle: work(handle) for handle in handles})
 
 
 # --- the usual jobs, models and data -----------------------------------------------------------------------------
@@ -552,22 +557,20 @@ def cross_entropy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
 
 def vectors(count: int, size: int = 12, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """`count` batches of `size` samples for `mlp`."""
-    dice = torch.Generator().manual_seed(seed)
-    return [(torch.randn(size, 12, generator=dice), torch.randint(5, (size,), generator=dice)) for _ in range(count)]
+    rng = torch.Generator().manual_seed(seed)
+    return [(torch.randn(size, 12, generator=rng), torch.randint(5, (size,), generator=rng)) for _ in range(count)]
 
 
 def images(count: int, size: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For `Cnn`."""
-    dice = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(size, 1, 8, 8, generator=dice), torch.randint(5, (size,), generator=dice)) for _ in range(count)
-    ]
+    rng = torch.Generator().manual_seed(0)
+    return [(torch.randn(size, 1, 8, 8, generator=rng), torch.randint(5, (size,), generator=rng)) for _ in range(count)]
 
 
 def tokens(count: int, size: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For `Transformer`."""
-    dice = torch.Generator().manual_seed(0)
-    runs = [torch.randint(13, (size, 7), generator=dice) for _ in range(count)]
+    rng = torch.Generator().manual_seed(0)
+    runs = [torch.randint(13, (size, 7), generator=rng) for _ in range(count)]
     return [(run[:, :-1], run[:, 1:]) for run in runs]
 
 

@@ -39,7 +39,7 @@ def share(part: float, least: int = 20) -> int:
 
 
 @dataclass
-class Dice:
+class FrameGenerator:
     """The seed's random numbers, and what is done to messages and bytes with them."""
 
     seed: int = SEED
@@ -159,11 +159,11 @@ class Dice:
         return message
 
 
-def _cut(dice: Dice, old: Any) -> Any:
+def _cut(rng: FrameGenerator, old: Any) -> Any:
     if not old:
         return old
-    at = dice.random.randrange(len(old))
-    return dice.random.choice((old[:at], old[at:], old + old[:at]))
+    at = rng.random.randrange(len(old))
+    return rng.random.choice((old[:at], old[at:], old + old[:at]))
 
 
 def _clamped(value: Any) -> Any:

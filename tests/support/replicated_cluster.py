@@ -1,4 +1,4 @@
-"""A town whose servers have second copies, each process home to one server and to the standby of the one before it.
+"""A cluster whose servers have second copies: each process has one server, and the standby of the one before it.
 
 A process can be killed at any message that it takes or sends: what it had said before is heard, in order, and then the
 end of its ways; the launcher, who is played here, then has the standby speak, and a fresh process follow it.
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from reports import FunctionSender
-from simulation import SMALL, Seat
+from simulation import SMALL, ScriptedWorker
 from torch import nn
 
 from topotrain.comm.transport import TransportError
@@ -62,8 +62,8 @@ class Process:
 
 
 class SimPrimary:
-    def __init__(self, town: "ReplicatedTown", process: Process, primary: Primary) -> None:
-        self.cluster, self.process, self.primary = town, process, primary
+    def __init__(self, cluster: "ReplicatedCluster", process: Process, primary: Primary) -> None:
+        self.cluster, self.process, self.primary = cluster, process, primary
         self.server = primary.copy.server
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
@@ -77,7 +77,7 @@ class SimPrimary:
                 raise self.primary.fault
 
     def say(self, out: list[tuple[Address, m.Message]]) -> None:
-        """What it says to a peer that is gone has nobody to go to."""
+        """Send messages; those to a peer that is gone are dropped."""
         with self.cluster.dying(self.process):
             for to, message in out:
                 self.cluster.tick(self.process)
@@ -92,8 +92,8 @@ class SimPrimary:
 
 
 class SimStandby:
-    def __init__(self, town: "ReplicatedTown", process: Process, me: Address, standby: Standby) -> None:
-        self.cluster, self.process, self.me, self.standby = town, process, me, standby
+    def __init__(self, cluster: "ReplicatedCluster", process: Process, me: Address, standby: Standby) -> None:
+        self.cluster, self.process, self.me, self.standby = cluster, process, me, standby
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
         return self.standby.place(message)
@@ -116,8 +116,8 @@ class SimStandby:
 
 
 class _Dying:
-    def __init__(self, town: "ReplicatedTown", process: Process) -> None:
-        self.cluster, self.process = town, process
+    def __init__(self, cluster: "ReplicatedCluster", process: Process) -> None:
+        self.cluster, self.process = cluster, process
 
     def __enter__(self) -> None:
         pass
@@ -132,8 +132,8 @@ class _Dying:
 class SimClientHost(ReplicaClientHost):
     """A worker that looks for a server until one speaks."""
 
-    def __init__(self, town: "ReplicatedTown", me: Address) -> None:
-        self.cluster, self.me = town, me
+    def __init__(self, cluster: "ReplicatedCluster", me: Address) -> None:
+        self.cluster, self.me = cluster, me
 
     def send(self, to: Address, message: m.Message, wait: bool = False) -> None:
         self.cluster.transport.send(self.me, to, message)
@@ -146,7 +146,7 @@ class SimClientHost(ReplicaClientHost):
         pass
 
 
-class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
+class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
     """Arguments as for `SimCluster`; `kill`: of which process (by its first server) what moment is the last."""
 
     def __init__(self, job: Job, seed: int = 0, kill: tuple[int, int] | None = None, again: int = 0) -> None:
@@ -185,17 +185,17 @@ class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
         return server
 
     def add_primary(self, process: Process, primary: Primary) -> SimPrimary:
-        process.primaries[primary.me] = house = SimPrimary(self, process, primary)
+        process.primaries[primary.me] = sim_primary = SimPrimary(self, process, primary)
         self.home[primary.me] = process
-        self.transport._residents[primary.me] = house
-        return house
+        self.transport._residents[primary.me] = sim_primary
+        return sim_primary
 
     def add_standby(self, me: Address, process: Process) -> None:
         """A fresh second copy of a server in a process."""
         address = standby_of(me)
-        house = SimStandby(self, process, address, Standby(self, me))
-        process.standbys[me] = house
-        self.transport._residents[address] = house
+        sim_primary = SimStandby(self, process, address, Standby(self, me))
+        process.standbys[me] = sim_primary
+        self.transport._residents[address] = sim_primary
         self.transport.connect(me, address, "")
         primary = self.home[me].primaries[me]
         primary.say(primary.primary.add_standby())
@@ -203,16 +203,16 @@ class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
     def _make_client(self, me: Address) -> Client:
         extensions = client_extensions(self.topology)
         sender = FunctionSender(lambda to, x: lines.send(to, x))
-        door = Client(me, self.topology, sender, self.sim.waiter(), extensions=extensions)
+        client = Client(me, self.topology, sender, self.sim.waiter(), extensions=extensions)
 
-        servers = dict.fromkeys((*door.channel.servers, door.channel.first_server))
-        lines = ReplicaConnections(servers, door, SimClientHost(self, me))
+        servers = dict.fromkeys((*client.channel.servers, client.channel.first_server))
+        lines = ReplicaConnections(servers, client, SimClientHost(self, me))
         self.lifelines[me] = lines
         self.transport.attach(me, lines)
         for server in servers:
             lines.begin(server)
             self.transport.connect(me, server, "")
-        return door
+        return client
 
     def dial(self, lines: ReplicaConnections, me: Address, server: Address, moves: int) -> None:
         if not self.home[server].alive:
@@ -231,7 +231,7 @@ class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
         if not process.alive:
             raise Killed
         if not all(p.alive for p in self.processes.values()) or not all(
-            house.primary.covered for p in self.processes.values() for house in p.primaries.values()
+            sim_primary.primary.covered for p in self.processes.values() for sim_primary in p.primaries.values()
         ):
             return  # else the whole job starts again
         count = self.ticks[process.number] = self.ticks.get(process.number, 0) + 1
@@ -243,7 +243,7 @@ class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
             raise Killed
 
     def bury(self, process: Process) -> None:
-        """Nothing leaves a process any more; who talked to it hears so; the launcher does what it has to."""
+        """Nothing leaves a process any more; its peers are told so; the launcher does what it has to."""
         if not process.alive:
             return
         self.deaths += 1
@@ -261,24 +261,24 @@ class ReplicatedTown(sim_cluster.SimCluster, ServerFactory):
             heir = next(p for p in self.processes.values() if me in p.standbys and p.alive)
             copy = heir.standbys.pop(me).standby.copy
             assert copy is not None
-            house = self.add_primary(heir, Primary(copy))
-            house.say(house.primary.take_over())
+            sim_primary = self.add_primary(heir, Primary(copy))
+            sim_primary.say(sim_primary.primary.take_over())
         coordinator, *others = self.topology.servers(0)
         for me in others:
             if me in dead.primaries or coordinator in dead.primaries:
                 self.transport.connect(me, coordinator, "")
                 self.home[coordinator].primaries[coordinator].primary.disconnected(me)
-                house = self.home[me].primaries[me]
-                house.say(house.primary.reconnected(coordinator))
+                sim_primary = self.home[me].primaries[me]
+                sim_primary.say(sim_primary.primary.reconnected(coordinator))
         self.processes[dead.number] = fresh = Process(dead.number)
         for me in (*dead.primaries, *dead.standbys):
             self.add_standby(me, fresh)
 
     # --- what came out -------------------------------------------------------------------------------------------
 
-    def play(self, script: Callable[[Seat], None]) -> "ReplicatedTown":
+    def play(self, script: Callable[[ScriptedWorker], None]) -> "ReplicatedCluster":
         for me in self.workers:
-            self.sim.actor(str(me), lambda me=me: script(Seat(self, me)))  # type: ignore[arg-type,misc]
+            self.sim.actor(str(me), lambda me=me: script(ScriptedWorker(self, me)))  # type: ignore[arg-type,misc]
         self.sim.run(limit=60)
         return self
 

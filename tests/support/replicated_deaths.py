@@ -1,4 +1,4 @@
-"""A replicated town whose workers die, too, and come again: a ledger of batches, as in the simulator.
+"""A replicated cluster whose workers die, too, and start again: a ledger of batches, as in the simulator.
 
 A worker that is started again looks for the servers where they speak by then, as a real one does. The launcher, who is
 played here, can also give a group up: it tells the coordinator, and tells it again when that has moved.
@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from replicated_cluster import ReplicatedTown, SimClientHost
+from replicated_cluster import ReplicatedCluster, SimClientHost
 from reports import FunctionSender
 from torch import nn
 
@@ -29,7 +29,7 @@ from topotrain.tools.simulator.trial import CrashableWaiter, Killed, WorkerProce
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import LeaseIterator
 
-DESK = Address(Role.SERVER, 0, 0)
+COORDINATOR_ADDRESS = Address(Role.SERVER, 0, 0)
 
 
 @lru_cache
@@ -42,23 +42,24 @@ def ledger(cells: int, shards: int) -> tuple[Schema, SliceMap]:
 
 
 class MortalClientHost(SimClientHost):
-    """A worker of one life, after which nothing of it is heard."""
+    """The host of the client of one worker process. Once the process is dead it sends nothing."""
 
-    def __init__(self, town: "MortalTown", life: WorkerProcess) -> None:
-        super().__init__(town, life.me)
-        self.town, self.life = town, life
+    def __init__(self, cluster: "CrashableCluster", process: WorkerProcess) -> None:
+        super().__init__(cluster, process.me)
+        self.cluster: CrashableCluster = cluster
+        self.process = process
 
     def send(self, to: Address, message: m.Message, wait: bool = False) -> None:
-        if not self.life.dead:
+        if not self.process.dead:
             super().send(to, message)
 
     def reconnect(self, connections: ReplicaConnections, server: Address, moves: int) -> None:
         done = partial(connections.connected, moves=moves)
-        self.town._soon(0.001, lambda: self.town._dial(self.life, connections, server, done))
+        self.cluster._soon(0.001, lambda: self.cluster._dial(self.process, connections, server, done))
 
 
-class MortalTown(ReplicatedTown):
-    """Arguments as for ReplicatedTown. batches: in all. deaths of workers: (moment, group, seconds away)."""
+class CrashableCluster(ReplicatedCluster):
+    """Arguments as for ReplicatedCluster. batches: in all. deaths of workers: (moment, group, seconds away)."""
 
     def __init__(
         self,
@@ -83,50 +84,50 @@ class MortalTown(ReplicatedTown):
         return ledger(self.batches * self.job.cluster.nworkers_per_group, self.topology.shards)
 
     def _look(self, sender: Address, to: Address, message: m.Message) -> None:
-        if isinstance(message, m.Fail):  # nobody does anything wrong here, but dies
+        if isinstance(message, m.Fail):  # here a process dies, and does nothing else that is wrong
             self.failures.append(f"{sender} to {to}: {message.text}")
 
     # --- workers -------------------------------------------------------------------------------------------------
 
     def _make_client(self, me: Address) -> Client:
         known = self.worker_processes.get(me)
-        life = self.worker_processes[me] = WorkerProcess(me, 0 if known is None else known.incarnation + 1)
+        process = self.worker_processes[me] = WorkerProcess(me, 0 if known is None else known.incarnation + 1)
 
         def say(to: Address, message: m.Message) -> None:
-            if life.over:
+            if process.over:
                 raise Killed
-            life.on_send()
+            process.on_send()
             lines.send(to, message)
 
-        waiter, extensions = CrashableWaiter(life, self.sim), client_extensions(self.topology)
-        door = Client(
-            me, self.topology, FunctionSender(say), waiter, incarnation=life.incarnation, extensions=extensions
+        waiter, extensions = CrashableWaiter(process, self.sim), client_extensions(self.topology)
+        client = Client(
+            me, self.topology, FunctionSender(say), waiter, incarnation=process.incarnation, extensions=extensions
         )
-        servers = dict.fromkeys((*door.channel.servers, door.channel.first_server))
+        servers = dict.fromkeys((*client.channel.servers, client.channel.first_server))
 
-        lines = ReplicaConnections(servers, door, MortalClientHost(self, life), life.incarnation)
+        lines = ReplicaConnections(servers, client, MortalClientHost(self, process), process.incarnation)
         self.lifelines[me] = lines
         self.transport._residents[me] = lines
         self.unfound: dict[WorkerProcess, set[Address]] = getattr(self, "unfound", {})
-        self.unfound[life] = set(servers)
+        self.unfound[process] = set(servers)
 
         for server in servers:
             lines.begin(server)
-            self._dial(life, lines, server, self.unfound[life].discard)
-        return door
+            self._dial(process, lines, server, self.unfound[process].discard)
+        return client
 
     def _soon(self, seconds: float, do: Callable[[], None]) -> None:
         self.sim.at(self.sim.now + seconds, do)
 
     def _dial(
-        self, life: WorkerProcess, lines: ReplicaConnections, server: Address, done: Callable[[Address], None]
+        self, process: WorkerProcess, lines: ReplicaConnections, server: Address, done: Callable[[Address], None]
     ) -> None:
-        if life.dead:
+        if process.dead:
             return
         if not self.home[server].alive:
-            self._soon(0.001, lambda: self._dial(life, lines, server, done))
+            self._soon(0.001, lambda: self._dial(process, lines, server, done))
             return
-        self.transport.connect(life.me, server, "")
+        self.transport.connect(process.me, server, "")
         done(server)
 
     def fall(self, group: int, away: float) -> None:
@@ -135,9 +136,9 @@ class MortalTown(ReplicatedTown):
             return
         self.worker_deaths += 1
         for me in self.topology.workers(group):
-            life = self.worker_processes[me]
-            if not life.dead:
-                life.over = life.dead = True
+            process = self.worker_processes[me]
+            if not process.dead:
+                process.over = process.dead = True
                 self.transport.end({me})
         if away < 0:
             self.gone[group] = self.worker_processes[self.topology.workers(group)[0]].incarnation + 1
@@ -147,13 +148,13 @@ class MortalTown(ReplicatedTown):
 
     def miss(self, group: int) -> None:
         """The launcher tells the coordinator that a group has gone."""
-        if self.home[DESK].alive:  # else its successor is told
-            house = self.home[DESK].primaries[DESK]
-            house.say(house.primary.handle(DESK, GroupLeft(group, self.gone[group])))
+        if self.home[COORDINATOR_ADDRESS].alive:  # else its successor is told
+            sim_primary = self.home[COORDINATOR_ADDRESS].primaries[COORDINATOR_ADDRESS]
+            sim_primary.say(sim_primary.primary.handle(COORDINATOR_ADDRESS, GroupLeft(group, self.gone[group])))
 
     def replace(self, dead: Any) -> None:
         super().replace(dead)
-        if DESK in dead.primaries:
+        if COORDINATOR_ADDRESS in dead.primaries:
             for group in self.gone:
                 self.miss(group)
 
@@ -163,26 +164,26 @@ class MortalTown(ReplicatedTown):
             self._start(me)
 
     def _start(self, me: Address) -> None:
-        life, door = self.worker_processes[me], self.clients[me]
+        process, client = self.worker_processes[me], self.clients[me]
 
         def live() -> None:
             try:
-                self.sim.wait(lambda: life.over or not self.unfound[life])
-                if life.over:
+                self.sim.wait(lambda: process.over or not self.unfound[process])
+                if process.over:
                     return
-                if life.incarnation:
-                    door.rejoin.announce()
+                if process.incarnation:
+                    client.rejoin.announce()
                 self.script(SimWorker(self, me))
                 lines = self.lifelines[me]
                 lines.leave()
-                self.sim.wait(lambda: life.over or lines.left)
-                life.over = True
+                self.sim.wait(lambda: process.over or lines.left)
+                process.over = True
             except Killed:
                 pass
 
-        self.sim.actor(f"{me} of incarnation {life.incarnation}", live)
+        self.sim.actor(f"{me} of incarnation {process.incarnation}", live)
 
-    def run(self) -> "MortalTown":
+    def run(self) -> "CrashableCluster":
         for me in self.workers:
             self._start(me)
         for moment, group, away in self.falls:
@@ -190,26 +191,26 @@ class MortalTown(ReplicatedTown):
         self.sim.run(60)
         return self
 
-    def script(self, seat: SimWorker) -> None:
+    def script(self, worker: SimWorker) -> None:
         """Read all that there is, one step for each batch."""
-        life, workers = self.worker_processes[seat.me], self.topology.workers_per_group
-        seat.open(0.0)
-        leases = LeaseIterator(seat.client.extension(DataClient), 0, self.batches, 0)
+        process, workers = self.worker_processes[worker.me], self.topology.workers_per_group
+        worker.open(0.0)
+        leases = LeaseIterator(worker.client.extension(DataClient), 0, self.batches, 0)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
-            seat.sleep(0.0, 0.004)
-            if life.over:
+            worker.sleep(0.0, 0.004)
+            if process.over:
                 raise Killed
             gradient = [torch.zeros(p.shape) for p in self.map.parameters]
             for part in gradient:
-                part[place.number * workers + seat.me.index] = -1.0
-            seat.step(gradient, marks=(place.stream, place.seq, place.seq))
+                part[place.number * workers + worker.me.index] = -1.0
+            worker.step(gradient, marks=(place.stream, place.seq, place.seq))
             leases.passed = place.ordinal + place.last
-        seat.finish()
-        if seat.me == self.workers[0]:
-            seat.client.values.fetch_final()
-            seat.client.buffers.final()
-            self.final = seat.values()
+        worker.finish()
+        if worker.me == self.workers[0]:
+            worker.client.values.fetch_final()
+            worker.client.buffers.final()
+            self.final = worker.values()
 
     # --- what came out -------------------------------------------------------------------------------------------
 
@@ -233,15 +234,15 @@ class MortalTown(ReplicatedTown):
                     found.append(f"the copies of server {index} have other values")
             if first.decisions.undecided:
                 found.append(f"server {index} waits for votes about {first.decisions.undecided} steps")
-            house = self.home[Address(Role.SERVER, 0, index)].primaries[Address(Role.SERVER, 0, index)]
+            sim_primary = self.home[Address(Role.SERVER, 0, index)].primaries[Address(Role.SERVER, 0, index)]
             stays = [
                 str(who)
-                for who, line in house.primary.copy.channels.items()
+                for who, line in sim_primary.primary.copy.channels.items()
                 if who.role is Role.WORKER and line.unconfirmed
             ]
             if stays:
-                found.append(f"server {index} keeps words for {stays}")
-            if house.primary._held:
+                found.append(f"server {index} keeps messages for {stays}")
+            if sim_primary.primary._held:
                 found.append(f"server {index} waits for its second copy")
         return found
 

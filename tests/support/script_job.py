@@ -23,8 +23,8 @@ from topotrain.training import context, finish_job
 
 
 def loader(**more):
-    dice = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(40, 12, generator=dice), torch.randint(5, (40,), generator=dice))
+    rng = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(40, 12, generator=rng), torch.randint(5, (40,), generator=rng))
     return DataLoader(data, **{"batch_size": 8, "shuffle": True, **more})
 
 

@@ -1,8 +1,8 @@
-"""A whole job on the simulated road: the real servers, the real doors of the workers, a pretended network.
+"""A whole job on the simulated network: the real servers and the real clients of the workers.
 
-`SimCluster` builds every server and every worker's Exchange of a layout. Two kinds of workers live there: a `Seat` has
-no model and pushes the whole numbers that a test gives it (sums of them are exact), `SimCluster.worker` is the real
-thing with a model, an optimizer and a loader.
+`SimCluster` builds every server and every worker's client of a layout. There are two kinds of workers: a
+`ScriptedWorker` has no model and pushes the whole numbers that a test gives it (sums of them are exact);
+`ScriptedCluster.worker` is a real one with a model, an optimizer and a loader.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,8 +60,8 @@ def job(groups: int = 1, workers: int = 1, shards: int = 1, **more: Any) -> Job:
     return Job(**{"reduce": Reduce.kSum, "cluster": inside, **more})
 
 
-class Town(sim_cluster.SimCluster):
-    """A town with a test's scripts in it, and with real workers."""
+class ScriptedCluster(sim_cluster.SimCluster):
+    """A simulated cluster with the scripts of a test, and with real workers."""
 
     def __init__(
         self,
@@ -73,13 +73,15 @@ class Town(sim_cluster.SimCluster):
     ) -> None:
         super().__init__(job, seed, weather, schema, rate)
 
-    def seat(self, group: int, index: int = 0) -> "Seat":
-        return Seat(self, Address(Role.WORKER, group, index))
+    def scripted_worker(self, group: int, index: int = 0) -> "ScriptedWorker":
+        return ScriptedWorker(self, Address(Role.WORKER, group, index))
 
-    def play(self, script: Callable[["Seat"], None], workers: Sequence[Address] | None = None) -> "Town":
-        """Run the script on every worker, each in a seat of its own, until all ended and nothing is under way."""
+    def play(
+        self, script: Callable[["ScriptedWorker"], None], workers: Sequence[Address] | None = None
+    ) -> "ScriptedCluster":
+        """Run the script on every worker, each as a `ScriptedWorker`, until all ended and nothing is under way."""
         for me in self.workers if workers is None else workers:
-            self.sim.actor(str(me), lambda me=me: script(Seat(self, me)))
+            self.sim.actor(str(me), lambda me=me: script(ScriptedWorker(self, me)))
         self.sim.run()
         return self
 
@@ -136,14 +138,14 @@ class Town(sim_cluster.SimCluster):
         return ShardedLoader(loader, plan, worker.client.extension(DataClient), worker, replay)
 
 
-class Seat(sim_cluster.SimWorker):
-    """A seat with dice of its own."""
+class ScriptedWorker(sim_cluster.SimWorker):
+    """A simulated worker with random gradients."""
 
     def numbers(self, low: int = -100, high: int = 100, scale: float = 1.0) -> list[torch.Tensor]:
         """Whole numbers times a scale, others at every step of every worker."""
-        dice = torch.Generator().manual_seed(hash((self.cluster.sim.seed, *self.me, self.steps)) & 0x7FFF_FFFF)
+        rng = torch.Generator().manual_seed(hash((self.cluster.sim.seed, *self.me, self.steps)) & 0x7FFF_FFFF)
         return [
-            torch.randint(low, high, p.shape, generator=dice).to(getattr(torch, p.dtype)) * scale
+            torch.randint(low, high, p.shape, generator=rng).to(getattr(torch, p.dtype)) * scale
             for p in self.cluster.map.parameters
         ]
 
@@ -157,15 +159,15 @@ def same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(a.double(), b.double()) for a, b in zip(found, wanted, strict=True))
 
 
-def trace(town: Town, *kinds: type[Message]) -> list[tuple[float, Address, Address, Message]]:
+def trace(cluster: ScriptedCluster, *kinds: type[Message]) -> list[tuple[float, Address, Address, Message]]:
     """What arrives from here on, of these kinds: (time, sender, receiver, message)."""
     seen: list[tuple[float, Address, Address, Message]] = []
 
     def observe(sender: Address, to: Address, message: Message) -> None:
         if not kinds or isinstance(message, kinds):
-            seen.append((town.sim.now, sender, to, message))
+            seen.append((cluster.sim.now, sender, to, message))
 
-    town.transport.observers.append(observe)
+    cluster.transport.observers.append(observe)
     return seen
 
 
@@ -196,7 +198,7 @@ class Book:
             self.leads.append(self.count(to.group) - min(running))
 
 
-def books(town: Town, group: int = 0) -> list[Book]:
+def books(cluster: ScriptedCluster, group: int = 0) -> list[Book]:
     """Have every shard of a server group watched from here on."""
 
     def watch(server: Server) -> Book:
@@ -213,4 +215,4 @@ def books(town: Town, group: int = 0) -> list[Book]:
         server.steps.carry_out, server.queue.send = noted, sent  # type: ignore[method-assign]
         return book
 
-    return [watch(town.sim_servers[me].server) for me in town.topology.servers(group)]
+    return [watch(cluster.sim_servers[me].server) for me in cluster.topology.servers(group)]

@@ -22,8 +22,8 @@ ME = Address(Role.WORKER, 0, 1)
 SERVERS = (Address(Role.SERVER, 0, 0), Address(Role.SERVER, 0, 1))
 
 
-class Turn:
-    """A waiter for one thread: when somebody would wait, it is the test's turn to answer."""
+class ScriptedWaiter:
+    """A waiter for one thread: instead of waiting, it gives the next answer of the test."""
 
     def __init__(self):
         self.answers = []
@@ -33,24 +33,24 @@ class Turn:
 
     def wait(self, ready):
         while not ready():
-            assert self.answers, "nobody will ever answer"
+            assert self.answers, "there is no answer left"
             self.answers.pop(0)()
 
 
-class Door:
-    """An exchange of worker 0/1 of two, with two servers, and all it sends."""
+class ClientHarness:
+    """The client of worker 0/1 of two, with two servers, and all that it sends."""
 
     def __init__(self, **fields):
         job = job_of("sandblaster", **{"nworkers_per_group": 2, **fields})
         topology = layout(job.cluster)
         model, optimizer = building(lambda: nn.Sequential(nn.Linear(30, 5), nn.BatchNorm1d(5)), adam)()
         parts = describe_model(model)
-        self.cluster, self.turn, self.sent = job.cluster, Turn(), []
+        self.cluster, self.waiter, self.sent = job.cluster, ScriptedWaiter(), []
         self.schema, self.map = plan_of(topology, parts, describe(optimizer, parts.tensors))
         self.flats = FlatBuffers(self.map, None, PrivateMemory())
         extensions = client_extensions(topology)
         send = lambda to, message: self.sent.append((to, message))  # noqa: E731
-        self.exchange = Client(ME, topology, FunctionSender(send), self.turn, extensions=extensions)
+        self.exchange = Client(ME, topology, FunctionSender(send), self.waiter, extensions=extensions)
         self.exchange.open(self.schema, self.map, self.flats)
         self.schema_parts = self.take()
 
@@ -59,9 +59,9 @@ class Door:
         assert all(isinstance(message, kind) for _, message in sent)
         return sent
 
-    def hears(self, number, *messages):
+    def answer_next(self, number, *messages):
         """At the next wait, a server answers."""
-        self.turn.answers.append(lambda: [self.exchange.handle(SERVERS[number], message) for message in messages])
+        self.waiter.answers.append(lambda: [self.exchange.handle(SERVERS[number], message) for message in messages])
 
     def values(self, number, round_, fill=1.0):
         return [m.Values(round_, b.id, 0, body=torch.full((b.hi - b.lo,), fill)) for b in self.map.buckets_of(number)]

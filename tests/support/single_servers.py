@@ -32,10 +32,8 @@ def model_of(size=150):
     return model
 
 
-class Hall:
-    """The servers of a job. What they say to each other arrives at once, or waits in `held` if `holding` says
-    so.
-    """
+class ServerHarness:
+    """The servers of a job. Messages between them arrive at once, or wait in `held` if their type is in `holding`."""
 
     def __init__(self, optimizer=None, size=150, holding=(), join=True, **fields):
         cluster = {k: fields.pop(k) for k in list(fields) if k in Cluster.__dataclass_fields__}
@@ -154,10 +152,10 @@ class Hall:
 
 
 def started(**fields):
-    hall = Hall(**fields)
-    hall.give_values()
-    for who in hall.workers:
-        hall.fetch(who)
-    for who in hall.workers:
-        hall.values(who)
-    return hall
+    harness = ServerHarness(**fields)
+    harness.give_values()
+    for who in harness.workers:
+        harness.fetch(who)
+    for who in harness.workers:
+        harness.values(who)
+    return harness

@@ -1,7 +1,7 @@
 """Snapshots in memory: what all shards of a simulated job have frozen."""
 
 import torch
-from simulation import Town
+from simulation import ScriptedCluster
 
 from topotrain.config.topology import Address, Role
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
@@ -26,16 +26,16 @@ class Host:
 
 
 class Archive:
-    """The host of all servers of a town: keeps what it is to write, and answers at once."""
+    """The host of all servers of a cluster: keeps what it is to write, and answers at once."""
 
-    def __init__(self, town: Town, fails: int = -1) -> None:
-        self.cluster, self.fails = town, fails
+    def __init__(self, cluster: ScriptedCluster, fails: int = -1) -> None:
+        self.cluster, self.fails = cluster, fails
         self.parts: dict[int, dict[int, WriteSnapshot]] = {}
         self.values: dict[int, dict[str, torch.Tensor]] = {}
         self.published: list[PublishSnapshot] = []
         self.dropped: list[DropSnapshot] = []
-        for me, house in town.sim_servers.items():
-            snapshots_of(house.server).attach_host(Host(self, me))
+        for me, sim_server in cluster.sim_servers.items():
+            snapshots_of(sim_server.server).attach_host(Host(self, me))
 
     def ask(self) -> None:
         me = Address(Role.SERVER, 0, 0)

@@ -79,8 +79,8 @@ class Vault:
             if parameter.name == "idle":
                 yield key, None
                 continue
-            dice = torch.Generator().manual_seed(1000 * self.step + segment.parameter)
-            whole = torch.randn(parameter.count, generator=dice).to(getattr(torch, parameter.dtype))
+            rng = torch.Generator().manual_seed(1000 * self.step + segment.parameter)
+            whole = torch.randn(parameter.count, generator=rng).to(getattr(torch, parameter.dtype))
             start = 0 if unit.whole else segment.start + places[0].piece.lo - segment.lo
             part = whole[start : start + places[-1].hi]
             yield key, part.as_strided(parameter.shape, parameter.stride) if unit.whole else part

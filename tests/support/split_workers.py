@@ -1,4 +1,4 @@
-"""N workers of one group as threads of this process, the roads between them a dictionary; and graphs cut by hand."""
+"""N workers of one group as threads of this process, which send through mailboxes; and graphs cut by hand."""
 
 import copy
 import threading
@@ -46,8 +46,8 @@ def feature(dim: int) -> ValueLocation:
     return ValueLocation(LocationKind.FEATURE, dim=dim)
 
 
-class Roads:
-    """What has come to whom. A worker that leaves with an error takes the others along, as a job does."""
+class GroupMailboxes:
+    """The tensors that have arrived at each worker. A worker that leaves with an error ends the others, as in a job."""
 
     def __init__(self, size: int) -> None:
         self.stores, self.changed, self.lost = [ArrivedTensors() for _ in range(size)], threading.Condition(), False
@@ -59,35 +59,35 @@ class Roads:
             self.changed.notify_all()
 
 
-class Town:
-    """A passage."""
+class MailboxChannel:
+    """The channel of one worker, which puts tensors into the mailboxes of the others."""
 
-    def __init__(self, roads: Roads, me: int) -> None:
-        self.roads, self.me, self.size = roads, me, len(roads.stores)
+    def __init__(self, mailboxes: GroupMailboxes, me: int) -> None:
+        self.mailboxes, self.me, self.size = mailboxes, me, len(mailboxes.stores)
 
     def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool = False) -> None:
-        with self.roads.changed:
-            self.roads.stores[to].put(self.me, key, tensor.detach().clone(), grad)
-            self.roads.sent.append((self.me, to, key, tensor.numel()))
-            self.roads.changed.notify_all()
+        with self.mailboxes.changed:
+            self.mailboxes.stores[to].put(self.me, key, tensor.detach().clone(), grad)
+            self.mailboxes.sent.append((self.me, to, key, tensor.numel()))
+            self.mailboxes.changed.notify_all()
 
     def arrived(self, source: int, key: TensorKey) -> bool:
-        with self.roads.changed:
-            return self.roads.stores[self.me].has(source, key)
+        with self.mailboxes.changed:
+            return self.mailboxes.stores[self.me].has(source, key)
 
     def receive(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         self.wait_any([(source, key)])
-        with self.roads.changed:
-            return self.roads.stores[self.me].pop(source, key)
+        with self.mailboxes.changed:
+            return self.mailboxes.stores[self.me].pop(source, key)
 
     def wait_any(self, wanted: Collection[tuple[int, TensorKey]]) -> None:
         assert wanted
-        mine = self.roads.stores[self.me]
-        with self.roads.changed:
-            came = self.roads.changed.wait_for(
-                lambda: self.roads.lost or any(mine.has(*one) for one in wanted), timeout=30
+        mine = self.mailboxes.stores[self.me]
+        with self.mailboxes.changed:
+            came = self.mailboxes.changed.wait_for(
+                lambda: self.mailboxes.lost or any(mine.has(*one) for one in wanted), timeout=30
             )
-            if self.roads.lost:
+            if self.mailboxes.lost:
                 raise PeerLost("another worker is gone")
             assert came, f"worker {self.me} waits for ever for {wanted}"
 
@@ -95,8 +95,8 @@ class Town:
 class WeightedSync(WorkerSync):
     """The weight of a worker comes from a function."""
 
-    def __init__(self, town: Town, weight: Callable[[], float]) -> None:
-        super().__init__(town)  # type: ignore[arg-type]
+    def __init__(self, channel: MailboxChannel, weight: Callable[[], float]) -> None:
+        super().__init__(channel)  # type: ignore[arg-type]
         self._weight = weight
 
     def weight(self) -> float:
@@ -104,23 +104,23 @@ class WeightedSync(WorkerSync):
 
 
 def make_runner(
-    program: Program, model: nn.Module, town: Town, weight: Callable[[], float], *args: Any, **kwargs: Any
+    program: Program, model: nn.Module, channel: MailboxChannel, weight: Callable[[], float], *args: Any, **kwargs: Any
 ) -> Runner:
-    return Runner(program, model, town, *args, sync=WeightedSync(town, weight), **kwargs)  # type: ignore[arg-type]
+    return Runner(program, model, channel, *args, sync=WeightedSync(channel, weight), **kwargs)  # type: ignore[arg-type]
 
 
-def together(size: int, work: Callable[[Town], Any], roads: Roads | None = None) -> list[Any]:
+def together(size: int, work: Callable[[MailboxChannel], Any], mailboxes: GroupMailboxes | None = None) -> list[Any]:
     """What each worker's `work` returns; raises the first error that is not a consequence of another's."""
-    roads = roads or Roads(size)
+    mailboxes = mailboxes or GroupMailboxes(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def live(me: int) -> None:
         try:
-            results[me] = work(Town(roads, me))
+            results[me] = work(MailboxChannel(mailboxes, me))
         except BaseException as error:
             errors.append(error)
-            roads.lose()
+            mailboxes.lose()
 
     threads = [threading.Thread(target=live, args=(me,), daemon=True) for me in range(size)]
     for thread in threads:
@@ -237,7 +237,7 @@ class Group:
         samples: Sequence[int] = (),
         **kwargs: Any,
     ) -> None:
-        self.size, self.lr, self.shares, self.roads = len(shares), lr, shares, Roads(len(shares))
+        self.size, self.lr, self.shares, self.mailboxes = len(shares), lr, shares, GroupMailboxes(len(shares))
         samples = samples or [len(share[0]) for share in shares]
         self.weights = [float(count) for count in samples]
         self.models, self.runners, self.parts, self.divisions = [], [], [], []
@@ -254,19 +254,19 @@ class Group:
             chances = torch.Generator().manual_seed(7)
             weight = partial(self.weights.__getitem__, me)
             self.runners.append(
-                make_runner(self.program, mine, Town(self.roads, me), weight, generator=chances, **kwargs)
+                make_runner(self.program, mine, MailboxChannel(self.mailboxes, me), weight, generator=chances, **kwargs)
             )
 
     def step(self, loss: Callable[..., torch.Tensor]) -> float:
         """The group's loss; afterwards all parameters have moved as servers move them."""
 
-        def work(town: Town) -> float:
-            value = loss(self.runners[town.me](*self.shares[town.me]), *self.shares[town.me])
+        def work(channel: MailboxChannel) -> float:
+            value = loss(self.runners[channel.me](*self.shares[channel.me]), *self.shares[channel.me])
             value.backward()
             return value.item()
 
-        told = together(self.size, work, self.roads)
-        assert not any(len(store) for store in self.roads.stores)  # all that was sent has been taken
+        told = together(self.size, work, self.mailboxes)
+        assert not any(len(store) for store in self.mailboxes.stores)  # all that was sent has been taken
         counts = [runner.counts for runner in self.runners]
         with torch.no_grad():
             for entry in zip(*self.parts, strict=True):

@@ -72,7 +72,7 @@ def test_an_error_is_shown_and_has_its_code(warm_at: str, folder: Path, environ:
     assert forked.returncode == 1
 
 
-def test_it_ends_with_who_asked(warm_at: str, folder: Path) -> None:
+def test_it_ends_with_its_caller(warm_at: str, folder: Path) -> None:
     code = "import time; print('up', flush=True); time.sleep(1000)"
     with subprocess.Popen([*client(warm_at), "-c", code], cwd=folder, stdout=subprocess.PIPE, text=True) as asking:
         assert asking.stdout is not None

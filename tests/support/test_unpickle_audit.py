@@ -77,17 +77,17 @@ def test_a_door_in_this_process_is_watched_too(monkeypatch: pytest.MonkeyPatch) 
     raw = pickle.dumps(Fraction(1, 3))
     pickle.loads(raw)  # the test's own business
     me, server = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
-    door = Client(me, layout(Cluster()), FunctionSender(lambda *_: None), Waiter())
-    check, here = type(door._validator).check, threading.current_thread()
+    client = Client(me, layout(Cluster()), FunctionSender(lambda *_: None), Waiter())
+    check, here = type(client._validator).check, threading.current_thread()
 
     def check_or_unpickle(*given: Any) -> None:
         # Threads of servers that other tests have left behind check messages, too.
         pickle.loads(raw) if threading.current_thread() is here else check(*given)
 
-    monkeypatch.setattr(type(door._validator), "check", check_or_unpickle)
+    monkeypatch.setattr(type(client._validator), "check", check_or_unpickle)
     with pytest.raises(
         AssertionError, match=f"audit: unpickled fractions.Fraction in handle on {re.escape(here.name)}"
     ):
-        door.handle(server, Applied(0, 0, 0, False, 0.0))
+        client.handle(server, Applied(0, 0, 0, False, 0.0))
     assert unpickle_audit.FOUND
     unpickle_audit.FOUND.clear()

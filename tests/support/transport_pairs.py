@@ -1,4 +1,4 @@
-"""Residents and roads for the tests of the wire: a resident that writes down all it hears, and pairs of them."""
+"""Endpoints and transports for the tests of transports: an endpoint that records all messages, and pairs of them."""
 
 import threading
 from collections.abc import Callable
@@ -69,8 +69,8 @@ class Recorder:
 
 
 @dataclass
-class Town:
-    """Roads of one kind, as several processes would have them; close() ends them all."""
+class TransportGroup:
+    """Transports of one kind, as several processes would have them; close() ends them all."""
 
     kind: str
     directory: str = ""
@@ -91,7 +91,7 @@ class Town:
         return wire
 
     def tensor(self, wire: Transport, numel: int) -> torch.Tensor:
-        """Zeros that this road can show to a peer without a copy, if it can do that at all."""
+        """Zeros that this transport can show to a peer without a copy, if it can do that at all."""
         if isinstance(wire, SharedMemoryTransport):
             return wire.memory.allocate(numel, torch.float32)
         return torch.zeros(numel)
@@ -114,14 +114,14 @@ class Town:
 
 @dataclass
 class Pair:
-    """A worker that is connected to a server, each with a road of its own (in-process: one for both)."""
+    """A worker that is connected to a server, each with a transport of its own (in-process: one for both)."""
 
-    town: Town
+    transports: TransportGroup
     worker: Recorder = field(default_factory=Recorder)
     server: Recorder = field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
-        self.worker_wire, self.server_wire = self.town.wire(), self.town.wire()
+        self.worker_wire, self.server_wire = self.transports.wire(), self.transports.wire()
         self.url = self.server_wire.attach(SERVER, self.server)
         self.worker_wire.attach(WORKER, self.worker)
         self.worker_wire.connect(WORKER, SERVER, self.url)

@@ -74,4 +74,4 @@ def _fails_a_test(event: str, args: tuple[Any, ...]) -> None:
 
 
 FOUND: list[str] = []
-"""What has happened in this process; a thread of a road may have swallowed the error."""
+"""What has happened in this process; a thread of a transport may have swallowed the error."""

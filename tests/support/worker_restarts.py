@@ -1,7 +1,7 @@
 """A job whose workers' processes end and begin again, in one process: real loaders, feeds, lease book and deposits.
 
-What is pretended is the training: a step is a number from the script's dice, and is applied once all workers of a
-group have taken it. Each worker has dice of its own, as a process has.
+What is pretended is the training: a step is a random number of the script, and is applied once all workers of a
+group have taken it. Each worker has a generator of its own, as a process has.
 """
 
 import random
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy
 import torch
-from divided_loaders import Office, Seat, flat
+from divided_loaders import LeaseServer, LoaderClient, flat
 from torch.utils.data import DataLoader
 
 from topotrain.config.job import Job as Conf
@@ -76,7 +76,7 @@ class Step:
     who: Address
     epoch: int
     samples: list[int]
-    dice: tuple[float, ...]
+    rng: tuple[float, ...]
     rates: tuple[float, ...]
     marks: tuple[int, int] = (0, 0)
 
@@ -93,35 +93,35 @@ class Script:
     kept: Callable[[], dict[str, Any]] = dict
 
 
-class Door(Seat):
-    """A worker's exchange, as far as data and deposits need it."""
+class RestartableClient(LoaderClient):
+    """A worker's client, as far as data and deposits need it."""
 
     spans, leaves = SILENT, False
 
-    def __init__(self, life: "Life", who: Address) -> None:
-        super().__init__(life.office, who)
-        self.life = life
+    def __init__(self, run: "JobRun", who: Address) -> None:
+        super().__init__(run.lease_server, who)
+        self.run = run
         self.dead = False
         self.channel = self.values = self
 
     def settle(self) -> None:
         """Nothing is committed lazily."""
 
-    def extension(self, kind: type) -> "Door":
+    def extension(self, kind: type) -> "RestartableClient":
         return self
 
     def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
-        self.office.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait))
-        self.life.waiting.add(self.who.group)
-        while self.office.mail[self.who].empty() and any(
-            self.life.step(group) for group in range(self.life.shape.groups) if group not in self.life.waiting
+        self.lease_server.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait))
+        self.run.waiting.add(self.who.group)
+        while self.lease_server.replies[self.who].empty() and any(
+            self.run.step(group) for group in range(self.run.shape.groups) if group not in self.run.waiting
         ):
             pass
-        self.life.waiting.discard(self.who.group)
-        reply = self.office.mail[self.who].get(timeout=1)
+        self.run.waiting.discard(self.who.group)
+        reply = self.lease_server.replies[self.who].get(timeout=1)
         assert isinstance(reply, Lease), reply
         if reply.first < reply.last:
-            self.life.leases[(epoch << 32) | reply.lease] = reply.first
+            self.run.leases[(epoch << 32) | reply.lease] = reply.first
         return reply.lease, reply.first, reply.last
 
     def free(self, epoch: int, ordinal: int, first: int) -> None:
@@ -129,63 +129,63 @@ class Door(Seat):
             super().free(epoch, ordinal, first)
 
     def applied(self, stream: int) -> int:
-        return self.life.taken.get(self.who.group, 0) if stream < 0 else super().applied(stream)
+        return self.run.taken.get(self.who.group, 0) if stream < 0 else super().applied(stream)
 
     def save(self, number: int, data: torch.Tensor) -> None:
         for part in cut(self.who, number, data):
-            body = self.life.deposits.place(self.who, part, False).copy_(part.body)
-            assert self.life.deposits.handle(self.who, replace(part, body=body)) == []
+            body = self.run.deposits.place(self.who, part, False).copy_(part.body)
+            assert self.run.deposits.handle(self.who, replace(part, body=body)) == []
 
     def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        kept = self.life.deposits._states.get(self.who)
+        kept = self.run.deposits._states.get(self.who)
         return (None, None) if kept is None else (kept.kept.get(EPOCH), kept.kept.get(SINCE))
 
 
-class Life:
-    """One life of a job's servers; the processes of its groups may be several."""
+class JobRun:
+    """One run of a job's servers, in which the processes of its groups may start again."""
 
     def __init__(self, shape: Shape, script: Script, past: Past | None = None) -> None:
         self.shape, self.script, self.past = shape, script, past
-        self.office = Office(shape.groups, shape.workers)
+        self.lease_server = LeaseServer(shape.groups, shape.workers)
         self.deposits = WorkerStateStore()
         self.taken: dict[int, int] = {}
         self.incarnation = dict.fromkeys(range(shape.groups), 0)
         self.seen: list[Step] = []
         self.runs: dict[Address, Iterator[Step]] = {}
-        self.dice: dict[Address, RngState] = {}
+        self.rng: dict[Address, RngState] = {}
         self.worlds: dict[Address, Any] = {}
         self.notices: list[str] = []
         self.leases: dict[int, int] = {}
         self.waiting: set[int] = set()
-        self.doors: dict[Address, Door] = {}
+        self.clients: dict[Address, RestartableClient] = {}
         for group in range(shape.groups):
             self.start(group)
 
     def group(self, number: int) -> list[Address]:
-        return [who for who in self.office.workers if who.group == number]
+        return [who for who in self.lease_server.workers if who.group == number]
 
     def start(self, group: int) -> None:
         for who in self.group(group):
-            self.dice[who] = RngState(3)
+            self.rng[who] = RngState(3)
             self.runs[who] = self._process(who)
 
     def restart(self, group: int) -> None:
         """The processes of a group die, and new ones come."""
         for who in self.group(group):
-            if who in self.doors:
-                self.doors[who].dead = True
+            if who in self.clients:
+                self.clients[who].dead = True
             del self.runs[who]
             self.worlds.pop(who, None)
-            self.office.mail[who] = type(self.office.mail[who])()
-        self.office.post(self.office.book.group_restarted(group, self.office.applied, False))
+            self.lease_server.replies[who] = type(self.lease_server.replies[who])()
+        self.lease_server.post(self.lease_server.book.group_restarted(group, self.lease_server.applied, False))
         self.incarnation[group] += 1
         self.start(group)
 
     # --- one process ---------------------------------------------------------------------------------------------
 
     def _process(self, who: Address) -> Iterator[Step]:
-        door, script, shape = Door(self, who), self.script, self.shape
-        self.doors[who] = door
+        client, script, shape = RestartableClient(self, who), self.script, self.shape
+        self.clients[who] = client
         cluster = SimpleNamespace(backup=shape.backup, n_push=1)
         conf = SimpleNamespace(on_failure=Conf(on_failure="kContinue").on_failure, cluster=cluster)
         place = SimpleNamespace(
@@ -202,7 +202,7 @@ class Life:
         worker: Any = SimpleNamespace(
             leaves=False,
             me=who,
-            client=door,
+            client=client,
             device=torch.device("cpu"),
             tally=WorkerStats(),
             snapshot=0,
@@ -222,7 +222,7 @@ class Life:
         main = (who.group, who.index) == (0, 0)
         named = (who.group, shape.groups, who.index, shape.workers)
         plan = DataPlan(*named, (), shape.mode, shape.per_worker, 5, 1, main)  # type: ignore[arg-type]
-        loader = here.loader = ShardedLoader(script.make(), plan, door, door)
+        loader = here.loader = ShardedLoader(script.make(), plan, client, client)
         continuing = ScriptResume(here, worker, optimizer)
         loader.resume_with(continuing)
         self.worlds[who] = SimpleNamespace(
@@ -233,10 +233,10 @@ class Life:
         for epoch in numbers:
             assert script.plain_range or epoch == left.pop(0)
             for batch in loader:
-                stream, seq, weight_, _ = door.drawn_[-1]
-                dice = (float(torch.rand(1)), random.random(), float(numpy.random.rand()))
+                stream, seq, weight_, _ = client.drawn_[-1]
+                rng = (float(torch.rand(1)), random.random(), float(numpy.random.rand()))
                 rates = (optimizer.param_groups[0]["lr"], float(buffer[0]))
-                yield Step(who, epoch, flat(batch) if weight_ else [], dice, rates, (stream, seq))
+                yield Step(who, epoch, flat(batch) if weight_ else [], rng, rates, (stream, seq))
                 buffer += 1
                 worker.tally.steps += 1
                 for thing in here.kept.values():
@@ -247,7 +247,7 @@ class Life:
             if scheduler is not None and script.per == "epoch":
                 scheduler.step()
         continuing.finish()
-        self.office.end(who)
+        self.lease_server.end(who)
 
     # --- all of them ---------------------------------------------------------------------------------------------
 
@@ -259,8 +259,8 @@ class Life:
         assert all(step is not None and step.marks == steps[0].marks for step in steps), steps
         if commits:
             (stream, seq) = steps[0].marks
-            assert seq == self.office.applied.get(stream, 0)
-            self.office.applied[stream] = seq + 1
+            assert seq == self.lease_server.applied.get(stream, 0)
+            self.lease_server.applied[stream] = seq + 1
             self.taken[group] = self.taken.get(group, 0) + 1
             self.seen += steps
             for who in self.group(group):
@@ -268,7 +268,7 @@ class Life:
         return True
 
     def _advance(self, who: Address) -> Step | None:
-        with self.dice[who]:
+        with self.rng[who]:
             return next(self.runs[who], None)
 
     def run(self, steps: int | None = None, group: int | None = None) -> int:
@@ -292,7 +292,7 @@ class Life:
         """As a manifest has them."""
         found: dict[int, list[tuple[int, int]]] = {}
         unit = self.shape.unit
-        for stream, done in self.office.applied.items():
+        for stream, done in self.lease_server.applied.items():
             epoch, low = stream >> 32, stream & 0xFFFF_FFFF
             if low & STATIC:
                 units = [(low & ~STATIC) + s * self.shape.groups for s in range(done)]

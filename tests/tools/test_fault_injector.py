@@ -1,4 +1,4 @@
-"""Torment by dice: the same seed gives the same blows, they hit living processes of the job, and nobody else."""
+"""Random faults: the same seed gives the same faults, which hit living processes of the job and no other."""
 
 import itertools
 import os
@@ -25,7 +25,7 @@ def sleepers() -> Iterator[list["subprocess.Popen[bytes]"]]:
         child.wait()
 
 
-def test_the_dice_of_a_seed():
+def test_the_faults_of_a_seed():
     first, again, other = (list(itertools.islice(steps(FaultPlan(2.0, 60.0, seed, 0.5)), 40)) for seed in (7, 7, 8))
     assert first == again != other
     assert all(1.0 <= step.wait_s <= 3.0 and 0 <= step.pick < 1 for step in first)
@@ -44,7 +44,7 @@ def test_all_are_killed_once_the_job_has_begun(sleepers):
     assert all("killed" in str(blow) for blow in tormentor.injected)
 
 
-def test_only_workers_and_servers_and_only_whom_it_is_told(sleepers):
+def test_only_workers_and_servers_and_only_those_it_is_told(sleepers):
     with FaultInjector(FaultPlan(0.01, 1000.0, 1, role="server")) as tormentor:
         tormentor(Started("unit 0", sleepers[0].pid))
         tormentor(Started("worker 0/0", sleepers[1].pid))
@@ -55,7 +55,7 @@ def test_only_workers_and_servers_and_only_whom_it_is_told(sleepers):
     assert [child.poll() for child in sleepers[:2]] == [None, None]
 
 
-def test_who_has_exited_is_left_alone_and_who_comes_again_is_not(sleepers):
+def test_a_process_that_has_exited_is_left_alone_and_one_that_comes_again_is_not(sleepers):
     with FaultInjector(FaultPlan(0.01, 1000.0, 1)) as tormentor:
         tormentor(Started("worker 0/0", sleepers[0].pid))
         tormentor(Exited("worker 0/0", sleepers[0].pid, 0))
@@ -100,7 +100,7 @@ def test_each_blow_waits_for_the_one_before_and_two_may_fall_at_once_until_there
     assert sum(child.poll() is None for child in sleepers) == 1
 
 
-def test_what_those_hold_who_live_on_is_looked_at_when_somebody_is_back(sleepers):
+def test_the_memory_of_surviving_processes_is_looked_at_when_one_is_back(sleepers):
     with FaultInjector(FaultPlan(1000.0, 1000.0, 1)) as tormentor:
         tormentor(Started("worker 0/0", sleepers[0].pid))
         for _ in range(2):

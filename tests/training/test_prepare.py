@@ -39,10 +39,10 @@ def test_in_an_ordinary_process_prepare_returns_the_very_same_objects_and_bits()
     assert found[0] is model and found[1] is optimizer and found[2] is batches
     assert (type(optimizer), [p.data_ptr() for p in model.parameters()]) == before
     losses = train(*found)
-    values, plain_losses, dice = plain()
+    values, plain_losses, rng = plain()
     assert losses == plain_losses
     assert all(torch.equal(v, values[n]) for n, v in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), dice)
+    assert torch.equal(torch.get_rng_state(), rng)
 
 
 def test_anything_may_be_the_loader_in_an_ordinary_process():
@@ -125,12 +125,12 @@ def test_local_and_weight_do_nothing_and_clip_is_torchs():
         model(torch.ones(1, 12)).sum().backward()
     tt.weight(7)
     assert model[0].weight.grad is not None
-    twin = copy.deepcopy(model)
-    for p, q in zip(model.parameters(), twin.parameters()):
+    reference = copy.deepcopy(model)
+    for p, q in zip(model.parameters(), reference.parameters()):
         q.grad = p.grad.clone()
     norm = tt.clip_grad_norm_(model.parameters(), 0.1)
-    assert torch.equal(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.1))
-    assert torch.equal(model[0].weight.grad, twin[0].weight.grad)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
+    assert torch.equal(model[0].weight.grad, reference[0].weight.grad)
     with pytest.raises(ValueError, match="weight = -1: must be >= 0"):
         tt.weight(-1)
 

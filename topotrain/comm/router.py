@@ -24,7 +24,7 @@ from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.comm.transport.socket_transport import PeerAdmission
 from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.comm.transport.unix_transport import SharedMemoryTransport
-from topotrain.config.job import Job, Road
+from topotrain.config.job import Job, TransportChoice
 from topotrain.config.topology import Address, Topology, layout
 from topotrain.core.protocol import Message
 
@@ -81,7 +81,7 @@ class RouterConfig:
     @property
     def shared(self) -> bool:
         """Whether the transports can share memory."""
-        return self.job.cluster.road is not Road.kTcp
+        return self.job.cluster.transport is not TransportChoice.kTcp
 
     @staticmethod
     def of(
@@ -102,16 +102,16 @@ class Router:
     """
 
     def __init__(self, place: RouterConfig, shared: ProcessMemory, pump: InlineReader | None = None) -> None:
-        road = place.job.cluster.road
+        choice = place.job.cluster.transport
         self._local = InProcessTransport(manual=pump is not None)
         self._pump = pump
         self._tcp: TcpTransport | None = None
         self._transports: dict[str, Transport] = {"local": self._local}
-        if road is not Road.kTcp:
+        if choice is not TransportChoice.kTcp:
             self._transports["unix"] = self._unix = SharedMemoryTransport(
                 place.identity, str(place.sockets), shared, pump=pump
             )
-        if road is not Road.kShm and pump is None:
+        if choice is not TransportChoice.kShm and pump is None:
             cluster = place.job.cluster
             network = _network(place)
             make = TcpTransport if network is None else partial(EmulatedTcpTransport, network)
@@ -124,7 +124,7 @@ class Router:
                 lease_s=cluster.lease_s,
             )
         # In the order of preference.
-        self._order = ("unix", "tcp") if road is not Road.kTcp else ("tcp",)
+        self._order = ("unix", "tcp") if choice is not TransportChoice.kTcp else ("tcp",)
         self._store, self._timeouts = place.store, place.timeouts
         self._published = MaintainedValues(place.store)
         self._topology = place.topology
@@ -327,8 +327,8 @@ def _network(place: RouterConfig) -> EmulatedNetwork | None:
 class _Port:
     """An endpoint as one transport sees it."""
 
-    def __init__(self, roads: Router, name: str, me: Address, endpoint: Endpoint) -> None:
-        self._router, self._name, self._me, self._endpoint = roads, name, me, endpoint
+    def __init__(self, router: Router, name: str, me: Address, endpoint: Endpoint) -> None:
+        self._router, self._name, self._me, self._endpoint = router, name, me, endpoint
         self._known: set[Address] = set()
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:

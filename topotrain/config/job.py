@@ -100,7 +100,7 @@ class Agreement(str, Enum):
     kRingAverage = "kRingAverage"
 
 
-class Road(str, Enum):
+class TransportChoice(str, Enum):
     kAuto = "kAuto"
     kShm = "kShm"
     kTcp = "kTcp"
@@ -229,8 +229,8 @@ COMBINATIONS = (
         "needs a server group: with nserver_groups = 0 no group waits for another",
     ),
     Combination(
-        "cluster.road",
-        lambda c: c.road is Road.kShm and c.link is not None and not _one_unit(c),
+        "cluster.transport",
+        lambda c: c.transport is TransportChoice.kShm and c.link is not None and not _one_unit(c),
         "must be kAuto or kTcp with a link: each unit is then a host of its own, and units share no memory",
     ),
     Combination("updater.clip_low", lambda u: u.clip_low > u.clip_high, "must not be above clip_high"),
@@ -431,7 +431,7 @@ class Cluster(Checked):
     n_push: Count = 1
     n_fetch: Count = 1
     agreement: Agreement = Agreement.kMaster
-    road: Road = Road.kAuto
+    transport: TransportChoice = TransportChoice.kAuto
     engine: Engine = Engine.kAuto
     algorithm: Algorithm = Algorithm.kAuto
     compression: Compression = Compression.kNone
@@ -540,9 +540,17 @@ _NO_RESULT = frozenset(
 _NEWER = frozenset(["partition", "placement", "microbatches", "schedule", "nonfinite", "cluster.backup", "correction"])
 
 
+# Fields that have another name in the digest: the one that they had when the digests of jobs were first recorded.
+_FORMER_NAMES = {"cluster.transport": "road"}
+
+
+def _path(block: Any, of: "Field[Any]") -> str:
+    return f"{block.PATH}.{of.name}" if block.PATH else of.name
+
+
 def _decides(block: Any, of: "Field[Any]") -> bool:
     """Whether this field of a block is in the digest."""
-    path = f"{block.PATH}.{of.name}" if block.PATH else of.name
+    path = _path(block, of)
     return path not in _NO_RESULT and (path not in _NEWER or getattr(block, of.name) != of.default)
 
 
@@ -552,5 +560,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if _decides(value, f)}
+        decisive = [f for f in fields(value) if _decides(value, f)]
+        return {_FORMER_NAMES.get(_path(value, f), f.name): _plain(getattr(value, f.name)) for f in decisive}
     return value

@@ -10,7 +10,7 @@ from enum import IntEnum
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from topotrain.config.job import Algorithm, Cluster, Compression, ConfigError, Engine, Road, all_reduces
+from topotrain.config.job import Algorithm, Cluster, Compression, ConfigError, Engine, TransportChoice, all_reduces
 
 MOST = 1 << 16
 """Workers, and servers, that one job may have: a mistyped count must be an error, not a long wait."""
@@ -94,7 +94,7 @@ class Topology:
         """Whether group `g` and its servers run on one host and may share memory."""
         cluster = self.cluster
         # Compressed values, and means that workers exchange, exist only in messages.
-        if cluster.road is Road.kTcp or cluster.compression is not Compression.kNone or self.collective:
+        if cluster.transport is TransportChoice.kTcp or cluster.compression is not Compression.kNone or self.collective:
             return False
         # A late worker still reads the values that the others have finished with.
         if cluster.backup:

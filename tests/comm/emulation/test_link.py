@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from in_process_job import Cnn, adam, building, images, job_of, mlp, reference, run_hosted, usual_loop, vectors
-from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
+from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
 
 from topotrain.comm.emulation import link as emulated
 from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
@@ -47,7 +47,7 @@ LINKS = [
 ]
 
 
-class Dice:
+class FixedRandom:
     """Draws what it is told."""
 
     def __init__(self, *draws: float) -> None:
@@ -60,11 +60,9 @@ class Dice:
         return low + (high - low) * self.draws.pop(0)
 
 
-def route(
-    tmp_path: Path, link: Link, up: int = 0, down: int = 1, dice: Any = None, rate: float = RATE
-) -> EmulatedRoute:
+def route(tmp_path: Path, link: Link, up: int = 0, down: int = 1, rng: Any = None, rate: float = RATE) -> EmulatedRoute:
     meters = [LinkMeter(tmp_path / name, rate) for name in (f"{up}-up", f"{down}-down")]
-    return EmulatedRoute(link, *meters, dice or random.Random(1))
+    return EmulatedRoute(link, *meters, rng or random.Random(1))
 
 
 # ---- the meter -------------------------------------------------------------------------------------------------------
@@ -77,7 +75,7 @@ def test_a_link_carries_one_thing_after_the_other(tmp_path: Path) -> None:
     assert meter.book(6.0, 100) == pytest.approx(6.6)
 
 
-def test_time_in_which_nobody_sends_is_lost(tmp_path: Path) -> None:
+def test_time_in_which_nothing_is_sent_is_lost(tmp_path: Path) -> None:
     meter = LinkMeter(tmp_path / "m", RATE)
     meter.book(0.0, 100)
     assert meter.book(50.0, 1000) == 51.0
@@ -162,7 +160,8 @@ def test_jitter_varies_the_delay_and_never_reorders(tmp_path: Path) -> None:
 
 def test_a_lost_packet_is_sent_again_and_those_behind_it_wait(tmp_path: Path) -> None:
     link = Link(loss=0.5, delay=100.0)
-    way = route(tmp_path, link, dice=Dice(0.9, 0.1, 0.1, 0.4, 0.9, 0.9, 0.9), rate=1e6)  # 3 packets; 2, then 1 is lost
+    # Of 3 packets 2, then 1 are lost.
+    way = route(tmp_path, link, rng=FixedRandom(0.9, 0.1, 0.1, 0.4, 0.9, 0.9, 0.9), rate=1e6)
     go_on, there = way.book(0.0, 2 * PACKET + 1)
     assert go_on == pytest.approx((2 * PACKET + 1 + 3 * PACKET) / 1e6)
     assert there == pytest.approx(go_on + 0.1 + 2 * (0.2 + REPAIR_S))
@@ -170,7 +169,7 @@ def test_a_lost_packet_is_sent_again_and_those_behind_it_wait(tmp_path: Path) ->
 
 
 def test_without_loss_and_jitter_nothing_is_left_to_chance(tmp_path: Path) -> None:
-    assert send(route(tmp_path, Link(delay=1.0), dice=Dice()), 3)[1] == pytest.approx(0.301)
+    assert send(route(tmp_path, Link(delay=1.0), rng=FixedRandom()), 3)[1] == pytest.approx(0.301)
 
 
 def test_without_bandwidth_only_time_passes() -> None:
@@ -202,9 +201,9 @@ def test_a_piece_is_cut_from_the_front_of_the_buffers(size: int) -> None:
 
 @pytest.fixture
 def tcp() -> Iterator[tuple[socket.socket, socket.socket]]:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        out = socket.create_connection(door.getsockname())
-        back, _ = door.accept()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        out = socket.create_connection(listener.getsockname())
+        back, _ = listener.accept()
     out.settimeout(WAIT)
     back.settimeout(WAIT)
     yield out, back
@@ -288,7 +287,7 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_the_end(
     assert out._under_way
 
 
-def test_a_peer_that_is_gone_is_an_error_for_who_sends(tcp: Any, tmp_path: Path) -> None:
+def test_a_peer_that_is_gone_is_an_error_for_the_sender(tcp: Any, tmp_path: Path) -> None:
     out = shaped(Link(delay=0.5), tcp[0], tmp_path)
     tcp[1].close()
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
@@ -302,11 +301,11 @@ def test_one_host_has_no_link_inside(tcp: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# ---- the road --------------------------------------------------------------------------------------------------------
+# ---- the transport ---------------------------------------------------------------------------------------------------
 
 
-class LinkedTown(Town):
-    """TCP roads on hosts of their own, a worker's and a server's, with so many sockets per connection."""
+class LinkedTransports(TransportGroup):
+    """TCP transports on hosts of their own, a worker's and a server's, with so many sockets per connection."""
 
     def __init__(self, directory: Path, lanes: int) -> None:
         super().__init__("tcp")
@@ -330,8 +329,8 @@ def test_messages_go_through_the_link_in_both_directions(
         return int(really(self, piece))
 
     monkeypatch.setattr(ShapedSocket, "_post", post)
-    town = LinkedTown(tmp_path, lanes)
-    pair = Pair(town)
+    transports = LinkedTransports(tmp_path, lanes)
+    pair = Pair(transports)
     body = torch.arange(300_001, dtype=torch.float32)
     for n in range(3):
         pair.to_server(Values(round=n, bucket=body.numel(), version=0, body=body))
@@ -342,7 +341,7 @@ def test_messages_go_through_the_link_in_both_directions(
         assert torch.equal(to_server.body, body)
         assert torch.equal(to_worker.body, -body)
     assert sum(sent) > 6 * body.nbytes
-    town.close()
+    transports.close()
     assert {pair.worker.end(), pair.server.end()} <= {"closed by the peer", "closed on this side"}
 
 
@@ -362,18 +361,18 @@ def test_with_a_link_every_unit_is_a_host() -> None:
         alone.host_of(Address(Role.WORKER, 0, 4))
 
 
-@pytest.mark.parametrize("road", ["kAuto", "kTcp"])
-def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, road: str) -> None:
-    job = job_of("two by two", link=LINKS[2], road=road)
+@pytest.mark.parametrize("transport", ["kAuto", "kTcp"])
+def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, transport: str) -> None:
+    job = job_of("two by two", link=LINKS[2], transport=transport)
     (tmp_path / "store").mkdir(mode=0o700)
     sockets = Path(socket_directory())
 
-    def roads(number: int) -> Router:
+    def router_of(number: int) -> Router:
         store = open_store((tmp_path / "store").as_uri())
         who = Identity(job.name, bytes(32), number, 0, job.digest())
         return Router(RouterConfig(job, layout(job.cluster), who, store, sockets), ProcessMemory())
 
-    here, there, guest = (roads(number) for number in range(3))
+    here, there, guest = (router_of(number) for number in range(3))
     servers = [Address(Role.SERVER, 0, n) for n in range(2)]
     me = Address(Role.WORKER, 0, 1)
     for home, server in zip((here, there), servers, strict=True):
@@ -382,7 +381,7 @@ def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, 
     for server in servers:
         guest.connect(me, server, "server")
     kinds = [guest._routes[me, server].schemes[0] for server in servers]
-    assert kinds == ["unix" if road == "kAuto" else "tcp", "tcp"]
+    assert kinds == ["unix" if transport == "kAuto" else "tcp", "tcp"]
     assert type(guest._routes[me, servers[1]]._routes[me, servers[1]]._sock) is ShapedSocket
     for each in (guest, here, there):
         each.close()
@@ -446,6 +445,6 @@ def test_the_option_replaces_the_link_of_the_file() -> None:
     job = Job(cluster=Cluster(nworkers_per_group=2, link=Link(loss=0.1)))
     assert job_arguments.with_link(job, "1gbit").cluster == Cluster(nworkers_per_group=2, link=Link(bandwidth=1000.0))
     assert job_arguments.with_link(job, "") is job
-    shared = Job(cluster=Cluster(nworkers_per_group=2, road="kShm"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="road = kShm: must be kAuto or kTcp with a link"):
+    shared = Job(cluster=Cluster(nworkers_per_group=2, transport="kShm"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="transport = kShm: must be kAuto or kTcp with a link"):
         job_arguments.with_link(shared, "1gbit")

@@ -1,4 +1,4 @@
-"""The door: who may come in, and that a stranger costs next to nothing."""
+"""The handshake: which peers are accepted, and that a stranger costs next to nothing."""
 
 import shutil
 import socket
@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
+from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
 
 from topotrain.comm.security import handshake
 from topotrain.comm.security.handshake import CODES, HandshakeTimeout, NotOurProtocol, Peer, answer, dial
@@ -68,7 +68,7 @@ def meet(dialer, answerer, me=WORKER, wanted=SERVER, change=lambda raw: raw, her
     return said, heard[0], tap
 
 
-def test_each_side_learns_who_the_other_is():
+def test_each_side_learns_the_others_identity():
     said, heard, tap = meet(identity(incarnation=3), identity(incarnation=4, generation=2))
     assert said == Peer(WORKER, SERVER, incarnation=4, generation=2) or said.code == "FENCED"
     said, heard, tap = meet(identity(incarnation=3, generation=5), identity(incarnation=4, generation=5))
@@ -226,14 +226,14 @@ def test_an_identity_is_checked_and_keeps_its_secret(changes, text):
     assert "token" not in repr(identity())
 
 
-# --- the door of a real road -------------------------------------------------------------------------------------
+# --- the handshake of a real transport --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def pair():
-    town = Town("tcp")
-    yield Pair(town)
-    town.close()
+    transports = TransportGroup("tcp")
+    yield Pair(transports)
+    transports.close()
 
 
 def knock(url):
@@ -248,7 +248,7 @@ def closed_without_a_word(sock):
 
 
 def refusals(wire, code, count):
-    """Wait until the road has counted so many refusals."""
+    """Wait until the transport has counted so many refusals."""
     until = time.monotonic() + WAIT
     while wire.refusals().get(code, 0) < count:
         assert time.monotonic() < until, wire.refusals()
@@ -258,7 +258,7 @@ def refusals(wire, code, count):
 @pytest.mark.parametrize(
     "raw", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\0" * 5000]
 )
-def test_probes_of_other_protocols_get_no_answer_and_disturb_nobody(pair, raw):
+def test_probes_of_other_protocols_get_no_answer_and_disturb_no_peer(pair, raw):
     with closing(knock(pair.url)) as sock:
         sock.sendall(raw)
         assert closed_without_a_word(sock)
@@ -269,10 +269,10 @@ def test_probes_of_other_protocols_get_no_answer_and_disturb_nobody(pair, raw):
 
 def test_silent_strangers_are_few_and_do_not_block_the_door(monkeypatch):
     monkeypatch.setattr(listener, "MAX_UNPROVEN", 3)
-    town = Town("tcp")
-    pair = Pair(town)
+    transports = TransportGroup("tcp")
+    pair = Pair(transports)
     silent = [knock(pair.url) for _ in range(3)]
-    latecomer, me = town.wire(patience=0), Address(Role.WORKER, 8, 0)
+    latecomer, me = transports.wire(patience=0), Address(Role.WORKER, 8, 0)
     latecomer.attach(me, Recorder())
     deadline = time.monotonic() + WAIT
     while pair.server_wire._listener.unproven < 3:
@@ -280,7 +280,7 @@ def test_silent_strangers_are_few_and_do_not_block_the_door(monkeypatch):
     with pytest.raises(Refused) as refused:
         latecomer.connect(me, SERVER, pair.url)
     assert refused.value.code == "FULL"
-    patient, other = town.wire(), Address(Role.WORKER, 8, 1)
+    patient, other = transports.wire(), Address(Role.WORKER, 8, 1)
     patient.attach(other, Recorder())
     thread = threading.Thread(target=patient.connect, args=(other, SERVER, pair.url))
     thread.start()
@@ -291,7 +291,7 @@ def test_silent_strangers_are_few_and_do_not_block_the_door(monkeypatch):
     assert pair.server.next() == Fetch(round=4)
     for sock in silent:
         sock.close()
-    town.close()
+    transports.close()
 
 
 @pytest.mark.parametrize("proven", [False, True])
@@ -310,31 +310,31 @@ def test_a_handshake_that_is_answered_too_late_is_tried_again(monkeypatch, kind,
 
     monkeypatch.setattr(socket_transport, "answer", slow_at_first)
     monkeypatch.setattr(socket_transport, "DEADLINE", 0.1)  # of who dials
-    town = Town(kind)
-    pair = Pair(town)
+    transports = TransportGroup(kind)
+    pair = Pair(transports)
     through.set()
     refusals(pair.server_wire, "STRANGER", 1)
     assert len(attempts) > 1
     pair.to_server(Fetch(round=1))
     assert pair.server.next() == Fetch(round=1)
     assert pair.server.ends.empty() and pair.worker.ends.empty()
-    town.close()
-    shutil.rmtree(town.directory, ignore_errors=True)
+    transports.close()
+    shutil.rmtree(transports.directory, ignore_errors=True)
 
 
 def test_who_never_answers_is_given_up_when_patience_ends(monkeypatch):
     monkeypatch.setattr(socket_transport, "DEADLINE", 0.05)
-    town = Town("tcp")
-    wire = town.wire(patience=0)
+    transports = TransportGroup("tcp")
+    wire = transports.wire(patience=0)
     wire.attach(WORKER, Recorder())
     with closing(socket.create_server(("127.0.0.1", 0))) as silent, pytest.raises(HandshakeTimeout, match="too slow"):
         wire.connect(WORKER, SERVER, f"tcp://127.0.0.1:{silent.getsockname()[1]}")
-    town.close()
+    transports.close()
 
 
-def test_who_speaks_something_else_is_not_tried_again(monkeypatch):
-    town = Town("tcp")
-    wire = town.wire()
+def test_a_peer_of_another_protocol_is_not_tried_again(monkeypatch):
+    transports = TransportGroup("tcp")
+    wire = transports.wire()
     wire.attach(WORKER, Recorder())
     dialed = []
     monkeypatch.setattr(socket_transport, "dial", lambda *args: dialed.append(args) or dial(*args))
@@ -351,11 +351,11 @@ def test_who_speaks_something_else_is_not_tried_again(monkeypatch):
             wire.connect(WORKER, SERVER, f"tcp://127.0.0.1:{listener.getsockname()[1]}")
         thread.join()
     assert len(dialed) == 1
-    town.close()
+    transports.close()
 
 
-def test_a_flood_of_wrong_tokens_admits_nobody(pair):
-    stranger = pair.town.wire(token=bytes(32))
+def test_a_flood_of_wrong_tokens_admits_no_peer(pair):
+    stranger = pair.transports.wire(token=bytes(32))
     me = Address(Role.WORKER, 9, 9)
     stranger.attach(me, Recorder())
     for _ in range(50):

@@ -90,7 +90,7 @@ def test_whoever_was_faster_wins(tmp_path, monkeypatch):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_keys_differ_by_words_and_tell_nothing():
+def test_keys_differ_by_purpose_and_reveal_nothing():
     secret = bytes(32)
     keys = {job_key(secret, *words) for words in ((), ("a",), ("a", "b"), ("ab",), ("", "ab"), ("b", "a"))}
     assert len(keys) == 6 and all(len(key) == 32 for key in keys)

@@ -1,4 +1,4 @@
-"""Strangers at the door: however many come, and whatever they have heard or stolen, none is let in.
+"""Strangers: however many connect, and whatever they have overheard or stolen, none is accepted.
 
 TOPOTRAIN_FUZZ_FRAMES divided by 40 is how many come (500 if it says nothing), TOPOTRAIN_FUZZ_SEED which.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from queue import Queue
 
 import pytest
-from random_frames import SEED, Dice, share
-from transport_pairs import SERVER, TOKEN, WORKER, Recorder, Town, identity
+from random_frames import SEED, FrameGenerator, share
+from transport_pairs import SERVER, TOKEN, WORKER, Recorder, TransportGroup, identity
 
 from topotrain.comm.security import handshake
 from topotrain.comm.security.handshake import Peer, answer, dial
@@ -28,12 +28,12 @@ BINDING = b"the certificate that we have shown"
 
 
 @dataclass
-class Door:
-    """Hears whoever comes, on a thread of its own; `heard` has a peer or the reason why it was none."""
+class Acceptor:
+    """Answers connections on a thread of its own; `results` has a peer, or the reason why it is none."""
 
     binding: bytes = b""
     queue: "Queue[socket.socket | None]" = field(default_factory=Queue)
-    heard: "Queue[Peer | TransportError]" = field(default_factory=Queue)
+    results: "Queue[Peer | TransportError]" = field(default_factory=Queue)
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._hear)
@@ -45,22 +45,22 @@ class Door:
                 try:
                     peer, welcome = answer(sock, US, {SERVER}, 5, self.binding)
                     sock.sendall(welcome)
-                    self.heard.put(peer)
+                    self.results.put(peer)
                 except TransportError as error:
-                    self.heard.put(error)
+                    self.results.put(error)
                 except OSError:  # the peer does not wait for its welcome
-                    self.heard.put(peer)
+                    self.results.put(peer)
 
-    def come(self, visit: Callable[[socket.socket], object]) -> Peer | TransportError:
-        """Somebody comes, and hangs up; what the door says of it."""
+    def accept(self, connect_and_speak: Callable[[socket.socket], object]) -> Peer | TransportError:
+        """Let a peer connect and hang up; return what the acceptor made of it."""
         a, b = socket.socketpair()
         self.queue.put(b)
         with closing(a):
             with suppress(TransportError, OSError):
-                visit(a)
+                connect_and_speak(a)
             with suppress(OSError):
                 a.shutdown(socket.SHUT_RDWR)
-        return self.heard.get(timeout=20)
+        return self.results.get(timeout=20)
 
     def close(self) -> None:
         self.queue.put(None)
@@ -68,8 +68,8 @@ class Door:
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    opened = Door()
+def acceptor() -> Iterator[Acceptor]:
+    opened = Acceptor()
     yield opened
     opened.close()
 
@@ -78,14 +78,14 @@ class Tape:
     """A socket that keeps what its owner says."""
 
     def __init__(self, sock: socket.socket, change: Callable[[bytes], bytes] = lambda raw: raw) -> None:
-        self.sock, self.change, self.said = sock, change, [b""]
+        self.sock, self.change, self.sent = sock, change, [b""]
 
     def settimeout(self, seconds: float | None) -> None:
         self.sock.settimeout(seconds)
 
     def sendall(self, raw: bytes, flags: int = 0) -> None:
         raw = self.change(raw)
-        self.said.append(raw)
+        self.sent.append(raw)
         self.sock.sendall(raw)
 
     def send(self, raw: bytes, flags: int = 0) -> int:
@@ -102,48 +102,48 @@ def member(sock: socket.socket) -> None:
 # --- who comes -----------------------------------------------------------------------------------------------------
 
 
-def token_of_a_stranger(dice: Dice) -> Callable[[socket.socket], object]:
+def token_of_a_stranger(rng: FrameGenerator) -> Callable[[socket.socket], object]:
     token = bytearray(TOKEN)
-    match dice.random.randrange(3):
+    match rng.random.randrange(3):
         case 0:
-            token = bytearray(dice.random.randbytes(32))
+            token = bytearray(rng.random.randbytes(32))
         case 1:
-            token[dice.random.randrange(32)] ^= 1 << dice.random.randrange(8)
+            token[rng.random.randrange(32)] ^= 1 << rng.random.randrange(8)
         case _:
             token = bytearray(32)
     return lambda sock: dial(sock, identity(token=bytes(token), generation=3), WORKER, SERVER, 5)
 
 
-def member_of_something_else(dice: Dice) -> Callable[[socket.socket], object]:
-    changes = dice.random.choice(
+def member_of_something_else(rng: FrameGenerator) -> Callable[[socket.socket], object]:
+    changes = rng.random.choice(
         [{"job_id": "x"}, {"digest": "e" * 64}, {"digest": ""}, {"generation": 2}, {"generation": 0}]
     )
-    wanted = dice.random.choice((SERVER, SERVER, OTHER))
+    wanted = rng.random.choice((SERVER, SERVER, OTHER))
     return lambda sock: dial(sock, identity(**{"generation": 3, **changes}), WORKER, wanted, 5)
 
 
-def listener(dice: Dice) -> Callable[[socket.socket], object]:
+def listener(rng: FrameGenerator) -> Callable[[socket.socket], object]:
     """Who has heard handshakes that went well says the same again, or parts of several."""
-    first, second = dice.random.choice(TAPES), dice.random.choice(TAPES)
+    first, second = rng.random.choice(TAPES), rng.random.choice(TAPES)
 
-    def visit(sock: socket.socket) -> None:
+    def connect_and_speak(sock: socket.socket) -> None:
         sock.sendall(first[1])
         sock.settimeout(5)
         sock.recv(400)
         sock.sendall(second[2])
 
-    return visit
+    return connect_and_speak
 
 
-def worker_that_would_be_a_server(dice: Dice) -> Callable[[socket.socket], object]:
+def worker_that_would_be_a_server(rng: FrameGenerator) -> Callable[[socket.socket], object]:
     """It has the key with which workers prove themselves, and no other."""
     return lambda sock: proven_with(sock, handshake._key(US, "dial", WORKER), Address(Role.SERVER, 0, 1))
 
 
-def server_that_was_called(dice: Dice) -> Callable[[socket.socket], object]:
+def server_that_was_called(rng: FrameGenerator) -> Callable[[socket.socket], object]:
     """It has the keys of those who answer."""
-    key = handshake._key(US, "answer", dice.random.choice((WORKER, SERVER)))
-    return lambda sock: proven_with(sock, key, dice.random.choice((WORKER, OTHER)))
+    key = handshake._key(US, "answer", rng.random.choice((WORKER, SERVER)))
+    return lambda sock: proven_with(sock, key, rng.random.choice((WORKER, OTHER)))
 
 
 def proven_with(sock: socket.socket, key: bytes, me: Address) -> None:
@@ -157,32 +157,32 @@ def proven_with(sock: socket.socket, key: bytes, me: Address) -> None:
     talk.receive(handshake._KIND_WELCOME, 0, 32)
 
 
-def mirror(dice: Dice) -> Callable[[socket.socket], object]:
+def mirror(rng: FrameGenerator) -> Callable[[socket.socket], object]:
     """Sends our own proof back."""
 
-    def visit(sock: socket.socket) -> None:
-        sock.sendall(dice.random.choice(TAPES)[1])
+    def connect_and_speak(sock: socket.socket) -> None:
+        sock.sendall(rng.random.choice(TAPES)[1])
         sock.settimeout(5)
         challenge = sock.recv(400)
         sock.sendall(b"ttHS\x03" + struct.pack("<H", 96) + US.digest.encode() + challenge[-32:])
         sock.recv(400)
 
-    return visit
+    return connect_and_speak
 
 
-def relay_that_changes_a_word(dice: Dice) -> Callable[[socket.socket], object]:
+def relay_that_changes_a_word(rng: FrameGenerator) -> Callable[[socket.socket], object]:
     """A member means somebody else, or says who it is, and what stands between the two changes it."""
 
     def change(raw: bytes) -> bytes:
         damaged = bytearray(raw)
-        damaged[dice.random.randrange(7, len(raw))] ^= 1 << dice.random.randrange(8)
+        damaged[rng.random.randrange(7, len(raw))] ^= 1 << rng.random.randrange(8)
         return bytes(damaged)
 
     return lambda sock: dial(Tape(sock, change), US, WORKER, SERVER, 5)
 
 
-def no_handshake(dice: Dice) -> Callable[[socket.socket], object]:
-    raw = dice.random.choice((b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00", b"", dice.random.randbytes(300)))
+def no_handshake(rng: FrameGenerator) -> Callable[[socket.socket], object]:
+    raw = rng.random.choice((b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00", b"", rng.random.randbytes(300)))
     return lambda sock: sock.sendall(raw)
 
 
@@ -205,40 +205,40 @@ def recorded(sock: socket.socket, tapes: list[Tape]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def tapes(door: Door) -> None:
+def tapes(acceptor: Acceptor) -> None:
     """Handshakes of members, as somebody on the way has recorded them."""
     for _ in range(5):
         tapes: list[Tape] = []
-        assert isinstance(door.come(lambda sock, tapes=tapes: recorded(sock, tapes)), Peer)
-        TAPES.append(tapes[0].said)
+        assert isinstance(acceptor.accept(lambda sock, tapes=tapes: recorded(sock, tapes)), Peer)
+        TAPES.append(tapes[0].sent)
 
 
-def test_no_stranger_is_let_in(door: Door) -> None:
-    dice, turned_away = Dice(SEED), Counter[str]()
+def test_no_stranger_is_let_in(acceptor: Acceptor) -> None:
+    rng, turned_away = FrameGenerator(SEED), Counter[str]()
     count = share(0.025)
     for number in range(count):
         kind = STRANGERS[number % len(STRANGERS)]
-        heard = door.come(kind(dice))
+        heard = acceptor.accept(kind(rng))
         assert not isinstance(heard, Peer), f"seed {SEED}: {kind.__name__} came in as {heard}"
         assert TOKEN.hex() not in str(heard)
         turned_away[heard.code if isinstance(heard, Refused) else "stranger"] += 1
         if number % 50 == 0:
-            assert isinstance(door.come(member), Peer)
+            assert isinstance(acceptor.accept(member), Peer)
     print(f"seed {SEED}: {count} strangers, 0 admitted, {dict(turned_away)}")
     assert {"AUTH", "JOB", "CONFIG", "FENCED", "stranger"} <= turned_away.keys()
 
 
 def test_nobody_in_between_is_let_in_over_tls() -> None:
     """What a member says to somebody who has shown another certificate proves nothing to us."""
-    dice, door = Dice(SEED + 1), Door(BINDING)
+    rng, acceptor = FrameGenerator(SEED + 1), Acceptor(BINDING)
     try:
         for _ in range(share(0.005)):
-            seen = dice.random.choice((b"", BINDING[::-1], dice.random.randbytes(32), BINDING + b"\0"))
-            heard = door.come(lambda sock, seen=seen: believing(sock, seen))
+            seen = rng.random.choice((b"", BINDING[::-1], rng.random.randbytes(32), BINDING + b"\0"))
+            heard = acceptor.accept(lambda sock, seen=seen: believing(sock, seen))
             assert isinstance(heard, Refused) and heard.code == "AUTH"
-        assert isinstance(door.come(lambda sock: dial(sock, US, WORKER, SERVER, 5, binding=BINDING)), Peer)
+        assert isinstance(acceptor.accept(lambda sock: dial(sock, US, WORKER, SERVER, 5, binding=BINDING)), Peer)
     finally:
-        door.close()
+        acceptor.close()
 
 
 def believing(sock: socket.socket, seen: bytes) -> None:
@@ -254,18 +254,18 @@ def believing(sock: socket.socket, seen: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "tls", "shm"])
-def test_nobody_is_let_in_on_a_real_road(kind: str) -> None:
-    town, residents = Town(kind), (Recorder(), Recorder())
+def test_no_stranger_is_accepted_by_a_real_transport(kind: str) -> None:
+    transports, residents = TransportGroup(kind), (Recorder(), Recorder())
     try:
-        server = town.wire(incarnation=2, patience=0.0)
+        server = transports.wire(incarnation=2, patience=0.0)
         url = server.attach(SERVER, residents[0])
-        true = town.wire(incarnation=2, patience=0.0)
+        true = transports.wire(incarnation=2, patience=0.0)
         true.attach(WORKER, residents[1])
         true.connect(WORKER, SERVER, url)
         for number, changes in enumerate(
             [{"token": bytes(32)}, {"token": TOKEN[::-1]}, {"job_id": "x"}, {"digest": "x"}, {"incarnation": 1}] * 3
         ):
-            wire = town.wire(**{"incarnation": 2, "patience": 0.0, **changes})
+            wire = transports.wire(**{"incarnation": 2, "patience": 0.0, **changes})
             wire.attach(WORKER, Recorder())
             with pytest.raises(Refused):
                 wire.connect(WORKER, SERVER, url)
@@ -274,4 +274,4 @@ def test_nobody_is_let_in_on_a_real_road(kind: str) -> None:
         assert residents[0].next() == Fetch(7)
         assert residents[0].got.empty()
     finally:
-        town.close()
+        transports.close()

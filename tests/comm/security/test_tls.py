@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process_job import building, job_of, reference, run_hosted, usual_loop, vectors
-from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
+from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
 
 from topotrain.comm import router
 from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
@@ -298,10 +298,10 @@ def test_another_certificate_is_another_proof_on_both_sides(monkeypatch):
 
 
 @pytest.fixture
-def town():
-    town = Town("tls")
-    yield town
-    town.close()
+def transports():
+    transports = TransportGroup("tls")
+    yield transports
+    transports.close()
 
 
 def port_of(url):
@@ -336,8 +336,8 @@ def in_between(url, certificate):
         done()
 
 
-def test_somebody_in_between_is_found_out(town):
-    server = town.wire()
+def test_somebody_in_between_is_found_out(transports):
+    server = transports.wire()
     residents = Recorder(), Recorder()
     url = server.attach(SERVER, residents[0])
     for certificate in (Certificate.make(), None):
@@ -358,11 +358,11 @@ def test_somebody_in_between_is_found_out(town):
     assert residents[0].got.empty()
 
 
-# --- the road ----------------------------------------------------------------------------------------------------
+# --- the transport ----------------------------------------------------------------------------------------------------
 
 
-def test_big_tensors_both_ways_at_once(town):
-    pair = Pair(town)
+def test_big_tensors_both_ways_at_once(transports):
+    pair = Pair(transports)
     bodies = [torch.randint(-9, 9, (size,)).float() for size in (1, 77, 5000, 300_001, 1 << 20)] * 3
 
     def hammer(post, make):
@@ -384,8 +384,8 @@ def test_big_tensors_both_ways_at_once(town):
 @pytest.mark.parametrize("first", ["worker", "server", "both", "leave"])
 def test_whoever_closes_first_all_arrives_and_both_end(first):
     for count in (0, 1, 5):
-        town = Town("tls")
-        pair = Pair(town)
+        transports = TransportGroup("tls")
+        pair = Pair(transports)
         closing_ = {"worker": [pair.worker_wire.close], "server": [pair.server_wire.close]}
         closing_["both"] = closing_["worker"] + closing_["server"]
         closing_["leave"] = [lambda pair=pair: pair.worker_wire.leave(WORKER)]
@@ -398,7 +398,7 @@ def test_whoever_closes_first_all_arrives_and_both_end(first):
         assert ends <= {"closed on this side", "closed by the peer"}
         for heard in (pair.server, pair.worker):
             assert [heard.next().body[0].item() for _ in range(count)] == list(range(count))
-        town.close()
+        transports.close()
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -420,8 +420,8 @@ def test_lanes_and_a_pretended_link_go_with_it(tmp_path, lanes, link):
         wires[1].send(SERVER, WORKER, Values(0, size, 0, body=body))
         assert torch.equal(ends[0].next().body, body)
     (connection,) = wires[0]._connections
-    road = connection._sock
-    for line in road._lanes if lanes > 1 else [road]:
+    sock = connection._sock
+    for line in sock._lanes if lanes > 1 else [sock]:
         assert isinstance(line, TlsChannel)
     closing_ends = [over(wire.close) for wire in wires]
     assert [wait() for wait in closing_ends] == [None, None]
@@ -434,15 +434,15 @@ def test_a_job_over_it_has_the_same_bits(tmp_path, monkeypatch):
         router, "TcpTransport", lambda *a, **b: made.append(TcpTransport(*a, **b, tls=True)) or made[-1]
     )
     script, build = usual_loop(vectors(3)), building()
-    hosted = run_hosted(job_of("sandblaster", road="kTcp"), build, script, tmp_path)
+    hosted = run_hosted(job_of("sandblaster", transport="kTcp"), build, script, tmp_path)
     assert hosted.same_bits(reference(job_of("sandblaster"), build, script))
     assert made and all(wire._url.startswith("tls://") for wire in made if wire._url)
     assert any(wire._url for wire in made)
 
 
-def test_a_wrong_token_and_a_full_house(town, monkeypatch):
-    pair = Pair(town)
-    stranger, me = town.wire(token=b"x" * 32, patience=0), Address(Role.WORKER, 9, 9)
+def test_a_wrong_token_and_a_full_house(transports, monkeypatch):
+    pair = Pair(transports)
+    stranger, me = transports.wire(token=b"x" * 32, patience=0), Address(Role.WORKER, 9, 9)
     stranger.attach(me, Recorder())
     for _ in range(10):
         with pytest.raises(Refused, match="AUTH"):
@@ -459,8 +459,8 @@ def test_a_wrong_token_and_a_full_house(town, monkeypatch):
 @pytest.mark.parametrize(
     "raw", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\0" * 5000, b"SSH-2.0-x\r\n", b"\x16\x03\x01\x00\x05\x01\0\0\x01\0"]
 )
-def test_probes_get_no_answer_and_disturb_nobody(town, raw):
-    pair = Pair(town)
+def test_probes_get_no_answer_and_disturb_no_peer(transports, raw):
+    pair = Pair(transports)
     with closing(socket.create_connection(("127.0.0.1", port_of(pair.url)), timeout=WAIT)) as sock:
         sock.sendall(raw)
         with suppress(ConnectionResetError):
@@ -488,16 +488,16 @@ def test_silence_has_a_deadline_on_both_sides(monkeypatch):
         with closing(a), closing(b), pytest.raises(HandshakeTimeout, match="too slow"):
             speak(b, seconds=0.02)
     monkeypatch.setattr(socket_transport, "_HEARING", 0.02)
-    town = Town("tls")
-    wire = town.wire()
+    transports = TransportGroup("tls")
+    wire = transports.wire()
     with closing(socket.create_connection(("127.0.0.1", port_of(wire.attach(WORKER, Recorder()))), WAIT)) as silent:
         assert silent.recv(1) == b""
-    town.close()
+    transports.close()
     assert wire.refusals()["STRANGER"] == 1
 
 
-def test_neither_side_speaks_plain_where_the_other_wants_tls(town):
-    pair = Pair(town)
+def test_neither_side_speaks_plain_where_the_other_wants_tls(transports):
+    pair = Pair(transports)
     plain = TcpTransport(identity())
     me = Address(Role.WORKER, 5, 5)
     port = port_of(plain.attach(me, Recorder()))
@@ -618,7 +618,7 @@ def machines():
 
 
 @pytest.mark.journey
-def test_two_machines_talk_and_neither_takes_plain_words(machines):
+def test_two_machines_talk_and_neither_takes_plain_messages(machines):
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests' / 'support'}:{ROOT}"}
 
     def start(name, program, address):

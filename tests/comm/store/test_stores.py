@@ -502,7 +502,7 @@ def test_a_file_system_without_locks_is_an_error_of_the_store(tmp_path, monkeypa
         store.set("k", b"1")
 
 
-def test_a_directory_that_is_removed_is_made_again_unless_somebody_else_was_faster(tmp_path):
+def test_a_directory_that_is_removed_is_made_again_unless_another_process_was_faster(tmp_path):
     store = FileStore(tmp_path / "s")
     store.set("k", b"1")
     shutil.rmtree(tmp_path / "s")

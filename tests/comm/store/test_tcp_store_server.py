@@ -217,7 +217,7 @@ def test_a_server_that_answers_nonsense_is_told(store, monkeypatch, words, reaso
             store.get("k")
 
 
-def test_a_client_that_does_not_read_holds_up_nobody(port, store):
+def test_a_client_that_does_not_read_holds_up_no_other(port, store):
     whole = os.urandom(1 << 20)
     clients = [RequestChannel(connect(port)) for _ in range(3)]
     for client in clients:
@@ -383,7 +383,7 @@ def test_an_address_of_another_machine_is_not_served_here(monkeypatch):
         serve_store("127.0.0.1", 29400, SECRET)
 
 
-def test_a_port_that_somebody_else_has_is_told():
+def test_a_port_that_another_process_has_is_reported():
     with socket.socket() as somebody:
         somebody.bind(("127.0.0.1", 0))
         somebody.listen()

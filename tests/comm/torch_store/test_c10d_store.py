@@ -173,9 +173,9 @@ def test_a_rank_that_starts_again_while_rank_0_cleans_up_keeps_its_number(
     def restart(key: str, value: bytes, ttl: float | None = None) -> None:
         write(key, value, ttl)
         if json.loads(value).get("open"):
-            known = store.get("ranks/1")
+            first.join()  # its process ends
             again.append(Rank(url, 1, 2))
-            store.watch("ranks/1", 30, known)
+            store.watch("ranks/1", 30)
 
     monkeypatch.setattr(store, "set", restart)
     first = Rank(url, 1, 2)
@@ -189,7 +189,7 @@ def test_a_rank_that_starts_again_while_rank_0_cleans_up_keeps_its_number(
     assert leader.room == again[0].room != room
 
 
-def test_who_is_missing_is_said(url: str) -> None:
+def test_a_missing_rank_is_named(url: str) -> None:
     leader, other = Rank(url, 0, 2, 0.05), Rank(url, 2, 3, 0.05)
     leader.join()
     other.join()
@@ -228,7 +228,7 @@ def test_a_name_that_torch_knows_already_is_left_alone(monkeypatch: pytest.Monke
 # ---- torchrun's state ------------------------------------------------------------------------------------------------
 
 
-def test_a_state_is_replaced_by_whoever_has_seen_it(url: str) -> None:
+def test_a_state_is_replaced_by_a_client_that_has_seen_it(url: str) -> None:
     one, two = (StoreBackend(open_store(url), 60) for _ in range(2))
     assert one.get_state() is None
     first = one.set_state(b"first")
@@ -242,7 +242,7 @@ def test_a_state_is_replaced_by_whoever_has_seen_it(url: str) -> None:
     assert one.born == two.born != "none"
 
 
-def test_a_state_born_anew_has_another_name(url: str) -> None:
+def test_a_state_that_is_made_again_has_another_name(url: str) -> None:
     store = open_store(url)
     backend = StoreBackend(store, 60)
     backend.set_state(b"state")
@@ -253,7 +253,7 @@ def test_a_state_born_anew_has_another_name(url: str) -> None:
     assert backend.born != name
 
 
-def test_a_state_goes_when_nobody_writes_it(url: str) -> None:
+def test_a_state_goes_when_no_client_writes_it(url: str) -> None:
     backend = StoreBackend(open_store(url), 0.05)
     backend.set_state(b"state")
     until = time.monotonic() + 20
@@ -290,7 +290,7 @@ def test_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.journey
-def test_a_wrong_endpoint_or_password_is_said_at_once(server: str) -> None:
+def test_a_wrong_endpoint_or_password_is_reported_at_once(server: str) -> None:
     def start(endpoint: str, **conf: str) -> None:
         create(RendezvousParameters("redis", endpoint, "id", 1, 1, **conf))
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, place_new
+from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, place_new
 
 from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.connection import Connection
@@ -126,8 +126,8 @@ def test_whoever_waits_for_room_is_free_when_the_peer_dies():
 @pytest.mark.parametrize("kind", ["tcp", "shm"])
 def test_a_script_and_a_slow_server_that_answers_with_as_much(kind):
     """Both directions are full at once; each end's queue is bounded, and all of it arrives."""
-    town = Town(kind)
-    pair = Pair(town)
+    transports = TransportGroup(kind)
+    pair = Pair(transports)
     pair.server.on_handle = lambda sender, message: pair.to_worker(values(message.step))
     (there,), (back,) = pair.worker_wire._connections, pair.server_wire._connections
     highest = [0, 0]
@@ -142,7 +142,7 @@ def test_a_script_and_a_slow_server_that_answers_with_as_much(kind):
     assert [pair.worker.next().round for _ in range(MANY)] == list(range(MANY))
     assert highest[0] <= LIMIT
     assert highest[1] <= LIMIT + BODY.nbytes + OVERHEAD + 100
-    town.close()
+    transports.close()
 
 
 def ask(number: int) -> bytes:
@@ -203,8 +203,8 @@ def test_a_worker_reads_on_however_much_it_has_queued_itself():
 @pytest.mark.parametrize("kind", ["tcp", "shm", "local"])
 def test_a_reader_never_waits_even_if_it_says_that_it_may(kind):
     """Each answers from inside `handle` with much more than LIMIT, as nobody should; nothing stops."""
-    town = Town(kind)
-    here, there = town.wire(), town.wire()
+    transports = TransportGroup(kind)
+    here, there = transports.wire(), transports.wire()
     ends = {Address(Role.SERVER, 0, 0): (here, Recorder()), Address(Role.SERVER, 0, 1): (there, Recorder())}
     (left, right) = ends
     urls = {me: wire.attach(me, resident) for me, (wire, resident) in ends.items()}
@@ -224,4 +224,4 @@ def test_a_reader_never_waits_even_if_it_says_that_it_may(kind):
     there.send(right, left, Fetch(0))
     for _, resident in ends.values():
         assert [resident.next().round for _ in range(MANY + 1)].count(0) == 2
-    town.close()
+    transports.close()

@@ -363,7 +363,7 @@ def test_a_body_is_not_copied_before_the_kernel_takes_it():
         assert struct.unpack("<f", raw[-200:-196])[0] == 7
 
 
-def test_the_greeting_comes_first_whoever_sends_meanwhile():
+def test_the_greeting_comes_first_whichever_peer_sends_meanwhile():
     for early in (0, 3):
         a, b = socket.socketpair()
         resident = Recorder()

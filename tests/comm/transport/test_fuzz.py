@@ -19,9 +19,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_frames import COUNT, SEED, Dice, share
+from random_frames import COUNT, SEED, FrameGenerator, share
 from reports import FunctionSender
-from simulation import Seat, Town, job
+from simulation import ScriptedCluster, ScriptedWorker, job
 from snapshot_files import Vault
 from transport_pairs import SERVER, WORKER, Recorder, identity, place_new
 
@@ -96,7 +96,7 @@ def memory_stays(imported: None) -> Iterator[None]:
 
 
 @dataclass
-class Said:
+class Sent:
     """One message of a real conversation."""
 
     sender: Address
@@ -106,10 +106,10 @@ class Said:
 
 @dataclass
 class Conversation:
-    """All that was said in a job, and how to have its residents anew."""
+    """All messages of a job, and how to make its endpoints anew."""
 
-    cluster: Town
-    said: list[Said] = field(default_factory=list)
+    cluster: ScriptedCluster
+    sent: list[Sent] = field(default_factory=list)
     shared: bool = False
 
     def servers(self) -> dict[Address, Server]:
@@ -123,59 +123,59 @@ SMALLEST = (Parameter("a", (70,), (1,), "float32", True), Parameter("b", (5,), (
 
 
 def conversation(**more: Any) -> Conversation:
-    town = Town(job(**more), schema=SMALLEST)
-    found = Conversation(town)
-    town.transport.observers.append(lambda sender, to, message: found.said.append(Said(sender, to, message)))
-    town.play(everything)
+    cluster = ScriptedCluster(job(**more), schema=SMALLEST)
+    found = Conversation(cluster)
+    cluster.transport.observers.append(lambda sender, to, message: found.sent.append(Sent(sender, to, message)))
+    cluster.play(everything)
     return found
 
 
-def everything(seat: Seat) -> None:
-    """A worker's life with as many kinds of messages as it can have."""
-    door, me = seat.client, seat.me
+def everything(worker: ScriptedWorker) -> None:
+    """All that a worker does, with as many kinds of messages as it can send."""
+    client, me = worker.client, worker.me
     first = me.group == 0 and me.index == 0
-    seat.visible = seat.visible and seat.cluster.job.grads is Grads.kVisible
-    seat.open()
-    _, start, _ = door.extension(DataClient).lease(0, 0, 8, 5, 0, False)
+    worker.visible = worker.visible and worker.cluster.job.grads is Grads.kVisible
+    worker.open()
+    _, start, _ = client.extension(DataClient).lease(0, 0, 8, 5, 0, False)
     if first:
-        door.extension(DataClient).put_draw(0, 0, True, (2, 2), (0, 1, 2, 3))
+        client.extension(DataClient).put_draw(0, 0, True, (2, 2), (0, 1, 2, 3))
     else:
-        door.extension(DataClient).get_draw(0, 0)
+        client.extension(DataClient).get_draw(0, 0)
     state = torch.arange(99, dtype=torch.uint8)
-    door.extension(WorkerStateClient).save(EPOCH, state)
-    door.extension(WorkerStateClient).load()
-    tables(seat)
+    client.extension(WorkerStateClient).save(EPOCH, state)
+    client.extension(WorkerStateClient).load()
+    tables(worker)
     for number in range(3):
         stream = 0x8000_0000 | me.group
-        seat.step(seat.numbers(), marks=(stream, number, number), **handed_in(seat))
-    door.extension(DataClient).applied(1)
-    door.channel.exit_loop(seat.steps, 1)
-    for part in door.optimizer_state.get():
-        bucket = seat.cluster.map.buckets[part.bucket]
-        door.optimizer_state.put(bucket, part.piece, part.key, part.number if part.body is None else part.body)
-    door.extension(DataClient).free(0, 0, start)
-    seat.step(seat.numbers(), **handed_in(seat))
-    seat.finish()
+        worker.step(worker.numbers(), marks=(stream, number, number), **handed_in(worker))
+    client.extension(DataClient).applied(1)
+    client.channel.exit_loop(worker.steps, 1)
+    for part in client.optimizer_state.get():
+        bucket = worker.cluster.map.buckets[part.bucket]
+        client.optimizer_state.put(bucket, part.piece, part.key, part.number if part.body is None else part.body)
+    client.extension(DataClient).free(0, 0, start)
+    worker.step(worker.numbers(), **handed_in(worker))
+    worker.finish()
     if first:
-        door.values.fetch_final()
-        door.buffers.final()
+        client.values.fetch_final()
+        client.buffers.final()
 
 
-def handed_in(seat: Seat) -> dict[str, Any]:
+def handed_in(worker: ScriptedWorker) -> dict[str, Any]:
     """In a collective each worker hands in the gradient of its server's shard."""
-    if not seat.client.model.sends_own_shard:
+    if not worker.client.model.sends_own_shard:
         return {}
-    for bucket in seat.cluster.map.buckets_of(seat.me.index):
-        seat.client.gradients.edit(seat.steps, bucket, seat.flats.view("local", bucket))
-    return {"edited": (1 << sum(len(bucket.pieces) for bucket in seat.cluster.map.buckets)) - 1}
+    for bucket in worker.cluster.map.buckets_of(worker.me.index):
+        worker.client.gradients.edit(worker.steps, bucket, worker.flats.view("local", bucket))
+    return {"edited": (1 << sum(len(bucket.pieces) for bucket in worker.cluster.map.buckets)) - 1}
 
 
-def tables(seat: Seat) -> None:
-    """Words about a table that nobody waits for."""
+def tables(worker: ScriptedWorker) -> None:
+    """Messages about a table that no peer waits for."""
     spec = TableSpec("t", 50, 3, mode="async")
     rows = torch.ones(4 * 3)
-    for server in seat.client.channel.servers:
-        ids = torch.arange(4).numpy() * len(seat.client.channel.servers) + server.index
+    for server in worker.client.channel.servers:
+        ids = torch.arange(4).numpy() * len(worker.client.channel.servers) + server.index
         for number, word in enumerate(
             [
                 TableOpen(0, 0, spec.to_text()),
@@ -190,11 +190,11 @@ def tables(seat: Seat) -> None:
             ]
         ):
             assert word.number == number
-            seat.client.channel.send(server, word)
+            worker.client.channel.send(server, word)
 
 
 def come(resident: Server | Client, sender: Address, message: m.Message, viewable: bool) -> Any:
-    """As a road hands it over."""
+    """As a transport hands it over."""
     body = message.body
     if body is not None:
         view = body.detach().view(-1).view(torch.uint8)
@@ -223,26 +223,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_servers_take_nothing_but_true_words(layout: str) -> None:
-    talk, dice = conversation(**LAYOUTS[layout]), Dice(SEED + len(layout))
-    truth = [said for said in talk.said if said.to.role is Role.SERVER]
-    people = sorted({said.sender for said in talk.said} | set(talk.cluster.workers))
-    words = [said.message for said in talk.said]
+def test_servers_take_nothing_but_valid_messages(layout: str) -> None:
+    talk, rng = conversation(**LAYOUTS[layout]), FrameGenerator(SEED + len(layout))
+    truth = [sent for sent in talk.sent if sent.to.role is Role.SERVER]
+    senders = sorted({sent.sender for sent in talk.sent} | set(talk.cluster.workers))
+    words = [sent.message for sent in talk.sent]
     left, ends = share(0.5 / len(LAYOUTS)), Counter[str]()
     while left > 0:
         servers = talk.servers()
-        hostile = dice.random.choice((None, *talk.cluster.workers))  # None: everybody
-        stays = dice.random.choice((0.2, 1.0, 3.0))
-        for said in truth[: dice.random.randrange(len(truth)) + 1 if dice.random.random() < 0.3 else None]:
-            for _ in range(dice.random.randrange(int(2 * stays) + 1)):
-                sender = dice.someone(people) if hostile is None else hostile
-                to = dice.random.choice(sorted(servers)) if dice.random.random() < 0.3 else said.to
+        hostile = rng.random.choice((None, *talk.cluster.workers))  # None: everybody
+        stays = rng.random.choice((0.2, 1.0, 3.0))
+        for sent in truth[: rng.random.randrange(len(truth)) + 1 if rng.random.random() < 0.3 else None]:
+            for _ in range(rng.random.randrange(int(2 * stays) + 1)):
+                sender = rng.someone(senders) if hostile is None else hostile
+                to = rng.random.choice(sorted(servers)) if rng.random.random() < 0.3 else sent.to
                 left -= 1
                 if sender == to:  # the handshake refuses who says that it is us
                     continue
-                deliver(servers, sender, to, dice.spoil(said.message, words), dice.random.random() < 0.3, ends)
-            if not hostile or dice.random.random() < 0.95:
-                deliver(servers, said.sender, said.to, said.message, False, ends)
+                deliver(servers, sender, to, rng.spoil(sent.message, words), rng.random.random() < 0.3, ends)
+            if not hostile or rng.random.random() < 0.95:
+                deliver(servers, sent.sender, sent.to, sent.message, False, ends)
     print(dict(ends))
     assert ends["refused"] and ends["taken"]
 
@@ -269,45 +269,45 @@ class Idle:
         raise AssertionError
 
 
-def test_workers_take_nothing_but_true_words() -> None:
-    dice, ends = Dice(SEED + 1), Counter[str]()
+def test_workers_take_nothing_but_valid_messages() -> None:
+    rng, ends = FrameGenerator(SEED + 1), Counter[str]()
     talks = [conversation(**LAYOUTS[name]) for name in ("one", "bounded", "ring")]
     left = share(0.15)
     while left > 0:
-        talk = dice.random.choice(talks)
-        me = dice.random.choice(talk.cluster.workers)
-        door = opened(talk, me, dice)
-        truth = [said for said in talk.said if said.to == me]
-        words = [said.message for said in talk.said]
-        people = sorted({said.sender for said in talk.said})
-        for said in truth:
-            awaited(door, said.message)
-            for _ in range(dice.random.randrange(3)):
+        talk = rng.random.choice(talks)
+        me = rng.random.choice(talk.cluster.workers)
+        client = opened(talk, me, rng)
+        truth = [sent for sent in talk.sent if sent.to == me]
+        words = [sent.message for sent in talk.sent]
+        senders = sorted({sent.sender for sent in talk.sent})
+        for sent in truth:
+            awaited(client, sent.message)
+            for _ in range(rng.random.randrange(3)):
                 left -= 1
-                word = dice.spoil(said.message, words)
-                deliver({me: door}, dice.someone(people), me, word, False, ends)  # type: ignore[dict-item]
-            deliver({me: door}, said.sender, me, said.message, False, ends)  # type: ignore[dict-item]
+                word = rng.spoil(sent.message, words)
+                deliver({me: client}, rng.someone(senders), me, word, False, ends)  # type: ignore[dict-item]
+            deliver({me: client}, sent.sender, me, sent.message, False, ends)  # type: ignore[dict-item]
     assert ends["refused"] and ends["taken"]
 
 
-def opened(talk: Conversation, me: Address, dice: Dice) -> Client:
+def opened(talk: Conversation, me: Address, rng: FrameGenerator) -> Client:
     topology = talk.cluster.topology
     sender = FunctionSender(lambda to, message: None)
-    door = Client(me, topology, sender, Idle(), extensions=client_extensions(topology))
-    if dice.random.random() < 0.9:
-        door.open(talk.cluster.schema, talk.cluster.map, FlatBuffers(talk.cluster.map, None, PrivateMemory()))
-    return door
+    client = Client(me, topology, sender, Idle(), extensions=client_extensions(topology))
+    if rng.random.random() < 0.9:
+        client.open(talk.cluster.schema, talk.cluster.map, FlatBuffers(talk.cluster.map, None, PrivateMemory()))
+    return client
 
 
-def awaited(door: Client, message: m.Message) -> None:
-    """What makes the door listen to this answer."""
-    if isinstance(message, m.Values) and door.model.is_open:  # before that nobody asks for any
-        door.values._round = message.round
+def awaited(client: Client, message: m.Message) -> None:
+    """What makes the client take this answer."""
+    if isinstance(message, m.Values) and client.model.is_open:  # before that nobody asks for any
+        client.values._round = message.round
     if isinstance(message, m.ReducedGradient | m.BackwardReduced):
-        door.gradients._backward = (message.step, message.ordinal)
+        client.gradients._backward = (message.step, message.ordinal)
     if isinstance(message, m.StatePart):
-        state = door.optimizer_state
-        state._rounds, state._parts = message.round, {server: {} for server in door.channel.servers}
+        state = client.optimizer_state
+        state._rounds, state._parts = message.round, {server: {} for server in client.channel.servers}
 
 
 # --- bytes as messages, and on a connection --------------------------------------------------------------------------
@@ -315,18 +315,18 @@ def awaited(door: Client, message: m.Message) -> None:
 
 def recorded() -> list[m.Message]:
     found = conversation(workers=2)
-    return [said.message for said in found.said]
+    return [sent.message for sent in found.sent]
 
 
 def test_bytes_are_a_message_or_a_protocol_error() -> None:
-    dice, words = Dice(SEED + 2), recorded()
+    rng, words = FrameGenerator(SEED + 2), recorded()
     metas = [encode(word) for word in words]
     others = [meta for _, meta in metas]
     for _ in range(share(0.15)):
-        kind, meta = dice.random.choice(metas)
-        kind = dice.random.choice((kind, kind, kind, dice.random.randrange(128)))
+        kind, meta = rng.random.choice(metas)
+        kind = rng.random.choice((kind, kind, kind, rng.random.randrange(128)))
         try:
-            message = decode(kind, dice.spoiled(meta, others))
+            message = decode(kind, rng.spoiled(meta, others))
         except ProtocolError:
             continue
         assert kind == message.KIND
@@ -338,8 +338,8 @@ def test_any_bytes_are_a_message_or_a_protocol_error(kind: int, raw: bytes) -> N
         message = decode(kind, raw)
     except ProtocolError:
         return
-    said = encode(message)
-    assert said == (kind, raw) or encode(decode(*said)) == said  # what is true may be any byte but 0
+    sent = encode(message)
+    assert sent == (kind, raw) or encode(decode(*sent)) == sent  # what is true may be any byte but 0
 
 
 def frames(words: Sequence[m.Message]) -> list[bytes]:
@@ -361,13 +361,13 @@ def filled(raw: bytes) -> tuple[socket.socket, socket.socket]:
 
 
 def test_a_stream_of_frames_ends_with_a_reason_and_no_more() -> None:
-    dice = Dice(SEED + 3)
+    rng = FrameGenerator(SEED + 3)
     words = [m.Init(10, body=torch.ones(10)), m.Fetch(1), m.Push(0, 0, 7, 1.0, b"\1", body=torch.ones(7)), m.Finish(3)]
     true, left = frames(words), share(0.05)
     while left > 0:
-        stream = [dice.spoiled(frame, true) if dice.random.random() < 0.4 else frame for frame in true]
-        if dice.random.random() < 0.3:
-            dice.random.shuffle(stream)
+        stream = [rng.spoiled(frame, true) if rng.random.random() < 0.4 else frame for frame in true]
+        if rng.random.random() < 0.3:
+            rng.random.shuffle(stream)
         left -= len(stream)
         a, b = filled(b"".join(stream))
         # Of this test's schema a bucket's number is its size: as little as nobody else has.
@@ -416,10 +416,10 @@ def one_side() -> bytes:
 
 
 def test_nobody_comes_in_by_a_damaged_handshake() -> None:
-    dice, said = Dice(SEED + 4), one_side()
-    others = [said, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)), said[7:]]
+    rng, sent = FrameGenerator(SEED + 4), one_side()
+    others = [sent, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)), sent[7:]]
     for _ in range(share(0.1)):
-        a, b = filled(dice.spoiled(said, others)[:4000] if dice.random.random() < 0.9 else said)
+        a, b = filled(rng.spoiled(sent, others)[:4000] if rng.random.random() < 0.9 else sent)
         with a, b, pytest.raises((Refused, NotOurProtocol)):
             answer(b, identity(), Everything(), 5)
 
@@ -433,13 +433,13 @@ def heard(speak: Callable[[socket.socket], None]) -> bytes:
 
 
 def test_requests_to_a_store_are_answered_or_hung_up_on() -> None:
-    dice, table = Dice(SEED + 5), MemoryTable()
+    rng, table = FrameGenerator(SEED + 5), MemoryTable()
     asked = []
     for op in Op:
         request = StoreRequest(op, "some/key", b"value", b"known" if op % 2 else None, 5, 0.1)
         asked.append(heard(lambda sock, request=request: send_request(RequestChannel(sock), request)))
     for _ in range(share(0.05)):
-        a, b = filled(dice.spoiled(dice.random.choice(asked), asked))
+        a, b = filled(rng.spoiled(rng.random.choice(asked), asked))
         with a, b:
             try:
                 request = receive_request(RequestChannel(b), 5)
@@ -454,13 +454,13 @@ def connected(sock: socket.socket) -> SessionConnection:
     return SessionConnection(RequestChannel(sock))
 
 
-def test_what_a_session_hears_is_words_or_its_end() -> None:
-    dice, asked = Dice(SEED + 6), []
+def test_a_session_receives_messages_or_its_end() -> None:
+    rng, asked = FrameGenerator(SEED + 6), []
     for words in ({"do": "open", "n": [1, 2, {"x": None}]}, {"do": "run", "feeds": "x" * 50}):
         tensors = [torch.arange(6.0).view(2, 3), torch.ones(3, dtype=torch.int8)]
         asked.append(heard(lambda sock, words=words, tensors=tensors: connected(sock).send(words, tensors)))
     for _ in range(share(0.03)):
-        a, b = filled(dice.spoiled(dice.random.choice(asked), asked))
+        a, b = filled(rng.spoiled(rng.random.choice(asked), asked))
         with a, b:
             try:
                 words, tensors = connected(b).receive(5)
@@ -473,13 +473,13 @@ def test_what_a_session_hears_is_words_or_its_end() -> None:
 
 
 def test_a_forged_manifest_is_read_or_refused_by_name(tmp_path: Path) -> None:
-    dice = Dice(SEED + 7)
+    rng = FrameGenerator(SEED + 7)
     path = Vault(torch.optim.Adam).train(1).write(SnapshotFiles(tmp_path / FOLDER), 1)
     true = json.loads((path / MANIFEST).read_text())
     for _ in range(share(0.02)):
         data = json.loads(json.dumps(true))
         del data["sha256"]
-        forge(data, dice)
+        forge(data, rng)
         (path / MANIFEST).write_text(json.dumps({**data, "sha256": hashed(data)}))
         try:
             found = Manifest.open(path)
@@ -490,26 +490,26 @@ def test_a_forged_manifest_is_read_or_refused_by_name(tmp_path: Path) -> None:
     shutil.rmtree(path)
 
 
-def forge(data: Any, dice: Dice) -> None:
+def forge(data: Any, rng: FrameGenerator) -> None:
     """Change something somewhere in nested lists and dictionaries."""
     at: Any = data
     while True:
         keys = list(at) if isinstance(at, dict) else list(range(len(at)))
         if not keys:
             return
-        key = dice.random.choice(keys)
-        if isinstance(at[key], dict | list) and at[key] and dice.random.random() < 0.8:
+        key = rng.random.choice(keys)
+        if isinstance(at[key], dict | list) and at[key] and rng.random.random() < 0.8:
             at = at[key]
             continue
-        match dice.random.randrange(5):
+        match rng.random.randrange(5):
             case 0:
                 del at[key]
             case 1:
-                at[key] = dice.number()
+                at[key] = rng.number()
             case 2:
-                at[key] = dice.random.choice((None, True, 1e999, "x", [], {}, [[]], dice.text()))
+                at[key] = rng.random.choice((None, True, 1e999, "x", [], {}, [[]], rng.text()))
             case 3 if isinstance(at[key], str):
-                raw = dice.spoiled(at[key].encode(), [b"[]"])
+                raw = rng.spoiled(at[key].encode(), [b"[]"])
                 at[key] = raw.decode("latin-1")
             case _:
                 at[key] = [at[key], at[key]]
@@ -517,12 +517,12 @@ def forge(data: Any, dice: Dice) -> None:
 
 
 def test_a_damaged_safetensors_header_is_refused_by_name(tmp_path: Path) -> None:
-    dice = Dice(SEED + 8)
+    rng = FrameGenerator(SEED + 8)
     path = Vault(torch.optim.Adam).train(1).write(SnapshotFiles(tmp_path / FOLDER), 1)
     file = path / "model.safetensors"
     true = file.read_bytes()
     for _ in range(share(0.02)):
-        file.write_bytes(dice.spoiled(true[:400], [true[8:200]]) + true[400:])
+        file.write_bytes(rng.spoiled(true[:400], [true[8:200]]) + true[400:])
         try:
             Manifest.open(path).verify()
         except ConfigError:
@@ -538,10 +538,10 @@ cluster { nworker_groups: 2 nserver_groups: 1 nworkers_per_group: 2 workspace: "
 
 @pytest.mark.filterwarnings("ignore:.*invalid escape sequence")  # Python's own codec, of a text in the job
 def test_a_damaged_job_is_a_job_or_refused_by_name() -> None:
-    dice = Dice(SEED + 9)
+    rng = FrameGenerator(SEED + 9)
     raw = JOB.encode()
     for _ in range(share(0.03)):
-        text = dice.spoiled(raw, [raw, b"{}" * 9, b"cluster {" * 40]).decode("latin-1")
+        text = rng.spoiled(raw, [raw, b"{}" * 9, b"cluster {" * 40]).decode("latin-1")
         try:
             job_file.loads(text)
         except ConfigError:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from transport_pairs import Pair, Town
+from transport_pairs import Pair, TransportGroup
 
 from topotrain.comm.transport import interrupt_guard
 from topotrain.comm.transport.frame_writer import FrameWriter
@@ -15,9 +15,9 @@ from topotrain.core.protocol import Drained, Fetch
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    town = Town("tcp")
-    yield Pair(town)
-    town.close()
+    transports = TransportGroup("tcp")
+    yield Pair(transports)
+    transports.close()
 
 
 @pytest.fixture

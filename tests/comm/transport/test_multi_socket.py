@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
+from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
 
 from topotrain.comm.security.handshake import SocketNumber, dial
 from topotrain.comm.transport import Refused, TransportError
@@ -112,25 +112,25 @@ def test_a_greeting_on_the_first_lane_is_no_part_of_the_stream():
     close(here, there)
 
 
-# --- the road ----------------------------------------------------------------------------------------------------
+# --- the transport ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[2, 16])
-def town(request):
-    town = Town("tcp")
-    town.wire = lambda **changes: lanes_of(town, request.param, **changes)
-    yield town
-    town.close()
+def transports(request):
+    transports = TransportGroup("tcp")
+    transports.wire = lambda **changes: lanes_of(transports, request.param, **changes)
+    yield transports
+    transports.close()
 
 
-def lanes_of(town: Town, lanes: int, **changes) -> TcpTransport:
+def lanes_of(transports: TransportGroup, lanes: int, **changes) -> TcpTransport:
     wire = TcpTransport(identity(**changes), lanes=lanes)
-    town.wires.append(wire)
+    transports.wires.append(wire)
     return wire
 
 
-def test_messages_and_bodies_arrive_in_order_both_ways(town):
-    pair = Pair(town)
+def test_messages_and_bodies_arrive_in_order_both_ways(transports):
+    pair = Pair(transports)
     bodies = [torch.arange(float(size)) for size in (0, 1, 77, 1 << 14, 300_001, 1 << 20)]
     sent = [Push(i, 0, body.numel(), 1.0, b"", body=body) for i, body in enumerate(bodies * 4)]
     for i, message in enumerate(sent):
@@ -148,8 +148,8 @@ def test_messages_and_bodies_arrive_in_order_both_ways(town):
     assert "closed" in pair.worker.end()
 
 
-def test_a_dead_lane_is_a_dead_connection(town):
-    pair = Pair(town)
+def test_a_dead_lane_is_a_dead_connection(transports):
+    pair = Pair(transports)
     pair.to_server(Fetch(1))
     pair.server.next()
     (connection,) = pair.worker_wire._connections
@@ -161,17 +161,17 @@ def test_a_dead_lane_is_a_dead_connection(town):
         pair.to_server(Fetch(1))
 
 
-def test_both_ends_must_have_as_many(town):
-    pair = Pair(town)
-    stranger, me = lanes_of(town, 3), Address(Role.WORKER, 5, 5)
+def test_both_ends_must_have_as_many(transports):
+    pair = Pair(transports)
+    stranger, me = lanes_of(transports, 3), Address(Role.WORKER, 5, 5)
     stranger.attach(me, Recorder())
     with pytest.raises(Refused, match="a connection of 3 sockets") as refused:
         stranger.connect(me, SERVER, pair.url)
     assert refused.value.code == "CONFIG"
 
 
-def test_a_second_try_drops_the_lanes_of_the_first(town):
-    pair = Pair(town)
+def test_a_second_try_drops_the_lanes_of_the_first(transports):
+    pair = Pair(transports)
     me = Address(Role.WORKER, 5, 5)
     host, port = pair.url.removeprefix("tcp://").split(":")
     lanes = pair.server_wire._lanes
@@ -181,7 +181,7 @@ def test_a_second_try_drops_the_lanes_of_the_first(town):
     with pytest.raises(TransportError):  # its other lanes are not there
         dial(lone, identity(), me, SERVER, WAIT, SocketNumber(0, lanes, b"b" * 16))
     assert first.recv(1) == b""
-    wire = town.wire()
+    wire = transports.wire()
     wire.attach(me, Recorder())
     wire.connect(me, SERVER, pair.url)
     wire.send(me, SERVER, Fetch(3))
@@ -190,7 +190,7 @@ def test_a_second_try_drops_the_lanes_of_the_first(town):
     lone.close()
 
 
-def test_parked_lanes_are_closed_with_the_road():
+def test_parked_lanes_are_closed_with_the_transport():
     before = len(os.listdir("/proc/self/fd"))
     parking, pairs = PendingSockets(), [socket.socketpair() for _ in range(3)]
     way = (SERVER, WORKER)

@@ -174,7 +174,7 @@ def test_who_does_not_read_for_long_is_not_gone(ends):
     assert ends.worker.ends.empty() and ends.server.ends.empty()
 
 
-def test_who_holds_the_interpreter_for_long_is_not_gone_and_finds_nobody_gone(ends):
+def test_a_process_that_holds_the_interpreter_for_long_loses_no_peer_and_is_not_lost(ends):
     hold = ctypes.PyDLL(None)  # its calls keep Python's lock, as a loop in C does that never gives it back
     hold.usleep(2_500_000)
     time.sleep(0.6)  # the watches look again

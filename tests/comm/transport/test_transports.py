@@ -1,4 +1,4 @@
-"""What every road promises: one test, run for each of them."""
+"""What every transport promises: one test, run for each of them."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity, place_view
+from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, identity, place_view
 
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.comm.transport.frame import HEADER_BYTES
@@ -19,31 +19,31 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Drained, Fetch, Init, Message, ProtocolError, Push, Values
 
 SOCKETS = ("shm", "tcp", "tls")
-ROADS = ("local", *SOCKETS)
+TRANSPORTS = ("local", *SOCKETS)
 MEGABYTE = 1 << 18  # elements of float32
 SIZES = (0, 1, 77, MEGABYTE, 3 * MEGABYTE + 5)
 
 
-@pytest.fixture(params=ROADS)
-def town(request):
-    town = Town(request.param)
-    yield town
-    town.close()
-    if town.directory:
-        assert os.listdir(town.directory) == []
-        shutil.rmtree(town.directory)
+@pytest.fixture(params=TRANSPORTS)
+def transports(request):
+    transports = TransportGroup(request.param)
+    yield transports
+    transports.close()
+    if transports.directory:
+        assert os.listdir(transports.directory) == []
+        shutil.rmtree(transports.directory)
 
 
-sockets = pytest.mark.parametrize("town", SOCKETS, indirect=True)
-viewing = pytest.mark.parametrize("town", ["local", "shm"], indirect=True)
+sockets = pytest.mark.parametrize("transports", SOCKETS, indirect=True)
+viewing = pytest.mark.parametrize("transports", ["local", "shm"], indirect=True)
 
 
 def values(body: torch.Tensor, version: int = 0) -> Values:
     return Values(round=0, bucket=body.numel(), version=version, body=body)
 
 
-def test_messages_arrive_in_order_in_both_directions(town):
-    pair = Pair(town)
+def test_messages_arrive_in_order_in_both_directions(transports):
+    pair = Pair(transports)
     for i in range(300):
         pair.to_server(Fetch(round=i))
         pair.to_worker(Fetch(round=-i))
@@ -54,12 +54,12 @@ def test_messages_arrive_in_order_in_both_directions(town):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_body_is_received_where_its_receiver_wants_it(town, shared):
-    pair = Pair(town)
+def test_a_body_is_received_where_its_receiver_wants_it(transports, shared):
+    pair = Pair(transports)
     targets = {numel: torch.empty(numel) for numel in SIZES}
     pair.server.placing = lambda message, viewable: targets[message.bucket]
     for numel in SIZES:
-        body = town.tensor(pair.worker_wire, numel) if shared else torch.empty(numel)
+        body = transports.tensor(pair.worker_wire, numel) if shared else torch.empty(numel)
         body.copy_(torch.arange(numel))
         pair.to_server(values(body, numel))
         got = pair.server.next()
@@ -69,10 +69,10 @@ def test_a_body_is_received_where_its_receiver_wants_it(town, shared):
 
 
 @viewing
-def test_a_body_can_be_shown_instead(town):
-    pair = Pair(town, server=Recorder(place_view))
+def test_a_body_can_be_shown_instead(transports):
+    pair = Pair(transports, server=Recorder(place_view))
     for numel in SIZES[1:]:
-        whole = town.tensor(pair.worker_wire, numel + 64)
+        whole = transports.tensor(pair.worker_wire, numel + 64)
         body = whole[64:]
         body.copy_(torch.arange(numel))
         pair.to_server(values(body))
@@ -86,16 +86,16 @@ def test_a_body_can_be_shown_instead(town):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float64, torch.int64])
-def test_every_type_of_body(town, dtype):
-    pair = Pair(town)
+def test_every_type_of_body(transports, dtype):
+    pair = Pair(transports)
     body = (torch.arange(9) % 2).to(dtype)
     pair.server.placing = lambda message, viewable: torch.empty(9, dtype=dtype)
     pair.to_server(values(body))
     assert torch.equal(pair.server.next().body, body)
 
 
-def test_a_body_that_requires_grad_or_is_a_part_of_another(town):
-    pair = Pair(town)
+def test_a_body_that_requires_grad_or_is_a_part_of_another(transports):
+    pair = Pair(transports)
     pair.to_server(values(torch.ones(10, requires_grad=True)[3:7]))
     assert torch.equal(pair.server.next().body, torch.ones(4))
 
@@ -126,44 +126,44 @@ def broken(message, viewable):
     ],
 )
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_payload_without_its_place_ends_the_connection(town, placing, reason, shared):
-    pair = Pair(town, server=Recorder(placing))
-    pair.to_server(values(town.tensor(pair.worker_wire, 5) if shared else torch.zeros(5)))
+def test_a_payload_without_its_place_ends_the_connection(transports, placing, reason, shared):
+    pair = Pair(transports, server=Recorder(placing))
+    pair.to_server(values(transports.tensor(pair.worker_wire, 5) if shared else torch.zeros(5)))
     assert reason in pair.server.end()
     assert reason in pair.worker.end()
     for send in (pair.to_server, pair.to_worker):
         with pytest.raises(TransportError, match="no connection from"):
             send(Fetch(round=1))
-    pair.worker_wire.connect(WORKER, SERVER, pair.url)  # the road itself goes on
+    pair.worker_wire.connect(WORKER, SERVER, pair.url)  # the transport itself goes on
     pair.to_server(Fetch(round=2))
     assert pair.server.next() == Fetch(round=2)
     assert pair.server.ends.empty()
 
 
 @sockets
-def test_a_payload_that_cannot_be_shown_needs_a_place(town):
-    pair = Pair(town, server=Recorder(lambda message, viewable: None))
+def test_a_payload_that_cannot_be_shown_needs_a_place(transports):
+    pair = Pair(transports, server=Recorder(lambda message, viewable: None))
     pair.to_server(values(torch.zeros(5)))
     assert "no place here" in pair.server.end()
     assert "no place here" in pair.worker.end()
 
 
-def test_the_death_of_a_peer_is_seen_once(town):
-    pair = Pair(town)
+def test_the_death_of_a_peer_is_seen_once(transports):
+    pair = Pair(transports)
     pair.to_worker(Fetch(round=1))
     pair.worker.next()
     assert pair.worker_wire.connected(WORKER, SERVER) and pair.server_wire.connected(SERVER, WORKER)
-    town.die(pair.worker_wire, WORKER)
+    transports.die(pair.worker_wire, WORKER)
     assert pair.server.ends.get(timeout=WAIT)[0] == WORKER
     with pytest.raises(TransportError, match="no connection from server 0/0 to worker 0/1"):
         pair.to_worker(Fetch(round=2))
-    town.close()
+    transports.close()
     assert not pair.worker_wire.connected(WORKER, SERVER) and not pair.server_wire.connected(SERVER, WORKER)
     assert pair.server.ends.empty()
 
 
-def test_closing_sends_what_is_queued_and_tells_each_end_once(town):
-    pair = Pair(town)
+def test_closing_sends_what_is_queued_and_tells_each_end_once(transports):
+    pair = Pair(transports)
     body = torch.arange(float(MEGABYTE))
     for i in range(20):
         pair.to_server(values(body, i))
@@ -171,7 +171,7 @@ def test_closing_sends_what_is_queued_and_tells_each_end_once(town):
     assert [pair.server.next().version for _ in range(20)] == list(range(20))
     assert "closed" in pair.server.end()
     assert pair.worker.end() == "closed on this side"
-    town.close()
+    transports.close()
     assert pair.server.ends.empty() and pair.worker.ends.empty()
     with pytest.raises(TransportError):
         pair.to_server(Fetch(round=1))
@@ -179,8 +179,8 @@ def test_closing_sends_what_is_queued_and_tells_each_end_once(town):
         pair.worker_wire.attach(Address(Role.WORKER, 5, 5), Recorder())
 
 
-def test_a_resident_may_close_the_road_from_its_own_thread(town):
-    pair = Pair(town)
+def test_a_resident_may_close_the_transport_from_its_own_thread(transports):
+    pair = Pair(transports)
     pair.server.on_handle = lambda sender, message: pair.server_wire.close()
     pair.to_server(Fetch(round=1))
     pair.server.next()
@@ -188,8 +188,8 @@ def test_a_resident_may_close_the_road_from_its_own_thread(town):
     assert "closed" in pair.server.end()
 
 
-def test_many_threads_may_send(town):
-    pair = Pair(town)
+def test_many_threads_may_send(transports):
+    pair = Pair(transports)
 
     def work(thread: int) -> None:
         for i in range(50):
@@ -208,8 +208,8 @@ def test_many_threads_may_send(town):
         thread.join()
 
 
-def test_big_messages_both_ways_at_once_do_not_stop_each_other(town):
-    pair = Pair(town)
+def test_big_messages_both_ways_at_once_do_not_stop_each_other(transports):
+    pair = Pair(transports)
     body = torch.ones(2 * MEGABYTE)
     # Each answers from inside `handle` with as much as it gets: nobody could go on if sending waited for the peer.
     pair.server.on_handle = lambda sender, message: pair.to_worker(values(body, message.version))
@@ -221,8 +221,8 @@ def test_big_messages_both_ways_at_once_do_not_stop_each_other(town):
     assert sum(pair.worker.next().version == 8 for _ in range(36)) == 4
 
 
-def test_residents_of_one_process_are_told_apart(town):
-    here, there = town.wire(), town.wire()
+def test_residents_of_one_process_are_told_apart(transports):
+    here, there = transports.wire(), transports.wire()
     servers = {Address(Role.SERVER, 0, i): Recorder() for i in range(3)}
     workers = {Address(Role.WORKER, 1, i): Recorder() for i in range(2)}
     urls = {address: there.attach(address, server) for address, server in servers.items()}
@@ -242,19 +242,19 @@ def test_residents_of_one_process_are_told_apart(town):
         assert worker.ends.empty()
 
 
-def test_neighbors_in_one_process(town):
-    wire, left, right = town.wire(), Recorder(), Recorder()
+def test_neighbors_in_one_process(transports):
+    wire, left, right = transports.wire(), Recorder(), Recorder()
     other = Address(Role.SERVER, 1, 0)
     wire.attach(SERVER, left)
     wire.connect(SERVER, other, wire.attach(other, right))
-    wire.send(SERVER, other, values(town.tensor(wire, 7)))
+    wire.send(SERVER, other, values(transports.tensor(wire, 7)))
     wire.send(other, SERVER, Fetch(round=3))
     assert right.next().body.tolist() == [0.0] * 7
     assert left.next() == Fetch(round=3)
 
 
-def test_a_peer_that_does_not_live_there(town):
-    pair = Pair(town)
+def test_a_peer_that_does_not_live_there(transports):
+    pair = Pair(transports)
     stranger = Address(Role.SERVER, 7, 7)
     with pytest.raises(TransportError, match="server 7/7"):
         pair.worker_wire.connect(WORKER, stranger, pair.url)
@@ -266,9 +266,9 @@ def test_a_peer_that_does_not_live_there(town):
         pair.worker_wire.send(WORKER, stranger, Fetch(round=1))
 
 
-def test_traffic_counts_every_byte_of_a_payload(town):
-    pair = Pair(town)
-    pair.to_server(values(town.tensor(pair.worker_wire, 1000)))
+def test_traffic_counts_every_byte_of_a_payload(transports):
+    pair = Pair(transports)
+    pair.to_server(values(transports.tensor(pair.worker_wire, 1000)))
     pair.to_server(values(torch.zeros(1000)))
     for _ in range(2):
         pair.server.next()
@@ -276,7 +276,7 @@ def test_traffic_counts_every_byte_of_a_payload(town):
     _, into = pair.server_wire.traffic()
     assert out == into
     assert 0 <= out - 2 * (4000 + HEADER_BYTES) < 100
-    town.close()
+    transports.close()
     assert pair.worker_wire.traffic()[0] == out
 
 
@@ -285,23 +285,23 @@ def test_nothing_is_left_after_closing(request):
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    for kind in ROADS:
+    for kind in TRANSPORTS:
         before = open_files(), threading.active_count()
-        town = Town(kind)
-        pair = Pair(town, server=Recorder(place_view))
+        transports = TransportGroup(kind)
+        pair = Pair(transports, server=Recorder(place_view))
         for numel in (100, 3 * MEGABYTE):
-            pair.to_server(values(town.tensor(pair.worker_wire, numel)))
+            pair.to_server(values(transports.tensor(pair.worker_wire, numel)))
             pair.server.next()
         with pytest.raises(TransportError):
             pair.worker_wire.connect(WORKER, Address(Role.SERVER, 7, 7), pair.url)
-        town.close()
-        shutil.rmtree(town.directory, ignore_errors=True)
-        del pair, town
+        transports.close()
+        shutil.rmtree(transports.directory, ignore_errors=True)
+        del pair, transports
         after = open_files(), threading.active_count()
         assert after[0] <= before[0] and after[1] <= before[1], (kind, before, after)
 
 
-# --- roads of sockets --------------------------------------------------------------------------------------------
+# --- transports of sockets ---------------------------------------------------------------------------------------
 
 
 @sockets
@@ -313,9 +313,9 @@ def test_nothing_is_left_after_closing(request):
         ({"digest": "other"}, "CONFIG", f"worker 9/0 has other, server 0/0 has {'d' * 64}"),
     ],
 )
-def test_who_does_not_belong_is_refused_and_the_others_go_on(town, changes, code, text):
-    pair = Pair(town)
-    stranger, me = town.wire(**changes), Address(Role.WORKER, 9, 0)
+def test_who_does_not_belong_is_refused_and_the_others_go_on(transports, changes, code, text):
+    pair = Pair(transports)
+    stranger, me = transports.wire(**changes), Address(Role.WORKER, 9, 0)
     stranger.attach(me, Recorder())
     with pytest.raises(Refused, match=text) as refused:
         stranger.connect(me, SERVER, pair.url)
@@ -326,8 +326,8 @@ def test_who_does_not_belong_is_refused_and_the_others_go_on(town, changes, code
 
 
 @sockets
-def test_an_older_generation_is_refused_from_both_sides(town):
-    old, new = town.wire(generation=3), town.wire(generation=4)
+def test_an_older_generation_is_refused_from_both_sides(transports):
+    old, new = transports.wire(generation=3), transports.wire(generation=4)
     urls = {wire: wire.attach(address, Recorder()) for wire, address in ((old, WORKER), (new, SERVER))}
     for wire, me, peer, other in ((old, WORKER, SERVER, new), (new, SERVER, WORKER, old)):
         with pytest.raises(Refused, match="is of generation 3, we are of 4") as refused:
@@ -336,9 +336,9 @@ def test_an_older_generation_is_refused_from_both_sides(town):
 
 
 @sockets
-def test_a_restarted_peer_replaces_its_older_self_and_never_the_other_way_round(town):
-    pair = Pair(town)
-    again, before = town.wire(incarnation=2), Recorder()
+def test_a_restarted_peer_replaces_its_older_self_and_never_the_other_way_round(transports):
+    pair = Pair(transports)
+    again, before = transports.wire(incarnation=2), Recorder()
     again.attach(WORKER, before)
     again.connect(WORKER, SERVER, pair.url)
     assert "replaced" in pair.server.end()
@@ -353,7 +353,7 @@ def test_a_restarted_peer_replaces_its_older_self_and_never_the_other_way_round(
 
 
 @sockets
-def test_nothing_leaves_on_a_newer_connection_before_the_end_of_the_older_is_handled(town):
+def test_nothing_leaves_on_a_newer_connection_before_the_end_of_the_older_is_handled(transports):
     sent = []
 
     class Answering(Recorder):
@@ -364,8 +364,8 @@ def test_nothing_leaves_on_a_newer_connection_before_the_end_of_the_older_is_han
                     sent.append(peer)
             super().lost(peer, reason)
 
-    pair = Pair(town, server=Answering())
-    again, after = town.wire(incarnation=2), Recorder()
+    pair = Pair(transports, server=Answering())
+    again, after = transports.wire(incarnation=2), Recorder()
     again.attach(WORKER, after)
     again.connect(WORKER, SERVER, pair.url)
     assert "replaced" in pair.server.end()
@@ -377,8 +377,8 @@ def test_nothing_leaves_on_a_newer_connection_before_the_end_of_the_older_is_han
 
 
 @sockets
-def test_addresses_of_another_road_are_refused(town):
-    pair = Pair(town)
+def test_addresses_of_another_transport_are_refused(transports):
+    pair = Pair(transports)
     with pytest.raises(TransportError, match="this transport takes"):
         pair.worker_wire.connect(WORKER, Address(Role.SERVER, 1, 1), "http://127.0.0.1:80")
 
@@ -476,13 +476,13 @@ def test_regions_of_a_peer_must_be_sealed_and_of_their_size(tmp_path):
     assert ProcessMemory().map(fd, 4096).numel() == 4096
 
 
-@pytest.mark.parametrize("town", ["shm"], indirect=True)
-def test_a_view_outlives_the_connection_and_its_sender(town):
-    pair = Pair(town, server=Recorder(place_view))
+@pytest.mark.parametrize("transports", ["shm"], indirect=True)
+def test_a_view_outlives_the_connection_and_its_sender(transports):
+    pair = Pair(transports, server=Recorder(place_view))
     body = pair.worker_wire.memory.allocate(MEGABYTE, torch.float32).fill_(7)
     pair.to_server(Init(bucket=MEGABYTE, body=body))
     seen: Message = pair.server.next()
-    town.close()
+    transports.close()
     del body, pair
     gc.collect()
     assert seen.body.view(torch.float32).mean() == 7

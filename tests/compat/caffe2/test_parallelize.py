@@ -177,7 +177,7 @@ MEET = {"kv_handler": STORE, "shard_id": 0, "num_shards": 2, "engine": "GLOO", "
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_wrong_words_are_refused(given: dict[str, object], said: str):
+def test_wrong_messages_are_refused(given: dict[str, object], said: str):
     with pytest.raises(ConfigError, match=said.replace("[", r"\[").replace("]", r"\]")):
         net(**given)
 
@@ -308,14 +308,14 @@ def test_who_does_not_come_in_time_is_named(handler: Handler):
     assert Shard(handler, 0, 2, 0.5).ended() == "StoreError: shard 1 did not come within 0.5 s"
 
 
-def test_a_seat_that_was_left_without_a_word_is_free_after_a_while(tmp_path: Path):
+def test_an_entry_that_was_left_without_notice_is_free_after_a_while(tmp_path: Path):
     store = open_store(f"file://{tmp_path}/seats")
     with ExitStack() as leaving:
         first = RankClaim(store, 0, "first")
         leaving.callback(first.close)
         with pytest.raises(RankTaken):
             RankClaim(store, 0, "second")
-        first._over.set()  # what a SIGKILL leaves: a seat that nobody writes anew
+        first._over.set()  # what a SIGKILL leaves: an entry that is not written again
         first._thread.join()
         second = RankClaim(store, 0, "second")
         leaving.callback(second.close)

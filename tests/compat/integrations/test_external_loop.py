@@ -77,7 +77,7 @@ def test_a_batch_counts_when_it_is_handed_on():
 
 @pytest.fixture
 def tied(tmp_path, monkeypatch):
-    """Tie a loader of `batches` batches in a worker of two groups; the job's roads are left out."""
+    """Tie a loader of `batches` batches in a worker of two groups; the job's transports are left out."""
 
     def tie(batches, shard=Shard.kAuto, group=1, **how):
         job = Job(shard=shard, cluster=Cluster(nworker_groups=2, server_worker_separate=True))

@@ -66,7 +66,7 @@ def test_lists_of_keys_and_lists_of_values():
 
 
 @pytest.mark.parametrize(
-    ("make", "twin"),
+    ("make", "reference"),
     [
         (lambda: tt.kvstore.SGD(lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
         (lambda: tt.kvstore.Adam(lr=0.01), lambda p: torch.optim.Adam(p, lr=0.01)),
@@ -74,20 +74,20 @@ def test_lists_of_keys_and_lists_of_values():
     ],
     ids=["sgd", "adam", "a torch object"],
 )
-def test_with_an_optimizer_a_push_is_a_gradient(make, twin):
-    twins = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(()))]
+def test_with_an_optimizer_a_push_is_a_gradient(make, reference):
+    expected = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(()))]
     kv = tt.kvstore.create("dist_sync")
-    kv.init([0, 1], [p.detach().clone() for p in twins])
-    rule, plain = make(), twin(twins)
+    kv.init([0, 1], [p.detach().clone() for p in expected])
+    rule, plain = make(), reference(expected)
     kv.set_optimizer(rule, rescale_grad=0.5)
     for step in range(4):
         rule.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 0.1 / (1 + step)
-        grads = [torch.randn_like(p) for p in twins]
+        grads = [torch.randn_like(p) for p in expected]
         kv.push([0, 1], grads)
-        for p, grad in zip(twins, grads):
+        for p, grad in zip(expected, grads):
             p.grad = grad * 0.5
         plain.step()
-        for value, p in zip(kv.pull([0, 1]), twins):
+        for value, p in zip(kv.pull([0, 1]), expected):
             assert torch.allclose(value, p.detach(), rtol=1e-6, atol=1e-7)
 
 
@@ -102,12 +102,12 @@ def test_rows():
     found = kv.row_sparse_pull("table", row_ids=ids).coalesce()
     assert found.shape == (10_000_000, 4)
     assert found.indices()[0].tolist() == [3, 9_999_999]
-    twin = nn.Embedding(10, 4, sparse=True)
-    nn.init.zeros_(twin.weight)
-    rule = torch.optim.Adagrad(twin.parameters(), lr=0.5)
-    twin(torch.tensor([3, 9, 3])).sum().backward()
+    reference = nn.Embedding(10, 4, sparse=True)
+    nn.init.zeros_(reference.weight)
+    rule = torch.optim.Adagrad(reference.parameters(), lr=0.5)
+    reference(torch.tensor([3, 9, 3])).sum().backward()
     rule.step()
-    assert torch.equal(found.values(), twin.weight.detach()[[3, 9]])
+    assert torch.equal(found.values(), reference.weight.detach()[[3, 9]])
 
 
 def test_a_gradient_in_another_order_of_memory():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from reports import FunctionSender
-from single_client import ME, SERVERS, Door, applied, end
+from single_client import ME, SERVERS, ClientHarness, applied, end
 
 from topotrain.config.job import Cluster, Compression
 from topotrain.config.topology import Address, Role, layout
@@ -49,46 +49,46 @@ class Recorder(ClientExtension):
 
 
 def test_an_extension_gets_its_messages_and_their_bodies_memory():
-    door, recorder = Door(), Recorder()
+    harness, recorder = ClientHarness(), Recorder()
     hello, part = ActivationHello(), Activation(0, 0, 0, False, False, 0, 1, 8, 0, (2,), "float32")
-    assert door.exchange.place(PEER, part, True) is None
-    door.exchange.handle(PEER, hello)  # nothing handles it: it is dropped
-    door.exchange.attach(recorder)
-    assert door.exchange.place(PEER, part, False) is recorder.memory
-    door.exchange.handle(PEER, hello)
+    assert harness.exchange.place(PEER, part, True) is None
+    harness.exchange.handle(PEER, hello)  # nothing handles it: it is dropped
+    harness.exchange.attach(recorder)
+    assert harness.exchange.place(PEER, part, False) is recorder.memory
+    harness.exchange.handle(PEER, hello)
     assert recorder.calls == [("bind", ME), (PEER, hello)]
-    assert door.exchange.extension(Recorder) is recorder
+    assert harness.exchange.extension(Recorder) is recorder
 
 
 def test_an_extension_is_called_around_a_commit():
-    door, recorder, step = Door(), Recorder(), end(fetch=False)
-    door.exchange.attach(recorder)
-    door.hears(0, applied(0, version=5))
-    door.hears(1, applied(0, version=5))
-    door.exchange.steps.commit(0, step)
+    harness, recorder, step = ClientHarness(), Recorder(), end(fetch=False)
+    harness.exchange.attach(recorder)
+    harness.answer_next(0, applied(0, version=5))
+    harness.answer_next(1, applied(0, version=5))
+    harness.exchange.steps.commit(0, step)
     assert recorder.calls[1:] == [("before", 0, step), ("after", 5)]
-    door.take(m.Commit)
+    harness.take(m.Commit)
 
 
 def test_a_loss_that_an_extension_judges_does_not_end_the_job():
-    door = Door()
-    door.exchange.attach(Recorder())
-    door.exchange.lost(PEER, "closed")
-    assert door.exchange.channel.failure is None
-    door.exchange.lost(SERVERS[0], "closed")
-    assert isinstance(door.exchange.channel.failure, PeerLost)
+    harness = ClientHarness()
+    harness.exchange.attach(Recorder())
+    harness.exchange.lost(PEER, "closed")
+    assert harness.exchange.channel.failure is None
+    harness.exchange.lost(SERVERS[0], "closed")
+    assert isinstance(harness.exchange.channel.failure, PeerLost)
 
 
 def test_a_message_belongs_to_one_extension():
     class Greedy(ClientExtension):
         messages = (m.Values, ActivationHello, TableIds)
 
-    door = Door()
-    door.exchange.attach(Recorder())
+    harness = ClientHarness()
+    harness.exchange.attach(Recorder())
     with pytest.raises(ValueError, match=r"Greedy handles Values, ActivationHello, which something else handles"):
-        door.exchange.attach(Greedy())
+        harness.exchange.attach(Greedy())
     with pytest.raises(KeyError):
-        door.exchange.extension(Greedy)
+        harness.exchange.extension(Greedy)
 
 
 def test_the_methods_that_an_extension_does_not_have_are_not_called():
@@ -101,26 +101,26 @@ def test_the_methods_that_an_extension_does_not_have_are_not_called():
 
 def test_a_client_without_extensions_trains():
     """It starts, commits a step and receives its values; what only an extension handles is dropped."""
-    door = Door()
-    sender = FunctionSender(lambda to, message: door.sent.append((to, message)))
-    bare = Client(ME, layout(door.cluster), sender, door.turn)
-    bare.open(door.schema, door.map, door.flats)
-    door.exchange = bare
+    harness = ClientHarness()
+    sender = FunctionSender(lambda to, message: harness.sent.append((to, message)))
+    bare = Client(ME, layout(harness.cluster), sender, harness.waiter)
+    bare.open(harness.schema, harness.map, harness.flats)
+    harness.exchange = bare
     bare.handle(SERVERS[0], Lease(0, 0, 0, 0, 1))
-    bucket = door.map.buckets_of(0)[0]
+    bucket = harness.map.buckets_of(0)[0]
     bare.gradients.push(4, 0, bucket, 1.0, 1, torch.ones(bucket.hi - bucket.lo))
-    door.hears(0, applied(4), *door.values(0, 4, 3.0))
-    door.hears(1, applied(4), *door.values(1, 4, 3.0))
+    harness.answer_next(0, applied(4), *harness.values(0, 4, 3.0))
+    harness.answer_next(1, applied(4), *harness.values(1, 4, 3.0))
     assert not bare.steps.commit(4, end()).late
-    assert all(door.flats.view("params", bucket).eq(3.0).all() for bucket in door.map.buckets)
+    assert all(harness.flats.view("params", bucket).eq(3.0).all() for bucket in harness.map.buckets)
 
 
 def test_without_a_codec_an_encoded_body_is_refused():
-    door = Door()
-    bucket = door.map.buckets_of(0)[0]
+    harness = ClientHarness()
+    bucket = harness.map.buckets_of(0)[0]
     coded = m.Values(-2, bucket.id, 0, coded=True, body=torch.zeros(4, dtype=torch.uint8))
     with pytest.raises(m.ProtocolError, match=rf"bucket {bucket.id} came encoded"):
-        door.exchange.place(SERVERS[0], coded, False)
+        harness.exchange.place(SERVERS[0], coded, False)
     codec = BodyCodec()
     for refused in (lambda: codec.landing(coded, bucket), lambda: codec.values(bucket, coded.body)):
         with pytest.raises(m.ProtocolError, match="came encoded"):

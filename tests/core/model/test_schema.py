@@ -92,7 +92,7 @@ def test_parts_that_cannot_be_are_refused(part, parts):
         (schema(), "^$"),
     ],
 )
-def test_a_difference_is_told_in_words(theirs, words):
+def test_a_difference_is_described(theirs, words):
     assert re.search(words, difference(schema(), theirs, "worker 0/0", "worker 0/1"))
 
 

@@ -170,7 +170,7 @@ def test_servers_clip_as_the_plain_script_does(grads: str, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *COMPLEX], ids=str)
-@pytest.mark.parametrize("cluster", [{"road": "kTcp"}, {"road": "kTcp", "compression": "kInt8"}, {}], ids=str)
+@pytest.mark.parametrize("cluster", [{"transport": "kTcp"}, {"transport": "kTcp", "compression": "kInt8"}, {}], ids=str)
 def test_between_processes_too(cluster: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
     """Complex numbers travel uncompressed: no codec takes them."""
     script = usual_loop(batches(dtype, 8), loss)

@@ -125,11 +125,11 @@ def test_torchs_kernels_are_judged_by_what_they_do(name: str, settings: dict[str
         assert chosen is True, "the tolerance is too small for a right kernel"
     ends = []
     for kernel in (chosen, False):
-        dice = torch.Generator().manual_seed(5)
-        value = torch.rand(1000, generator=dice).add(0.5).to(dtype)
+        rng = torch.Generator().manual_seed(5)
+        value = torch.rand(1000, generator=rng).add(0.5).to(dtype)
         optimizer = cls([value], lr=0.125, fused=kernel, foreach=False, **settings)
         for _ in range(STEPS):
-            value.grad = torch.rand(1000, generator=dice).add(0.5).neg().to(dtype)
+            value.grad = torch.rand(1000, generator=rng).add(0.5).neg().to(dtype)
             optimizer.step()
         ends.append(value)
     mine, plain = ends

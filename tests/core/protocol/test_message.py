@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from every_message import every_message
-from single_servers import Hall, server, started, worker
+from single_servers import ServerHarness, server, started, worker
 
 from tests.support.in_process_job import FailureObserver, PlainServerFactory
 from topotrain.config.job import Algorithm, Cluster
@@ -37,7 +37,7 @@ def manners(me: Address, **cluster: Any) -> MessageValidator:
     return MessageValidator(me, layout(Cluster(**cluster)))
 
 
-def test_every_message_has_somebody_who_hears_it() -> None:
+def test_every_message_has_a_receiver() -> None:
     heard: set[type[m.Message]] = set()
     for cluster in (
         {"nworkers_per_group": 2, "nservers_per_group": 2},
@@ -79,7 +79,7 @@ TWO_GROUPS = {"nworker_groups": 2, "nserver_groups": 2, "nservers_per_group": 2}
         (server(), worker(1), COMMIT),
         (server(), worker(5), LeaseRequest(0, 0, 3, 0, 0, False)),  # there is no such group
         (server(), worker(0, 7), m.Fetch(1)),
-        (server(1), worker(1), LeaseRequest(0, 0, 3, 0, 0, False)),  # not the desk
+        (server(1), worker(1), LeaseRequest(0, 0, 3, 0, 0, False)),  # not the coordinator
         (server(), worker(1), DrawnBatches(0, 0, True, (), ())),
         (server(0, 1), worker(), m.GroupIdle(0, 0, True)),  # not the coordinator
         (server(1), worker(1), m.Init(0)),  # group 0's values are everybody's
@@ -94,7 +94,7 @@ TWO_GROUPS = {"nworker_groups": 2, "nserver_groups": 2, "nservers_per_group": 2}
         (worker(), worker(), ActivationHello()),
     ],
 )
-def test_a_word_of_the_wrong_one_is_refused(me: Address, sender: Address, message: m.Message) -> None:
+def test_a_message_of_the_wrong_sender_is_refused(me: Address, sender: Address, message: m.Message) -> None:
     with pytest.raises(ProtocolError, match=f"{me} does not accept {type(message).__name__} from {sender}"):
         manners(me, **TWO_GROUPS).check(sender, message)
 
@@ -167,12 +167,12 @@ def test_a_bitmap_has_a_bit_for_each_item_and_no_more(bits: bytes, count: int, g
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_and_training_goes_on(message: m.Message) -> None:
-    hall = started(nworkers_per_group=2)
+    harness = started(nworkers_per_group=2)
     with pytest.raises(ProtocolError):
-        hall.servers[server()].handle(worker(), message)
-    for who in hall.workers:
-        hall.step(who, 1)
-    assert hall.heard(worker(), m.Applied)
+        harness.servers[server()].handle(worker(), message)
+    for who in harness.workers:
+        harness.step(who, 1)
+    assert harness.heard(worker(), m.Applied)
 
 
 def test_too_many_open_backwards_are_refused() -> None:
@@ -189,8 +189,8 @@ def test_too_many_open_backwards_are_refused() -> None:
      '[{"lr": 0.1, "momentum": -1}]', '[{"params": 3}]', "\udcff"],
 )  # fmt: skip
 def test_settings_that_the_optimizer_refuses_are_told_to_the_group_before_anything_changes(text: str) -> None:
-    hall = started(nworkers_per_group=1)
-    home, before = hall.servers[server()], hall.servers[server()].state.version
+    harness = started(nworkers_per_group=1)
+    home, before = harness.servers[server()], harness.servers[server()].state.version
     home.handle(worker(), replace(COMMIT, revisions=b"\xff", hyper=text.encode("utf-8", "surrogateescape")))
     out = home.handle(worker(), m.AppliedBatchesRequest(0))
     assert home.state.version == before and [type(reply) for _, reply in out] == [m.AppliedBatchesReply]
@@ -218,37 +218,37 @@ def test_a_norm_beyond_all_numbers_is_infinite_and_no_error() -> None:
 # --- whose fault it is -------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_word_that_was_held_is_told_to_its_author() -> None:
-    hall = Hall(nworkers_per_group=2, join=False)
-    home = hall.servers[server()]
+def test_a_wrong_message_that_was_held_is_reported_to_its_sender() -> None:
+    harness = ServerHarness(nworkers_per_group=2, join=False)
+    home = harness.servers[server()]
     assert home.handle(worker(0, 1), m.Push(0, 0, 99, 1.0, b"\1")) == []  # who knows yet which buckets there are
-    out = [reply for part in hall.schema.parts() for reply in home.handle(worker(), part)]
+    out = [reply for part in harness.schema.parts() for reply in home.handle(worker(), part)]
     (fail,) = [(to, reply.text) for to, reply in out if isinstance(reply, m.Fail)]
     assert fail[0] == worker(0, 1) and "bucket 99 is not mine" in fail[1]
 
 
 def test_what_is_held_is_bounded() -> None:
-    home = Hall(nworkers_per_group=2, join=False).servers[server()]
+    home = ServerHarness(nworkers_per_group=2, join=False).servers[server()]
     for _ in range(_MAX_HELD):
         home.handle(worker(), m.Fetch(1))
     with pytest.raises(ProtocolError, match="sends too much before"):
         home.handle(worker(), m.Fetch(1))
 
 
-class NoRoads:
-    """Nobody is reached."""
+class DroppingTransports:
+    """Every message is dropped."""
 
     def send(self, *_: object, **__: object) -> None:
         """As if it were sent."""
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_wrong_word_is_no_trouble_and_a_fault_of_ours_is(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    hall, troubles = Hall(join=False), []
+def test_a_wrong_message_is_no_failure_and_a_fault_of_ours_is(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, troubles = ServerHarness(join=False), []
     resident = ServerEndpoint(
         server(),
-        PlainServerFactory(hall.job, hall.topology),
-        NoRoads(),  # type: ignore[arg-type]
+        PlainServerFactory(harness.job, harness.topology),
+        DroppingTransports(),  # type: ignore[arg-type]
         threading.Condition(),
         HostOptions(FailureObserver(lambda: troubles.append(1))),
     )
@@ -283,7 +283,7 @@ def test_floods_at_the_desk_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         LeaseQueue(2).handle(worker(), DrawnBatches(0, 0, False, (), tuple(range(101))))
 
 
-def test_a_question_said_twice_is_held_once() -> None:
+def test_a_request_sent_twice_is_held_once() -> None:
     book = LeaseQueue(2)
     book.handle(worker(), LeaseRequest(0, 0, 1, 0, 0, True))
     for _ in range(5):
@@ -292,7 +292,7 @@ def test_a_question_said_twice_is_held_once() -> None:
 
 
 def test_readers_that_ask_on_and_on_are_refused() -> None:
-    home = Hall(nworkers_per_group=2)
+    home = ServerHarness(nworkers_per_group=2)
     for number in range(64):
         home.servers[server()].handle(worker(), m.Fetch(number))
     with pytest.raises(ProtocolError, match="asks on and on"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulation import Seat, Town, job, parameters
+from simulation import ScriptedCluster, ScriptedWorker, job, parameters
 from torch import nn
 
 from topotrain.config.async_momentum import Corrector, corrector, explanation, groups_apart, momentum_of, warning
@@ -95,20 +95,20 @@ def test_an_exchange_between_neighbors_of_a_ring_does_so_too() -> None:
 
 @pytest.mark.parametrize("agreement", list(Agreement))
 def test_the_servers_of_a_job_know_it(agreement: Agreement) -> None:
-    town = Town(job(2, 1, 1, nserver_groups=2, agreement=agreement), 3, None, parameters(150, 256))
+    cluster = ScriptedCluster(job(2, 1, 1, nserver_groups=2, agreement=agreement), 3, None, parameters(150, 256))
 
-    def script(seat: Seat) -> None:
-        seat.open(1000.0)
+    def script(worker: ScriptedWorker) -> None:
+        worker.open(1000.0)
         for _ in range(6):
-            seat.sleep(0.01, 0.02)
-            seat.step([torch.ones(150), torch.ones(256)])
-        seat.finish()
+            worker.sleep(0.01, 0.02)
+            worker.step([torch.ones(150), torch.ones(256)])
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     for group in range(2):
-        found = town.server(group, 0).exchange.distance
+        found = cluster.server(group, 0).exchange.distance
         assert found.exchanges > 0 and found.updates > 0 and 0 < found.share < 0.1
-    assert Town(job(1, 1, 1)).server(0, 0).exchange.distance.exchanges == 0
+    assert ScriptedCluster(job(1, 1, 1)).server(0, 0).exchange.distance.exchanges == 0
 
 
 def test_the_report_and_the_tables_show_it() -> None:
@@ -184,23 +184,23 @@ def rose(losses: list[float]) -> bool:
 
 def test_noise_is_no_rise() -> None:
     for seed in range(20):
-        dice = random.Random(seed)
-        falls = [2.3 * 0.99**n + 0.3 + dice.gauss(0, 0.1) for n in range(2000)]
-        still = [1.0 + dice.gauss(0, 0.3) for _ in range(2000)]
-        spikes = [0.5 + abs(dice.gauss(0, 0.05)) + (100.0 if n % 40 == 7 else 0.0) for n in range(2000)]
-        two_losses = [(0.1 if n % 2 else 3.0) + dice.gauss(0, 0.05) for n in range(2000)]
-        negative = [-5.0 + dice.gauss(0, 0.5) for _ in range(2000)]
+        rng = random.Random(seed)
+        falls = [2.3 * 0.99**n + 0.3 + rng.gauss(0, 0.1) for n in range(2000)]
+        still = [1.0 + rng.gauss(0, 0.3) for _ in range(2000)]
+        spikes = [0.5 + abs(rng.gauss(0, 0.05)) + (100.0 if n % 40 == 7 else 0.0) for n in range(2000)]
+        two_losses = [(0.1 if n % 2 else 3.0) + rng.gauss(0, 0.05) for n in range(2000)]
+        negative = [-5.0 + rng.gauss(0, 0.5) for _ in range(2000)]
         assert not any(map(rose, (falls, still, spikes, two_losses, negative))), f"seed {seed}"
 
 
 def test_a_rise_is_found() -> None:
-    dice = random.Random(1)
-    learned = [2.3 * 0.95**n + 0.1 + dice.gauss(0, 0.03) for n in range(100)]
-    assert rose([*learned, *(1.9 + dice.gauss(0, 0.2) for _ in range(40))])
-    assert rose([0.35, 0.3, 0.4, *(1.9 + dice.gauss(0, 0.2) for _ in range(40))]), "wrong from the first block on"
+    rng = random.Random(1)
+    learned = [2.3 * 0.95**n + 0.1 + rng.gauss(0, 0.03) for n in range(100)]
+    assert rose([*learned, *(1.9 + rng.gauss(0, 0.2) for _ in range(40))])
+    assert rose([0.35, 0.3, 0.4, *(1.9 + rng.gauss(0, 0.2) for _ in range(40))]), "wrong from the first block on"
     assert rose([10.0**n for n in range(40)]), "each loss ten times the one before"
     assert rose([1.0] * 8 + [math.nan] * 24)
-    assert not rose([*learned, *(0.5 + dice.gauss(0, 0.05) for _ in range(10))]), "not yet"
+    assert not rose([*learned, *(0.5 + rng.gauss(0, 0.05) for _ in range(10))]), "not yet"
     short = LossTrend()
     assert not [short(5.0 * 3.0**n) for n in range(14)].count(True) and short.end()
     calm = LossTrend()
@@ -214,7 +214,7 @@ def watcher(cluster: Cluster, index: int = 0) -> tuple[LossWatch, list[Event]]:
     return LossWatch(here, SimpleNamespace(momentum=0.9)), told  # type: ignore[arg-type]
 
 
-def test_it_is_said_once_by_one_worker_of_an_asynchronous_job() -> None:
+def test_it_is_reported_once_by_one_worker_of_an_asynchronous_job() -> None:
     rising, told = watcher(DOWNPOUR)
     for n in range(200):
         rising(0.1 if n < 20 else 2.0)
@@ -250,18 +250,18 @@ def test_a_last_loss_that_is_not_finite_is_told(last: float) -> None:
 
 @pytest.mark.parametrize(("groups", "words"), [(2, "2 worker groups train without waiting for each other"), (1, "")])
 def test_the_error_says_what_may_have_led_there(groups: int, words: str) -> None:
-    town = Town(job(groups, 1, 1))
+    cluster = ScriptedCluster(job(groups, 1, 1))
     caught: list[str] = []
 
-    def script(seat: Seat) -> None:
-        seat.open()
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
         try:
             for _ in range(3):
-                seat.step([torch.full((p.count,), torch.nan) for p in town.schema.parameters])
+                worker.step([torch.full((p.count,), torch.nan) for p in cluster.schema.parameters])
         except JobError as error:
             caught.append(str(error))
 
-    town.play(script, [town.workers[0]])
+    cluster.play(script, [cluster.workers[0]])
     assert "3 steps in a row" in caught[0]
     assert ("without waiting" in caught[0]) == bool(words) and words in caught[0]
     assert explanation(layout(Cluster()), 0.9) == ""
@@ -282,14 +282,14 @@ def test_what_the_correction_takes() -> None:
 @pytest.mark.parametrize("fused", [None, False])
 def test_a_slice_is_updated_as_torch_does_with_the_corrected_settings(fused: bool | None) -> None:
     """Rates change from step to step, and a scheduler's change in between counts."""
-    dice = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     plain, ours = nn.Parameter(torch.ones(64)), torch.ones(64)
     mine = torch.optim.SGD([plain], lr=0.1, momentum=0.4, fused=fused)
     told = torch.optim.SGD([nn.Parameter(torch.ones(64))], lr=0.1, momentum=0.9, fused=fused)
     spec = describe(told, told.param_groups[0]["params"])
     update = SliceUpdate(spec, [(0, 0, ours)], correct=Corrector(less_momentum=0.5, by_staleness=True))
     for staleness, rate in ((0, 0.1), (3, 0.1), (3, 0.05), (1, 0.05), (2, 0.05)):
-        gradient = torch.randn(64, generator=dice)
+        gradient = torch.randn(64, generator=rng)
         mine.param_groups[0]["lr"] = rate / max(1, staleness)
         told.param_groups[0]["lr"] = rate
         plain.grad = gradient.clone()
@@ -302,24 +302,24 @@ def test_a_server_divides_the_rate_by_the_staleness_of_the_step() -> None:
     """Group 1 makes three updates while group 0 computes one: that one is worth a third."""
     settings = json.dumps([{"lr": 1.0, "momentum": 0.0}]).encode()
     for correction, last in ((Correction.kRate, 1 / 3), (Correction.kNone, 1.0)):
-        town = Town(job(2, 1, 1, correction=correction, share_memory=False), 0, None, parameters(64))
+        cluster = ScriptedCluster(job(2, 1, 1, correction=correction, share_memory=False), 0, None, parameters(64))
 
-        def script(seat: Seat, town: Town = town) -> None:
-            seat.open()
-            for _ in range(1 if seat.me.group == 0 else 3):
-                town.sim.sleep(10.0 if seat.me.group == 0 else 1.0)
-                seat.step([torch.ones(64)], hyper=settings)
-            seat.finish()
+        def script(worker: ScriptedWorker, cluster: ScriptedCluster = cluster) -> None:
+            worker.open()
+            for _ in range(1 if worker.me.group == 0 else 3):
+                cluster.sim.sleep(10.0 if worker.me.group == 0 else 1.0)
+                worker.step([torch.ones(64)], hyper=settings)
+            worker.finish()
 
-        town.play(script)
-        assert float(town.values()[0][0]) == pytest.approx(-3.0 - last)
+        cluster.play(script)
+        assert float(cluster.values()[0][0]) == pytest.approx(-3.0 - last)
 
 
 def test_a_correction_of_momentum_needs_one() -> None:
-    town = Town(job(2, 1, 1, correction=Correction.kMomentum))
+    cluster = ScriptedCluster(job(2, 1, 1, correction=Correction.kMomentum))
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="correction = kMomentum: needs an optimizer with a momentum above 0"):
-        town.worker(town.workers[0], model, torch.optim.Adam(model.parameters()))
+        cluster.worker(cluster.workers[0], model, torch.optim.Adam(model.parameters()))
 
 
 def test_a_job_without_it_keeps_its_digest() -> None:

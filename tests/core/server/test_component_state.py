@@ -271,15 +271,15 @@ def copied(component: Component, make: Callable[[], Any]) -> Any:
 @settings(max_examples=40)
 def test_a_copy_goes_on_as_its_original(name: str, seed: int, before: int) -> None:
     case, rng = CASES[name], Random(seed)
-    first, twin = case.make(), case.make()  # of the same constructor and the same events
+    first, reference = case.make(), case.make()  # of the same constructor and the same events
     for _ in range(before):
         event_seed = rng.random()
-        for each in (first, twin):
+        for each in (first, reference):
             outcome(each, case.event(Random(event_seed)))
     copy = copied(first, case.make)
-    assert plain(copy.state_dict()) == plain(twin.state_dict())
+    assert plain(copy.state_dict()) == plain(reference.state_dict())
     for _ in range(20):
         event_seed = rng.random()
-        said = [plain(outcome(each, case.event(Random(event_seed)))) for each in (copy, twin)]
+        said = [plain(outcome(each, case.event(Random(event_seed)))) for each in (copy, reference)]
         assert said[0] == said[1]
-    assert plain(copy.state_dict()) == plain(twin.state_dict())
+    assert plain(copy.state_dict()) == plain(reference.state_dict())

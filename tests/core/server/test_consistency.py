@@ -64,7 +64,7 @@ def test_all_stand_at_the_same_point_after_warm_up():
     assert (clocks.clock(0), clocks.clock(1), clocks.lead(0)) == (7, 7, 0)
 
 
-def test_when_nobody_is_live_nobody_is_waited_for():
+def test_when_no_worker_is_live_none_is_waited_for():
     clocks = Clocks((0,), 0)
     clocks.tick(0)
     clocks.leave(0)
@@ -74,11 +74,11 @@ def test_when_nobody_is_live_nobody_is_waited_for():
 @given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 2**32))
 def test_groups_that_start_only_when_they_may_never_lead_by_more_than_the_bound(groups, bound, seed):
     """One step more is under way: what starts at a lead of `bound` ends at `bound` + 1."""
-    dice, clocks = random.Random(seed), Clocks(range(groups), bound)
+    rng, clocks = random.Random(seed), Clocks(range(groups), bound)
     for _ in range(60):
         ready = [g for g in clocks.live() if clocks.may_start(g)]
         assert ready, "somebody may always go on"
-        clocks.tick(dice.choice(ready))
+        clocks.tick(rng.choice(ready))
         assert max(clocks.lead(g) for g in range(groups)) <= bound + 1
 
 
@@ -163,10 +163,10 @@ def test_the_steps_of_a_group_that_is_started_again_count_from_0():
 
 @given(st.integers(1, 20), st.integers(0, 2**32))
 def test_decisions_are_applied_in_their_order_and_once_however_they_come(count, seed):
-    dice, order = random.Random(seed), ApplyOrder()
+    rng, order = random.Random(seed), ApplyOrder()
     applies = [StepDecision(i, 0, i, False, 0.0) for i in range(count)]
-    sent = applies + dice.choices(applies, k=count)
-    dice.shuffle(sent)
+    sent = applies + rng.choices(applies, k=count)
+    rng.shuffle(sent)
     assert [now for apply in sent for now in order.arrive(apply)] == applies
     assert order.next == count
 
@@ -174,9 +174,9 @@ def test_decisions_are_applied_in_their_order_and_once_however_they_come(count, 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**32))
 def test_shards_that_vote_in_any_order_get_one_list(shards, groups, steps, seed):
     """Every step of every group is decided once, the steps of a group in order, and all shards see the same."""
-    dice, log = random.Random(seed), DecisionLog(shards)
+    rng, log = random.Random(seed), DecisionLog(shards)
     turns = [(s, g) for s in range(shards) for g in range(groups)] * steps
-    dice.shuffle(turns)
+    rng.shuffle(turns)
     at = dict.fromkeys(turns, 0)
     waiting, decided = list(turns), []
     while waiting:
@@ -185,7 +185,7 @@ def test_shards_that_vote_in_any_order_get_one_list(shards, groups, steps, seed)
             if at[shard, group] > sum(d.group == group for d in decided):
                 held.append((shard, group))  # a shard stages the next step after it applied the last
                 continue
-            for _ in range(dice.randint(1, 2)):
+            for _ in range(rng.randint(1, 2)):
                 log.staged(shard, staged(group, at[shard, group]))
             at[shard, group] += 1
             decided += [log.decide(*ready) for ready in log.ready()]
@@ -223,13 +223,13 @@ def test_a_push_that_is_known_in_part_is_refused():
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(0, 2**32))
-def test_every_batch_counts_once_if_pushes_are_said_again(lengths, seed):
-    dice, streams, counted, first = random.Random(seed), AppliedBatches(), [], 0
+def test_every_batch_counts_once_if_pushes_are_sent_again(lengths, seed):
+    rng, streams, counted, first = random.Random(seed), AppliedBatches(), [], 0
     said = []
     for length in lengths:
         said.append((3, first, first + length - 1))
         first += length
-        for marks in [said[-1], *dice.choices(said, k=3)]:
+        for marks in [said[-1], *rng.choices(said, k=3)]:
             if streams.verdict(marks) == "new":
                 streams.record(marks)
                 counted += range(marks[1], marks[2] + 1)

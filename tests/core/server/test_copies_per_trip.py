@@ -8,7 +8,7 @@ import torch
 from in_process_job import building, cross_entropy, job_of, mlp, run_hosted, run_local, sgd, vectors
 
 from topotrain.comm.transport.inprocess import InProcessTransport
-from topotrain.config.job import Grads, Road
+from topotrain.config.job import Grads, TransportChoice
 from topotrain.core import protocol as m
 
 ELEMENTS = sum(p.numel() for p in mlp().parameters())
@@ -29,8 +29,8 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("road", [Road.kShm, Road.kTcp])
-def test_a_worker_alone_copies_each_gradient_once_and_no_value(road, copied, tmp_path):
+@pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp])
+def test_a_worker_alone_copies_each_gradient_once_and_no_value(transport, copied, tmp_path):
     """The one copy is autograd's price: its tensor is private memory."""
     seen = []
 
@@ -42,7 +42,7 @@ def test_a_worker_alone_copies_each_gradient_once_and_no_value(road, copied, tmp
             trainer.optimizer.zero_grad()
             seen.append(sum(copied) - before)
 
-    run_hosted(job_of("one", road=road, server_worker_separate=True), building(mlp, sgd), script, tmp_path)
+    run_hosted(job_of("one", transport=transport, server_worker_separate=True), building(mlp, sgd), script, tmp_path)
     assert seen == [ELEMENTS] * STEPS
 
 

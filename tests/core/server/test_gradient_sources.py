@@ -21,9 +21,9 @@ SIZE = 100
 
 
 def parts_of(workers, seed=0, weights=None):
-    dice = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     return {
-        w: (1.0 if weights is None else weights[w], torch.randn(SIZE, generator=dice) * 10.0 ** (w % 3))
+        w: (1.0 if weights is None else weights[w], torch.randn(SIZE, generator=rng) * 10.0 ** (w % 3))
         for w in range(workers)
     }
 
@@ -169,7 +169,7 @@ class Group:
         return [self.staging.present(bucket) for bucket in self.buckets]
 
 
-def test_a_mean_is_ready_when_everybodys_part_is_there():
+def test_a_mean_is_ready_when_every_part_is_there():
     group = Group(3)
     assert group.push(2, 0, 9) == group.push(0, 0, 3) == ()
     (ready,) = group.push(1, 0, 6)
@@ -341,7 +341,7 @@ def test_who_has_no_revision_counts_as_zero_also_if_something_was_pushed():
 @given(st.integers(0, 2**32), st.booleans())
 @settings(max_examples=60)
 def test_the_order_of_arrival_and_duplicates_change_no_bit(seed, visible):
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     bodies = parts_of(6, seed % 7)
     tree = ((0, 1), (2,))
 
@@ -363,8 +363,8 @@ def test_the_order_of_arrival_and_duplicates_change_no_bit(seed, visible):
                 lambda w=worker, r=revisions: group.commit(w, backwards=backwards, revisions=r, weight=1.0 + w)
             )
         if shuffled:
-            sayings += dice.sample(sayings, 4)
-            dice.shuffle(sayings)
+            sayings += rng.sample(sayings, 4)
+            rng.shuffle(sayings)
         staged = 0
         for saying in sayings:
             saying()
@@ -382,7 +382,7 @@ def test_the_order_of_arrival_and_duplicates_change_no_bit(seed, visible):
 # --- disagreement ------------------------------------------------------------------------------------------------
 
 
-def test_unequal_backwards_name_both_workers_whoever_comes_first():
+def test_unequal_backwards_name_both_workers_whichever_comes_first():
     group = Group(2)
     group.backward((1, 1))
     group.commit(0)
@@ -414,7 +414,7 @@ def test_commits_must_agree_and_the_error_names_both_workers(change, words):
         group.commit(2, **change)
 
 
-def test_who_waits_for_whom():
+def test_which_worker_waits_for_which():
     group = Group(2)
     assert not group.staging.waits
     group.push(0, 0, 1)

@@ -78,7 +78,7 @@ def test_worker_0_0_is_answered_when_all_values_are_final():
     assert [(v.round, v.bucket, float(v.body[0])) for v in values] == [(-7, 0, 0.0), (-7, 1, 1.0), (-7, 2, 2.0)]
 
 
-def test_a_final_value_that_is_said_twice_counts_once():
+def test_a_final_value_that_is_sent_twice_counts_once():
     home = Home(0)
     home.take(server(1), final(1, 5))
     home.take(server(1), final(1, 9))

@@ -47,15 +47,15 @@ class Groups:
         for _ in range(1 + twice):
             self.post(way[1], self.agreements[way[1]].meet(way[0], message, message.body.clone()))
 
-    def run_dry(self, dice, duplicates=0.0):
+    def run_dry(self, rng, duplicates=0.0):
         while ways := [way for way, queue in self.ways.items() if queue]:
-            self.deliver(dice.choice(ways), dice.random() < duplicates)
+            self.deliver(rng.choice(ways), rng.random() < duplicates)
 
-    def drain(self, dice, duplicates=0.0):
+    def drain(self, rng, duplicates=0.0):
         for group, agreement in enumerate(self.agreements):
             assert not agreement.drained()
             self.post(group, agreement.drain())
-        self.run_dry(dice, duplicates)
+        self.run_dry(rng, duplicates)
         assert all(agreement.drained() for agreement in self.agreements)
         for sender, _, message, body in self.said:
             assert torch.equal(message.body, body), f"a body of {sender} changed after it was sent"
@@ -69,25 +69,25 @@ def ring_of(count):
     return lambda group, view, freq: RingSync(group, count, SimpleNamespace(buckets=BUCKETS, values=view), freq)
 
 
-def walk(groups, dice, updates, duplicates):
+def walk(groups, rng, updates, duplicates):
     """Updates of integer size at random moments between random deliveries; returns their sum."""
     total = 0
     for _ in range(updates):
-        amount = dice.randint(1, 9)
+        amount = rng.randint(1, 9)
         total += amount
-        groups.update(dice.randrange(len(groups.values)), amount)
-        for _ in range(dice.randint(0, 3)):
+        groups.update(rng.randrange(len(groups.values)), amount)
+        for _ in range(rng.randint(0, 3)):
             if ways := [way for way, queue in groups.ways.items() if queue]:
-                groups.deliver(dice.choice(ways), dice.random() < duplicates)
+                groups.deliver(rng.choice(ways), rng.random() < duplicates)
     return total
 
 
 @given(st.integers(1, 3), st.integers(0, 30), st.integers(0, 2**32), st.sampled_from([0.0, 0.3]))
 @settings(max_examples=80)
 def test_the_masters_have_every_update_exactly_once(freq, updates, seed, duplicates):
-    dice, groups = random.Random(seed), Groups(3, master, freq)
-    total = walk(groups, dice, updates, duplicates)
-    groups.drain(dice, duplicates)
+    rng, groups = random.Random(seed), Groups(3, master, freq)
+    total = walk(groups, rng, updates, duplicates)
+    groups.drain(rng, duplicates)
     for bucket in BUCKETS:
         assert torch.equal(groups.view(bucket.master)(bucket.id), torch.full((64,), float(total)))
 
@@ -95,11 +95,11 @@ def test_the_masters_have_every_update_exactly_once(freq, updates, seed, duplica
 @given(st.integers(2, 3), st.integers(1, 3), st.integers(0, 20), st.integers(0, 2**32), st.sampled_from([0.0, 0.3]))
 @settings(max_examples=80)
 def test_averaging_keeps_the_sum_over_the_groups(count, freq, updates, seed, duplicates):
-    dice, groups = random.Random(seed), Groups(count, ring_of(count), freq)
+    rng, groups = random.Random(seed), Groups(count, ring_of(count), freq)
     for value in groups.values:
         value.zero_()
-    total = walk(groups, dice, updates, duplicates)
-    groups.drain(dice, duplicates)
+    total = walk(groups, rng, updates, duplicates)
+    groups.drain(rng, duplicates)
     torch.testing.assert_close(sum(groups.values), torch.full((192,), float(total)))
 
 
@@ -130,13 +130,13 @@ def test_a_master_sends_nothing_of_its_own_bucket():
     assert not groups.ways[0, 1]
 
 
-def test_others_updates_reach_everybody_through_the_master():
+def test_others_updates_reach_every_group_through_the_master():
     groups = Groups(3, master)
-    dice = random.Random(0)
+    rng = random.Random(0)
     groups.update(1, 4)
-    groups.run_dry(dice)
+    groups.run_dry(rng)
     groups.update(2, 8)
-    groups.run_dry(dice)
+    groups.run_dry(rng)
     assert torch.equal(groups.view(2)(0), torch.full((64,), 12.0))
 
 

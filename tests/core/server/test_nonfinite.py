@@ -29,8 +29,19 @@ from tests.support.in_process_job import (
     usual_loop,
     vectors,
 )
-from tests.support.simulation import STORM, Seat, Town, job, same, total
-from topotrain.config.job import Algorithm, Apply, Compression, Engine, Grads, Job, NonFinite, Pull, Reduce, Road
+from tests.support.simulation import STORM, ScriptedCluster, ScriptedWorker, job, same, total
+from topotrain.config.job import (
+    Algorithm,
+    Apply,
+    Compression,
+    Engine,
+    Grads,
+    Job,
+    NonFinite,
+    Pull,
+    Reduce,
+    TransportChoice,
+)
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
@@ -221,19 +232,19 @@ def test_a_batch_that_was_skipped_is_used_up() -> None:
     assert sum(result.servers[0].steps.batches.counts().values()) == STEPS == worker.worker.tally.steps
 
 
-# --- roads -----------------------------------------------------------------------------------------------------------
+# --- transports ------------------------------------------------------------------------------------------------------
 
-ROADS = {
-    "shared memory": job_of("two by two", road=Road.kShm),
-    "tcp": job_of("two by two", road=Road.kTcp),
+TRANSPORTS = {
+    "shared memory": job_of("two by two", transport=TransportChoice.kShm),
+    "tcp": job_of("two by two", transport=TransportChoice.kTcp),
     "gloo": job_of("allreduce", engine=Engine.kGloo),
     "hidden gloo": job_of("allreduce", engine=Engine.kGloo, **HIDDEN),
 }
 
 
-@pytest.mark.parametrize("name", ROADS)
-def test_over_real_roads(name: str, tmp_path) -> None:
-    result = run_hosted(ROADS[name], building(), poisoned({1: ONE, 3: ONE | {(0, 0)}}), tmp_path)
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_over_real_transports(name: str, tmp_path) -> None:
+    result = run_hosted(TRANSPORTS[name], building(), poisoned({1: ONE, 3: ONE | {(0, 0)}}), tmp_path)
     assert finite(result)
     assert set(skipped(result).values()) == {2}
 
@@ -280,7 +291,7 @@ def test_where_only_the_sum_is_known_the_worker_looks_itself() -> None:
     assert said == [[(3, "", "2.bias")], [(3, "worker 0/1", "2.bias")], [(3, "", "2.bias")]]
 
 
-def test_what_the_script_itself_spoils_is_nobodys() -> None:
+def test_what_the_script_itself_spoils_is_no_workers_fault() -> None:
     def script(t) -> None:
         for step, batch in enumerate(vectors(STEPS)):
             t.optimizer.zero_grad()
@@ -365,85 +376,85 @@ def test_clipping_by_the_servers_skips_the_whole_step() -> None:
 @given(seed=st.integers(0, 2**20))
 def test_the_ledger_is_exact_whatever_the_network_does(shape: tuple[int, int, int], seed: int) -> None:
     """Whole numbers: the values are the sum of exactly the steps that were finite, and each skip is counted once."""
-    town = Town(job(*shape), seed, STORM)
+    cluster = ScriptedCluster(job(*shape), seed, STORM)
     counted: list[list[torch.Tensor]] = []
     found: dict[Address, list[int]] = {}
     bad = {
-        (group, step): town.random.randrange(shape[1]) for group in range(shape[0]) for step in range(6)
-        if step % 3 and town.random.random() < 0.5
+        (group, step): cluster.random.randrange(shape[1]) for group in range(shape[0]) for step in range(6)
+        if step % 3 and cluster.random.random() < 0.5
     }  # fmt: skip
 
-    def script(seat: Seat) -> None:
-        seat.open()
-        skips = found.setdefault(seat.me, [])
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
+        skips = found.setdefault(worker.me, [])
         for step in range(6):
-            gradient = seat.numbers()
-            who = bad.get((seat.me.group, step))
+            gradient = worker.numbers()
+            who = bad.get((worker.me.group, step))
             if who is None:
                 counted.append([-part for part in gradient])
-            elif who == seat.me.index:
-                gradient[step % 3][town.random.randrange(len(gradient[step % 3]))] = torch.nan
-            if seat.step(gradient, marks=(seat.me.group, step, step)).found_inf:
+            elif who == worker.me.index:
+                gradient[step % 3][cluster.random.randrange(len(gradient[step % 3]))] = torch.nan
+            if worker.step(gradient, marks=(worker.me.group, step, step)).found_inf:
                 skips.append(step)
-        seat.finish()
+        worker.finish()
 
-    town.play(script)
-    assert same(town.values(), total(counted))
+    cluster.play(script)
+    assert same(cluster.values(), total(counted))
     for me, skips in found.items():
         assert skips == [step for step in range(6) if (me.group, step) in bad]
-    counts = town.server(0, 0).steps.batches.counts()
+    counts = cluster.server(0, 0).steps.batches.counts()
     assert counts == dict.fromkeys(range(shape[0]), 6)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def door_of(seat: Seat) -> TableClient:
-    return TableClient(seat.client, seat.cluster.topology, seat.cluster.job)
+def client_of(worker: ScriptedWorker) -> TableClient:
+    return TableClient(worker.client, worker.cluster.topology, worker.cluster.job)
 
 
 def test_rows_that_are_not_finite_take_the_step_with_them() -> None:
-    town = Town(job(1, 2, 2))
+    cluster = ScriptedCluster(job(1, 2, 2))
 
-    def script(seat: Seat) -> None:
-        door = door_of(seat)
-        door.open(TableSpec("t", 4, 1, optimizer=SGD))
-        seat.open()
-        ones = [torch.ones_like(value) for value in seat.values()]
+    def script(worker: ScriptedWorker) -> None:
+        client = client_of(worker)
+        client.open(TableSpec("t", 4, 1, optimizer=SGD))
+        worker.open()
+        ones = [torch.ones_like(value) for value in worker.values()]
         for step in range(3):
-            number = torch.nan if step == 1 and seat.me.index == 1 else 1.0
-            door.push("t", range(4), torch.tensor([1.0, number, 1.0, 1.0]).view(-1, 1))
-            outcome = seat.step(ones)
+            number = torch.nan if step == 1 and worker.me.index == 1 else 1.0
+            client.push("t", range(4), torch.tensor([1.0, number, 1.0, 1.0]).view(-1, 1))
+            outcome = worker.step(ones)
             assert (outcome.found_inf, outcome.refused) == ((True, ((NO_WORKER, -1),)) if step == 1 else (False, ()))
-        assert door.pull("t", range(4)).view(-1).tolist() == [-4.0] * 4
-        door.close()
-        seat.finish()
+        assert client.pull("t", range(4)).view(-1).tolist() == [-4.0] * 4
+        client.close()
+        worker.finish()
 
-    town.play(script)
-    assert all(bool((part == -4).all()) for part in town.values())
+    cluster.play(script)
+    assert all(bool((part == -4).all()) for part in cluster.values())
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_push_of_rows_that_are_not_finite_changes_nothing(mode: str) -> None:
-    town = Town(job(1, 1, 1))
+    cluster = ScriptedCluster(job(1, 1, 1))
 
-    def script(seat: Seat) -> None:
-        door = door_of(seat)
-        door.open(TableSpec("t", 4, 1, "float32", mode, SGD))
+    def script(worker: ScriptedWorker) -> None:
+        client = client_of(worker)
+        client.open(TableSpec("t", 4, 1, "float32", mode, SGD))
         for number in (1.0, torch.nan, torch.inf, 1.0, torch.nan, torch.nan):
-            door.push("t", range(4), torch.full((4, 1), number))
-        assert door.pull("t", range(4)).view(-1).tolist() == [-2.0] * 4
-        door.push("t", range(4), torch.full((4, 1), torch.nan))
+            client.push("t", range(4), torch.full((4, 1), number))
+        assert client.pull("t", range(4)).view(-1).tolist() == [-2.0] * 4
+        client.push("t", range(4), torch.full((4, 1), torch.nan))
         with pytest.raises(JobError, match="table 't': 3 pushes in a row not finite"):
-            door.pull("t", range(4))
+            client.pull("t", range(4))
 
-    town.play(script)
+    cluster.play(script)
 
 
 # --- what is told ----------------------------------------------------------------------------------------------------
 
 
-def test_each_skip_is_told_once_and_counted() -> None:
+def test_each_skip_is_reported_once_and_counted() -> None:
     told: list[Event] = []
     me = Address(Role.WORKER, 0, 1)
     tally = WorkerStats(steps=4, started=1.0)
@@ -473,7 +484,7 @@ def test_each_skip_is_told_once_and_counted() -> None:
     assert report.as_data(JobOutcome(0, 1.0))["skipped"][0]["count"] == 4
 
 
-def test_a_skip_is_said_by_whose_it_was() -> None:
+def test_a_skip_is_reported_with_its_worker() -> None:
     said = io.StringIO()
     window = QuietProgress(layout(job_of().cluster), Console(file=said, width=200), said)
     for index in range(3):
@@ -553,10 +564,10 @@ def test_strikes() -> None:
     assert "sum of the group's gradients of a table's rows is not finite in step 1" in nonfinite_message("", "", 1, 1)
 
 
-def test_a_shard_cannot_refuse_who_is_not_there() -> None:
-    town = Town(job(1, 2, 2))
-    town.play(lambda seat: seat.open() and seat.finish())
-    server, shard = town.server(0, 0), Address(Role.SERVER, 0, 1)
+def test_a_shard_cannot_refuse_a_worker_that_is_not_there() -> None:
+    cluster = ScriptedCluster(job(1, 2, 2))
+    cluster.play(lambda worker: worker.open() and worker.finish())
+    server, shard = cluster.server(0, 0), Address(Role.SERVER, 0, 1)
     for refused in [(2, 0), (-2, 0), (0, 3), (0, -2), (0,)]:
         with pytest.raises(m.ProtocolError, match="no such"):
             server.handle(shard, m.StepVote(0, 0, True, 0.0, False, 0, 0, refused))

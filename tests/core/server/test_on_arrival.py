@@ -21,7 +21,7 @@ from in_process_job import (
     vectors,
 )
 
-from topotrain.config.job import Apply, Grads, Road
+from topotrain.config.job import Apply, Grads, TransportChoice
 
 ON_ARRIVAL = {"apply": Apply.kOnArrival, "grads": Grads.kHidden}
 MODELS = {"mlp": (mlp, vectors, sgd), "cnn": (Cnn, images, adam), "transformer": (Transformer, tokens, sgd)}
@@ -37,9 +37,9 @@ def test_the_values_are_those_of_the_step(model, layout, shared):
     assert run_local(job, build, script, shared).same_bits(reference(job, build, script))
 
 
-@pytest.mark.parametrize("road", [Road.kShm, Road.kTcp])
-def test_over_real_roads(road, tmp_path):
-    job, build, script = job_of(road=road, **ON_ARRIVAL), building(Transformer, adam), usual_loop(tokens(6))
+@pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp])
+def test_over_real_transports(transport, tmp_path):
+    job, build, script = job_of(transport=transport, **ON_ARRIVAL), building(Transformer, adam), usual_loop(tokens(6))
     assert run_hosted(job, build, script, tmp_path).same_bits(reference(job, build, script))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from single_servers import Hall, server, started, worker
+from single_servers import ServerHarness, server, started, worker
 from torch import nn
 
 from topotrain.config.job import Slicing, Updater
@@ -20,180 +20,182 @@ from topotrain.training.data.data_messages import Lease, LeaseRequest
 
 
 def test_values_are_held_until_they_are_here():
-    hall = Hall(nservers_per_group=2)
-    hall.fetch(worker())
-    assert hall.got[worker()] == []
-    hall.give_values(3.0)
-    assert hall.values(worker()) == 3.0
-    hall.give_values(9.0)  # whoever comes late with values is not heard
-    hall.fetch(worker(), 2)
-    assert hall.values(worker()) == 3.0
+    harness = ServerHarness(nservers_per_group=2)
+    harness.fetch(worker())
+    assert harness.got[worker()] == []
+    harness.give_values(3.0)
+    assert harness.values(worker()) == 3.0
+    harness.give_values(9.0)  # whoever comes late with values is not heard
+    harness.fetch(worker(), 2)
+    assert harness.values(worker()) == 3.0
 
 
 def test_who_comes_before_the_models_description_waits_in_the_drawer():
-    hall = Hall(join=False)
-    hall.give_values(3.0)
-    hall.fetch(worker())
-    assert hall.got[worker()] == []
-    hall.join(worker())
-    assert hall.values(worker()) == 3.0
+    harness = ServerHarness(join=False)
+    harness.give_values(3.0)
+    harness.fetch(worker())
+    assert harness.got[worker()] == []
+    harness.join(worker())
+    assert harness.values(worker()) == 3.0
 
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_other_models_are_refused_and_both_workers_named(servers):
-    hall = Hall(nworker_groups=2, nserver_groups=servers, join=False)
-    hall.join(worker(0))
-    other = Hall(nworker_groups=2, nserver_groups=servers, size=151, join=False)
-    hall.join(worker(1), other.schema)
-    (fail,) = hall.heard(worker(1), m.Fail)
+    harness = ServerHarness(nworker_groups=2, nserver_groups=servers, join=False)
+    harness.join(worker(0))
+    other = ServerHarness(nworker_groups=2, nserver_groups=servers, size=151, join=False)
+    harness.join(worker(1), other.schema)
+    (fail,) = harness.heard(worker(1), m.Fail)
     assert fail.config
     assert "parameter weight: worker 0/0 has weight of shape (1, 150), float32, worker 1/0" in fail.text
-    hall.give_values()
-    hall.fetch(worker(1))
-    assert servers == 1 or hall.heard(worker(1), m.Values) == []
+    harness.give_values()
+    harness.fetch(worker(1))
+    assert servers == 1 or harness.heard(worker(1), m.Values) == []
 
 
 def test_an_optimizer_that_cannot_be_built_is_refused():
-    hall = Hall(join=False)
-    text = json.dumps({**json.loads(hall.schema.optimizer), "name": "torch.optim.LBFGS"})
-    hall.join(worker(), replace(hall.schema, optimizer=text))
-    (fail,) = hall.heard(worker(), m.Fail)
+    harness = ServerHarness(join=False)
+    text = json.dumps({**json.loads(harness.schema.optimizer), "name": "torch.optim.LBFGS"})
+    harness.join(worker(), replace(harness.schema, optimizer=text))
+    (fail,) = harness.heard(worker(), m.Fail)
     assert fail.config and "server 0/0 cannot build the optimizer" in fail.text and "LBFGS" in fail.text
 
 
 def test_shared_memory_is_given_out_when_a_worker_of_ours_has_come():
     """Another group may know the model before all servers of ours are there to be shown anything."""
-    hall = Hall(join=False, nworker_groups=4, nserver_groups=2, nservers_per_group=2, server_worker_separate=True)
-    first = make_server(server(), hall.job, hall.topology, PrivateMemory(), shared=True)
-    said = [out for part in hall.schema.parts() for out in first.handle(server(1), part)]
+    harness = ServerHarness(
+        join=False, nworker_groups=4, nserver_groups=2, nservers_per_group=2, server_worker_separate=True
+    )
+    first = make_server(server(), harness.job, harness.topology, PrivateMemory(), shared=True)
+    said = [out for part in harness.schema.parts() for out in first.handle(server(1), part)]
     assert not said and not first.state.complete
-    said = [out for part in hall.schema.parts() for out in first.handle(worker(), part)]
+    said = [out for part in harness.schema.parts() for out in first.handle(worker(), part)]
     assert {to for to, message in said if isinstance(message, m.SharedBuffer)} == {server(0, 1), worker()}
 
 
 def test_all_server_groups_start_from_group_0s_values():
-    hall = Hall(nworker_groups=2, nserver_groups=2, join=False, holding=(m.Init,))
-    hall.join(worker(0))
-    hall.give_values(3.0)
-    hall.fetch(worker(0))
-    assert hall.got[worker(0)] == []  # the others do not know the model yet
-    hall.join(worker(1))
-    hall.fetch(worker(1))
-    assert hall.values(worker(0)) == 3.0 and hall.got[worker(1)] == []
-    hall.let_go()
-    assert hall.values(worker(1)) == 3.0
+    harness = ServerHarness(nworker_groups=2, nserver_groups=2, join=False, holding=(m.Init,))
+    harness.join(worker(0))
+    harness.give_values(3.0)
+    harness.fetch(worker(0))
+    assert harness.got[worker(0)] == []  # the others do not know the model yet
+    harness.join(worker(1))
+    harness.fetch(worker(1))
+    assert harness.values(worker(0)) == 3.0 and harness.got[worker(1)] == []
+    harness.let_go()
+    assert harness.values(worker(1)) == 3.0
 
 
 # --- a step ------------------------------------------------------------------------------------------------------
 
 
 def test_visible_the_mean_comes_back_then_the_values():
-    hall = started(nworkers_per_group=2)
-    hall.push(worker(0, 0), 2)
-    assert hall.got[worker(0, 0)] == []
-    hall.push(worker(0, 1), 4)
-    for who in hall.workers:
-        (mean,) = hall.heard(who, m.ReducedGradient)
+    harness = started(nworkers_per_group=2)
+    harness.push(worker(0, 0), 2)
+    assert harness.got[worker(0, 0)] == []
+    harness.push(worker(0, 1), 4)
+    for who in harness.workers:
+        (mean,) = harness.heard(who, m.ReducedGradient)
         assert (mean.step, mean.ordinal, mean.present) == (0, 0, b"\x01")
         assert torch.equal(mean.body, torch.full_like(mean.body, 3.0))
-        assert hall.heard(who, m.BackwardReduced) == [m.BackwardReduced(0, 0, b"\x01")]
-    hall.commit(worker(0, 0))
-    assert hall.got[worker(0, 0)] == []
-    hall.commit(worker(0, 1))
-    for who in hall.workers:
-        assert hall.heard(who, m.Applied) == [m.Applied(0, 1, 0, False, -1.0)]
-        assert hall.values(who) == -3.0
+        assert harness.heard(who, m.BackwardReduced) == [m.BackwardReduced(0, 0, b"\x01")]
+    harness.commit(worker(0, 0))
+    assert harness.got[worker(0, 0)] == []
+    harness.commit(worker(0, 1))
+    for who in harness.workers:
+        assert harness.heard(who, m.Applied) == [m.Applied(0, 1, 0, False, -1.0)]
+        assert harness.values(who) == -3.0
 
 
 def test_hidden_nothing_comes_back_before_the_commits():
-    hall = started(nworkers_per_group=2, grads="kHidden")
+    harness = started(nworkers_per_group=2, grads="kHidden")
     for index, value in enumerate((2, 4)):
-        hall.push(worker(0, index), value)
-    assert hall.got[worker()] == []
-    for who in hall.workers:
-        hall.commit(who)
-    assert [hall.values(who) for who in hall.workers] == [-3.0, -3.0]
+        harness.push(worker(0, index), value)
+    assert harness.got[worker()] == []
+    for who in harness.workers:
+        harness.commit(who)
+    assert [harness.values(who) for who in harness.workers] == [-3.0, -3.0]
 
 
 def test_alone_a_commit_is_answered_at_once():
-    hall = started()
+    harness = started()
     for step in range(3):
-        hall.step(worker(), 2, step)
-        assert hall.values(worker()) == -2.0 * (step + 1)
-        assert [a.version for a in hall.heard(worker(), m.Applied)] == [step + 1]
+        harness.step(worker(), 2, step)
+        assert harness.values(worker()) == -2.0 * (step + 1)
+        assert [a.version for a in harness.heard(worker(), m.Applied)] == [step + 1]
 
 
 def test_a_step_is_applied_on_all_shards_or_on_none():
-    hall = started(nservers_per_group=2)
-    hall.push(worker(), 5)
-    hall.commit(worker(), to=server(0, 1))
-    assert hall.got[worker()] == []
-    assert hall.servers[server(0, 1)].state.version == 0
-    hall.commit(worker(), to=server(0, 0))
-    assert hall.values(worker()) == -5.0
-    assert len(hall.heard(worker(), m.Applied)) == 2
+    harness = started(nservers_per_group=2)
+    harness.push(worker(), 5)
+    harness.commit(worker(), to=server(0, 1))
+    assert harness.got[worker()] == []
+    assert harness.servers[server(0, 1)].state.version == 0
+    harness.commit(worker(), to=server(0, 0))
+    assert harness.values(worker()) == -5.0
+    assert len(harness.heard(worker(), m.Applied)) == 2
 
 
 def test_without_the_decision_a_shard_asks_and_never_guesses():
-    hall = started(nservers_per_group=2, holding=(m.StepDecision,))
-    hall.step(worker(), 5)
-    assert [a.step for a in hall.heard(worker(), m.Applied)] == [0]  # shard 0 is the coordinator itself
-    assert hall.servers[server(0, 1)].state.version == 0
-    hall.held.clear()
-    hall.holding = ()
-    hall.route(server(0, 1), hall.servers[server(0, 1)].reconnected())
-    assert hall.servers[server(0, 1)].state.version == 1
-    assert hall.values(worker()) == -5.0
+    harness = started(nservers_per_group=2, holding=(m.StepDecision,))
+    harness.step(worker(), 5)
+    assert [a.step for a in harness.heard(worker(), m.Applied)] == [0]  # shard 0 is the coordinator itself
+    assert harness.servers[server(0, 1)].state.version == 0
+    harness.held.clear()
+    harness.holding = ()
+    harness.route(server(0, 1), harness.servers[server(0, 1)].reconnected())
+    assert harness.servers[server(0, 1)].state.version == 1
+    assert harness.values(worker()) == -5.0
 
 
 def test_no_fetch_no_values():
-    hall = started()
-    hall.step(worker(), 1, fetch=False)
-    assert hall.heard(worker(), m.Values) == []
-    assert len(hall.heard(worker(), m.Applied)) == 1
-    hall.fetch(worker(), 2)
-    assert hall.values(worker()) == -1.0
+    harness = started()
+    harness.step(worker(), 1, fetch=False)
+    assert harness.heard(worker(), m.Values) == []
+    assert len(harness.heard(worker(), m.Applied)) == 1
+    harness.fetch(worker(), 2)
+    assert harness.values(worker()) == -1.0
 
 
-def test_what_is_said_twice_counts_once():
-    hall = started()
-    hall.step(worker(), 1)
-    hall.step(worker(), 1)
-    assert [a.step for a in hall.heard(worker(), m.Applied)] == [0, 0]
-    assert hall.values(worker()) == -1.0
-    hall.step(worker(), 1, step=1)
-    assert hall.values(worker()) == -2.0
+def test_a_message_sent_twice_counts_once():
+    harness = started()
+    harness.step(worker(), 1)
+    harness.step(worker(), 1)
+    assert [a.step for a in harness.heard(worker(), m.Applied)] == [0, 0]
+    assert harness.values(worker()) == -1.0
+    harness.step(worker(), 1, step=1)
+    assert harness.values(worker()) == -2.0
 
 
 def test_the_same_batches_count_once():
-    hall = started()
-    hall.step(worker(), 1, marks=(7, 0, 1))
-    hall.step(worker(), 1, step=1, marks=(7, 0, 1))
-    assert hall.values(worker()) == -1.0
-    hall.step(worker(), 1, step=2, marks=(7, 3, 3))
-    (fail,) = hall.heard(worker(), m.Fail)
+    harness = started()
+    harness.step(worker(), 1, marks=(7, 0, 1))
+    harness.step(worker(), 1, step=1, marks=(7, 0, 1))
+    assert harness.values(worker()) == -1.0
+    harness.step(worker(), 1, step=2, marks=(7, 3, 3))
+    (fail,) = harness.heard(worker(), m.Fail)
     assert "worker group 0: batches 3 to 3 of stream 0x7 do not continue it: 1 was the last" in fail.text
 
 
 def test_groups_are_staged_apart_and_applied_one_after_the_other():
-    hall = started(nworker_groups=2)
-    hall.push(worker(0), 1)
-    hall.push(worker(1), 10)
-    hall.commit(worker(1))
-    assert hall.values(worker(1)) == -10.0
-    hall.commit(worker(0))
-    assert hall.values(worker(0)) == -11.0
-    (applied,) = hall.heard(worker(0), m.Applied)
+    harness = started(nworker_groups=2)
+    harness.push(worker(0), 1)
+    harness.push(worker(1), 10)
+    harness.commit(worker(1))
+    assert harness.values(worker(1)) == -10.0
+    harness.commit(worker(0))
+    assert harness.values(worker(0)) == -11.0
+    (applied,) = harness.heard(worker(0), m.Applied)
     assert (applied.version, applied.staleness) == (2, 1)
 
 
 def test_values_of_one_group_are_a_view_and_those_of_several_a_snapshot():
     for groups, same in ((1, True), (2, False)):
-        hall = started(nworker_groups=groups)
-        out = hall.servers[server()].handle(worker(), m.Fetch(2))
+        harness = started(nworker_groups=groups)
+        out = harness.servers[server()].handle(worker(), m.Fetch(2))
         values = [message for _, message in out if isinstance(message, m.Values)]
         before = [v.body.clone() for v in values]
-        hall.step(worker(groups - 1), 1)
+        harness.step(worker(groups - 1), 1)
         assert all(torch.equal(v.body, b) for v, b in zip(values, before)) is not same
 
 
@@ -203,178 +205,178 @@ def test_values_of_one_group_are_a_view_and_those_of_several_a_snapshot():
 @pytest.mark.parametrize("kind", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("bound", [0.5, 1e6])
 def test_clip_norm_is_torchs_over_all_shards(kind, bound):
-    hall = started(nservers_per_group=2)
-    hall.push(worker(), 0.25)
-    hall.commit(worker(), clip_norm=bound, clip_type=kind)
-    hall.model.weight.grad = torch.full((1, 150), 0.25)
-    norm = nn.utils.clip_grad_norm_(hall.model.parameters(), bound, kind)
-    for applied in hall.heard(worker(), m.Applied):
+    harness = started(nservers_per_group=2)
+    harness.push(worker(), 0.25)
+    harness.commit(worker(), clip_norm=bound, clip_type=kind)
+    harness.model.weight.grad = torch.full((1, 150), 0.25)
+    norm = nn.utils.clip_grad_norm_(harness.model.parameters(), bound, kind)
+    for applied in harness.heard(worker(), m.Applied):
         assert applied.norm == pytest.approx(float(norm), rel=1e-6)
-    assert hall.values(worker()) == pytest.approx(-float(hall.model.weight.grad[0, 0]), rel=1e-6)
+    assert harness.values(worker()) == pytest.approx(-float(harness.model.weight.grad[0, 0]), rel=1e-6)
 
 
 def test_padding_does_not_count_for_the_norm():
-    hall = started(size=70)  # 58 elements of padding, which a push fills here
-    hall.step(worker(), 1, clip_norm=100.0)
-    assert hall.heard(worker(), m.Applied)[0].norm == pytest.approx(math.sqrt(70))
+    harness = started(size=70)  # 58 elements of padding, which a push fills here
+    harness.step(worker(), 1, clip_norm=100.0)
+    assert harness.heard(worker(), m.Applied)[0].norm == pytest.approx(math.sqrt(70))
 
 
 def test_the_loss_scale_is_taken_back_before_clipping():
-    hall = started()
-    hall.step(worker(), 8.0, inv_scale=0.125, clip_norm=1e6)
-    assert hall.heard(worker(), m.Applied)[0].norm == pytest.approx(math.sqrt(150))
-    assert hall.values(worker()) == -1.0
+    harness = started()
+    harness.step(worker(), 8.0, inv_scale=0.125, clip_norm=1e6)
+    assert harness.heard(worker(), m.Applied)[0].norm == pytest.approx(math.sqrt(150))
+    assert harness.values(worker()) == -1.0
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_an_overflow_on_one_shard_skips_the_step_on_all(bad):
-    hall = started(nservers_per_group=2)
-    for to in hall.homes(worker()):
-        for bucket in hall.map.buckets_of(to.index):
+    harness = started(nservers_per_group=2)
+    for to in harness.homes(worker()):
+        for bucket in harness.map.buckets_of(to.index):
             body = torch.ones(bucket.hi - bucket.lo)
             body[0] = bad if to.index == 1 else 1.0
-            hall.say(worker(), to, m.Push(0, 1, bucket.id, 1.0, b"\x01", body=body))
-    hall.commit(worker(), check_finite=True)
-    assert [(a.found_inf, a.version) for a in hall.heard(worker(), m.Applied)] == [(True, 0)] * 2
-    assert hall.values(worker()) == 0.0
-    hall.step(worker(), 1, step=1, check_finite=True)
-    assert hall.values(worker()) == -1.0
+            harness.say(worker(), to, m.Push(0, 1, bucket.id, 1.0, b"\x01", body=body))
+    harness.commit(worker(), check_finite=True)
+    assert [(a.found_inf, a.version) for a in harness.heard(worker(), m.Applied)] == [(True, 0)] * 2
+    assert harness.values(worker()) == 0.0
+    harness.step(worker(), 1, step=1, check_finite=True)
+    assert harness.values(worker()) == -1.0
 
 
 def test_the_updaters_bounds_hold_for_every_element():
-    hall = started(updater=Updater(clip_low=-0.5, clip_high=0.25))
-    hall.step(worker(), 3)
-    assert hall.values(worker()) == -0.25
+    harness = started(updater=Updater(clip_low=-0.5, clip_high=0.25))
+    harness.step(worker(), 3)
+    assert harness.values(worker()) == -0.25
 
 
-def test_hyperparameters_are_the_groups_last_word():
-    hall = started(nworker_groups=2)
-    hall.optimizer.param_groups[0]["lr"] = 2.0
-    hall.step(worker(0), 1)
-    assert hall.values(worker(0)) == -2.0
-    hall.optimizer.param_groups[0]["lr"] = 4.0
-    hall.step(worker(1), 1)
-    assert hall.values(worker(1)) == -6.0
-    hall.step(worker(0), 1, step=1)
-    assert hall.values(worker(0)) == -8.0
+def test_hyperparameters_are_the_last_ones_of_the_group():
+    harness = started(nworker_groups=2)
+    harness.optimizer.param_groups[0]["lr"] = 2.0
+    harness.step(worker(0), 1)
+    assert harness.values(worker(0)) == -2.0
+    harness.optimizer.param_groups[0]["lr"] = 4.0
+    harness.step(worker(1), 1)
+    assert harness.values(worker(1)) == -6.0
+    harness.step(worker(0), 1, step=1)
+    assert harness.values(worker(0)) == -8.0
 
 
 def test_a_segment_without_gradient_does_not_move():
-    hall = started(optimizer=lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5))
-    hall.step(worker(), 1)
-    assert hall.values(worker()) == -1.0
-    hall.commit(worker(), 1, revisions=bytes([NO_REVISION]))
-    assert hall.values(worker()) == -1.0
-    hall.step(worker(), 0, step=2)
-    assert hall.values(worker()) == -1.5
+    harness = started(optimizer=lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5))
+    harness.step(worker(), 1)
+    assert harness.values(worker()) == -1.0
+    harness.commit(worker(), 1, revisions=bytes([NO_REVISION]))
+    assert harness.values(worker()) == -1.0
+    harness.step(worker(), 0, step=2)
+    assert harness.values(worker()) == -1.5
 
 
 # --- waiting -----------------------------------------------------------------------------------------------------
 
 
 def test_who_leads_by_more_than_max_staleness_waits_for_its_values():
-    hall = started(nworker_groups=2, max_staleness=1)
-    hall.step(worker(0), 1)
-    assert hall.values(worker(0)) == -1.0
-    hall.step(worker(0), 1, step=1)
-    assert hall.got[worker(0)].count(m.Applied(1, 2, 0, False, -1.0)) == 0
-    hall.step(worker(1), 1)
-    assert hall.values(worker(0)) == -3.0
+    harness = started(nworker_groups=2, max_staleness=1)
+    harness.step(worker(0), 1)
+    assert harness.values(worker(0)) == -1.0
+    harness.step(worker(0), 1, step=1)
+    assert harness.got[worker(0)].count(m.Applied(1, 2, 0, False, -1.0)) == 0
+    harness.step(worker(1), 1)
+    assert harness.values(worker(0)) == -3.0
 
 
 def test_nobody_waits_for_a_group_that_ended():
-    hall = started(nworker_groups=2, max_staleness=0)
-    hall.step(worker(0), 1)
-    assert hall.heard(worker(0), m.Values) == []
-    hall.say(worker(1), server(), m.Finish(0))
-    assert hall.values(worker(0)) == -1.0
+    harness = started(nworker_groups=2, max_staleness=0)
+    harness.step(worker(0), 1)
+    assert harness.heard(worker(0), m.Values) == []
+    harness.say(worker(1), server(), m.Finish(0))
+    assert harness.values(worker(0)) == -1.0
 
 
 def test_with_a_bound_of_0_updates_come_in_group_order():
-    hall = started(nworker_groups=2, max_staleness=0)
-    hall.step(worker(1), 10)
-    assert hall.servers[server()].state.version == 0
-    hall.step(worker(0), 1)
-    assert hall.servers[server()].state.version == 2
-    assert [a.version for a in hall.heard(worker(0), m.Applied)] == [1]
-    assert [a.version for a in hall.heard(worker(1), m.Applied)] == [2]
+    harness = started(nworker_groups=2, max_staleness=0)
+    harness.step(worker(1), 10)
+    assert harness.servers[server()].state.version == 0
+    harness.step(worker(0), 1)
+    assert harness.servers[server()].state.version == 2
+    assert [a.version for a in harness.heard(worker(0), m.Applied)] == [1]
+    assert [a.version for a in harness.heard(worker(1), m.Applied)] == [2]
 
 
 def test_warm_up_is_group_0s_alone_then_all_stand_at_its_values_and_clock():
-    hall = Hall(nworker_groups=2, warmup_steps=2, max_staleness=0)
-    hall.give_values()
-    for who in hall.workers:
-        hall.fetch(who)
-    assert hall.values(worker(0)) == 0.0 and hall.got[worker(1)] == []
-    hall.step(worker(0), 1)
-    assert hall.values(worker(0)) == -1.0 and hall.got[worker(1)] == []
-    hall.step(worker(0), 1, step=1)
-    assert hall.values(worker(0)) == hall.values(worker(1)) == -2.0
-    assert [hall.servers[server()].worker_groups.clocks.clock(g) for g in (0, 1)] == [2, 2]
+    harness = ServerHarness(nworker_groups=2, warmup_steps=2, max_staleness=0)
+    harness.give_values()
+    for who in harness.workers:
+        harness.fetch(who)
+    assert harness.values(worker(0)) == 0.0 and harness.got[worker(1)] == []
+    harness.step(worker(0), 1)
+    assert harness.values(worker(0)) == -1.0 and harness.got[worker(1)] == []
+    harness.step(worker(0), 1, step=1)
+    assert harness.values(worker(0)) == harness.values(worker(1)) == -2.0
+    assert [harness.servers[server()].worker_groups.clocks.clock(g) for g in (0, 1)] == [2, 2]
 
 
 # --- disagreement ------------------------------------------------------------------------------------------------
 
 
 def test_a_disagreement_fails_the_group_and_only_it():
-    hall = started(nworker_groups=2, nworkers_per_group=2)
+    harness = started(nworker_groups=2, nworkers_per_group=2)
     for index in (0, 1):
-        hall.push(worker(0, index), 1)
-        hall.commit(worker(0, index), inv_scale=1.0 + index)
+        harness.push(worker(0, index), 1)
+        harness.commit(worker(0, index), inv_scale=1.0 + index)
     for index in (0, 1):
-        (fail,) = hall.heard(worker(0, index), m.Fail)
+        (fail,) = harness.heard(worker(0, index), m.Fail)
         assert "worker group 0: workers 0 and 1 of a group disagree about the loss scale" in fail.text
         assert not fail.config
     for index in (0, 1):
-        hall.push(worker(1, index), 1)
-        hall.commit(worker(1, index))
-    assert hall.values(worker(1, 0)) == -1.0
+        harness.push(worker(1, index), 1)
+        harness.commit(worker(1, index))
+    assert harness.values(worker(1, 0)) == -1.0
 
 
 def test_a_step_from_the_future_is_a_disagreement():
-    hall = started()
-    hall.commit(worker(), 1)
-    (fail,) = hall.heard(worker(), m.Fail)
+    harness = started()
+    harness.commit(worker(), 1)
+    (fail,) = harness.heard(worker(), m.Fail)
     assert "worker 0 is in step 1, the group in step 0" in fail.text
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_worker_that_ends_while_another_waits_is_named(late):
-    hall = started(nworkers_per_group=2)
+    harness = started(nworkers_per_group=2)
     stay, leave = worker(0, late), worker(0, 1 - late)
-    sayings = [lambda: hall.say(leave, server(), m.Finish(0)), lambda: hall.push(stay, 1)]
+    sayings = [lambda: harness.say(leave, server(), m.Finish(0)), lambda: harness.push(stay, 1)]
     for saying in sayings if late else reversed(sayings):
         saying()
-    (fail,) = hall.heard(stay, m.Fail)
+    (fail,) = harness.heard(stay, m.Fail)
     assert f"worker {leave.index} ended its script after 0 steps" in fail.text
 
 
 @pytest.mark.parametrize("bucket", [-1, 1, 2**40])
 def test_buckets_of_others_are_refused(bucket):
-    hall = started()
+    harness = started()
     with pytest.raises(m.ProtocolError, match=f"bucket {bucket} is not mine"):
-        hall.say(worker(), server(), m.Push(0, 1, bucket, 1.0, b"\x01", body=torch.zeros(192)))
+        harness.say(worker(), server(), m.Push(0, 1, bucket, 1.0, b"\x01", body=torch.zeros(192)))
 
 
 def test_bodies_must_be_there_and_fit():
-    hall = started()
+    harness = started()
     with pytest.raises(m.ProtocolError, match="Push without a body"):
-        hall.say(worker(), server(), m.Push(0, 1, 0, 1.0, b"\x01"))
+        harness.say(worker(), server(), m.Push(0, 1, 0, 1.0, b"\x01"))
     with pytest.raises(m.ProtocolError, match="bytes, expected 768"):
-        hall.say(worker(), server(), m.Push(0, 1, 0, 1.0, b"\x01", body=torch.zeros(7)))
+        harness.say(worker(), server(), m.Push(0, 1, 0, 1.0, b"\x01", body=torch.zeros(7)))
 
 
 # --- where bodies go ---------------------------------------------------------------------------------------------
 
 
 def test_bodies_are_received_where_they_belong():
-    hall = Hall(nworkers_per_group=2, join=False)
-    home = hall.servers[server()]
+    harness = ServerHarness(nworkers_per_group=2, join=False)
+    home = harness.servers[server()]
     push = m.Push(0, 1, 0, 1.0, b"\x01")
     assert home.place(worker(), push, False) is None  # no model, no place
-    hall.join(worker())
+    harness.join(worker())
     values = home.place(worker(), m.Init(0), True)
-    hall.give_values(4.0)
+    harness.give_values(4.0)
     assert torch.equal(values, torch.full_like(values, 4.0))
     assert home.place(worker(), push, True) is None  # a view will do
     places = [home.place(worker(0, index), push, False).data_ptr() for index in (0, 1)]
@@ -392,11 +394,11 @@ def test_optimizer_state_goes_out_and_comes_back():
     def adam(parameters):
         return torch.optim.Adam(parameters, lr=0.5)
 
-    hall = started(optimizer=adam, nservers_per_group=2)
-    hall.step(worker(), 2)
-    for to in hall.homes(worker()):
-        hall.say(worker(), to, m.StateRequest(5))
-    parts = hall.heard(worker(), m.StatePart)
+    harness = started(optimizer=adam, nservers_per_group=2)
+    harness.step(worker(), 2)
+    for to in harness.homes(worker()):
+        harness.say(worker(), to, m.StateRequest(5))
+    parts = harness.heard(worker(), m.StatePart)
     assert {p.round for p in parts} == {5}
     ends = [p for p in parts if not p.key]
     assert len(ends) == 2 and sum(p.number for p in ends) == len(parts) - 2
@@ -407,10 +409,10 @@ def test_optimizer_state_goes_out_and_comes_back():
     for part in parts:
         if part.key:
             other.say(worker(), server(0, other.map.buckets[part.bucket].shard), replace(part, round=0))
-    for name in (hall, other):
+    for name in (harness, other):
         for to in name.homes(worker()):
             name.say(worker(), to, m.StateRequest(6))
-    first, second = ({(p.bucket, p.piece, p.key): p for p in h.heard(worker(), m.StatePart)} for h in (hall, other))
+    first, second = ({(p.bucket, p.piece, p.key): p for p in h.heard(worker(), m.StatePart)} for h in (harness, other))
     assert first.keys() == second.keys()
     for key, part in first.items():
         assert part.number == second[key].number
@@ -422,8 +424,8 @@ def test_optimizer_state_counts_when_all_pieces_are_here_in_any_order(order):
     def adam(parameters):
         return torch.optim.Adam(parameters, lr=0.5)
 
-    hall = started(optimizer=adam, size=2500, slicing=Slicing.kTensor, slice_bytes=4096)
-    buckets = hall.map.buckets_of(0)
+    harness = started(optimizer=adam, size=2500, slicing=Slicing.kTensor, slice_bytes=4096)
+    buckets = harness.map.buckets_of(0)
     assert [len(bucket.pieces) for bucket in buckets] == [1, 1, 1]
     entries = ("exp_avg", "exp_avg_sq")
 
@@ -431,18 +433,18 @@ def test_optimizer_state_counts_when_all_pieces_are_here_in_any_order(order):
         (piece,) = buckets[number].pieces
         return m.StatePart(0, number, 0, 0.0, key, body=torch.full((piece.hi - piece.lo,), number + 1.0))
 
-    hall.say(worker(), server(), m.StatePart(0, 0, 0, 1.0, "step"))
+    harness.say(worker(), server(), m.StatePart(0, 0, 0, 1.0, "step"))
     for number in order[:-1]:
-        hall.say(worker(), server(), *(part(number, key) for key in entries))
+        harness.say(worker(), server(), *(part(number, key) for key in entries))
     # A second copy of the server, made now, has the pieces, too.
-    original, copy = hall.servers[server()], hall.made(server())
+    original, copy = harness.servers[server()], harness.made(server())
     copy.load_state_dict(original.state_dict())
     for each in (original, copy):
-        hall.servers[server()] = each
-        hall.say(worker(), server(), m.StateRequest(1))
-        assert {p.key for p in hall.heard(worker(), m.StatePart)} == {"step", ""}
-        hall.say(worker(), server(), *(part(order[-1], key) for key in entries), m.StateRequest(2))
-        found = {(p.key, p.bucket): p.body for p in hall.heard(worker(), m.StatePart) if p.key in entries}
+        harness.servers[server()] = each
+        harness.say(worker(), server(), m.StateRequest(1))
+        assert {p.key for p in harness.heard(worker(), m.StatePart)} == {"step", ""}
+        harness.say(worker(), server(), *(part(order[-1], key) for key in entries), m.StateRequest(2))
+        found = {(p.key, p.bucket): p.body for p in harness.heard(worker(), m.StatePart) if p.key in entries}
         assert found.keys() == {(key, bucket.id) for key in entries for bucket in buckets}
         assert all((body == number + 1).all() for (_, number), body in found.items())
 
@@ -450,74 +452,74 @@ def test_optimizer_state_counts_when_all_pieces_are_here_in_any_order(order):
 # --- other server groups and the end -----------------------------------------------------------------------------
 
 
-def finish(hall, who, steps=0):
-    for to in hall.homes(who):
-        hall.say(who, to, m.Finish(steps))
+def finish(harness, who, steps=0):
+    for to in harness.homes(who):
+        harness.say(who, to, m.Finish(steps))
     if who.index == 0:
-        hall.say(who, server(), m.ModelBufferValue(who.group, -1))
+        harness.say(who, server(), m.ModelBufferValue(who.group, -1))
 
 
-def final(hall):
-    for to in hall.topology.servers(0):
-        hall.say(worker(), to, m.FinalRequest(-9))
-    hall.say(worker(), server(), m.BufferRequest())
+def final(harness):
+    for to in harness.topology.servers(0):
+        harness.say(worker(), to, m.FinalRequest(-9))
+    harness.say(worker(), server(), m.BufferRequest())
 
 
 @pytest.mark.parametrize(("agreement", "expected"), [("kMaster", -11.0), ("kRingAverage", -5.5)])
 def test_the_result_is_the_master_view_after_the_drain(agreement, expected):
-    hall = started(nworker_groups=2, nserver_groups=2, agreement=agreement, sync_freq=5)
-    hall.step(worker(0), 1)
-    hall.step(worker(1), 10)
-    finish(hall, worker(0), 1)
-    final(hall)
-    hall.heard(worker(0), m.Values | m.Applied)
-    assert hall.got[worker(0)] == [] and not any(s.done for s in hall.servers.values())
-    finish(hall, worker(1), 1)
-    assert hall.values(worker(0)) == expected
-    assert hall.heard(worker(0), m.ModelBufferValue) == [m.ModelBufferValue(2, -1)]
-    assert all(s.done for s in hall.servers.values())
+    harness = started(nworker_groups=2, nserver_groups=2, agreement=agreement, sync_freq=5)
+    harness.step(worker(0), 1)
+    harness.step(worker(1), 10)
+    finish(harness, worker(0), 1)
+    final(harness)
+    harness.heard(worker(0), m.Values | m.Applied)
+    assert harness.got[worker(0)] == [] and not any(s.done for s in harness.servers.values())
+    finish(harness, worker(1), 1)
+    assert harness.values(worker(0)) == expected
+    assert harness.heard(worker(0), m.ModelBufferValue) == [m.ModelBufferValue(2, -1)]
+    assert all(s.done for s in harness.servers.values())
 
 
 def test_updates_go_to_the_master_and_come_back_with_the_others():
-    hall = started(nworker_groups=2, nserver_groups=2)
-    hall.step(worker(0), 1)
-    hall.values(worker(0))
-    hall.step(worker(1), 10)
-    hall.fetch(worker(1), 2)
-    masters = [b.master for b in hall.map.buckets]
+    harness = started(nworker_groups=2, nserver_groups=2)
+    harness.step(worker(0), 1)
+    harness.values(worker(0))
+    harness.step(worker(1), 10)
+    harness.fetch(worker(1), 2)
+    masters = [b.master for b in harness.map.buckets]
     assert masters == [0, 1]
-    found = {v.bucket: float(v.body[0]) for v in hall.heard(worker(1), m.Values)}
+    found = {v.bucket: float(v.body[0]) for v in harness.heard(worker(1), m.Values)}
     assert found[0] == -11.0
 
 
 def test_an_update_that_is_faster_than_the_start_waits():
-    hall = Hall(nworker_groups=3, nserver_groups=3, holding=(m.Init,))
-    hall.give_values(100.0)
-    inits = hall.held
-    hall.held = [held for held in inits if held[1] == server(1)]
-    hall.let_go()
-    hall.fetch(worker(1))
-    hall.values(worker(1))
-    hall.step(worker(1), 1)  # its Delta for the buckets of group 2 arrives before group 2 has its start
-    hall.held = [held for held in inits if held[1] == server(2)]
-    hall.let_go()
-    hall.fetch(worker(2))
-    found = {hall.map.buckets[v.bucket].master: float(v.body[0]) for v in hall.heard(worker(2), m.Values)}
+    harness = ServerHarness(nworker_groups=3, nserver_groups=3, holding=(m.Init,))
+    harness.give_values(100.0)
+    inits = harness.held
+    harness.held = [held for held in inits if held[1] == server(1)]
+    harness.let_go()
+    harness.fetch(worker(1))
+    harness.values(worker(1))
+    harness.step(worker(1), 1)  # its Delta for the buckets of group 2 arrives before group 2 has its start
+    harness.held = [held for held in inits if held[1] == server(2)]
+    harness.let_go()
+    harness.fetch(worker(2))
+    found = {harness.map.buckets[v.bucket].master: float(v.body[0]) for v in harness.heard(worker(2), m.Values)}
     assert found[2] == 99.0
 
 
 def test_the_servers_go_on_when_group_0_ends():
-    hall = started(nworker_groups=2)
-    finish(hall, worker(0))
-    hall.step(worker(1), 1)
-    assert hall.values(worker(1)) == -1.0
-    assert not hall.servers[server()].done
+    harness = started(nworker_groups=2)
+    finish(harness, worker(0))
+    harness.step(worker(1), 1)
+    assert harness.values(worker(1)) == -1.0
+    assert not harness.servers[server()].done
 
 
 def test_questions_about_data_go_to_server_0_0():
-    hall = started(nworker_groups=2, nserver_groups=2)
-    hall.say(worker(1), server(), LeaseRequest(0, 0, 3, 0, 0, False))
-    (lease,) = hall.heard(worker(1), Lease)
+    harness = started(nworker_groups=2, nserver_groups=2)
+    harness.say(worker(1), server(), LeaseRequest(0, 0, 3, 0, 0, False))
+    (lease,) = harness.heard(worker(1), Lease)
     assert (lease.epoch, lease.first) == (0, 0)
     with pytest.raises(m.ProtocolError, match="server 1/0 does not accept LeaseRequest from worker 1/0"):
-        hall.say(worker(1), server(1), LeaseRequest(0, 0, 3, 0, 0, False))
+        harness.say(worker(1), server(1), LeaseRequest(0, 0, 3, 0, 0, False))

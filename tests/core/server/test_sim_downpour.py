@@ -1,9 +1,9 @@
-"""Downpour on the simulated road: what asynchronous worker groups must not lose, double, mix or wait for."""
+"""Downpour on the simulated network: what asynchronous worker groups must not lose, double, mix or wait for."""
 
 import pytest
 import torch
 from simulated_downpour import downpour
-from simulation import STORM, VIEWS, Seat, Town, books, job, parameters, same, total
+from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, books, job, parameters, same, total
 from torch.utils.data import DataLoader
 
 from topotrain.core.protocol import ReducedGradient
@@ -18,17 +18,17 @@ SEEDS = 112  # times nine layouts: more than a thousand
 @pytest.mark.parametrize(("groups", "workers", "shards"), LAYOUTS)
 def test_every_update_counts_exactly_once(groups, workers, shards):
     for seed in range(SEEDS):
-        town = Town(job(groups, workers, shards), seed, STORM)
-        wanted, final = downpour(town)
-        assert same(town.values(), wanted), f"seed {seed}: an update was lost or counted twice"
+        cluster = ScriptedCluster(job(groups, workers, shards), seed, STORM)
+        wanted, final = downpour(cluster)
+        assert same(cluster.values(), wanted), f"seed {seed}: an update was lost or counted twice"
         assert same(final, wanted), f"seed {seed}: worker 0/0 has other values than the servers"
 
 
 def test_every_update_counts_exactly_once_where_bodies_are_views():
     for seed in range(40):
-        town = Town(job(*LAYOUTS[seed % len(LAYOUTS)]), seed, VIEWS)
-        wanted, final = downpour(town)
-        assert same(town.values(), wanted) and same(final, wanted), f"seed {seed}"
+        cluster = ScriptedCluster(job(*LAYOUTS[seed % len(LAYOUTS)]), seed, VIEWS)
+        wanted, final = downpour(cluster)
+        assert same(cluster.values(), wanted) and same(final, wanted), f"seed {seed}"
 
 
 def test_every_update_counts_exactly_once_with_many_buckets(monkeypatch):
@@ -43,31 +43,31 @@ def test_every_update_counts_exactly_once_with_many_buckets(monkeypatch):
     monkeypatch.setattr(shard, "cut", small)
     schema = parameters(300, 150)
     for seed in range(20):
-        town = Town(job(2, 2, 2), seed, STORM, schema)
-        assert len(town.map.buckets) > 3
-        wanted, final = downpour(town, steps=2)
-        assert same(town.values(), wanted) and same(final, wanted), f"seed {seed}"
+        cluster = ScriptedCluster(job(2, 2, 2), seed, STORM, schema)
+        assert len(cluster.map.buckets) > 3
+        wanted, final = downpour(cluster, steps=2)
+        assert same(cluster.values(), wanted) and same(final, wanted), f"seed {seed}"
 
 
 def test_defect_1_no_gradient_of_two_groups_in_one_sum():
     """Group 1 pushes multiples of 1024 only, group 0 smaller numbers only: a mixed sum shows in any element."""
     for seed in range(60):
-        town, seen = Town(job(2, 2, 2), seed, STORM), []
+        cluster, seen = ScriptedCluster(job(2, 2, 2), seed, STORM), []
 
-        def look(sender, to, message, town=town, seen=seen):
+        def look(sender, to, message, cluster=cluster, seen=seen):
             if isinstance(message, ReducedGradient):
-                space = town.map.spaces[town.map.buckets[message.bucket].space]
+                space = cluster.map.spaces[cluster.map.buckets[message.bucket].space]
                 body = message.body.view(getattr(torch, space.dtype))
                 seen.append((to.group, body.abs().max().item(), bool((body % 1024 == 0).all())))
 
-        def script(seat: Seat) -> None:
-            seat.open()
+        def script(scripted: ScriptedWorker) -> None:
+            scripted.open()
             for _ in range(3):
-                seat.step(seat.numbers(1, 100, scale=1024.0 if seat.me.group else 1.0))
-            seat.finish()
+                scripted.step(scripted.numbers(1, 100, scale=1024.0 if scripted.me.group else 1.0))
+            scripted.finish()
 
-        town.transport.observers.append(look)
-        town.play(script)
+        cluster.transport.observers.append(look)
+        cluster.play(script)
         assert all(small < 512 for group, small, _ in seen if group == 0)
         assert all(pure for group, _, pure in seen if group == 1)
         assert {group for group, _, _ in seen} == {0, 1}
@@ -76,18 +76,18 @@ def test_defect_1_no_gradient_of_two_groups_in_one_sum():
 def test_defect_1_a_2x2_downpour_ends_on_every_seed():
     """Worst cases of timing: one worker a thousand times slower than the others. A hang is a Deadlock here."""
     for seed in range(60):
-        town = Town(job(2, 2, 1 + seed % 3), seed, STORM)
-        slow = town.workers[seed % 4]
+        cluster = ScriptedCluster(job(2, 2, 1 + seed % 3), seed, STORM)
+        slow = cluster.workers[seed % 4]
 
-        def script(seat: Seat, slow=slow) -> None:
-            seat.open()
+        def script(scripted: ScriptedWorker, slow=slow) -> None:
+            scripted.open()
             for _ in range(3):
-                seat.sleep(0.0, 5.0 if seat.me == slow else 0.005)
-                seat.step(seat.numbers())
-            seat.finish()
+                scripted.sleep(0.0, 5.0 if scripted.me == slow else 0.005)
+                scripted.step(scripted.numbers())
+            scripted.finish()
 
-        town.play(script)
-        assert town.server(0, 0).state.version == 6
+        cluster.play(script)
+        assert cluster.server(0, 0).state.version == 6
 
 
 # --- staleness ---------------------------------------------------------------------------------------------------
@@ -97,17 +97,17 @@ def race(
     seed: int, groups: int, staleness: int | None, steps: int = 6, shards: int = 2, weather: NetworkFaults = STORM
 ):
     """Groups of very different and changing speed; returns the shards' books and all the workers' outcomes."""
-    town = Town(job(groups, 1, shards, max_staleness=staleness), seed, weather)
-    written, outcomes = books(town), []
+    cluster = ScriptedCluster(job(groups, 1, shards, max_staleness=staleness), seed, weather)
+    written, outcomes = books(cluster), []
 
-    def script(seat: Seat) -> None:
-        seat.open()
+    def script(scripted: ScriptedWorker) -> None:
+        scripted.open()
         for _ in range(steps):
-            seat.sleep(0.0, seat.cluster.random.choice((0.001, 0.05, 0.3)))
-            outcomes.append((seat.me.group, seat.steps, seat.step(seat.numbers())))
-        seat.finish()
+            scripted.sleep(0.0, scripted.cluster.random.choice((0.001, 0.05, 0.3)))
+            outcomes.append((scripted.me.group, scripted.steps, scripted.step(scripted.numbers())))
+        scripted.finish()
 
-    town.play(script)
+    cluster.play(script)
     return written, outcomes
 
 
@@ -141,17 +141,17 @@ def test_with_a_bound_of_0_the_updates_come_in_group_order_and_the_result_is_one
     """Gradients depend on what was read, in real numbers: any other order or moment of reading gives other bits."""
     results = []
     for seed in range(40):
-        town = Town(job(3, 1, 2, max_staleness=0), seed, STORM, rate=0.1)
-        written = books(town)
+        cluster = ScriptedCluster(job(3, 1, 2, max_staleness=0), seed, STORM, rate=0.1)
+        written = books(cluster)
 
-        def script(seat: Seat) -> None:
-            seat.open(1.0)
+        def script(scripted: ScriptedWorker) -> None:
+            scripted.open(1.0)
             for step in range(4):
-                seat.sleep(0.0, 0.1)
-                seat.step([torch.sin(part * (seat.me.group + 2) + step) for part in seat.values()])
-            seat.finish()
+                scripted.sleep(0.0, 0.1)
+                scripted.step([torch.sin(part * (scripted.me.group + 2) + step) for part in scripted.values()])
+            scripted.finish()
 
-        results.append(town.play(script).values())
+        results.append(cluster.play(script).values())
         for book in written:
             assert book.applied == [(group, step) for step in range(4) for group in range(3)], f"seed {seed}"
         assert same(results[0], results[-1]), f"seed {seed}"
@@ -164,18 +164,18 @@ def test_groups_of_different_speed_finish_independently():
     """The fast group's end does not move by a microsecond when the slow one gets slower."""
     ends = []
     for slowness in (1.0, 100.0):
-        town = Town(job(2, 2, 2), 0, NetworkFaults(delay=(0.001, 0.001)))
+        cluster = ScriptedCluster(job(2, 2, 2), 0, NetworkFaults(delay=(0.001, 0.001)))
         end = {}
 
-        def script(seat: Seat, slowness=slowness, end=end) -> None:
-            seat.open()
+        def script(scripted: ScriptedWorker, slowness=slowness, end=end) -> None:
+            scripted.open()
             for _ in range(5):
-                seat.cluster.sim.sleep(slowness if seat.me.group else 0.01)
-                seat.step(seat.numbers())
-            seat.finish()
-            end[seat.me.group] = seat.cluster.sim.now
+                scripted.cluster.sim.sleep(slowness if scripted.me.group else 0.01)
+                scripted.step(scripted.numbers())
+            scripted.finish()
+            end[scripted.me.group] = scripted.cluster.sim.now
 
-        town.play(script)
+        cluster.play(script)
         assert end[0] < end[1]
         ends.append(end)
     assert ends[0][0] == ends[1][0]
@@ -183,21 +183,23 @@ def test_groups_of_different_speed_finish_independently():
 
 def test_leases_give_the_slow_group_fewer_batches_and_every_batch_once():
     for seed in range(8):
-        town = Town(job(2, 2, 2), seed, STORM)
+        cluster = ScriptedCluster(job(2, 2, 2), seed, STORM)
         batches: dict[tuple[int, int], list[list[int]]] = {}
 
-        def script(seat: Seat, town=town, batches=batches) -> None:
+        def script(scripted: ScriptedWorker, cluster=cluster, batches=batches) -> None:
             torch.manual_seed(5)
-            worker = town.worker(seat.me, (model := torch.nn.Linear(1, 1)), torch.optim.SGD(model.parameters(), lr=0.0))
-            loader = town.loader(worker, DataLoader(torch.arange(160.0).reshape(160, 1), 4, shuffle=True), "lease")
+            worker = cluster.worker(
+                scripted.me, (model := torch.nn.Linear(1, 1)), torch.optim.SGD(model.parameters(), lr=0.0)
+            )
+            loader = cluster.loader(worker, DataLoader(torch.arange(160.0).reshape(160, 1), 4, shuffle=True), "lease")
             for batch in loader:
-                batches.setdefault(seat.me[1:], []).append(batch.flatten().int().tolist())
-                seat.cluster.sim.sleep(0.3 if seat.me.group else 0.03)
+                batches.setdefault(scripted.me[1:], []).append(batch.flatten().int().tolist())
+                scripted.cluster.sim.sleep(0.3 if scripted.me.group else 0.03)
                 model(batch).sum().backward()
                 worker.optimizer.step()
             worker.finish()
 
-        town.play(script)
+        cluster.play(script)
         seen = sorted(sample for rows in batches.values() for row in rows for sample in row)
         assert seen == list(range(160)), f"seed {seed}"
         slow, fast = len(batches[(1, 0)]), len(batches[(0, 0)])
@@ -207,74 +209,74 @@ def test_leases_give_the_slow_group_fewer_batches_and_every_batch_once():
 
 def test_defect_6_servers_go_on_when_group_0_ends():
     for seed in range(20):
-        town, pushed = Town(job(2, 1 + seed % 2, 2), seed, STORM), []
+        cluster, pushed = ScriptedCluster(job(2, 1 + seed % 2, 2), seed, STORM), []
 
-        def script(seat: Seat, town=town, pushed=pushed) -> None:
-            seat.open()
-            for _ in range(1 if seat.me.group == 0 else 6):
-                seat.cluster.sim.sleep(0.01)
-                pushed.append(seat.numbers())
-                seat.step(pushed[-1])
-            seat.finish()
-            if seat.me == town.workers[0]:
-                assert town.server(0, 0).state.version < 7
-                seat.client.values.fetch_final()
-                assert town.server(0, 0).state.version == 7, "the result is read after the drain"
-                assert same(seat.values(), [-part for part in total(pushed)]), f"seed {town.sim.seed}"
+        def script(scripted: ScriptedWorker, cluster=cluster, pushed=pushed) -> None:
+            scripted.open()
+            for _ in range(1 if scripted.me.group == 0 else 6):
+                scripted.cluster.sim.sleep(0.01)
+                pushed.append(scripted.numbers())
+                scripted.step(pushed[-1])
+            scripted.finish()
+            if scripted.me == cluster.workers[0]:
+                assert cluster.server(0, 0).state.version < 7
+                scripted.client.values.fetch_final()
+                assert cluster.server(0, 0).state.version == 7, "the result is read after the drain"
+                assert same(scripted.values(), [-part for part in total(pushed)]), f"seed {cluster.sim.seed}"
 
-        town.play(script)
-        assert town.server(0, 0).state.version == 7
+        cluster.play(script)
+        assert cluster.server(0, 0).state.version == 7
 
 
 def test_defect_7_share_memory_false_does_not_leave_groups_stale():
     """Two groups in one unit, no memory in common: at each step a group sees all that the servers had by then."""
     for seed in range(20):
-        town = Town(job(2, 1, 2, nworkers_per_procs=2, share_memory=False), seed, STORM)
-        assert town.topology.sharing(0) == ()
+        cluster = ScriptedCluster(job(2, 1, 2, nworkers_per_procs=2, share_memory=False), seed, STORM)
+        assert cluster.topology.sharing(0) == ()
         last = {}
 
-        def script(seat: Seat, last=last) -> None:
-            seat.open()
+        def script(scripted: ScriptedWorker, last=last) -> None:
+            scripted.open()
             for _ in range(3):
-                seat.sleep(0.0, 0.01)
-                seat.step(seat.numbers())
-            seat.cluster.sim.sleep(1.0)  # everybody's updates are applied
-            seat.step([part * 0 for part in seat.numbers()])
-            last[seat.me.group] = seat.values()
-            seat.finish()
+                scripted.sleep(0.0, 0.01)
+                scripted.step(scripted.numbers())
+            scripted.cluster.sim.sleep(1.0)  # everybody's updates are applied
+            scripted.step([part * 0 for part in scripted.numbers()])
+            last[scripted.me.group] = scripted.values()
+            scripted.finish()
 
-        town.play(script)
-        assert same(last[0], last[1]) and same(last[0], town.values()), f"seed {seed}"
+        cluster.play(script)
+        assert same(last[0], last[1]) and same(last[0], cluster.values()), f"seed {seed}"
 
 
 @pytest.mark.parametrize("bound", [0, 1])
-def test_a_group_that_waits_for_batches_holds_nobody_up(bound):
+def test_a_group_that_waits_for_batches_holds_no_other_up(bound):
     """The bound on the clock lead and the wait at an epoch's end must not wait for each other.
 
     Nor may a group come back with values older than the bound allows, or its workers with different ones.
     """
     for seed in range(12):
-        town = Town(job(2, 1 + seed % 2, 2, max_staleness=bound), seed, STORM)
+        cluster = ScriptedCluster(job(2, 1 + seed % 2, 2, max_staleness=bound), seed, STORM)
         seen: list[list[int]] = []
         read: dict[tuple[int, int], torch.Tensor] = {}
 
-        def script(seat: Seat, town=town, seen=seen, read=read, seed=seed) -> None:
+        def script(scripted: ScriptedWorker, cluster=cluster, seen=seen, read=read, seed=seed) -> None:
             model = torch.nn.Linear(1, 1)
-            worker = town.worker(seat.me, model, torch.optim.SGD(model.parameters(), lr=2**-10))
+            worker = cluster.worker(scripted.me, model, torch.optim.SGD(model.parameters(), lr=2**-10))
             plain = DataLoader(torch.arange(60.0).reshape(60, 1), 4, shuffle=True)
-            loader = town.loader(worker, plain, "lease")
+            loader = cluster.loader(worker, plain, "lease")
             for _ in range(2):
                 for batch in loader:
                     mine = torch.cat([p.detach().flatten() for p in model.parameters()])
-                    same_moment = read.setdefault((seat.me.group, worker.tally.steps), mine)
+                    same_moment = read.setdefault((scripted.me.group, worker.tally.steps), mine)
                     assert torch.equal(mine, same_moment), f"seed {seed}: replicas of one group differ"
                     seen.append(batch.flatten().int().tolist())
-                    town.sim.sleep(0.3 if seat.me.group else 0.03)
+                    cluster.sim.sleep(0.3 if scripted.me.group else 0.03)
                     model(batch).sum().backward()
                     worker.optimizer.step()
             worker.finish()
             assert worker.tally.staleness_max <= 2 * bound + 1, f"seed {seed}"
 
-        town.play(script)
+        cluster.play(script)
         assert sorted(sample for row in seen for sample in row) == sorted([*range(60)] * 2), f"seed {seed}"
-        assert town.server(0, 0).worker_groups.clocks.live() == [], "all groups have ended"
+        assert cluster.server(0, 0).worker_groups.clocks.live() == [], "all groups have ended"

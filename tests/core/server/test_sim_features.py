@@ -1,11 +1,11 @@
-"""What a job promises beyond the plain step, on the simulated road: warm-up, clear failures, the end, no spinning."""
+"""Promises of a job beyond the plain step, on the simulated network: warm-up, clear failures, the end, no spinning."""
 
 import ast
 from pathlib import Path
 
 import pytest
 import torch
-from simulation import STORM, VIEWS, Seat, Town, books, job, same, total, trace
+from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, books, job, same, total, trace
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -33,56 +33,59 @@ def test_group_0_warms_up_alone_and_all_start_from_its_values(server_groups, agr
     for seed in range(15):
         more = {"agreement": agreement} if agreement else {}
         made = job(2, 1, 2, nserver_groups=server_groups, warmup_steps=warmup, max_staleness=bound, **more)
-        town, started = Town(made, seed, STORM), {}
-        pushes = trace(town, Push)
+        cluster, started = ScriptedCluster(made, seed, STORM), {}
+        pushes = trace(cluster, Push)
         first: list[list[torch.Tensor]] = []
 
-        def script(seat: Seat, started=started, first=first, town=town) -> None:
-            seat.open(9.0)
-            started[seat.me.group] = seat.values(), seat.cluster.sim.now
-            if seat.me.group == 1:
-                home = town.server(town.topology.server_group_of(1), 0)
+        def script(scripted: ScriptedWorker, started=started, first=first, cluster=cluster) -> None:
+            scripted.open(9.0)
+            started[scripted.me.group] = scripted.values(), scripted.cluster.sim.now
+            if scripted.me.group == 1:
+                home = cluster.server(cluster.topology.server_group_of(1), 0)
                 clocks = home.worker_groups.clocks
                 assert clocks.clock(1) == warmup and clocks.live(), "it starts at the common clock, and live"
             for step in range(warmup + 2):
-                seat.sleep(0.0, 0.01)
-                gradient = seat.numbers()
-                if seat.me.group == 0 and step < warmup:
+                scripted.sleep(0.0, 0.01)
+                gradient = scripted.numbers()
+                if scripted.me.group == 0 and step < warmup:
                     first.append(gradient)
-                seat.step(gradient)
-            seat.finish()
+                scripted.step(gradient)
+            scripted.finish()
 
-        town.play(script)
+        cluster.play(script)
         warm = [9.0 - part for part in total(first)]
         if server_groups > 1 or bound == 0:
             assert same(started[1][0], warm), f"seed {seed}: group 1 did not start from group 0's values"
         early = [who for time, who, _, _ in pushes if time < started[1][1]]
         assert {who.group for who in early} == {0}, "nobody else trains during the warm-up"
         assert {message.step for _, who, _, message in pushes if who.group == 0} >= set(range(warmup + 2))
-        for house in town.sim_servers.values():
-            clocks = house.server.worker_groups.clocks
+        for sim_server in cluster.sim_servers.values():
+            clocks = sim_server.server.worker_groups.clocks
             # group 0's warm-up counts as warm-up, the others take its clock
-            assert [clocks.clock(g) for g in house.server.groups] == [
-                warmup + 2 if g == 0 else 2 * warmup + 2 for g in house.server.groups
+            assert [clocks.clock(g) for g in sim_server.server.groups] == [
+                warmup + 2 if g == 0 else 2 * warmup + 2 for g in sim_server.server.groups
             ]
 
 
 def test_a_group_0_that_ends_during_the_warm_up_lets_the_others_start():
     for server_groups in (1, 2):
         for seed in range(8):
-            town, pushed = Town(job(2, 1, 2, nserver_groups=server_groups, warmup_steps=5), seed, STORM), []
+            cluster, pushed = (
+                ScriptedCluster(job(2, 1, 2, nserver_groups=server_groups, warmup_steps=5), seed, STORM),
+                [],
+            )
 
-            def script(seat: Seat, pushed=pushed) -> None:
-                seat.open(9.0)
-                for _ in range(2 if seat.me.group == 0 else 4):
-                    pushed.append(seat.numbers())
-                    seat.step(pushed[-1])
-                seat.finish()
-                if seat.me == seat.cluster.workers[0]:
-                    seat.client.values.fetch_final()
-                    pushed.append([part - 9.0 for part in seat.values()])
+            def script(scripted: ScriptedWorker, pushed=pushed) -> None:
+                scripted.open(9.0)
+                for _ in range(2 if scripted.me.group == 0 else 4):
+                    pushed.append(scripted.numbers())
+                    scripted.step(pushed[-1])
+                scripted.finish()
+                if scripted.me == scripted.cluster.workers[0]:
+                    scripted.client.values.fetch_final()
+                    pushed.append([part - 9.0 for part in scripted.values()])
 
-            town.play(script)
+            cluster.play(script)
             assert len(pushed) == 7 and same(total(pushed), [part * 0 for part in pushed[0]]), f"seed {seed}"
 
 
@@ -92,57 +95,57 @@ def test_a_group_0_that_ends_during_the_warm_up_lets_the_others_start():
 @pytest.mark.parametrize("groups", [1, 2])
 def test_unequal_numbers_of_backwards_fail_naming_both_workers(groups):
     for seed in range(12):
-        town = Town(job(groups, 2, 2), seed, STORM)
+        cluster = ScriptedCluster(job(groups, 2, 2), seed, STORM)
 
-        def script(seat: Seat) -> None:
-            seat.open()
-            seat.step(seat.numbers())
-            seat.sleep(0.0, 0.05)
-            seat.backward(seat.numbers())
-            seat.sleep(0.0, 0.05)
-            if seat.me == (Role.WORKER, seat.cluster.topology.worker_groups - 1, 1):
-                seat.backward(seat.numbers(), ordinal=1)
-                seat.commit(backwards=2)
-            seat.commit()
-            seat.finish()
+        def script(scripted: ScriptedWorker) -> None:
+            scripted.open()
+            scripted.step(scripted.numbers())
+            scripted.sleep(0.0, 0.05)
+            scripted.backward(scripted.numbers())
+            scripted.sleep(0.0, 0.05)
+            if scripted.me == (Role.WORKER, scripted.cluster.topology.worker_groups - 1, 1):
+                scripted.backward(scripted.numbers(), ordinal=1)
+                scripted.commit(backwards=2)
+            scripted.commit()
+            scripted.finish()
 
         words = rf"worker group {groups - 1}: unequal numbers of backwards.*worker 0 .*after 1, worker 1 .*number 2"
         with pytest.raises(JobError, match=words):
-            town.play(script)
+            cluster.play(script)
 
 
 @pytest.mark.parametrize("grads", list(Grads))
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_worker_that_ends_before_the_others_of_its_group_is_named(grads, leaver):
     for seed in range(12):
-        town = Town(job(2, 2, 2, grads=grads), seed, STORM)
+        cluster = ScriptedCluster(job(2, 2, 2, grads=grads), seed, STORM)
 
-        def script(seat: Seat, leaver=leaver, grads=grads) -> None:
-            seat.visible = grads is Grads.kVisible
-            seat.open()
-            for _ in range(2 if seat.me.group == 1 and seat.me.index == leaver else 4):
-                seat.sleep(0.0, 0.01)
-                seat.step(seat.numbers())
-            seat.finish()
+        def script(scripted: ScriptedWorker, leaver=leaver, grads=grads) -> None:
+            scripted.visible = grads is Grads.kVisible
+            scripted.open()
+            for _ in range(2 if scripted.me.group == 1 and scripted.me.index == leaver else 4):
+                scripted.sleep(0.0, 0.01)
+                scripted.step(scripted.numbers())
+            scripted.finish()
 
         with pytest.raises(JobError, match=rf"worker group 1: worker {leaver} ended its script after 2 steps"):
-            town.play(script)
+            cluster.play(script)
 
 
 def test_a_last_backward_without_a_step_is_no_error():
     for seed in range(20):
-        town = Town(job(2, 2, 2), seed, STORM)
+        cluster = ScriptedCluster(job(2, 2, 2), seed, STORM)
 
-        def script(seat: Seat) -> None:
-            seat.open()
-            seat.step(seat.numbers())
-            seat.sleep(0.0, 0.02)
-            seat.backward(seat.numbers())
-            seat.sleep(0.0, 0.02)
-            seat.finish()
+        def script(scripted: ScriptedWorker) -> None:
+            scripted.open()
+            scripted.step(scripted.numbers())
+            scripted.sleep(0.0, 0.02)
+            scripted.backward(scripted.numbers())
+            scripted.sleep(0.0, 0.02)
+            scripted.finish()
 
-        town.play(script)
-        assert town.server(0, 0).state.version == 2
+        cluster.play(script)
+        assert cluster.server(0, 0).state.version == 2
 
 
 @pytest.mark.parametrize(
@@ -157,83 +160,85 @@ def test_a_last_backward_without_a_step_is_no_error():
 )
 def test_workers_of_a_group_that_disagree_are_told_about_what(said, words):
     for seed in range(4):
-        town = Town(job(2, 2, 2), seed, STORM)
+        cluster = ScriptedCluster(job(2, 2, 2), seed, STORM)
 
-        def script(seat: Seat, said=said) -> None:
-            seat.open()
-            seat.step(seat.numbers())
-            seat.step(seat.numbers(), **(said if seat.me == (Role.WORKER, 1, 1) else {}))
-            seat.finish()
+        def script(scripted: ScriptedWorker, said=said) -> None:
+            scripted.open()
+            scripted.step(scripted.numbers())
+            scripted.step(scripted.numbers(), **(said if scripted.me == (Role.WORKER, 1, 1) else {}))
+            scripted.finish()
 
         with pytest.raises(JobError, match=rf"worker group 1: workers \d and \d .* disagree about {words} in step 1"):
-            town.play(script)
+            cluster.play(script)
 
 
 def test_batches_out_of_order_fail_the_group_that_pushed_them():
     """Worker group 1 and server group 0: the failure must reach the workers, wherever the decision came from."""
-    town = Town(job(2, 1, 2), 0, STORM)
+    cluster = ScriptedCluster(job(2, 1, 2), 0, STORM)
 
-    def script(seat: Seat) -> None:
-        seat.open()
-        if seat.me.group:
-            seat.step(seat.numbers(), marks=(5, 3, 3))
-        seat.finish()
+    def script(scripted: ScriptedWorker) -> None:
+        scripted.open()
+        if scripted.me.group:
+            scripted.step(scripted.numbers(), marks=(5, 3, 3))
+        scripted.finish()
 
     with pytest.raises(JobError, match="worker group 1: batches 3 to 3 of stream 0x5 do not continue it"):
-        town.play(script)
+        cluster.play(script)
 
 
 def test_models_that_differ_are_refused():
-    town = Town(job(1, 2, 1), 0, STORM)
+    cluster = ScriptedCluster(job(1, 2, 1), 0, STORM)
 
-    def script(seat: Seat) -> None:
-        model = nn.Linear(3, 2 + seat.me.index)
-        town.worker(seat.me, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    def script(scripted: ScriptedWorker) -> None:
+        model = nn.Linear(3, 2 + scripted.me.index)
+        cluster.worker(scripted.me, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     with pytest.raises(JobError, match=r"parameter weight: worker 0/\d has weight of shape") as caught:
-        town.play(script)
+        cluster.play(script)
     assert caught.value.config
 
 
 # --- the real worker ---------------------------------------------------------------------------------------------
 
 
-def train(town: Town, worker: Worker, model: nn.Module, loader, pause: float = 0.01) -> None:
+def train(cluster: ScriptedCluster, worker: Worker, model: nn.Module, loader, pause: float = 0.01) -> None:
     for x, y in loader:
-        town.sim.sleep(town.random.uniform(0.0, pause))
+        cluster.sim.sleep(cluster.random.uniform(0.0, pause))
         worker.optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         worker.optimizer.step()
 
 
-def digits_of(town: Town, seat: Seat, optimizer: str = "SGD") -> tuple[Worker, nn.Module, DataLoader]:
+def digits_of(
+    cluster: ScriptedCluster, scripted: ScriptedWorker, optimizer: str = "SGD"
+) -> tuple[Worker, nn.Module, DataLoader]:
     """The same small problem on every worker."""
     torch.manual_seed(11)
     x = torch.randn(24, 5)
     data = torch.utils.data.TensorDataset(x, x @ torch.randn(5, 2))
     model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.BatchNorm1d(40), nn.Linear(40, 2))
     made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05)
-    dice = torch.Generator().manual_seed(3)  # torch's own are shared by all actors: real workers are processes
-    return town.worker(seat.me, model, made), model, DataLoader(data, 6, shuffle=True, generator=dice)
+    rng = torch.Generator().manual_seed(3)  # torch's own are shared by all actors: real workers are processes
+    return cluster.worker(scripted.me, model, made), model, DataLoader(data, 6, shuffle=True, generator=rng)
 
 
 def finals(seed: int, weather: NetworkFaults, optimizer: str = "Adam") -> list[torch.Tensor]:
-    town, found = Town(job(1, 3, 2, reduce=Reduce.kMean), seed, weather), {}
+    cluster, found = ScriptedCluster(job(1, 3, 2, reduce=Reduce.kMean), seed, weather), {}
 
-    def script(seat: Seat) -> None:
-        worker, model, plain = digits_of(town, seat, optimizer)
-        loader = town.loader(worker, plain, "broadcast")
+    def script(scripted: ScriptedWorker) -> None:
+        worker, model, plain = digits_of(cluster, scripted, optimizer)
+        loader = cluster.loader(worker, plain, "broadcast")
         for _ in range(2):
-            train(town, worker, model, loader)
+            train(cluster, worker, model, loader)
         state = worker.optimizer.state_dict()["state"]
         assert all(set(entry) == {"step", "exp_avg", "exp_avg_sq"} for entry in state.values())
-        found[seat.me.index] = [state[index]["exp_avg"].clone() for index in sorted(state)]
+        found[scripted.me.index] = [state[index]["exp_avg"].clone() for index in sorted(state)]
         worker.finish()
-        if seat.me == town.workers[0]:
+        if scripted.me == cluster.workers[0]:
             fetch_final(worker)
             found[3] = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
 
-    town.play(script)
+    cluster.play(script)
     return [tensor for who in sorted(found) for tensor in found[who]]
 
 
@@ -247,16 +252,16 @@ def test_a_synchronous_job_has_the_same_bits_in_any_weather():
 
 def test_the_tally_of_staleness_is_what_an_independent_count_finds():
     for seed in range(5):
-        town, tallies = Town(job(2, 1, 2, reduce=Reduce.kMean), seed, STORM), {}
-        written = books(town)
+        cluster, tallies = ScriptedCluster(job(2, 1, 2, reduce=Reduce.kMean), seed, STORM), {}
+        written = books(cluster)
 
-        def script(seat: Seat, town=town, tallies=tallies) -> None:
-            worker, model, plain = digits_of(town, seat)
-            train(town, worker, model, town.loader(worker, plain, "lease"), 0.05)
+        def script(scripted: ScriptedWorker, cluster=cluster, tallies=tallies) -> None:
+            worker, model, plain = digits_of(cluster, scripted)
+            train(cluster, worker, model, cluster.loader(worker, plain, "lease"), 0.05)
             worker.finish()
-            tallies[seat.me.group] = worker.tally
+            tallies[scripted.me.group] = worker.tally
 
-        town.play(script)
+        cluster.play(script)
         for group, tally in tallies.items():
             own = [
                 old for book in written for (g, _), old in zip(book.applied, book.staleness, strict=True) if g == group
@@ -266,18 +271,18 @@ def test_the_tally_of_staleness_is_what_an_independent_count_finds():
 
 
 def test_buffers_are_averaged_over_the_groups_at_the_drain():
-    town, means = Town(job(3, 1, 1, reduce=Reduce.kMean), 0, STORM), {}
+    cluster, means = ScriptedCluster(job(3, 1, 1, reduce=Reduce.kMean), 0, STORM), {}
 
-    def script(seat: Seat) -> None:
-        worker, model, plain = digits_of(town, seat)
-        train(town, worker, model, town.loader(worker, plain, "static"))
-        means[seat.me.group] = model[2].running_mean.clone()
+    def script(scripted: ScriptedWorker) -> None:
+        worker, model, plain = digits_of(cluster, scripted)
+        train(cluster, worker, model, cluster.loader(worker, plain, "static"))
+        means[scripted.me.group] = model[2].running_mean.clone()
         worker.finish()
-        if seat.me == town.workers[0]:
+        if scripted.me == cluster.workers[0]:
             fetch_final(worker)
             means["final"] = model[2].running_mean.clone()
 
-    town.play(script)
+    cluster.play(script)
     assert torch.allclose(means["final"], (means[0] + means[1] + means[2]) / 3, atol=1e-6)
     assert not torch.equal(means[0], means[1])
 
@@ -285,90 +290,90 @@ def test_buffers_are_averaged_over_the_groups_at_the_drain():
 def test_in_memory_hogwild_shares_values_and_loses_no_update():
     """Two groups of one unit whose parameters are the same memory; integers, so every lost update shows."""
     for seed in range(10):
-        town, pushed = Town(job(2, 1, 1, nworkers_per_procs=2), seed, STORM), []
-        assert len(town.topology.sharing(0)) == 1
+        cluster, pushed = ScriptedCluster(job(2, 1, 1, nworkers_per_procs=2), seed, STORM), []
+        assert len(cluster.topology.sharing(0)) == 1
         shared = {0: torch.zeros(64)}
 
-        def script(seat: Seat, town=town, pushed=pushed, shared=shared) -> None:
+        def script(scripted: ScriptedWorker, cluster=cluster, pushed=pushed, shared=shared) -> None:
             model = nn.Linear(8, 1, bias=False)
             nn.init.constant_(model.weight, 4.0)
-            worker = town.worker(seat.me, model, torch.optim.SGD(model.parameters(), lr=1.0), shared)
+            worker = cluster.worker(scripted.me, model, torch.optim.SGD(model.parameters(), lr=1.0), shared)
             for step in range(5):
-                town.sim.sleep(town.random.uniform(0.0, 0.02))
+                cluster.sim.sleep(cluster.random.uniform(0.0, 0.02))
                 worker.optimizer.zero_grad()
-                x = torch.arange(8.0) + step + 10 * seat.me.group
+                x = torch.arange(8.0) + step + 10 * scripted.me.group
                 pushed.append(x)
                 model(x).backward()
                 worker.optimizer.step()
             worker.finish()
-            if seat.me == town.workers[0]:
+            if scripted.me == cluster.workers[0]:
                 fetch_final(worker)
                 assert torch.equal(model.weight[0], 4.0 - torch.stack(pushed).sum(0))
 
-        town.play(script)
+        cluster.play(script)
         assert len(pushed) == 10
 
 
 def test_downpours_own_steps_push_the_sum_and_fetch_when_asked_to():
     for seed in range(10):
-        town, sums = Town(job(2, 1, 2, n_push=2, n_fetch=3), seed, STORM), []
+        cluster, sums = ScriptedCluster(job(2, 1, 2, n_push=2, n_fetch=3), seed, STORM), []
 
-        def script(seat: Seat, town=town, sums=sums) -> None:
+        def script(scripted: ScriptedWorker, cluster=cluster, sums=sums) -> None:
             model = nn.Linear(200, 1, bias=False)
             nn.init.zeros_(model.weight)
-            worker = town.worker(seat.me, model, torch.optim.SGD(model.parameters(), lr=1.0))
+            worker = cluster.worker(scripted.me, model, torch.optim.SGD(model.parameters(), lr=1.0))
             for step in range(7):
-                town.sim.sleep(town.random.uniform(0.0, 0.02))
+                cluster.sim.sleep(cluster.random.uniform(0.0, 0.02))
                 worker.optimizer.zero_grad()
                 x = torch.arange(200.0) + step
                 sums.append(x)
                 model(x).backward()
                 worker.optimizer.step()
             worker.finish()
-            if seat.me == town.workers[0]:
+            if scripted.me == cluster.workers[0]:
                 fetch_final(worker)
-                assert torch.equal(model.weight[0], -torch.stack(sums).sum(0)), f"seed {town.sim.seed}"
+                assert torch.equal(model.weight[0], -torch.stack(sums).sum(0)), f"seed {cluster.sim.seed}"
 
-        town.play(script)
-        assert town.server(0, 0).state.version == 2 * 4, "three full pushes and what was left"
+        cluster.play(script)
+        assert cluster.server(0, 0).state.version == 2 * 4, "three full pushes and what was left"
 
 
 # --- duplicates of single messages, placed where they would hurt -------------------------------------------------
 
 
-def repeat(town: Town, kind: type, delay: float) -> None:
+def repeat(cluster: ScriptedCluster, kind: type, delay: float) -> None:
     """Every message of a kind comes once more, this much later."""
-    arrive = town.transport._deliver
+    arrive = cluster.transport._deliver
 
     def again(me, to, message):
         arrive(me, to, message)
         if isinstance(message, kind):
-            town.sim.at(town.sim.now + delay, lambda: arrive(me, to, message))
+            cluster.sim.at(cluster.sim.now + delay, lambda: arrive(me, to, message))
 
-    town.transport._deliver = again
+    cluster.transport._deliver = again
 
 
 @pytest.mark.parametrize(("kind", "delay"), [(Values, 0.013), (Applied, 0.013), (Fetch, 0.05), (Commit, 0.005)])
 def test_late_answers_change_neither_parameters_nor_counts(kind, delay):
     for seed in range(10):
-        town, pushed = Town(job(2, 1, 2), seed, None), []
-        written, outcomes = books(town), {}
-        repeat(town, kind, delay)
+        cluster, pushed = ScriptedCluster(job(2, 1, 2), seed, None), []
+        written, outcomes = books(cluster), {}
+        repeat(cluster, kind, delay)
 
-        def script(seat: Seat, pushed=pushed, outcomes=outcomes) -> None:
-            seat.open(1.0)
+        def script(scripted: ScriptedWorker, pushed=pushed, outcomes=outcomes) -> None:
+            scripted.open(1.0)
             for _ in range(6):
-                seat.sleep(0.0, 0.02)
-                before = seat.values()
-                pushed.append(seat.numbers())
-                seat.sleep(0.0, 0.02)
-                assert same(before, seat.values()), "parameters changed outside step()"
-                outcome = seat.step(seat.numbers())
-                outcomes[(seat.me.group, seat.steps - 1)] = outcome
-            seat.finish()
+                scripted.sleep(0.0, 0.02)
+                before = scripted.values()
+                pushed.append(scripted.numbers())
+                scripted.sleep(0.0, 0.02)
+                assert same(before, scripted.values()), "parameters changed outside step()"
+                outcome = scripted.step(scripted.numbers())
+                outcomes[(scripted.me.group, scripted.steps - 1)] = outcome
+            scripted.finish()
 
-        town.play(script)
-        assert same(town.values(), [1.0 - part for part in total(pushed)]), f"seed {seed}"
+        cluster.play(script)
+        assert same(cluster.values(), [1.0 - part for part in total(pushed)]), f"seed {seed}"
         for shard, book in enumerate(written):
             counted = dict(zip(book.applied, book.staleness, strict=True))
             assert {key: outcome.staleness[shard] for key, outcome in outcomes.items()} == counted, f"seed {seed}"
@@ -376,50 +381,50 @@ def test_late_answers_change_neither_parameters_nor_counts(kind, delay):
 
 def test_initial_values_that_come_again_do_not_undo_the_warm_up():
     for seed in range(5):
-        town, pushed = Town(job(2, 1, 2, warmup_steps=4), seed, None), []
-        repeat(town, Init, 0.01)
+        cluster, pushed = ScriptedCluster(job(2, 1, 2, warmup_steps=4), seed, None), []
+        repeat(cluster, Init, 0.01)
 
-        def script(seat: Seat, pushed=pushed) -> None:
-            seat.open(2.0)
+        def script(scripted: ScriptedWorker, pushed=pushed) -> None:
+            scripted.open(2.0)
             for _ in range(5):
-                seat.cluster.sim.sleep(0.004)
-                pushed.append(seat.numbers())
-                seat.step(pushed[-1])
-            seat.finish()
+                scripted.cluster.sim.sleep(0.004)
+                pushed.append(scripted.numbers())
+                scripted.step(pushed[-1])
+            scripted.finish()
 
-        town.play(script)
-        assert same(town.values(), [2.0 - part for part in total(pushed)]), f"seed {seed}"
+        cluster.play(script)
+        assert same(cluster.values(), [2.0 - part for part in total(pushed)]), f"seed {seed}"
 
 
 # --- nobody spins ------------------------------------------------------------------------------------------------
 
 
-def test_defect_12_a_worker_hears_that_a_server_died():
-    town = Town(job(2, 2, 2), 0, STORM)
-    town.transport.crash(Address(Role.SERVER, 0, 1), after=7, tell=True)
+def test_defect_12_a_worker_is_told_that_a_server_died():
+    cluster = ScriptedCluster(job(2, 2, 2), 0, STORM)
+    cluster.transport.crash(Address(Role.SERVER, 0, 1), after=7, tell=True)
 
-    def script(seat: Seat) -> None:
-        seat.open()
+    def script(scripted: ScriptedWorker) -> None:
+        scripted.open()
         for _ in range(50):
-            seat.step(seat.numbers())
+            scripted.step(scripted.numbers())
 
     with pytest.raises(PeerLost, match="lost server 0/1"):
-        town.play(script)
+        cluster.play(script)
 
 
-def test_defect_12_who_waits_for_a_dead_process_does_nothing_at_all():
-    """No timer, no retry, no spinning: with the road silent nothing happens any more, and the run says who waits."""
-    town = Town(job(2, 2, 2), 0, STORM)
-    town.transport.crash(Address(Role.SERVER, 0, 1), after=30)
+def test_defect_12_a_worker_that_waits_for_a_dead_process_does_nothing_at_all():
+    """No timer, no retry, no spinning: with the network silent nothing happens any more, and the run says who waits."""
+    cluster = ScriptedCluster(job(2, 2, 2), 0, STORM)
+    cluster.transport.crash(Address(Role.SERVER, 0, 1), after=30)
 
-    def script(seat: Seat) -> None:
-        seat.open()
+    def script(scripted: ScriptedWorker) -> None:
+        scripted.open()
         for _ in range(50):
-            seat.step(seat.numbers())
+            scripted.step(scripted.numbers())
 
     with pytest.raises(Deadlock, match="these wait: worker 0/0, worker 0/1, worker 1/0, worker 1/1"):
-        town.play(script)
-    assert town.sim.now < 10
+        cluster.play(script)
+    assert cluster.sim.now < 10
 
 
 ON_THE_WAY = ("core", "comm/transport", "training/parameters", "training/data")

@@ -1,8 +1,8 @@
-"""Distributed Hogwild on the simulated road: server groups agree, and no update is lost or counted twice."""
+"""Distributed Hogwild on the simulated network: server groups agree, and no update is lost or counted twice."""
 
 import pytest
 import torch
-from simulation import STORM, VIEWS, Seat, Town, job, parameters, same, total
+from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, parameters, same, total
 
 from topotrain.config.job import Agreement
 from topotrain.config.topology import Address, Role
@@ -18,24 +18,24 @@ SLOW = NetworkFaults(delay=(0.2, 0.4))
 
 
 def hogwild(
-    town: Town, steps: int = 4, pace: float = 0.01, start: float = 7 * SCALE
+    cluster: ScriptedCluster, steps: int = 4, pace: float = 0.01, start: float = 7 * SCALE
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Returns (start, the sum of all pushed gradients, what worker (0,0) got in the end)."""
     pushed: list[list[torch.Tensor]] = []
     final: list[torch.Tensor] = []
 
-    def script(seat: Seat) -> None:
-        seat.open(start)
+    def script(worker: ScriptedWorker) -> None:
+        worker.open(start)
         for _ in range(steps):
-            seat.sleep(0.0, pace)
-            pushed.append(seat.numbers(scale=SCALE))
-            seat.step(pushed[-1])
-        seat.finish()
-        if seat.me == town.workers[0]:
-            seat.client.values.fetch_final()
-            final.extend(seat.values())
+            worker.sleep(0.0, pace)
+            pushed.append(worker.numbers(scale=SCALE))
+            worker.step(pushed[-1])
+        worker.finish()
+        if worker.me == cluster.workers[0]:
+            worker.client.values.fetch_final()
+            final.extend(worker.values())
 
-    town.play(script)
+    cluster.play(script)
     everything = total(pushed)
     return [torch.full_like(part, start) for part in everything], everything, final
 
@@ -46,8 +46,8 @@ CASES = [(groups, shards, freq) for groups in (2, 3) for shards in (1, 2) for fr
 @pytest.mark.parametrize(("groups", "shards", "freq"), CASES)
 def test_the_master_view_has_every_update_exactly_once(groups, shards, freq):
     for seed in range(40):
-        town = Town(job(groups, 1, shards, nserver_groups=groups, sync_freq=freq), seed, STORM, DOUBLE)
-        start, pushed, final = hogwild(town)
+        cluster = ScriptedCluster(job(groups, 1, shards, nserver_groups=groups, sync_freq=freq), seed, STORM, DOUBLE)
+        start, pushed, final = hogwild(cluster)
         assert same(final, [a - b for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
 
 
@@ -57,44 +57,46 @@ def test_ring_averaging_keeps_the_sum_over_the_groups(groups, shards, freq):
         made = job(
             groups, 1, shards, nserver_groups=groups, sync_freq=freq, agreement=Agreement.kRingAverage, warmup_steps=0
         )
-        town = Town(made, seed, STORM, DOUBLE)
-        start, pushed, final = hogwild(town)
+        cluster = ScriptedCluster(made, seed, STORM, DOUBLE)
+        start, pushed, final = hogwild(cluster)
         wanted = [(a * groups - b) / groups for a, b in zip(start, pushed, strict=True)]
         assert same(final, wanted), f"seed {seed}"
 
 
 def test_several_worker_groups_on_each_server_group():
     for seed in range(30):
-        town = Town(job(4, 1 + seed % 2, 2, nserver_groups=2, sync_freq=1 + seed % 3), seed, STORM, DOUBLE)
-        start, pushed, final = hogwild(town, steps=3)
+        cluster = ScriptedCluster(
+            job(4, 1 + seed % 2, 2, nserver_groups=2, sync_freq=1 + seed % 3), seed, STORM, DOUBLE
+        )
+        start, pushed, final = hogwild(cluster, steps=3)
         assert same(final, [a - b for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
 
 
 @pytest.mark.parametrize("agreement", list(Agreement))
 def test_groups_agree_where_bodies_are_views(agreement):
     for seed in range(20):
-        town = Town(job(3, 1, 2, nserver_groups=3, agreement=agreement), seed, VIEWS, DOUBLE)
-        start, pushed, final = hogwild(town)
+        cluster = ScriptedCluster(job(3, 1, 2, nserver_groups=3, agreement=agreement), seed, VIEWS, DOUBLE)
+        start, pushed, final = hogwild(cluster)
         share = 3 if agreement is Agreement.kRingAverage else 1
         assert same(final, [(a * share - b) / share for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
 
 
-def slow_neighbors(town: Town) -> dict[tuple[Address, int], int]:
+def slow_neighbors(cluster: ScriptedCluster) -> dict[tuple[Address, int], int]:
     """Messages between server groups take a long time, all others none to speak of.
 
     Returns the sender's version at its last request, by sender and bucket.
     """
-    depart, asked = town.transport._schedule, {}
+    depart, asked = cluster.transport._schedule, {}
 
     def slowly(me, to, message, late):
         if isinstance(message, Delta | RingOffer):
-            asked.setdefault((me, message.bucket), town.sim_servers[me].server.state.version)
+            asked.setdefault((me, message.bucket), cluster.sim_servers[me].server.state.version)
         if isinstance(message, Delta | MasterValue | RingOffer | RingReply):
-            town.sim.at(town.sim.now + town.random.uniform(0.3, 0.6), lambda: depart(me, to, message, late))
+            cluster.sim.at(cluster.sim.now + cluster.random.uniform(0.3, 0.6), lambda: depart(me, to, message, late))
         else:
             depart(me, to, message, late)
 
-    town.transport._schedule = slowly
+    cluster.transport._schedule = slowly
     return asked
 
 
@@ -102,16 +104,16 @@ def slow_neighbors(town: Town) -> dict[tuple[Address, int], int]:
 def test_defect_2_updates_between_a_request_and_its_reply_are_kept(agreement):
     """A dozen updates are applied while one exchange is under way; all must be in the result."""
     for seed in range(10):
-        town = Town(job(2, 1, 1, nserver_groups=2, agreement=agreement), seed, STORM, DOUBLE)
-        asked = slow_neighbors(town)
+        cluster = ScriptedCluster(job(2, 1, 1, nserver_groups=2, agreement=agreement), seed, STORM, DOUBLE)
+        asked = slow_neighbors(cluster)
         between: list[int] = []
 
-        def look(sender, to, message, town=town, asked=asked, between=between):
+        def look(sender, to, message, cluster=cluster, asked=asked, between=between):
             if isinstance(message, MasterValue | RingReply) and (to, message.bucket) in asked:
-                between.append(town.sim_servers[to].server.state.version - asked.pop((to, message.bucket)))
+                between.append(cluster.sim_servers[to].server.state.version - asked.pop((to, message.bucket)))
 
-        town.transport.observers.append(look)
-        start, pushed, final = hogwild(town, steps=20)
+        cluster.transport.observers.append(look)
+        start, pushed, final = hogwild(cluster, steps=20)
         share = 2 if agreement is Agreement.kRingAverage else 1
         assert same(final, [(a * share - b) / share for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
         assert max(between) >= 5, "this test must have updates between request and reply"
@@ -119,17 +121,17 @@ def test_defect_2_updates_between_a_request_and_its_reply_are_kept(agreement):
 
 def test_training_goes_on_while_an_exchange_is_missing():
     """The neighbor is away for a while: no worker waits for it, and nothing is missing in the end."""
-    town = Town(job(2, 1, 1, nserver_groups=2), 1, None, DOUBLE)
-    neighbor, home = Address(Role.SERVER, 1, 0), town.server(0, 0)
-    town.sim.at(0.05, lambda: town.transport.pause(neighbor))
+    cluster = ScriptedCluster(job(2, 1, 1, nserver_groups=2), 1, None, DOUBLE)
+    neighbor, home = Address(Role.SERVER, 1, 0), cluster.server(0, 0)
+    cluster.sim.at(0.05, lambda: cluster.transport.pause(neighbor))
     met = []
 
     def back() -> None:
         met.append(home.state.version)
-        town.transport.resume(neighbor)
+        cluster.transport.resume(neighbor)
 
-    town.sim.at(10.0, back)
-    start, pushed, final = hogwild(town, steps=30)
+    cluster.sim.at(10.0, back)
+    start, pushed, final = hogwild(cluster, steps=30)
     assert met == [30], "group 0 did all its steps while its neighbor was away"
     assert same(final, [a - b for a, b in zip(start, pushed, strict=True)])
 
@@ -137,14 +139,14 @@ def test_training_goes_on_while_an_exchange_is_missing():
 def test_an_update_that_is_faster_than_the_start_is_not_overwritten():
     """Group 1 has its start and sends what it learned to group 2, whose start is still on its way."""
     for agreement in Agreement:
-        town = Town(job(3, 1, 1, nserver_groups=3, agreement=agreement), 0, None, DOUBLE)
-        depart, last = town.transport._schedule, Address(Role.SERVER, 2, 0)
+        cluster = ScriptedCluster(job(3, 1, 1, nserver_groups=3, agreement=agreement), 0, None, DOUBLE)
+        depart, last = cluster.transport._schedule, Address(Role.SERVER, 2, 0)
 
-        def slow_start(me, to, message, late, town=town, depart=depart, last=last):
+        def slow_start(me, to, message, late, cluster=cluster, depart=depart, last=last):
             wait = 1.0 if to == last and isinstance(message, Init) else 0.0
-            town.sim.at(town.sim.now + wait, lambda: depart(me, to, message, late))
+            cluster.sim.at(cluster.sim.now + wait, lambda: depart(me, to, message, late))
 
-        town.transport._schedule = slow_start
-        start, pushed, final = hogwild(town)
+        cluster.transport._schedule = slow_start
+        start, pushed, final = hogwild(cluster)
         share = 3 if agreement is Agreement.kRingAverage else 1
         assert same(final, [(a * share - b) / share for a, b in zip(start, pushed, strict=True)])

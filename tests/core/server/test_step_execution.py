@@ -40,7 +40,7 @@ def test_workers_that_are_no_more_are_counted_with_the_first_one() -> None:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("layout", [(2, 2, 2, 1), (3, 1, 1, 3), (1, 2, 2, 1)])
-def test_every_sample_counts_once_whoever_dies(layout: tuple[int, int, int, int]) -> None:
+def test_every_sample_counts_once_whichever_process_dies(layout: tuple[int, int, int, int]) -> None:
     groups, workers, shards, server_groups = layout
     kills = crashes = 0
     for seed in range(4):

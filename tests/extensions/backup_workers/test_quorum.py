@@ -31,7 +31,7 @@ from topotrain.training.worker_stats import StepBatches, WorkerStats
 # --- whom a step waits for -----------------------------------------------------------------------------------------
 
 
-def test_a_step_needs_all_but_the_spare_ones_and_nobody_who_has_nothing():
+def test_a_step_needs_all_but_the_spare_ones_and_no_worker_that_has_nothing():
     quorum = Quorum(4, 1)
     assert quorum.needed == 3
     assert quorum.ask(3, StepCatchUp(1, 0)) == [] and quorum.needed == 3
@@ -62,7 +62,7 @@ def test_an_epoch_is_over_for_those_who_left_it_who_ended_and_who_are_in_the_nex
     assert quorum.works(1, 0) == [] and quorum.needed == 2, "said in epoch 0, and heard late"
 
 
-def test_words_of_an_epoch_that_is_over_do_not_wake_who_waits():
+def test_messages_of_an_epoch_that_is_over_wake_no_waiting_worker():
     quorum = Quorum(2, 1)
     assert quorum.ask(0, StepCatchUp(1, 3)) == []
     assert quorum.works(0, 3) == [] and quorum.needed == 1
@@ -140,7 +140,7 @@ def test_the_mean_is_over_the_weight_that_is_in_it():
     assert home.marks == (1, 0, 0, 2, 0, 0)
 
 
-def test_who_has_said_commit_and_not_sent_all_is_not_complete():
+def test_a_worker_that_has_committed_and_not_sent_all_is_not_complete():
     home = staging(2)
     home.commit(1, Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, True, b"\x01", b"", b"", b"", (1, 0, 0)))
     assert not home.try_stage()
@@ -211,18 +211,18 @@ def test_steps_of_milliseconds_make_no_straggler():
 # --- the data ---------------------------------------------------------------------------------------------------------
 
 
-class Office:
-    """A worker's desk, account, ledger and memory in one; notes what is said in which order."""
+class CallRecorder:
+    """Stands for all that a loader calls; records the calls in their order."""
 
     first = 0
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.calls: list[str] = []
         self.verdict: bool | None = None
 
     def __getattr__(self, name: str):
         def noted(*args):
-            self.said.append(name)
+            self.calls.append(name)
             return PLAIN, False
 
         return noted
@@ -232,43 +232,43 @@ class Office:
         return verdict
 
 
-def loader(office: Office, index: int = 0) -> ShardedLoader:
+def loader(recorder: CallRecorder, index: int = 0) -> ShardedLoader:
     plan = DataPlan(0, 1, index, 2, (), "broadcast", True, 0, 1, index == 0, own_streams=True)
     made = ShardedLoader(
-        DataLoader(TensorDataset(torch.arange(9)), batch_size=2), plan, office, office, LateBatchReplay(office)
+        DataLoader(TensorDataset(torch.arange(9)), batch_size=2), plan, recorder, recorder, LateBatchReplay(recorder)
     )
-    made.resume_with(office)
+    made.resume_with(recorder)
     return made
 
 
-def test_a_draw_is_told_once_it_can_be_drawn_again():
+def test_a_draw_is_sent_once_it_can_be_drawn_again():
     """The others may train on it at once, also if this worker dies."""
-    office = Office()
-    batches = iter(loader(office))
-    assert "put_draw" not in office.said
+    recorder = CallRecorder()
+    batches = iter(loader(recorder))
+    assert "put_draw" not in recorder.calls
     next(batches)
-    assert office.said.index("given") < office.said.index("put_draw")
-    assert office.said.count("put_draw") == 1
+    assert recorder.calls.index("given") < recorder.calls.index("put_draw")
+    assert recorder.calls.count("put_draw") == 1
 
 
 def test_a_batch_is_given_again_until_it_counts():
-    office = Office()
+    recorder = CallRecorder()
     given = []
-    for (numbers,) in loader(office):
+    for (numbers,) in loader(recorder):
         given.append(tuple(numbers.tolist()))
-        office.verdict = len(given) not in (1, 2, 4)
+        recorder.verdict = len(given) not in (1, 2, 4)
     assert given == [(0, 1), (0, 1), (0, 1), (4, 5), (4, 5), (8,)]
-    assert office.said.count("finish_epoch") == 1 and office.said.count("drawn") == 6
+    assert recorder.calls.count("finish_epoch") == 1 and recorder.calls.count("drawn") == 6
 
 
 def test_what_a_script_does_not_wait_to_be_given_again_is_counted_and_told():
     """It leaves its loop behind a step that came too late, and another time behind one that counted."""
     told, tally = [], WorkerStats(started=1.0)
-    office = Office()
+    recorder = CallRecorder()
     worker = SimpleNamespace(batches=StepBatches(), tally=tally)
     steps = LateSteps(worker, SimpleNamespace(through=lambda epoch: None))
-    office.left_early = lambda epoch, batches: steps.leave_epoch(epoch)
-    passes = loader(office)
+    recorder.left_early = lambda epoch, batches: steps.leave_epoch(epoch)
+    passes = loader(recorder)
     for late in (True, False, True):
         for _ in passes:
             steps.after_commit(StepOutcome(0, (), False, -1.0, late=late))
@@ -288,4 +288,4 @@ def test_an_epoch_without_a_length_cannot_be_drawn_at_once():
     plan = DataPlan(0, 1, 0, 2, (), "broadcast", True, 0, 1, True, own_streams=True)
     data = DataLoader(TensorDataset(torch.arange(9)), batch_sampler=Endless())
     with pytest.raises(ConfigError, match=r"loader\.sampler = 'Endless': must have a length"):
-        ShardedLoader(data, plan, Office(), Office(), LateBatchReplay(Office()))
+        ShardedLoader(data, plan, CallRecorder(), CallRecorder(), LateBatchReplay(CallRecorder()))

@@ -1,4 +1,4 @@
-"""Backup workers on the simulated road: who is late is fixed, and whose gradients make a step is known beforehand."""
+"""Backup workers on the simulated network: the late workers and the gradients that make a step are known beforehand."""
 
 import itertools
 import random
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from simulation import STORM, Seat, Town, job, parameters, total, trace
+from simulation import STORM, ScriptedCluster, ScriptedWorker, job, parameters, total, trace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -41,7 +41,7 @@ class Told:
 
 
 def run(
-    town: Town,
+    cluster: ScriptedCluster,
     batches: Callable[[int], int],
     takes: Callable[[int, int], float],
     gradient: Callable[[int, int, int], list[torch.Tensor]],
@@ -50,29 +50,29 @@ def run(
     """Every worker does so many batches an epoch; takes(worker, attempt): seconds for a step."""
     told = Told()
 
-    def script(seat: Seat) -> None:
-        seat.visible = False
-        me, attempt = seat.me.index, 0
-        seat.open(3.0)
+    def script(scripted: ScriptedWorker) -> None:
+        scripted.visible = False
+        me, attempt = scripted.me.index, 0
+        scripted.open(3.0)
         for epoch in range(epochs):
             number, stream = 0, (epoch << 32) | STATIC | me
             while number < batches(me):
-                town.sim.sleep(takes(me, attempt))
+                cluster.sim.sleep(takes(me, attempt))
                 attempt += 1
-                step = seat.steps
-                outcome = seat.step(gradient(epoch, me, number), marks=(stream, number, number))
+                step = scripted.steps
+                outcome = scripted.step(gradient(epoch, me, number), marks=(stream, number, number))
                 if outcome.late:
                     told.late.append((me, step))
                     assert outcome.next > step
-                    seat.steps = outcome.next
+                    scripted.steps = outcome.next
                 else:
                     told.counted.setdefault(step, set()).add((me, epoch * batches(me) + number))
                     number += 1
-            seat.steps = seat.client.extension(BackupWorkersClient).catch_up(epoch).next
-            told.end[epoch, me] = seat.steps, seat.values()
-        seat.finish()
+            scripted.steps = scripted.client.extension(BackupWorkersClient).catch_up(epoch).next
+            told.end[epoch, me] = scripted.steps, scripted.values()
+        scripted.finish()
 
-    town.play(script)
+    cluster.play(script)
     return told
 
 
@@ -84,12 +84,12 @@ def ones(epoch: int, worker: int, number: int) -> list[torch.Tensor]:
     return parts
 
 
-def check(town: Town, told: Told, workers: int, batches: Callable[[int], int], epochs: int = 1) -> None:
+def check(cluster: ScriptedCluster, told: Told, workers: int, batches: Callable[[int], int], epochs: int = 1) -> None:
     """Every batch counted once, on every shard; all were shown the same at the end of each epoch."""
     every = [(w, e * batches(w) + n) for e in range(epochs) for w in range(workers) for n in range(batches(w))]
     assert sorted(pair for pairs in told.counted.values() for pair in pairs) == sorted(every)
     wanted = total([ones(e, w, n) for e in range(epochs) for w in range(workers) for n in range(batches(w))])
-    assert all(torch.equal(a.double(), 3.0 - b) for a, b in zip(town.values(), wanted, strict=True))
+    assert all(torch.equal(a.double(), 3.0 - b) for a, b in zip(cluster.values(), wanted, strict=True))
     for epoch in range(epochs):
         first = told.end[epoch, 0]
         for worker in range(1, workers):
@@ -103,9 +103,11 @@ def check(town: Town, told: Told, workers: int, batches: Callable[[int], int], e
 
 def test_the_late_ones_batch_counts_in_a_later_step():
     """Worker 2 takes five times as long for its first step. It is done with it (5 s) when the others have done 4."""
-    town = Town(group(3, 1), schema=SMALL)
-    told = run(town, lambda w: 6, lambda w, attempt: 5.0 + w / 100 if (w, attempt) == (2, 0) else 1.0 + w / 100, ones)
-    check(town, told, 3, lambda w: 6)
+    cluster = ScriptedCluster(group(3, 1), schema=SMALL)
+    told = run(
+        cluster, lambda w: 6, lambda w, attempt: 5.0 + w / 100 if (w, attempt) == (2, 0) else 1.0 + w / 100, ones
+    )
+    check(cluster, told, 3, lambda w: 6)
     assert told.late[0] == (2, 0)
     assert [sorted(w for w, _ in told.counted[step]) for step in range(4)] == [[0, 1]] * 4
     # A step ends with the second of two; who begins in the middle of one is late for it, and then in time.
@@ -115,22 +117,22 @@ def test_the_late_ones_batch_counts_in_a_later_step():
 
 
 def numbers(epoch: int, worker: int, number: int) -> list[torch.Tensor]:
-    dice = torch.Generator().manual_seed(1000 * epoch + 10 * worker + number)
-    return [torch.randn(p.shape, generator=dice) for p in SMALL]
+    rng = torch.Generator().manual_seed(1000 * epoch + 10 * worker + number)
+    return [torch.randn(p.shape, generator=rng) for p in SMALL]
 
 
 @pytest.mark.parametrize("reduce", [Reduce.kMean, Reduce.kSum])
-def test_a_step_is_the_mean_over_exactly_those_who_contributed(reduce):
+def test_a_step_is_the_mean_over_exactly_the_workers_that_contributed(reduce):
     """Four workers, of which a step does without one; the reference knows only whose turn it was to be late."""
     slow = {0: 3, 1: 1, 2: 0, 3: 2}  # step -> worker whose work for it takes too long by a little
 
     def takes(worker: int, attempt: int) -> float:
         return 1.3 if slow.get(attempt) == worker else 1.0
 
-    town = Town(group(4, 1, reduce=reduce), schema=SMALL, rate=0.125)
-    told = run(town, lambda w: 4, takes, numbers)
+    cluster = ScriptedCluster(group(4, 1, reduce=reduce), schema=SMALL, rate=0.125)
+    told = run(cluster, lambda w: 4, takes, numbers)
     assert [step for _, step in told.late[:1]] == [0] and told.late[0][0] == 3
-    tree = town.topology.sum_tree(0)
+    tree = cluster.topology.sum_tree(0)
     values = [torch.full((p.count,), 3.0) for p in SMALL]
     for step in sorted(told.counted):
         members = dict(sorted(told.counted[step]))
@@ -139,28 +141,30 @@ def test_a_step_is_the_mean_over_exactly_those_who_contributed(reduce):
             parts = {w: (1.0, numbers(0, w, n)[index]) for w, n in members.items()}
             canonical_mean(parts, tree, mean, ScratchBuffers(), reduce is Reduce.kMean)
             value.add_(mean, alpha=-0.125)
-    assert all(torch.equal(a, b) for a, b in zip(town.values(), values, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(cluster.values(), values, strict=True))
 
 
 def test_without_lateness_a_group_with_backup_does_what_one_without_does():
     found = []
     for spare in (0, 1):
-        town = Town(group(3, spare) if spare else job(1, 3, 2, grads=Grads.kHidden), schema=SMALL, rate=0.125)
+        cluster = ScriptedCluster(
+            group(3, spare) if spare else job(1, 3, 2, grads=Grads.kHidden), schema=SMALL, rate=0.125
+        )
 
-        def script(seat: Seat) -> None:
-            seat.visible = False
-            seat.open(3.0)
+        def script(scripted: ScriptedWorker) -> None:
+            scripted.visible = False
+            scripted.open(3.0)
             for number in range(4):
-                seat.cluster.sim.sleep(1.0 if seat.me.index < 2 else 0.9)  # it is never the last
-                marks = (STATIC | seat.me.index * (seat.cluster.job.cluster.backup > 0), number, number)
-                seat.step(numbers(0, seat.me.index, number), marks=marks)
-            seat.finish()
+                scripted.cluster.sim.sleep(1.0 if scripted.me.index < 2 else 0.9)  # it is never the last
+                marks = (STATIC | scripted.me.index * (scripted.cluster.job.cluster.backup > 0), number, number)
+                scripted.step(numbers(0, scripted.me.index, number), marks=marks)
+            scripted.finish()
 
-        decided = trace(town, StepDecision)
-        town.play(script)
+        decided = trace(cluster, StepDecision)
+        cluster.play(script)
         if spare and any(len(m.members) < 3 for *_, m in decided):
-            continue  # the last two came at one moment, and the road was slower for one of them
-        found.append(town.values())
+            continue  # the last two came at one moment, and the transport was slower for one of them
+        found.append(cluster.values())
     assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
 
 
@@ -168,83 +172,83 @@ def test_without_lateness_a_group_with_backup_does_what_one_without_does():
 
 
 @pytest.mark.parametrize(("workers", "spare", "attempts"), [(2, 1, 2), (3, 1, 1), (3, 2, 1)])
-def test_every_batch_counts_once_whoever_is_late_when(workers, spare, attempts):
+def test_every_batch_counts_once_whichever_worker_is_late_when(workers, spare, attempts):
     """Each of the first attempts of each worker is in time, late, or very late: all combinations."""
     paces = (1.0, 1.6, 4.1)
     outcomes = set()
     for choice in itertools.product(paces, repeat=workers * attempts):
-        town = Town(group(workers, spare), schema=SMALL)
+        cluster = ScriptedCluster(group(workers, spare), schema=SMALL)
 
         def takes(worker: int, attempt: int, choice=choice) -> float:
             return (choice[worker * attempts + attempt] if attempt < attempts else 1.0) + worker / 50
 
-        told = run(town, lambda w: 2, takes, ones)
-        check(town, told, workers, lambda w: 2)
+        told = run(cluster, lambda w: 2, takes, ones)
+        check(cluster, told, workers, lambda w: 2)
         outcomes.add(tuple(told.late))
     assert len(outcomes) > 5, "many different ones must have been late, or this test shows nothing"
 
 
 @pytest.mark.parametrize("weather", [STORM, TWICE])
-def test_a_bad_road_changes_who_is_late_and_nothing_else(weather):
+def test_a_bad_network_changes_which_worker_is_late_and_nothing_else(weather):
     for seed in range(20):
         workers = 2 + seed % 3
-        town = Town(group(workers, 1 + seed % (workers - 1), 1 + seed % 3), seed, weather, SMALL)
+        cluster = ScriptedCluster(group(workers, 1 + seed % (workers - 1), 1 + seed % 3), seed, weather, SMALL)
 
         def batches(worker: int, seed=seed) -> int:
             return 2 + (seed + worker) % 2
 
-        told = run(town, batches, lambda *_, town=town: town.random.uniform(0.0, 0.05), ones, epochs=2)
-        check(town, told, workers, batches, epochs=2)
-        assert town.server(0, 0).state.version == len(told.counted)
+        told = run(cluster, batches, lambda *_, cluster=cluster: cluster.random.uniform(0.0, 0.05), ones, epochs=2)
+        check(cluster, told, workers, batches, epochs=2)
+        assert cluster.server(0, 0).state.version == len(told.counted)
 
 
 # --- who is waited for ---------------------------------------------------------------------------------------------
 
 
 def test_a_worker_that_never_comes_is_not_waited_for():
-    town = Town(group(3, 1), schema=SMALL)
-    town.transport.crash(Address(Role.WORKER, 0, 1))
+    cluster = ScriptedCluster(group(3, 1), schema=SMALL)
+    cluster.transport.crash(Address(Role.WORKER, 0, 1))
     done = []
 
-    def script(seat: Seat) -> None:
-        seat.visible = False
-        seat.open(3.0)
+    def script(scripted: ScriptedWorker) -> None:
+        scripted.visible = False
+        scripted.open(3.0)
         for number in range(3):
-            seat.step(ones(0, seat.me.index, number), marks=(STATIC | seat.me.index, number, number))
-        done.append(seat.me.index)
+            scripted.step(ones(0, scripted.me.index, number), marks=(STATIC | scripted.me.index, number, number))
+        done.append(scripted.me.index)
 
-    town.play(script, [me for me in town.workers if me.index != 1])
+    cluster.play(script, [me for me in cluster.workers if me.index != 1])
     assert sorted(done) == [0, 2]
     wanted = total([ones(0, w, n) for w in (0, 2) for n in range(3)])
-    assert all(torch.equal(a.double(), 3.0 - b) for a, b in zip(town.values(), wanted, strict=True))
+    assert all(torch.equal(a.double(), 3.0 - b) for a, b in zip(cluster.values(), wanted, strict=True))
 
 
 def test_who_leaves_an_epoch_early_or_ends_is_not_waited_for():
     """Worker 0 leaves the loop after one batch, worker 1 ends its script; worker 2 does all of its own."""
-    town = Town(group(3, 1), schema=SMALL)
+    cluster = ScriptedCluster(group(3, 1), schema=SMALL)
     ends = {}
 
-    def script(seat: Seat) -> None:
-        seat.visible = False
-        seat.open(3.0)
-        me, number = seat.me.index, 0
+    def script(scripted: ScriptedWorker) -> None:
+        scripted.visible = False
+        scripted.open(3.0)
+        me, number = scripted.me.index, 0
         while number < (1, 2, 5)[me]:
-            town.sim.sleep(1.0 + me)
-            outcome = seat.step(ones(0, me, number), marks=(STATIC | me, number, number))
-            seat.steps = outcome.next if outcome.late else seat.steps
+            cluster.sim.sleep(1.0 + me)
+            outcome = scripted.step(ones(0, me, number), marks=(STATIC | me, number, number))
+            scripted.steps = outcome.next if outcome.late else scripted.steps
             number += not outcome.late
         if me == 0:
-            seat.client.extension(BackupWorkersClient).through(0)
-            town.sim.sleep(50.0)
+            scripted.client.extension(BackupWorkersClient).through(0)
+            cluster.sim.sleep(50.0)
         elif me == 2:
-            seat.client.extension(BackupWorkersClient).catch_up(0)
-        ends[me] = town.sim.now
-        seat.finish()
+            scripted.client.extension(BackupWorkersClient).catch_up(0)
+        ends[me] = cluster.sim.now
+        scripted.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert ends[2] < 40.0, "worker 0 had said that it is through"
     wanted = total([ones(0, w, n) for w in range(3) for n in range((1, 2, 5)[w])])
-    assert all(torch.equal(a.double(), 3.0 - b) for a, b in zip(town.values(), wanted, strict=True))
+    assert all(torch.equal(a.double(), 3.0 - b) for a, b in zip(cluster.values(), wanted, strict=True))
 
 
 # --- the real thing ------------------------------------------------------------------------------------------------
@@ -267,23 +271,23 @@ def test_a_loader_gives_again_what_came_too_late(streamed):
         def __iter__(self):
             return iter(torch.arange(23))
 
-    town = Town(group(3, 1), schema=parameters(23))
+    cluster = ScriptedCluster(group(3, 1), schema=parameters(23))
     models, late, given = {}, [], []
 
-    def script(seat: Seat) -> None:
-        me = seat.me
+    def script(scripted: ScriptedWorker) -> None:
+        me = scripted.me
         model = models[me.index] = Cells(23)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        worker = town.worker(me, model, optimizer)
+        worker = cluster.worker(me, model, optimizer)
         data = DataLoader(Flow() if streamed else TensorDataset(torch.arange(23)), batch_size=2)
-        loader = town.loader(worker, data, "broadcast")
+        loader = cluster.loader(worker, data, "broadcast")
         for epoch in range(2):
             for batch in loader:
                 numbers = batch if streamed else batch[0]
                 given.append((epoch, me.index, tuple(numbers.tolist())))
                 optimizer.zero_grad()
                 model(numbers).backward()
-                town.sim.sleep(1.0 + (2.5 if me.index == 1 else 0.0))
+                cluster.sim.sleep(1.0 + (2.5 if me.index == 1 else 0.0))
                 optimizer.step()
         late.append(worker.tally.late)
         assert worker.tally.samples == sum(
@@ -291,38 +295,38 @@ def test_a_loader_gives_again_what_came_too_late(streamed):
         )
         worker.finish()
 
-    town.play(script)
-    assert torch.equal(town.values()[0], torch.full((23,), 2.0))
+    cluster.play(script)
+    assert torch.equal(cluster.values()[0], torch.full((23,), 2.0))
     assert sum(late) == len(given) - len(set(given)) > 0
 
 
 def test_a_batch_that_the_script_has_changed_cannot_be_given_again():
-    town = Town(group(2, 1), schema=parameters(8))
+    cluster = ScriptedCluster(group(2, 1), schema=parameters(8))
 
-    def script(seat: Seat) -> None:
+    def script(scripted: ScriptedWorker) -> None:
         model = Cells(8)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        worker = town.worker(seat.me, model, optimizer)
-        loader = town.loader(worker, DataLoader(TensorDataset(torch.arange(8)), batch_size=2), "broadcast")
+        worker = cluster.worker(scripted.me, model, optimizer)
+        loader = cluster.loader(worker, DataLoader(TensorDataset(torch.arange(8)), batch_size=2), "broadcast")
         for (numbers,) in loader:
             optimizer.zero_grad()
             model(numbers.remainder_(8)).backward()
-            town.sim.sleep(1.0 + seat.me.index)
+            cluster.sim.sleep(1.0 + scripted.me.index)
             optimizer.step()
 
     with pytest.raises(RuntimeError, match="changed a batch of its loader in place"):
-        town.play(script)
+        cluster.play(script)
 
 
 @pytest.mark.parametrize("how", ["two backwards", "two batches", "clipped"])
 def test_what_could_not_be_done_again_is_refused(how):
-    town = Town(group(2, 1), schema=parameters(8))
+    cluster = ScriptedCluster(group(2, 1), schema=parameters(8))
 
-    def script(seat: Seat) -> None:
+    def script(scripted: ScriptedWorker) -> None:
         model = Cells(8)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        worker = town.worker(seat.me, model, optimizer)
-        batches = iter(town.loader(worker, DataLoader(TensorDataset(torch.arange(8)), batch_size=2), "broadcast"))
+        worker = cluster.worker(scripted.me, model, optimizer)
+        batches = iter(cluster.loader(worker, DataLoader(TensorDataset(torch.arange(8)), batch_size=2), "broadcast"))
         (numbers,) = next(batches)
         if how == "two batches":
             next(batches)
@@ -334,7 +338,7 @@ def test_what_could_not_be_done_again_is_refused(how):
         optimizer.step()
 
     with pytest.raises(RuntimeError, match=r"cluster\.backup = 1"):
-        town.play(script)
+        cluster.play(script)
 
 
 # --- deaths ------------------------------------------------------------------------------------------------------
@@ -354,20 +358,20 @@ def tormented(
 
 
 def drawn(seed: int, workers: int) -> tuple[Fault, ...]:
-    dice = random.Random(f"backup {seed}")
+    rng = random.Random(f"backup {seed}")
     fates = []
-    for _ in range(dice.randint(1, 4)):
-        away, index = dice.choice((0.0, 0.003, 0.05, 3.0)), dice.randrange(workers)
-        if dice.random() < 0.5:
-            fates.append(Fault(0, index=index, at=dice.uniform(0.0, 0.15), away=away))
+    for _ in range(rng.randint(1, 4)):
+        away, index = rng.choice((0.0, 0.003, 0.05, 3.0)), rng.randrange(workers)
+        if rng.random() < 0.5:
+            fates.append(Fault(0, index=index, at=rng.uniform(0.0, 0.15), away=away))
         else:
-            fates.append(Fault(0, dice.randrange(2), index, dice.randint(0, 60), away=away))
-    clocks = (Fault(0, at=dice.uniform(0.0, 0.12), what=FaultKind.CLOCK) for _ in range(2 * (seed % 2)))
+            fates.append(Fault(0, rng.randrange(2), index, rng.randint(0, 60), away=away))
+    clocks = (Fault(0, at=rng.uniform(0.0, 0.12), what=FaultKind.CLOCK) for _ in range(2 * (seed % 2)))
     return (*fates, *clocks)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 2), (3, 1, 3), (4, 2, 1), (5, 1, 2)])
-def test_whoever_dies_when_every_batch_counts_once_and_a_snapshot_has_what_it_says(shape):
+def test_whichever_process_dies_when_every_batch_counts_once_and_a_snapshot_is_true(shape):
     kills = snapshots = 0
     for seed in range(30):
         found = tormented(seed, drawn(seed, shape[0]), shape=shape).run()

@@ -143,7 +143,7 @@ def test_the_last_two_are_kept(files, tmp_path):
     assert latest(tmp_path).version == 4
 
 
-def test_the_one_that_the_job_went_on_from_stays_for_who_starts_again_alone(files, tmp_path):
+def test_the_one_that_the_job_went_on_from_stays_for_a_group_that_starts_again_alone(files, tmp_path):
     vault = Vault()
     origin = vault.train(1).write(files, 1)
     vault.train(1).write(files, 2)
@@ -384,7 +384,7 @@ def bind(path: Path) -> None:
         (bind, "is a socket, must be a file"),
     ],
 )
-def test_a_file_that_is_none_is_refused_and_nobody_waits_for_it(files, tmp_path, monkeypatch, name, make, kind):
+def test_a_file_that_is_none_is_refused_and_not_waited_for(files, tmp_path, monkeypatch, name, make, kind):
     path = Vault().train(1).write(files, 1)
     (path / name).unlink()
     monkeypatch.chdir(path)  # the path of a socket is short

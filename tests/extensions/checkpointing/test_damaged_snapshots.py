@@ -64,48 +64,48 @@ def whole(tmp_path_factory):
 # --- damage ------------------------------------------------------------------------------------------------------
 
 
-def truncated(path: Path, dice: random.Random, other: Path) -> None:
+def truncated(path: Path, rng: random.Random, other: Path) -> None:
     size = path.stat().st_size
     classes = [0, 1, 7, 8, 9, 100, 511, 512, 513, size // 3, size // 2, size - 512, size - 9, size - 8, size - 1]
-    os.truncate(path, max(0, min(size - 1, dice.choice([*classes, dice.randrange(size)]))))
+    os.truncate(path, max(0, min(size - 1, rng.choice([*classes, rng.randrange(size)]))))
 
 
-def flipped(path: Path, dice: random.Random, other: Path) -> None:
+def flipped(path: Path, rng: random.Random, other: Path) -> None:
     data = bytearray(path.read_bytes())
-    for _ in range(dice.choice([1, 1, 1, 2, 8])):
-        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    for _ in range(rng.choice([1, 1, 1, 2, 8])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
 
 
-def emptied(path: Path, dice: random.Random, other: Path) -> None:
+def emptied(path: Path, rng: random.Random, other: Path) -> None:
     """A block that never reached the disk."""
-    data, length = bytearray(path.read_bytes()), dice.choice([8, 64, 512, 4096])
-    at = dice.randrange(len(data)) // length * length
+    data, length = bytearray(path.read_bytes()), rng.choice([8, 64, 512, 4096])
+    at = rng.randrange(len(data)) // length * length
     data[at : at + length] = bytes(len(data[at : at + length]))
     path.write_bytes(data)
 
 
-def mixed(path: Path, dice: random.Random, other: Path) -> None:
+def mixed(path: Path, rng: random.Random, other: Path) -> None:
     """A block, or all, of the same file of the other snapshot."""
     mine, theirs = bytearray(path.read_bytes()), (other / path.name).read_bytes()
-    length = dice.choice([64, 512, len(mine)])
-    at = dice.randrange(len(mine)) // length * length
+    length = rng.choice([64, 512, len(mine)])
+    at = rng.randrange(len(mine)) // length * length
     mine[at : at + length] = theirs[at : at + length]
     path.write_bytes(mine)
 
 
-def longer(path: Path, dice: random.Random, other: Path) -> None:
-    path.write_bytes(path.read_bytes() + bytes(dice.choice([1, 8, 512])))
+def longer(path: Path, rng: random.Random, other: Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(rng.choice([1, 8, 512])))
 
 
-def moved(path: Path, dice: random.Random, other: Path) -> None:
+def moved(path: Path, rng: random.Random, other: Path) -> None:
     data = bytearray(path.read_bytes())
-    a, b = dice.randrange(len(data)), dice.randrange(len(data))
+    a, b = rng.randrange(len(data)), rng.randrange(len(data))
     data[a : a + 32], data[b : b + 32] = data[b : b + 32], data[a : a + 32]
     path.write_bytes(data)
 
 
-def gone(path: Path, dice: random.Random, other: Path) -> None:
+def gone(path: Path, rng: random.Random, other: Path) -> None:
     path.unlink()
 
 
@@ -128,15 +128,15 @@ def test_damaged_images_never_give_wrong_numbers(whole, tmp_path):
     source, known = whole
     outcomes = dict.fromkeys((-1, 0, 1, 2), 0)
     for image in range(IMAGES):
-        dice = random.Random(image)
+        rng = random.Random(image)
         workspace = tmp_path / "image"
         shutil.copytree(source, workspace / FOLDER)
-        both = dice.random() < 0.2
+        both = rng.random() < 0.2
         for number in (2, 1) if both else (2,):
-            name = dice.choice([*FILES, MANIFEST])
+            name = rng.choice([*FILES, MANIFEST])
             damage = DAMAGE[image % len(DAMAGE)]
             other = source / f"{3 - number:06d}"
-            damage(workspace / FOLDER / f"{number:06d}" / name, dice, other)
+            damage(workspace / FOLDER / f"{number:06d}" / name, rng, other)
         outcome = right_or_refused(workspace, known)
         assert both or outcome > 0, (image, outcome)  # the one before is whole
         outcomes[outcome] += 1
@@ -210,12 +210,12 @@ class Recorder:
         self.log.append(("rmtree", self._name(path)))
 
 
-def replay(log, root: Path, dice: random.Random | None) -> None:
-    """Do what was noted; with dice, what nobody had waited for at the end may not have reached the disk."""
+def replay(log, root: Path, rng: random.Random | None) -> None:
+    """Do what was noted; with `rng`, what was not waited for at the end may not have reached the disk."""
     synced = {op[1]: at for at, op in enumerate(log) if op[0] == "sync"}
     for at, (what, name, *rest) in enumerate(log):
         path = root / name
-        if what == "write" and dice is not None and at > synced.get(name, -1) and dice.random() < 0.5:
+        if what == "write" and rng is not None and at > synced.get(name, -1) and rng.random() < 0.5:
             continue
         if what == "create":
             path.touch()
@@ -251,9 +251,9 @@ def test_every_prefix_of_what_a_writer_does_leaves_a_whole_snapshot(tmp_path, mo
     assert {op[0] for op in log} == {"create", "makedirs", "truncate", "write", "sync", "replace", "unlink", "rmtree"}
     few = range(0, len(log) + 1, max(1, len(log) // max(1, IMAGES // 3)))
     for length in few:
-        for dice in (None, random.Random(length)):
+        for rng in (None, random.Random(length)):
             root = tmp_path / "image"
-            replay(log[:length], root, dice)
+            replay(log[:length], root, rng)
             found = right_or_refused(root, known)
             least = sum(end <= length for end in published)
             assert found >= least, (length, found)

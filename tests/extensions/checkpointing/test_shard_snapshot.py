@@ -1,10 +1,10 @@
-"""Snapshots under the simulated road: what shards freeze together, and what a job goes on from."""
+"""Snapshots under the simulated network: what shards freeze together, and what a job goes on from."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from simulation import STORM, VIEWS, Seat, Town, job, parameters, same, total
+from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, parameters, same, total
 from snapshot_archive import Archive
 
 from topotrain.config.job import Agreement, Apply, Grads
@@ -27,28 +27,28 @@ from topotrain.extensions.checkpointing.snapshot_messages import CUT, SnapshotPa
 @pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
 @pytest.mark.parametrize("seed", range(4))
 def test_all_shards_freeze_behind_the_same_decision(weather, seed):
-    town = Town(job(groups=3, workers=1, shards=3), seed, weather)
-    archive = Archive(town)
+    cluster = ScriptedCluster(job(groups=3, workers=1, shards=3), seed, weather)
+    archive = Archive(cluster)
     pushed: dict[int, list[list[torch.Tensor]]] = {0: [], 1: [], 2: []}
 
-    def script(seat: Seat) -> None:
-        seat.open()
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
         for _ in range(6):
-            gradient = seat.numbers()
-            pushed[seat.me.group].append([g.clone() for g in gradient])
-            seat.sleep(0.0, 0.01)
-            if seat.me.group == 0:
+            gradient = worker.numbers()
+            pushed[worker.me.group].append([g.clone() for g in gradient])
+            worker.sleep(0.0, 0.01)
+            if worker.me.group == 0:
                 archive.ask()
-            seat.step(gradient)
-        seat.finish()
+            worker.step(gradient)
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert archive.published and not archive.dropped
     for published in archive.published:
         steps = dict(published.facts["steps"])
         done = [g for group, count in steps.items() for g in pushed[group][:count]]
         wanted = [-t for t in total(done)]
-        found = [archive.values[published.number][p.name] for p in town.map.parameters]
+        found = [archive.values[published.number][p.name] for p in cluster.map.parameters]
         assert same(found, wanted), (published.number, steps)
         assert published.facts["version"] == sum(steps.values()) >= 1
     versions = [published.facts["version"] for published in archive.published]
@@ -56,64 +56,64 @@ def test_all_shards_freeze_behind_the_same_decision(weather, seed):
 
 
 def test_the_workers_of_every_group_are_told_with_their_next_step():
-    town = Town(job(groups=2, workers=1, shards=2, max_staleness=0), 1, VIEWS)
-    archive = Archive(town)
+    cluster = ScriptedCluster(job(groups=2, workers=1, shards=2, max_staleness=0), 1, VIEWS)
+    archive = Archive(cluster)
     told: dict[int, list[int]] = {0: [], 1: []}
 
     def observe(sender: Address, to: Address, message: m.Message) -> None:
         if isinstance(message, m.Applied) and sender.index == 0:
             told[to.group].append(message.snapshot)
 
-    town.transport.observers.append(observe)
+    cluster.transport.observers.append(observe)
 
-    def script(seat: Seat) -> None:
-        seat.open()
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
         for step in range(4):
-            if seat.me.group == 0 and step == 1:
+            if worker.me.group == 0 and step == 1:
                 archive.ask()
-            seat.step(seat.numbers())
-        seat.finish()
+            worker.step(worker.numbers())
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert sum(told[0]) == sum(told[1]) == 1
     assert len(archive.published) == 1
 
 
 def test_none_is_taken_before_the_first_step():
-    town = Town(job(workers=1, shards=2), 1, VIEWS)
-    archive = Archive(town)
+    cluster = ScriptedCluster(job(workers=1, shards=2), 1, VIEWS)
+    archive = Archive(cluster)
 
-    def script(seat: Seat) -> None:
+    def script(worker: ScriptedWorker) -> None:
         archive.ask()
-        seat.open()
+        worker.open()
         archive.ask()
-        seat.finish()
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert not archive.values and not archive.published
 
 
 def test_a_shard_that_cannot_write_costs_this_snapshot_only():
-    town = Town(job(workers=1, shards=3), 1, VIEWS)
-    archive = Archive(town, fails=1)
+    cluster = ScriptedCluster(job(workers=1, shards=3), 1, VIEWS)
+    archive = Archive(cluster, fails=1)
 
-    def script(seat: Seat) -> None:
-        seat.open()
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
         for step in range(8):
             archive.fails = 1 if step < 4 else -1
             archive.ask()
-            seat.step(seat.numbers())
-            seat.sleep(0.1, 0.1)
-        seat.finish()
+            worker.step(worker.numbers())
+            worker.sleep(0.1, 0.1)
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert archive.dropped and all("the disk is full" in drop.why for drop in archive.dropped)
     assert archive.published and archive.published[0].number > archive.dropped[-1].number
 
 
 def test_the_memory_of_a_snapshot_is_that_of_the_one_before():
-    town = Town(job(workers=1, shards=1), 1, VIEWS)
-    archive = Archive(town)
+    cluster = ScriptedCluster(job(workers=1, shards=1), 1, VIEWS)
+    archive = Archive(cluster)
     places = []
     work = archive.work
     archive.work = lambda me, what: (
@@ -123,15 +123,15 @@ def test_the_memory_of_a_snapshot_is_that_of_the_one_before():
         work(me, what),
     )
 
-    def script(seat: Seat) -> None:
-        seat.open()
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
         for _ in range(4):
             archive.ask()
-            seat.step(seat.numbers())
-            seat.sleep(0.1, 0.1)
-        seat.finish()
+            worker.step(worker.numbers())
+            worker.sleep(0.1, 0.1)
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert len(places) > 1 and all(each == places[0] for each in places)
 
 
@@ -143,8 +143,8 @@ def test_the_memory_of_a_snapshot_is_that_of_the_one_before():
     ],
 )
 def test_jobs_without_a_common_moment_take_none(fields, words):
-    town = Town(job(**fields), 1, VIEWS)
-    assert words in snapshots_of(town.server(0, 0)).refusal
+    cluster = ScriptedCluster(job(**fields), 1, VIEWS)
+    assert words in snapshots_of(cluster.server(0, 0)).refusal
 
 
 # --- positions ---------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_shards_that_hold_different_state_are_refused():
         [[[[0, 1]], {}], [[[0, 2]], {}]],
     ],
 )
-def test_rows_that_nobody_wrote_are_refused(rows):
+def test_rows_that_no_server_wrote_are_refused(rows):
     with pytest.raises(StateError):
         from_rows(rows, parameters(64, 64))
 
@@ -231,82 +231,82 @@ class Boxes:
         self.forgotten = number
 
 
-def waiting(groups: int, workers: int) -> tuple[Town, Archive, Boxes]:
+def waiting(groups: int, workers: int) -> tuple[ScriptedCluster, Archive, Boxes]:
     """A snapshot that is on disk but for what the workers have to leave, and the next is due."""
-    town = Town(job(groups=groups, workers=workers, shards=2), 1, VIEWS)
-    archive = Archive(town)
-    server = town.server(0, 0)
-    boxes = Boxes(*town.workers)
+    cluster = ScriptedCluster(job(groups=groups, workers=workers, shards=2), 1, VIEWS)
+    archive = Archive(cluster)
+    server = cluster.server(0, 0)
+    boxes = Boxes(*cluster.workers)
     server.extension(CheckpointExtension)._keepers = [boxes]
 
-    def script(seat: Seat) -> None:
-        seat.open()
-        if seat.me == town.workers[0]:
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
+        if worker.me == cluster.workers[0]:
             archive.ask()
         for _ in range(2):
-            seat.step(seat.numbers())
-            seat.sleep(0.1, 0.1)
+            worker.step(worker.numbers())
+            worker.sleep(0.1, 0.1)
 
-    town.play(script)
+    cluster.play(script)
     assert archive.values and not archive.published and not archive.dropped and under_way(server) == 1
-    return town, archive, boxes
+    return cluster, archive, boxes
 
 
 def test_a_snapshot_counts_when_the_last_worker_has_left_its_state():
-    town, archive, boxes = waiting(groups=2, workers=2)
-    server = town.server(0, 0)
-    for done, worker in enumerate(town.workers, 1):
+    cluster, archive, boxes = waiting(groups=2, workers=2)
+    server = cluster.server(0, 0)
+    for done, worker in enumerate(cluster.workers, 1):
         boxes.left.setdefault(1, {})[worker] = torch.full((2,), done, dtype=torch.uint8)
         server.extension(CheckpointExtension)._proceed()
         assert len(archive.published) == (done == 4)
     assert archive.published[0].states == boxes.left[1]
-    town.sim.run()
+    cluster.sim.run()
     server.extension(CheckpointExtension)._proceed()
     assert boxes.forgotten == 1 and under_way(server) == 0
 
 
 def test_a_group_that_stands_still_gives_the_state_that_it_left_before():
-    town, archive, boxes = waiting(groups=2, workers=1)
-    boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
+    cluster, archive, boxes = waiting(groups=2, workers=1)
+    boxes.left[1] = {cluster.workers[0]: torch.ones(2, dtype=torch.uint8)}
     archive.ask()
     (published,) = archive.published
-    assert published.states[town.workers[0]].tolist() == [1, 1]
-    assert published.states[town.workers[1]].tolist() == [0, 0, 0]
+    assert published.states[cluster.workers[0]].tolist() == [1, 1]
+    assert published.states[cluster.workers[1]].tolist() == [0, 0, 0]
 
 
 def test_in_one_group_an_older_state_does_not_do():
-    town, archive, boxes = waiting(groups=1, workers=2)
-    boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
+    cluster, archive, boxes = waiting(groups=1, workers=2)
+    boxes.left[1] = {cluster.workers[0]: torch.ones(2, dtype=torch.uint8)}
     archive.ask()
     assert not archive.published and "worker 0/1" in archive.dropped[0].why
-    assert under_way(town.server(0, 0)) == 2
+    assert under_way(cluster.server(0, 0)) == 2
 
 
 @pytest.mark.parametrize(("why", "again"), [(TIME, 0), (END, 2)])
 def test_one_that_waits_for_a_worker_that_had_to_start_again_is_dropped_and_the_last_one_taken_anew(why, again):
-    town, archive, boxes = waiting(groups=1, workers=2)
-    server = town.server(0, 0)
+    cluster, archive, boxes = waiting(groups=1, workers=2)
+    server = cluster.server(0, 0)
     snapshots_of(server).coordinator._now.reason = why
-    boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
+    boxes.left[1] = {cluster.workers[0]: torch.ones(2, dtype=torch.uint8)}
     server.reset_group(0, ended=False)
     assert "worker 0/1 had to start again" in archive.dropped[0].why
     server.extension(CheckpointExtension).before_decision(0)  # the next step is about to be decided
     assert under_way(server) == again
 
 
-def test_one_that_has_everybodys_state_does_not_care_who_starts_again():
-    town, archive, boxes = waiting(groups=1, workers=2)
-    boxes.left[1] = {worker: torch.ones(2, dtype=torch.uint8) for worker in town.workers}
-    town.server(0, 0).reset_group(0, ended=False)
+def test_one_that_has_every_state_does_not_depend_on_which_group_starts_again():
+    cluster, archive, boxes = waiting(groups=1, workers=2)
+    boxes.left[1] = {worker: torch.ones(2, dtype=torch.uint8) for worker in cluster.workers}
+    cluster.server(0, 0).reset_group(0, ended=False)
     assert not archive.dropped
 
 
 def test_a_worker_whose_script_has_ended_is_waited_for_no_more():
-    town, archive, _ = waiting(groups=2, workers=1)
-    for seat in (town.seat(0), town.seat(1)):
-        seat.steps = 2
-        town.sim.actor(str(seat.me), seat.finish)
-    town.sim.run()
+    cluster, archive, _ = waiting(groups=2, workers=1)
+    for worker in (cluster.scripted_worker(0), cluster.scripted_worker(1)):
+        worker.steps = 2
+        cluster.sim.actor(str(worker.me), worker.finish)
+    cluster.sim.run()
     assert len(archive.published) == 1
 
 
@@ -314,12 +314,12 @@ def test_a_worker_whose_script_has_ended_is_waited_for_no_more():
 
 
 def stepping(steps: int, pause: float = 0.1):
-    def script(seat: Seat) -> None:
-        seat.open()
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
         for _ in range(steps):
-            seat.step(seat.numbers())
-            seat.sleep(pause, pause)
-        seat.finish()
+            worker.step(worker.numbers())
+            worker.sleep(pause, pause)
+        worker.finish()
 
     return script
 
@@ -331,21 +331,23 @@ def taken(archive: Archive) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(("freq", "after", "steps"), [(3, 0, [3, 6, 9]), (4, 1, [1, 5, 9]), (5, 7, [7])])
 def test_one_behind_each_step_that_is_asked_for(groups, freq, after, steps):
-    town = Town(job(groups=groups, workers=2, shards=2, checkpoint_freq=freq, checkpoint_after=after), 3, STORM)
-    archive = Archive(town)
-    town.play(stepping(10, 1.0))
+    cluster = ScriptedCluster(
+        job(groups=groups, workers=2, shards=2, checkpoint_freq=freq, checkpoint_after=after), 3, STORM
+    )
+    archive = Archive(cluster)
+    cluster.play(stepping(10, 1.0))
     assert taken(archive) == [("step", step) for step in steps]
 
 
 def test_who_asks_faster_than_a_disk_writes_has_fewer_and_training_goes_on():
-    town = Town(job(workers=1, shards=2, checkpoint_freq=1), 1, VIEWS)
-    archive = Archive(town)
+    cluster = ScriptedCluster(job(workers=1, shards=2, checkpoint_freq=1), 1, VIEWS)
+    archive = Archive(cluster)
     kept, archive.say = [], lambda me, said: kept.append((me, said))
 
-    def script(seat: Seat) -> None:
-        stepping(4)(seat)
+    def script(worker: ScriptedWorker) -> None:
+        stepping(4)(worker)
 
-    town.play(script)
+    cluster.play(script)
     assert not archive.published and len(archive.values) == 1
     for me, said in kept:
         Archive.say(archive, me, said)
@@ -353,25 +355,25 @@ def test_who_asks_faster_than_a_disk_writes_has_fewer_and_training_goes_on():
 
 
 def test_asked_for_by_time_and_by_step_each_is_taken_once_the_other_is_over():
-    town = Town(job(workers=1, shards=2, checkpoint_freq=4), 1, VIEWS)
-    archive = Archive(town)
+    cluster = ScriptedCluster(job(workers=1, shards=2, checkpoint_freq=4), 1, VIEWS)
+    archive = Archive(cluster)
 
-    def script(seat: Seat) -> None:
-        seat.open()
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
         for step in range(8):
             if step in (2, 3):
                 archive.ask()
-            seat.step(seat.numbers())
-            seat.sleep(0.1, 0.1)
-        seat.finish()
+            worker.step(worker.numbers())
+            worker.sleep(0.1, 0.1)
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert taken(archive) == [("time", 3), ("time", 4), ("step", 5), ("step", 8)]
 
 
 def test_one_that_waits_for_workers_is_not_given_up_for_another_that_comes_soon_after():
-    town, archive, _ = waiting(groups=1, workers=2)
-    server = town.server(0, 0)
+    cluster, archive, _ = waiting(groups=1, workers=2)
+    server = cluster.server(0, 0)
     server.extension(CheckpointExtension)._schedule._timed = 0  # it was asked for by step
     archive.ask()
     assert under_way(server) == 1 and not archive.dropped
@@ -380,26 +382,26 @@ def test_one_that_waits_for_workers_is_not_given_up_for_another_that_comes_soon_
 
 
 def test_the_last_one_is_behind_the_very_next_step():
-    town = Town(job(groups=2, workers=1, shards=2), 1, VIEWS)
-    archive = Archive(town)
+    cluster = ScriptedCluster(job(groups=2, workers=1, shards=2), 1, VIEWS)
+    archive = Archive(cluster)
     me = Address(Role.SERVER, 0, 0)
 
-    def script(seat: Seat) -> None:
-        seat.open()
-        if seat.me.group == 0:
-            town.sim_servers[me].handle(me, SnapshotRequest(last=True))  # nothing is there yet
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
+        if worker.me.group == 0:
+            cluster.sim_servers[me].handle(me, SnapshotRequest(last=True))  # nothing is there yet
         for step in range(4):
-            seat.step(seat.numbers())
-            seat.sleep(0.1, 0.1)
-            if seat.me.group == 0 and step == 1:
-                town.sim_servers[me].handle(me, SnapshotRequest(last=True))
-        seat.finish()
+            worker.step(worker.numbers())
+            worker.sleep(0.1, 0.1)
+            if worker.me.group == 0 and step == 1:
+                cluster.sim_servers[me].handle(me, SnapshotRequest(last=True))
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert [drop.number for drop in archive.dropped] == [0]
     ((why, _),) = taken(archive)
     assert why == "end" and archive.published[0].facts["version"] in (4, 5, 6)
-    town.sim_servers[me].handle(me, SnapshotRequest(last=True))  # the job ends by itself
+    cluster.sim_servers[me].handle(me, SnapshotRequest(last=True))  # the job ends by itself
     assert len(archive.dropped) == 1
 
 
@@ -416,28 +418,28 @@ def test_one_model_of_several_server_groups_has_every_update_that_counts_once(
     taken = 0
     for seed in range(12):
         made = job(groups, 1, shards, nserver_groups=server_groups, sync_freq=freq)
-        town = Town(made, seed, weather, DOUBLE)
-        archive = Archive(town)
+        cluster = ScriptedCluster(made, seed, weather, DOUBLE)
+        archive = Archive(cluster)
         pushed: dict[int, list[list[torch.Tensor]]] = {group: [] for group in range(groups)}
 
-        def script(seat: Seat, archive=archive, pushed=pushed) -> None:
-            seat.open()
-            for _ in range(3 + 3 * seat.me.group):
-                gradient = seat.numbers()
-                pushed[seat.me.group].append([g.clone() for g in gradient])
-                seat.sleep(0.0, 0.1)
-                if seat.me.group == 0:
+        def script(worker: ScriptedWorker, archive=archive, pushed=pushed) -> None:
+            worker.open()
+            for _ in range(3 + 3 * worker.me.group):
+                gradient = worker.numbers()
+                pushed[worker.me.group].append([g.clone() for g in gradient])
+                worker.sleep(0.0, 0.1)
+                if worker.me.group == 0:
                     archive.ask()
-                seat.step(gradient)
-            seat.finish()
+                worker.step(gradient)
+            worker.finish()
 
-        town.play(script)
+        cluster.play(script)
         assert not archive.dropped
         for published in archive.published:
             steps = dict(published.facts["steps"])
             assert steps.keys() == set(range(groups))
             done = [g for group, count in steps.items() for g in pushed[group][:count]]
-            found = [archive.values[published.number][p.name] for p in town.map.parameters]
+            found = [archive.values[published.number][p.name] for p in cluster.map.parameters]
             assert same(found, [-t for t in total(done)]), (seed, published.number, steps)
             assert published.facts["version"] == sum(steps.values())
             taken += 1
@@ -445,14 +447,14 @@ def test_one_model_of_several_server_groups_has_every_update_that_counts_once(
 
 
 def test_early_changes_of_a_group_are_held_once():
-    town = Town(job(2, 1, 1, nserver_groups=2), 1, VIEWS)
+    cluster = ScriptedCluster(job(2, 1, 1, nserver_groups=2), 1, VIEWS)
     refused = []
 
-    def script(seat: Seat) -> None:
-        seat.open()
-        seat.step(seat.numbers())
-        if seat.me.group == 0:
-            master, other = town.server(0, 0), Address(Role.SERVER, 1, 0)
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
+        worker.step(worker.numbers())
+        if worker.me.group == 0:
+            master, other = cluster.server(0, 0), Address(Role.SERVER, 1, 0)
             bucket = next(b for b in master.state.known.buckets if b.master == 0)
             delta = m.Delta(bucket.id, 99, cut=7, body=master.state.known.flats.view("values", bucket).clone())
             # A new connection repeats what the other side has not acknowledged.
@@ -461,16 +463,16 @@ def test_early_changes_of_a_group_are_held_once():
             with pytest.raises(m.ProtocolError, match="far ahead"):
                 master.handle(other, replace(delta, sync=100))
             refused.append(bucket)
-        seat.finish()
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert refused
 
 
 def test_a_snapshot_of_several_server_groups_is_read_by_any_layout():
     """What each server writes is what the file wants: each element once, state once."""
-    town = Town(job(2, 1, 2, nserver_groups=2), 3, VIEWS, DOUBLE)
-    archive = Archive(town)
+    cluster = ScriptedCluster(job(2, 1, 2, nserver_groups=2), 3, VIEWS, DOUBLE)
+    archive = Archive(cluster)
     written: dict[str, list[tuple[int, int]]] = {}
     states: set[Address] = set()
     work = archive.work
@@ -484,16 +486,16 @@ def test_a_snapshot_of_several_server_groups_is_read_by_any_layout():
 
     archive.work = noted
 
-    def script(seat: Seat) -> None:
-        seat.open()
-        if seat.me.group == 0:
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
+        if worker.me.group == 0:
             archive.ask()
         for _ in range(3):
-            seat.step(seat.numbers())
-            seat.sleep(0.1, 0.1)
-        seat.finish()
+            worker.step(worker.numbers())
+            worker.sleep(0.1, 0.1)
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert len(archive.published) == 1
     for parameter in DOUBLE:
         runs = sorted(written[parameter.name])
@@ -501,51 +503,51 @@ def test_a_snapshot_of_several_server_groups_is_read_by_any_layout():
     assert all(server.group == 0 for server in states)
 
 
-def at_rest(seat: Seat, archive: Archive, moment: float) -> None:
+def at_rest(worker: ScriptedWorker, archive: Archive, moment: float) -> None:
     """Everybody makes three steps; a snapshot is asked for when all is over."""
-    seat.open()
+    worker.open()
     for _ in range(3):
-        seat.step(seat.numbers())
-    seat.finish()
-    if seat.me.group == 0:
-        seat.client.values.fetch_final()
-        seat.sleep(moment, moment)
+        worker.step(worker.numbers())
+    worker.finish()
+    if worker.me.group == 0:
+        worker.client.values.fetch_final()
+        worker.sleep(moment, moment)
         archive.ask()
 
 
 def test_a_snapshot_at_the_end_has_a_masters_final_values_once():
-    town = Town(job(2, 1, 2, nserver_groups=2), 1, VIEWS, DOUBLE)
-    archive = Archive(town)
-    town.play(lambda seat: at_rest(seat, archive, 1.0))
+    cluster = ScriptedCluster(job(2, 1, 2, nserver_groups=2), 1, VIEWS, DOUBLE)
+    archive = Archive(cluster)
+    cluster.play(lambda worker: at_rest(worker, archive, 1.0))
     ((published),) = archive.published
-    found = [archive.values[published.number][p.name] for p in town.map.parameters]
-    assert same(found, town.values())
+    found = [archive.values[published.number][p.name] for p in cluster.map.parameters]
+    assert same(found, cluster.values())
 
 
-def test_an_announcement_that_is_said_again_freezes_nobody_again():
-    town = Town(job(2, 1, 2, nserver_groups=2), 1, VIEWS, DOUBLE)
-    archive = Archive(town)
+def test_an_announcement_that_is_sent_again_freezes_no_server_again():
+    cluster = ScriptedCluster(job(2, 1, 2, nserver_groups=2), 1, VIEWS, DOUBLE)
+    archive = Archive(cluster)
     heard: list[int] = []
 
     def repeat(sender: Address, to: Address, message: m.Message) -> None:
         if isinstance(message, SnapshotPart) and message.stage == CUT and not heard:
             heard.append(message.number)
-            town.sim.at(town.sim.now + 0.5, lambda: town.sim_servers[to].handle(sender, message))
+            cluster.sim.at(cluster.sim.now + 0.5, lambda: cluster.sim_servers[to].handle(sender, message))
 
-    town.transport.observers.append(repeat)
+    cluster.transport.observers.append(repeat)
 
-    def script(seat: Seat) -> None:
-        seat.open()
-        if seat.me.group == 0:
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
+        if worker.me.group == 0:
             archive.ask()
         for _ in range(4):
-            seat.step(seat.numbers())
-            seat.sleep(0.3, 0.3)
-        seat.finish()
+            worker.step(worker.numbers())
+            worker.sleep(0.3, 0.3)
+        worker.finish()
 
     frozen: list[tuple[Address, int]] = []
-    for me, house in town.sim_servers.items():
-        snapshots = snapshots_of(house.server)
+    for me, sim_server in cluster.sim_servers.items():
+        snapshots = snapshots_of(sim_server.server)
         freeze = snapshots.freeze
 
         def noted(*args, me=me, snapshots=snapshots, freeze=freeze) -> None:
@@ -554,30 +556,30 @@ def test_an_announcement_that_is_said_again_freezes_nobody_again():
             freeze(*args)
 
         snapshots.freeze = noted
-    town.play(script)
-    assert heard == [1] and sorted(frozen) == sorted((me, 1) for me in town.sim_servers)
+    cluster.play(script)
+    assert heard == [1] and sorted(frozen) == sorted((me, 1) for me in cluster.sim_servers)
 
 
 @pytest.mark.parametrize("broken", [0, 1], ids=["group 0", "group 1"])
 def test_what_one_of_several_groups_cannot_freeze_ends_that_snapshot_and_nothing_else(broken):
-    town = Town(job(2, 1, 1, nserver_groups=2), 1, VIEWS, DOUBLE)
-    archive = Archive(town)
+    cluster = ScriptedCluster(job(2, 1, 1, nserver_groups=2), 1, VIEWS, DOUBLE)
+    archive = Archive(cluster)
 
-    def script(seat: Seat) -> None:
-        seat.open()
-        if seat.me.group == 0:
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
+        if worker.me.group == 0:
             archive.ask()
         for step in range(6):
-            seat.step(seat.numbers())
-            if step == 0 and seat.me.group == broken:
-                snapshots = snapshots_of(town.server(broken, 0))
+            worker.step(worker.numbers())
+            if step == 0 and worker.me.group == broken:
+                snapshots = snapshots_of(cluster.server(broken, 0))
                 snapshots._freezer = Broken(snapshots._freezer)
-            seat.sleep(0.1, 0.1)
-            if seat.me.group == 0 and step == 3:
+            worker.sleep(0.1, 0.1)
+            if worker.me.group == 0 and step == 3:
                 archive.ask()
-        seat.finish()
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert len(archive.published) + len(archive.dropped) == 2
     assert [drop.why for drop in archive.dropped] == ["state of no known form"]
 

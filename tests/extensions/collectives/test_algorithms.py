@@ -326,7 +326,7 @@ def hop(step=0, ordinal=0, going_up=True, body=True):
     return CollectivePart(step, ordinal, 7, going_up, 1.0, 1, 1.0, b"\1", 0, body=torch.ones(2) if body else None)
 
 
-def test_only_neighbors_are_heard():
+def test_only_messages_of_neighbors_are_taken():
     for sender, message in ((2, hop()), (1, hop()), (3, hop()), (2, hop(going_up=False)), (3, hop(going_up=False))):
         for hear in (relay().arrive, lambda s, h: relay().place(s, h, True)):
             with pytest.raises(ProtocolError, match="is not the neighbor of rank 1"):

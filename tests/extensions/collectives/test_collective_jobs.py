@@ -1,7 +1,7 @@
 """Jobs that add up their gradients by a collective: our own algorithms and Gloo, against the one-process reference.
 
 kNaive adds in the canonical order, so it has the reference's bits; ring, tree and Gloo add in another order and come
-within 1e-6. Every own algorithm has the same bits in every run and on every road.
+within 1e-6. Every own algorithm has the same bits in every run and on every transport.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,18 @@ from training_loops import (
     two_losses,
 )
 
-from topotrain.config.job import Algorithm, Apply, ConfigError, Engine, Grads, Job, Reduce, Road, Slicing, Updater
+from topotrain.config.job import (
+    Algorithm,
+    Apply,
+    ConfigError,
+    Engine,
+    Grads,
+    Job,
+    Reduce,
+    Slicing,
+    TransportChoice,
+    Updater,
+)
 from topotrain.config.topology import layout
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.extensions.collectives.collective_server import CollectiveServer
@@ -92,15 +103,15 @@ def test_a_job_computes_what_the_reference_does(algorithm: Algorithm, workers: i
 
 @pytest.mark.parametrize("algorithm", OWN)
 @pytest.mark.parametrize("workers", [2, 3])
-def test_the_bits_are_the_same_in_every_run_and_on_every_road(
+def test_the_bits_are_the_same_in_every_run_and_on_every_transport(
     algorithm: Algorithm, workers: int, tmp_path: Path
 ) -> None:
     build, script = building(Transformer, adam), usual_loop(tokens(3))
     results = []
-    for road in (Road.kShm, Road.kTcp):
-        (tmp_path / road.value).mkdir()
-        job = beside(workers, algorithm=algorithm, road=road)
-        results.append(run_hosted(job, build, script, tmp_path / road.value))
+    for transport in (TransportChoice.kShm, TransportChoice.kTcp):
+        (tmp_path / transport.value).mkdir()
+        job = beside(workers, algorithm=algorithm, transport=transport)
+        results.append(run_hosted(job, build, script, tmp_path / transport.value))
     results += [run_local(job, build, script, shared) for shared in (False, True)]
     check(job, results[0], build, script)
     assert all(other.same_bits(results[0]) for other in results)
@@ -185,7 +196,7 @@ def test_new_values_may_come_while_the_script_goes_on(setting: Any, grads: Grads
 
 def test_several_workers_in_a_unit_and_whole_tensors(tmp_path: Path) -> None:
     build, script = building(Transformer, adam), usual_loop(tokens(3))
-    pairs = {"nworkers_per_procs": 2, "nservers_per_procs": 2, "road": Road.kTcp}
+    pairs = {"nworkers_per_procs": 2, "nservers_per_procs": 2, "transport": TransportChoice.kTcp}
     job = beside(4, algorithm=Algorithm.kTree, slicing=Slicing.kTensor, **pairs)
     assert run_hosted(job, build, script, tmp_path).distance(reference(job, build, script)) < NEAR
 
@@ -276,9 +287,11 @@ def test_workers_that_disagree_are_named(algorithm: Algorithm, script: Any, kind
 
 @pytest.mark.parametrize("grads", Grads)
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("road", [Road.kShm, Road.kTcp])
-def test_gloo_computes_what_the_reference_does(workers: int, grads: Grads, road: Road, tmp_path: Path) -> None:
-    job, build, script = gloo(workers, grads=grads, road=road), building(Halves, adam), halves
+@pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp])
+def test_gloo_computes_what_the_reference_does(
+    workers: int, grads: Grads, transport: TransportChoice, tmp_path: Path
+) -> None:
+    job, build, script = gloo(workers, grads=grads, transport=transport), building(Halves, adam), halves
     result = run_hosted(job, build, script, tmp_path)
     assert all(isinstance(handle.worker.client.gradients, TorchReduction) for handle in result.workers)
     assert result.distance(reference(job, build, script)) < NEAR
@@ -310,7 +323,7 @@ def test_workers_that_disagree_under_gloo_are_named(script: Any, kind: type, wor
         run_hosted(gloo(), building(), script, tmp_path)
 
 
-def test_who_waits_for_a_worker_that_does_not_come_is_told_which_operation(
+def test_a_wait_for_a_worker_that_does_not_come_names_the_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("topotrain.extensions.collectives.torch_reduction.DEADLINE", 0.5)

@@ -391,9 +391,9 @@ def test_more_overflows_than_top_k_can_tell():
 def test_sgd_reaches_the_optimum_of_least_squares(name):
     """Two workers, gradients with error feedback each, means with error feedback back, momentum-free SGD."""
     rows, columns = 200, 100
-    dice = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(rows, columns, generator=dice) for _ in range(2)]
-    truth = torch.randn(columns, generator=dice)
+    rng = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(rows, columns, generator=rng) for _ in range(2)]
+    truth = torch.randn(columns, generator=rng)
     targets = [x @ truth for x in inputs]
     codec = KINDS[name]()
     ups = [ErrorFeedback(codec, torch.zeros(columns)) for _ in inputs]

@@ -20,7 +20,7 @@ from in_process_job import (
 )
 from pairwise import pairwise
 from simulated_downpour import downpour
-from simulation import STORM, VIEWS, Town, job, same
+from simulation import STORM, VIEWS, ScriptedCluster, job, same
 from torch import nn
 
 from topotrain.config.job import Cluster, Compression, Job
@@ -173,12 +173,14 @@ def test_other_dtypes(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("kind", "grads"), [("kFp16", "kVisible"), ("kInt8", "kVisible"), ("kTopK", "kVisible"), ("kBf16", "kHidden")]
 )
-def test_roads_and_runs_give_the_same_bits(kind: str, grads: str, tmp_path: Path) -> None:
+def test_transports_and_runs_give_the_same_bits(kind: str, grads: str, tmp_path: Path) -> None:
     found = [run_local(compressed(kind, grads=grads), building(), usual_loop(BATCHES))]
-    for number, road in enumerate(("kShm", "kTcp", "kTcp")):
+    for number, transport in enumerate(("kShm", "kTcp", "kTcp")):
         folder = tmp_path / str(number)
         folder.mkdir()
-        found.append(run_hosted(compressed(kind, grads=grads, road=road), building(), usual_loop(BATCHES), folder))
+        found.append(
+            run_hosted(compressed(kind, grads=grads, transport=transport), building(), usual_loop(BATCHES), folder)
+        )
     assert all(found[0].same_bits(other) for other in found[1:])
 
 
@@ -241,12 +243,12 @@ def whole_loss(model: nn.Module, number: torch.Tensor, flag: torch.Tensor) -> to
 def numbers(steps: int, samples: Sequence[int] = (6,), silent: int = 30) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of whole numbers, with b's gradient missing on some workers or on all; then silent ones, in which what is
     left arrives."""
-    dice = torch.Generator().manual_seed(3)
+    rng = torch.Generator().manual_seed(3)
     loud = []
     for step in range(steps):
         size = samples[step % len(samples)]
-        flags = torch.randint(2, (size,), generator=dice) * (step % 4 > 0)
-        loud.append((torch.randint(-3, 4, (size,), generator=dice).float(), flags.float()))
+        flags = torch.randint(2, (size,), generator=rng) * (step % 4 > 0)
+        loud.append((torch.randint(-3, 4, (size,), generator=rng).float(), flags.float()))
     return loud + [(torch.zeros(6), torch.ones(6))] * silent
 
 
@@ -424,7 +426,7 @@ def test_what_no_codec_takes_travels_as_it_is() -> None:
         worker.is_coded(Values(0, whole.id, 1, coded=True), whole)
 
 
-def test_a_push_said_twice_is_decoded_once() -> None:
+def test_a_push_sent_twice_is_decoded_once() -> None:
     _, slice_map, worker, server, _, above = resident("kFp16")
     bucket, me = slice_map.buckets[0], Address(Role.WORKER, 0, 0)
     like = above.view("values", bucket)
@@ -441,10 +443,10 @@ def test_values_follow_through_restarts(kind: str) -> None:
     _, slice_map, worker, server, below, _ = resident(kind)
     bucket = slice_map.buckets[0]
     params = below.view("params", bucket)
-    dice = torch.Generator().manual_seed(1)
+    rng = torch.Generator().manual_seed(1)
     values = torch.zeros(params.numel())
     for moment in range(40):
-        values = values + torch.randn(params.numel(), generator=dice)
+        values = values + torch.randn(params.numel(), generator=rng)
         server.show(0, bucket, values, anew=moment % 9 == 4)
         difference = server.difference(0, bucket)
         assert (difference is None) == (moment == 0 or moment % 9 == 4)
@@ -463,7 +465,7 @@ def test_values_follow_through_restarts(kind: str) -> None:
     torch.testing.assert_close(params, values, rtol=1e-5, atol=1e-5)
 
 
-# --- a road that delays, doubles and reorders ----------------------------------------------------------------------
+# --- a transport that delays, doubles and reorders --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
@@ -471,7 +473,7 @@ def test_values_follow_through_restarts(kind: str) -> None:
 def test_every_update_counts_once_in_bad_weather(groups: int, workers: int, weather: NetworkFaults) -> None:
     """kFp16 holds whole numbers up to 2048, and sums of what is pushed here stay below."""
     for seed in range(6):
-        town = Town(job(groups, workers, 2, compression="kFp16"), seed, weather)
-        wanted, final = downpour(town)
-        assert same(town.values(), wanted), f"seed {seed}: an update was lost or counted twice"
+        cluster = ScriptedCluster(job(groups, workers, 2, compression="kFp16"), seed, weather)
+        wanted, final = downpour(cluster)
+        assert same(cluster.values(), wanted), f"seed {seed}: an update was lost or counted twice"
         assert same(final, wanted), f"seed {seed}: worker 0/0 has other values than the servers"

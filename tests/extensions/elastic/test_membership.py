@@ -26,14 +26,14 @@ from topotrain.launch.runtime.server_composition import make_server
 A, B, OTHER = (Address(Role.WORKER, *place) for place in ((0, 0), (0, 1), (1, 0)))
 
 
-def test_everybody_is_heard_until_a_group_is_started_again():
+def test_every_worker_is_live_until_a_group_is_started_again():
     members = Members((0, 1))
     assert not members.changed and all(map(members.is_current, (A, B, OTHER)))
     assert members.expect(0, 1) and members.changed
     assert not members.is_current(A) and not members.is_current(B) and members.is_current(OTHER)
 
 
-def test_a_worker_is_heard_once_it_has_said_so_and_the_change_is_carried_out():
+def test_a_worker_is_live_once_it_has_announced_itself_and_the_change_is_carried_out():
     members = Members((0,))
     members.expect(0, 1)
     members.join(A, 1)
@@ -128,7 +128,7 @@ def test_a_group_that_cannot_come_back_is_told_why():
     assert all(isinstance(said, m.Fail) and "started again, but its workers add up" in said.text for _, said in out)
 
 
-def test_the_first_who_come_to_such_a_job_may_be_of_any_incarnation():
+def test_the_first_workers_of_such_a_job_may_be_of_any_incarnation():
     """All of it was started again, its servers too."""
     server = server_of(Job(cluster=BESIDE))
     assert server.handle(A, m.WorkerRejoined(4)) == [(A, m.WorkerRejoined(4))]
@@ -183,7 +183,7 @@ def test_the_end_of_a_replaced_process_does_not_count():
     assert server.extension(GroupRestarts).members.newest(0) == 2
 
 
-def test_a_group_is_deserted_until_somebody_of_the_next_incarnation_is_there():
+def test_a_group_is_deserted_until_a_worker_of_the_next_incarnation_is_there():
     members = Members((0, 1))
     assert members.is_empty(0, 0) and members.is_empty(0, 1)
     members.expect(0, 1)

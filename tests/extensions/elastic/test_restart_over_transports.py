@@ -1,4 +1,4 @@
-"""A worker's process is gone and another takes its place, on real roads and in shared memory, in threads."""
+"""A worker's process is gone and another takes its place, on real transports and in shared memory, in threads."""
 
 import shutil
 import threading
@@ -16,7 +16,7 @@ from topotrain.comm.router import RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
 from topotrain.comm.transport.shared_memory import socket_directory
-from topotrain.config.job import Cluster, Job, OnFailure, Reduce, Road
+from topotrain.config.job import Cluster, Job, OnFailure, Reduce, TransportChoice
 from topotrain.config.topology import Address, layout
 from topotrain.core.client.client import PeerLost
 from topotrain.launch.runtime.process_host import HostOptions, serve
@@ -44,20 +44,20 @@ class Process:
     """What one process of a worker does: join, train on some batches of its own, and perhaps come to its end."""
 
     def __init__(self, place: RouterConfig, me: Address) -> None:
-        self.roads = WorkerConnections(place, me)
+        self.connections = WorkerConnections(place, me)
         workers = place.topology.workers_per_group
         self.mine = slice(me.index * CELLS // workers, (me.index + 1) * CELLS // workers)
         self.model = Ledger()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.0)
-        exchange = self.roads.exchange
+        exchange = self.connections.exchange
         self.worker = Worker(
-            self.roads.me,
+            self.connections.me,
             place.job,
             place.topology,
             describe_model(self.model),
             self.optimizer,
             exchange,
-            WorkerMemory(self.roads),
+            WorkerMemory(self.connections),
         )
         self.worker.start()
         adopt(self.optimizer, self.worker)
@@ -69,7 +69,7 @@ class Process:
         for _ in range(batches):
             self.worker.drawn(self.stream, self.at, 1.0, 1)
             self.optimizer.zero_grad()
-            (-self.model.cells[self.roads.me.group, self.at, self.mine].sum()).backward()
+            (-self.model.cells[self.connections.me.group, self.at, self.mine].sum()).backward()
             self.optimizer.step()
             self.at += 1
 
@@ -77,13 +77,15 @@ class Process:
         """The first part of a step leaves for the servers."""
         bucket, flats = self.worker.map.buckets[0], self.worker.buffers.flats
         pieces = (1 << len(bucket.pieces)) - 1
-        self.roads.exchange.gradients.push(self.at, 0, bucket, 1.0, pieces, flats.view("grad", bucket).fill_(-9.0))
+        self.connections.exchange.gradients.push(
+            self.at, 0, bucket, 1.0, pieces, flats.view("grad", bucket).fill_(-9.0)
+        )
 
     def end(self) -> None:
         self.worker.finish()
-        if self.roads.me[1:] == (0, 0):
+        if self.connections.me[1:] == (0, 0):
             fetch_final(self.worker)
-        self.roads.close()
+        self.connections.close()
 
 
 def all_of(group: list[Process], do: Callable[[Process], None]) -> None:
@@ -93,10 +95,12 @@ def all_of(group: list[Process], do: Callable[[Process], None]) -> None:
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["gone", "replaced"])
-@pytest.mark.parametrize("road", [Road.kShm, Road.kTcp])
+@pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp])
 @pytest.mark.parametrize(("number", "workers"), [(0, 1), (1, 1), (0, 2), (1, 2)])
-def test_others_take_the_place_of_a_group(tmp_path: Path, road: Road, closed: bool, number: int, workers: int) -> None:
-    separate = {"server_worker_separate": True, "road": road}
+def test_others_take_the_place_of_a_group(
+    tmp_path: Path, transport: TransportChoice, closed: bool, number: int, workers: int
+) -> None:
+    separate = {"server_worker_separate": True, "transport": transport}
     cluster = Cluster(nworker_groups=2, nworkers_per_group=workers, nservers_per_group=2, **separate)  # type: ignore[arg-type]
     job = Job(cluster=cluster, reduce=Reduce.kSum, on_failure=OnFailure.kContinue)
     topology, sockets = layout(cluster), Path(socket_directory())
@@ -111,7 +115,7 @@ def test_others_take_the_place_of_a_group(tmp_path: Path, road: Road, closed: bo
         workers = [worker for group in groups for worker in topology.workers(group)]
         with ThreadPoolExecutor(len(workers)) as pool:
             made = list(pool.map(lambda me: Process(place(incarnation), me), workers))
-        return [[process for process in made if process.roads.me.group == group] for group in groups]
+        return [[process for process in made if process.connections.me.group == group] for group in groups]
 
     homes = []
     for unit in topology.units:
@@ -126,13 +130,13 @@ def test_others_take_the_place_of_a_group(tmp_path: Path, road: Road, closed: bo
     dead = groups[number]
     dead[-1].push()  # its servers have a gradient of a step that never comes
     for process in dead if closed else ():
-        process.roads.close(finished=False)
+        process.connections.close(finished=False)
     all_of(groups[1 - number], lambda process: process.train(1))
     (groups[number],) = start(number, incarnation=1)
     for process in () if closed else dead:
         with pytest.raises(PeerLost):
-            process.roads.exchange.channel.wait_until(lambda: False)
-        process.roads.close(finished=False)
+            process.connections.exchange.channel.wait_until(lambda: False)
+        process.connections.close(finished=False)
     for process in groups[number]:
         assert process.at == 2
         assert torch.equal(process.model.cells[number, :2], torch.ones(2, CELLS)), "what was applied is there"

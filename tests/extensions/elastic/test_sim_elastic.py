@@ -32,20 +32,20 @@ def move(verb: str, group: int, at: float, patience: float = 0.5) -> Fault:
 
 
 def drawn(name: str, seed: int) -> tuple[Fault, ...]:
-    dice, groups = random.Random(f"{name} {seed} moves"), LAYOUTS[name][0]
+    rng, groups = random.Random(f"{name} {seed} moves"), LAYOUTS[name][0]
     verbs = ("leave", "leave", "lose", "join", "join")
     moves = [
-        move(dice.choice(verbs), dice.randrange(1, groups), dice.uniform(0.0, 0.2), dice.choice((0.0, 0.01, 0.5)))
-        for _ in range(dice.randint(2, 7))
+        move(rng.choice(verbs), rng.randrange(1, groups), rng.uniform(0.0, 0.2), rng.choice((0.0, 0.01, 0.5)))
+        for _ in range(rng.randint(2, 7))
     ]
     return tuple(sorted(moves, key=lambda each: each.at))
 
 
 def one(name: str, seed: int) -> ElasticTrial:
-    dice, (groups, workers, shards, settings) = random.Random(f"{name} {seed}"), LAYOUTS[name]
-    faults = [Fault(0, at=dice.uniform(0.0, 0.15), what=FaultKind.CLOCK)] * (seed % 2)
+    rng, (groups, workers, shards, settings) = random.Random(f"{name} {seed}"), LAYOUTS[name]
+    faults = [Fault(0, at=rng.uniform(0.0, 0.15), what=FaultKind.CLOCK)] * (seed % 2)
     if seed % 3 == 0:
-        faults.append(Fault(dice.randrange(groups), at=dice.uniform(0.0, 0.15), away=dice.choice((0.0, 0.05))))
+        faults.append(Fault(rng.randrange(groups), at=rng.uniform(0.0, 0.15), away=rng.choice((0.0, 0.05))))
     schedule = FaultSchedule("", 18, 1 + seed % 2, "lease", seed % 4 != 0, (*faults, *drawn(name, seed)))
     absent = (groups - 1,) if seed % 5 == 0 else ()
     weather = (FAR, STORM, VIEWS, CALM)[seed % 4]
@@ -53,7 +53,7 @@ def one(name: str, seed: int) -> ElasticTrial:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_batch_counts_once_whoever_leaves_and_comes_when(name):
+def test_every_batch_counts_once_whichever_group_leaves_and_comes_when(name):
     done = []
     for seed in range(12):
         found = one(name, seed)
@@ -77,7 +77,7 @@ def test_who_leaves_ends_behind_a_step_and_the_others_read_the_rest_without_a_pa
         assert later and max(b - a for a, b in zip([left, *later], later, strict=False)) < 0.3
 
 
-def test_who_was_never_there_is_missed_by_nobody_and_reads_once_it_comes():
+def test_a_group_that_was_never_there_is_not_missed_and_reads_once_it_comes():
     found = calm((), absent=(1, 2))
     assert not found.wrong() and set(found.commits) == {0}
     found = calm((move("join", 2, 0.1),), absent=(1, 2))
@@ -110,7 +110,7 @@ def test_who_waits_for_batches_that_others_may_leave_goes_at_once():
     assert found.left_at < 0.7
 
 
-def test_a_word_to_leave_is_not_for_those_who_came_after_the_dead():
+def test_an_order_to_leave_is_not_for_workers_that_came_after_the_dead():
     """The servers have seen the death, and the launcher had not when it asked."""
     schedule = FaultSchedule("", 30, 1, "lease", True, (Fault(1, at=0.03, away=0.1),))
     found = ElasticTrial(job(2, 1, 1), 1, schedule, VIEWS)
@@ -123,7 +123,7 @@ def test_a_word_to_leave_is_not_for_those_who_came_after_the_dead():
 
 
 def missed_at_the_end(patch):
-    """The desk waits for the model's buffers of who has left."""
+    """The coordinator waits for the model's buffers of a worker that has left."""
     patch.setattr(Shutdown, "away", lambda self, group: None)
 
 

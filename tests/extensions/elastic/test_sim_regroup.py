@@ -56,17 +56,17 @@ def place(
 
 def drawn(name: str, seed: int) -> tuple[Fault, ...]:
     """One to three deaths at moments drawn by the seed, or of all groups at once."""
-    dice, (groups, workers, _, _) = random.Random(f"{name} {seed}"), LAYOUTS[name]
+    rng, (groups, workers, _, _) = random.Random(f"{name} {seed}"), LAYOUTS[name]
     if seed % 8 == 7:
-        at = dice.uniform(0.0, 0.12)
-        return tuple(Fault(group, at=at, away=dice.choice((0.0, 0.05, 3.0))) for group in range(groups))
+        at = rng.uniform(0.0, 0.12)
+        return tuple(Fault(group, at=at, away=rng.choice((0.0, 0.05, 3.0))) for group in range(groups))
     fates = []
-    for number in range(dice.randint(1, 3)):
-        group, away = dice.randrange(groups), dice.choice((0.0, 0.003, 0.05, 3.0))
-        if dice.random() < 0.5:
-            fates.append(Fault(group, at=dice.uniform(0.0, 0.15), away=away))
+    for number in range(rng.randint(1, 3)):
+        group, away = rng.randrange(groups), rng.choice((0.0, 0.003, 0.05, 3.0))
+        if rng.random() < 0.5:
+            fates.append(Fault(group, at=rng.uniform(0.0, 0.15), away=away))
         else:
-            fates.append(Fault(group, number, dice.randrange(workers), dice.randint(0, 60), away=away))
+            fates.append(Fault(group, number, rng.randrange(workers), rng.randint(0, 60), away=away))
     return tuple(fates)
 
 
@@ -78,7 +78,7 @@ def one(name: str, seed: int) -> Trial:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_batch_counts_once_whoever_dies_when(name):
+def test_every_batch_counts_once_whichever_process_dies_when(name):
     kills = 0
     for seed in range(30):
         found = one(name, seed)
@@ -107,7 +107,7 @@ def test_the_others_read_what_the_dead_left_and_do_not_wait_for_them(name):
         assert not left_alone(name, seed).wrong(), f"seed {seed}"
 
 
-def test_when_nobody_dies_nothing_is_said_of_it():
+def test_when_no_process_dies_none_is_reported():
     found = place("hogwild of pairs", 0)
     kinds = trace(found, m.WorkerRejoined, RestartRequest, AppliedBatchesOfStreams, m.AppliedBatchesRequest)
     assert not found.run().wrong() and not kinds
@@ -191,7 +191,7 @@ def leases_kept(patch):
 
 
 def leases_forgotten(patch):
-    """Nobody tells the desk that a group is gone."""
+    """The coordinator is not told that a group is gone."""
     patch.setattr(LeaseQueue, "group_restarted", lambda self, group, applied, ended: [])
 
 
@@ -210,7 +210,7 @@ def echo_first(patch):
     patch.setattr(GroupRestarts, "_receive_rejoin", returned)
 
 
-def desk_greets_first(patch):
+def coordinator_greets_first(patch):
     """Server (0,0) does not ask the coordinator of other servers how far the group came."""
     ask = GroupRestarts._ask
 
@@ -319,7 +319,7 @@ MUTANTS = [
     (leases_kept, one, "downpour", 0),
     (leases_forgotten, left_alone, "downpour", 0),
     (echo_first, one, "downpour of pairs", 6),
-    (desk_greets_first, one, "hogwild", 3),
+    (coordinator_greets_first, one, "hogwild", 3),
     (words_of_the_dead, one, "sandblaster of three", 13),
     (words_before_the_greeting, one, "sandblaster of three", 13),
     (taken_for_mine, one, "downpour on three shards", 7),

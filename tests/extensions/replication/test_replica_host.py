@@ -19,8 +19,8 @@ from in_process_job import (
     FailureObserver,
     Result,
     WorkerHandle,
-    _Crew,
     _enlist,
+    _JobThreads,
     _train,
     building,
     job_of,
@@ -62,30 +62,30 @@ def dropped_event(speaker: PrimaryEndpoint) -> Iterator[list[Any]]:
 
 
 class RecordingSlot(ReplicaSlot):
-    """What the launcher of a town hears of one slot, and says to it."""
+    """What the launcher is told about one slot, and sends to it."""
 
-    def __init__(self, town: "Town") -> None:
-        super().__init__(parse_placement(town.seats.to_data()))
-        self.town, self.placements = town, SimpleQueue[Any]()
+    def __init__(self, processes: "ServerProcesses") -> None:
+        super().__init__(parse_placement(processes.placement.to_data()))
+        self.owner, self.placements = processes, SimpleQueue[Any]()
 
     def next_placement(self) -> Any:
         return self.placements.get()
 
     def on_standby_complete(self, server: Address, standby: int) -> None:
-        self.town.covered(server, standby)
+        self.owner.covered(server, standby)
 
     def on_standby_differs(self, server: Address, standby: int) -> None:
         pass
 
     def on_disconnect(self, server: Address) -> None:
-        self.town.missed.append(server)
+        self.owner.missed.append(server)
 
     def end_process(self, reason: str) -> None:
         pass
 
 
 class UrlObserver(FailureObserver):
-    """Hears of troubles, and at which URLs servers are."""
+    """Is told of failures, and at which URLs servers are."""
 
     def __init__(self, trouble: Any, urls: list[str]) -> None:
         super().__init__(trouble)
@@ -95,15 +95,15 @@ class UrlObserver(FailureObserver):
         self.urls += urls
 
 
-class Town:
+class ServerProcesses:
     """Processes in threads. addresses: of each host."""
 
     def __init__(self, job: Job, addresses: tuple[str, str], folder: Path) -> None:
         self.job, self.addresses = job, addresses
         self.topology = layout(job.cluster, HOSTS)
-        self.seats = ReplicaPlacement(domains(self.topology))
-        self.crew, self.complete = _Crew(), threading.Condition()
-        self.roads: dict[int, Router] = {}
+        self.placement = ReplicaPlacement(domains(self.topology))
+        self.job_threads, self.complete = _JobThreads(), threading.Condition()
+        self.routers: dict[int, Router] = {}
         self.processes: dict[int, ReplicatedServers] = {}
         self.slots: dict[int, RecordingSlot] = {}
         self.threads: list[threading.Thread] = []
@@ -119,54 +119,56 @@ class Town:
 
     def covered(self, server: Address, shadows: int) -> None:
         with self.complete:
-            self.seats.covered(server.index, shadows)
+            self.placement.covered(server.index, shadows)
             self.complete.notify_all()
 
-    def begin(self, seat: int, number: int = 0) -> None:
-        me = Address(Role.SERVER, 0, seat)
+    def begin(self, index: int, number: int = 0) -> None:
+        me = Address(Role.SERVER, 0, index)
         place = self.place(self.topology.unit_of(me), number)
-        self.roads[seat] = roads = Router(place, ProcessMemory())
-        self.slots[seat], observer = RecordingSlot(self), UrlObserver(self.trouble(roads), self.urls)
+        self.routers[index] = router = Router(place, ProcessMemory())
+        self.slots[index], observer = RecordingSlot(self), UrlObserver(self.trouble(router), self.urls)
         factory = HostedServerFactory(place, PrivateMemory(), HostOptions())
-        copied = self.processes[seat] = ReplicatedServers(place, roads, factory, me, self.slots[seat], observer)
+        copied = self.processes[index] = ReplicatedServers(place, router, factory, me, self.slots[index], observer)
 
         def live() -> None:
             with suppress(Exception):
                 copied.open()
                 copied.wait()
-                roads.close()
+                router.close()
 
         self.threads.append(threading.Thread(target=live, daemon=True))
         self.threads[-1].start()
 
-    def trouble(self, roads: Router) -> Any:
-        return lambda: self.crew.trouble() if roads in self.roads.values() else None  # what the dead say counts not
+    def trouble(self, router: Router) -> Any:
+        return lambda: (
+            self.job_threads.trouble() if router in self.routers.values() else None
+        )  # errors of a killed process do not count
 
-    def kill(self, seat: int, number: int) -> None:
-        """Once all have two copies: this process dies, and a fresh one takes its seat."""
-        everybody = set(self.seats.servers)
+    def kill(self, index: int, number: int) -> None:
+        """Once all have two copies: this process dies, and a fresh one takes its place."""
+        everybody = set(self.placement.servers)
         with self.complete:
-            assert self.complete.wait_for(lambda: self.seats._covered == everybody, WAIT_S)
-        dead, _ = self.processes.pop(seat), self.slots.pop(seat)
+            assert self.complete.wait_for(lambda: self.placement._covered == everybody, WAIT_S)
+        dead, _ = self.processes.pop(index), self.slots.pop(index)
         for speaker in dead._primaries.values():
             speaker._event = partial(dropped_event, speaker)  # type: ignore[method-assign]  # else it would tell of its end
         dead._primaries.clear()  # nor does it look for others
-        wire = self.roads.pop(seat)._tcp
+        wire = self.routers.pop(index)._tcp
         assert wire is not None and wire._listener is not None
         wire._residents.clear()
         wire._listener.stop()
         wire._watch.close()
         for connection in list(wire._connections):
             connection.cut("killed")
-        assert self.seats.lost(seat)
-        self.seats.filled(seat)
+        assert self.placement.lost(index)
+        self.placement.filled(index)
         for slot in self.slots.values():
-            slot.placements.put(parse_placement(self.seats.to_data()))
-        self.begin(seat, number)
+            slot.placements.put(parse_placement(self.placement.to_data()))
+        self.begin(index, number)
 
     def sever(self, one: int, other: int) -> None:
         """The way between two servers ends, and nobody has died."""
-        wire = self.roads[one]._tcp
+        wire = self.routers[one]._tcp
         assert wire is not None
         ways = [c for c in wire._connections if c.me.role is c.peer.role is Role.SERVER and c.peer.index == other]
         assert ways
@@ -177,30 +179,40 @@ class Town:
 def run(
     job: Job, addresses: tuple[str, str], folder: Path, kills: dict[int, int], cuts: dict[int, tuple[int, int]]
 ) -> Result:
-    town = Town(job, addresses, folder)
-    for seat in town.seats.servers:
-        town.begin(seat)
-    workers = town.topology.workers(0)
+    processes = ServerProcesses(job, addresses, folder)
+    for index in processes.placement.servers:
+        processes.begin(index)
+    workers = processes.topology.workers(0)
     with ThreadPoolExecutor(len(workers)) as pool:
-        roads = dict(zip(workers, pool.map(lambda w: WorkerConnections(town.place(w.index), w), workers), strict=True))
-    town.crew.exchanges.update({me: road.exchange for me, road in roads.items()})
-    handles = [_enlist(job, town.topology, me, building(), roads[me].exchange, roads[me], whole) for me in workers]
+        connections = dict(
+            zip(workers, pool.map(lambda w: WorkerConnections(processes.place(w.index), w), workers), strict=True)
+        )
+    processes.job_threads.exchanges.update({me: each.exchange for me, each in connections.items()})
+    handles = [
+        _enlist(job, processes.topology, me, building(), connections[me].exchange, connections[me], whole)
+        for me in workers
+    ]
     barrier, deaths = threading.Barrier(len(workers)), iter(range(1, 100))
 
     def mortal(handle: WorkerHandle) -> None:
         for number, batch in enumerate(vectors(8)):
             barrier.wait(WAIT_S)
             if number in kills and handle.me.index == 0:
-                town.kill(kills[number], next(deaths))
+                processes.kill(kills[number], next(deaths))
             if number in cuts and handle.me.index == 0:
-                town.sever(*cuts[number])
+                processes.sever(*cuts[number])
             usual_loop([batch])(handle)
 
-    _train(town.crew, handles, mortal, lambda me: roads[me].close(finished=not town.crew.errors))
-    if town.crew.errors:
-        raise town.crew.errors[0]
-    assert bool(cuts) is (len(town.missed) > 0) or kills
-    assert all(url.startswith("tcp" if town.addresses[0].startswith("127.") else "tls") for url in town.urls)
+    _train(
+        processes.job_threads,
+        handles,
+        mortal,
+        lambda me: connections[me].close(finished=not processes.job_threads.errors),
+    )
+    if processes.job_threads.errors:
+        raise processes.job_threads.errors[0]
+    assert bool(cuts) is (len(processes.missed) > 0) or kills
+    assert all(url.startswith("tcp" if processes.addresses[0].startswith("127.") else "tls") for url in processes.urls)
     return Result.of(handles[0].model, workers=handles, traffic=(0, 0))
 
 
@@ -210,14 +222,14 @@ def test_workers_find_a_server_that_has_moved_to_another_host(away: bool, tmp_pa
     here = other_address() if away else "127.0.0.1"
     if not here or (away and here.startswith("127.")):
         pytest.skip("this machine has no other address")
-    job = job_of(road="kTcp", nservers_per_group=3, replicas=2)
+    job = job_of(transport="kTcp", nservers_per_group=3, replicas=2)
     found = run(job, (here, here if away else "127.0.0.2"), tmp_path, {2: 0, 4: 1, 6: 0}, {})
     assert found.same_bits(reference(job_of(nservers_per_group=3), building(), usual_loop(vectors(8))))
 
 
 def test_a_way_between_two_servers_that_has_ended_is_made_anew(tmp_path: Path) -> None:
     """To the first server where it began, and where it has moved; what was under way is said again."""
-    job = job_of(road="kTcp", nservers_per_group=3, replicas=2)
+    job = job_of(transport="kTcp", nservers_per_group=3, replicas=2)
     cuts = {2: (1, 0), 3: (0, 2), 6: (2, 0)}
     found = run(job, ("127.0.0.1", "127.0.0.2"), tmp_path, {}, cuts)
     assert found.same_bits(reference(job_of(nservers_per_group=3), building(), usual_loop(vectors(8))))

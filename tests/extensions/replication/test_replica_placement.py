@@ -1,4 +1,4 @@
-"""Who has which copy of which server, when processes die one after the other (`seats`, and what the launcher does)."""
+"""Which process has which copy of a server, when processes die one after the other, and what the launcher does."""
 
 from dataclasses import replace
 from itertools import product
@@ -13,7 +13,7 @@ from topotrain.config.job import (
     Job,
     Link,
     OnFailure,
-    Road,
+    TransportChoice,
 )
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.events import (
@@ -52,17 +52,19 @@ from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, RestartTer
 from topotrain.launch.recovery.restarts import Restarts
 from topotrain.launch.recovery.server_replacement import ServerReplacement
 
-CLUSTER = Cluster(nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True, road=Road.kTcp, replicas=2)
+CLUSTER = Cluster(
+    nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True, transport=TransportChoice.kTcp, replicas=2
+)
 JOB = Job(cluster=CLUSTER, on_failure=OnFailure.kContinue)
 TOPOLOGY = layout(CLUSTER)
 SEVERAL = layout(replace(CLUSTER, nworker_groups=3, nworkers_per_group=1))
 WORKERS, SERVERS = ("worker 0/0", "worker 0/1"), ("server 0/0", "server 0/1")
 
 
-def whole(seats: ReplicaPlacement) -> ReplicaPlacement:
-    for server, where in seats.servers.items():
-        seats.covered(server, where.standbys)
-    return seats
+def whole(placement: ReplicaPlacement) -> ReplicaPlacement:
+    for server, where in placement.servers.items():
+        placement.covered(server, where.standbys)
+    return placement
 
 
 @pytest.mark.parametrize(
@@ -70,17 +72,17 @@ def whole(seats: ReplicaPlacement) -> ReplicaPlacement:
 )
 def test_any_three_deaths_in_a_row_leave_two_copies_in_two_processes_on_two_hosts(hosts: tuple[int, ...]) -> None:
     for deaths in product(range(len(hosts)), repeat=3):
-        seats, born = whole(ReplicaPlacement(hosts)), dict.fromkeys(range(len(hosts)), 0)
-        for number, seat in enumerate(deaths, 1):
-            assert seats.lost(seat)
-            seats.filled(seat)
-            born[seat] = number
-            whole(seats)
-            for where in seats.servers.values():
+        placement, born = whole(ReplicaPlacement(hosts)), dict.fromkeys(range(len(hosts)), 0)
+        for number, index in enumerate(deaths, 1):
+            assert placement.lost(index)
+            placement.filled(index)
+            born[index] = number
+            whole(placement)
+            for where in placement.servers.values():
                 assert where.primary != where.standby >= 0
                 assert hosts[where.primary] != hosts[where.standby]
                 assert born[where.primary] <= born[where.standby], "nobody would believe an older process"
-        assert parse_placement(seats.to_data()) == seats.servers
+        assert parse_placement(placement.to_data()) == placement.servers
 
 
 def test_where_servers_stand_on_several_hosts_hosts_are_what_may_be_lost() -> None:
@@ -93,15 +95,15 @@ def test_where_servers_stand_on_several_hosts_hosts_are_what_may_be_lost() -> No
 
 
 def test_a_copy_that_is_not_complete_is_none() -> None:
-    seats = ReplicaPlacement(range(2))
-    seats.covered(0, 0)
-    assert not seats.lost(1), "nobody has what server 1 was"
-    seats = whole(ReplicaPlacement(range(2)))
-    assert seats.lost(1)
-    seats.filled(1)
-    assert seats.servers == {0: ReplicaSet(0, 1, 0, 1), 1: ReplicaSet(0, 1, 1, 1)}
-    seats.covered(0, 0)  # said before the death
-    assert not seats.lost(0)
+    placement = ReplicaPlacement(range(2))
+    placement.covered(0, 0)
+    assert not placement.lost(1), "nobody has what server 1 was"
+    placement = whole(ReplicaPlacement(range(2)))
+    assert placement.lost(1)
+    placement.filled(1)
+    assert placement.servers == {0: ReplicaSet(0, 1, 0, 1), 1: ReplicaSet(0, 1, 1, 1)}
+    placement.covered(0, 0)  # said before the death
+    assert not placement.lost(0)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_a_copy_that_is_not_complete_is_none() -> None:
         *(
             (replace(JOB, cluster=replace(CLUSTER, **fields)), named)  # type: ignore[arg-type]
             for fields, named in (
-                ({"road": Road.kAuto}, "road: kTcp"),
+                ({"transport": TransportChoice.kAuto}, "transport: kTcp"),
                 ({"nservers_per_group": 1}, "nservers_per_group"),
                 ({"nservers_per_procs": 2}, "nservers_per_procs: 1"),
                 ({"nworker_groups": 2, "nserver_groups": 2}, "nserver_groups: 1"),
@@ -129,16 +131,16 @@ def test_what_cannot_have_two_copies_is_refused(job: Job, named: str) -> None:
     assert named in str(told.value)
 
 
-def test_a_seat_that_is_filled_on_another_host_follows_whoever_speaks_elsewhere() -> None:
-    seats = whole(ReplicaPlacement((0, 1, 2)))  # server i has its second copy on host i + 1
-    assert seats.lost(1)
-    assert seats.missing(0) == 1, "server 1 speaks in seat 2 now; server 0 speaks on host 0 itself"
-    assert seats.missing(2) == 1
-    seats.filled(1, 0)
-    assert seats.servers[1] == ReplicaSet(2, 1, 1, 1)
-    assert seats.servers[0] == ReplicaSet(0, -1), "both copies would be lost with host 0"
-    whole(seats)
-    assert not seats.lost(0), "so with host 0 all of server 0 is lost"
+def test_a_process_that_is_replaced_on_another_host_follows_the_present_servers() -> None:
+    placement = whole(ReplicaPlacement((0, 1, 2)))  # server i has its second copy on host i + 1
+    assert placement.lost(1)
+    assert placement.missing(0) == 1, "server 1 speaks in process 2 now; server 0 speaks on host 0 itself"
+    assert placement.missing(2) == 1
+    placement.filled(1, 0)
+    assert placement.servers[1] == ReplicaSet(2, 1, 1, 1)
+    assert placement.servers[0] == ReplicaSet(0, -1), "both copies would be lost with host 0"
+    whole(placement)
+    assert not placement.lost(0), "so with host 0 all of server 0 is lost"
 
 
 def replacement(topology: Topology) -> tuple[AttemptState, ServerReplacement]:
@@ -200,7 +202,7 @@ def lost(who: str) -> Lost:
     return Lost(who, 7, f"{who} was killed", "")
 
 
-def test_a_dead_server_is_replaced_again_and_again_and_nobody_starts_again() -> None:
+def test_a_dead_server_is_replaced_again_and_again_and_no_process_starts_again() -> None:
     made = covered(machine(), 0)
     incident, reseat = made.on_event(lost("server 0/1"), 105.0)
     assert isinstance(incident, Incident)
@@ -240,7 +242,7 @@ def test_copies_that_differ_are_an_incident_and_then_the_end() -> None:
     assert isinstance(end, FailJob) and "differ once more" in end.failures[0].text
 
 
-def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_who_is_gone() -> None:
+def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_which_groups_are_gone() -> None:
     refusals = dict.fromkeys(range(3), "")
     made = RecoveryPolicy(SEVERAL, RestartTerms(frozenset(range(3)), 3, refusals), 100.0, replicated=True)
     covered(made, 0)
@@ -260,7 +262,7 @@ def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_who_is_gone()
     assert words == [ReportGone(1, 1)]
 
 
-def test_who_only_listens_ends_with_those_who_speak() -> None:
+def test_a_standby_ends_with_the_servers_that_speak() -> None:
     made = covered(machine(), 0)
     made.on_event(lost("server 0/1"), 105.0)
     for who in WORKERS:

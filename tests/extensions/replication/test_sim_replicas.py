@@ -9,8 +9,8 @@ from collections import deque
 from functools import cache
 
 import pytest
-from replicated_cluster import ReplicatedTown
-from replicated_deaths import MortalTown
+from replicated_cluster import ReplicatedCluster
+from replicated_deaths import CrashableCluster
 from simulation import job
 
 from topotrain.config.topology import Address, Role
@@ -34,58 +34,57 @@ SEEDS = 12
 SERVER = Address(Role.SERVER, 0, 0)
 
 
-def place(name: str, seed: int, **bad_luck: object) -> MortalTown:
+def place(name: str, seed: int, **bad_luck: object) -> CrashableCluster:
     groups, workers, shards, more = LAYOUTS[name]
-    return MortalTown(job(groups, workers, shards, **more), seed, **bad_luck)  # type: ignore[arg-type]
+    return CrashableCluster(job(groups, workers, shards, **more), seed, **bad_luck)  # type: ignore[arg-type]
 
 
 @cache
 def calm(name: str) -> tuple[dict[int, int], float]:
-    town = place(name, 0).run()
-    assert not town.wrong()
-    return dict(town.ticks), town.sim.now
+    cluster = place(name, 0).run()
+    assert not cluster.wrong()
+    return dict(cluster.ticks), cluster.sim.now
 
 
-def drawn(name: str, seed: int) -> MortalTown:
+def drawn(name: str, seed: int) -> CrashableCluster:
     """One or two deaths of servers, up to three of groups, and sometimes a group that is given up."""
-    dice, (groups, _, shards, _), (moments, end) = random.Random(f"{name} {seed}"), LAYOUTS[name], calm(name)
-    server = dice.randrange(shards)
-    kill, again = (server, dice.randint(1, moments[server])), dice.choice((0, dice.randint(1, 200)))
+    rng, (groups, _, shards, _), (moments, end) = random.Random(f"{name} {seed}"), LAYOUTS[name], calm(name)
+    server = rng.randrange(shards)
+    kill, again = (server, rng.randint(1, moments[server])), rng.choice((0, rng.randint(1, 200)))
     falls = [
-        (dice.uniform(0, end), dice.randrange(groups), dice.choice((0.0, 0.003, 0.05)))
-        for _ in range(dice.randint(0, 3))
+        (rng.uniform(0, end), rng.randrange(groups), rng.choice((0.0, 0.003, 0.05))) for _ in range(rng.randint(0, 3))
     ]
-    if groups > 1 and dice.random() < 0.3:
-        falls.append((dice.uniform(0, end), dice.randrange(1, groups), -1.0))
-    town = place(name, seed, kill=kill, again=again, falls=tuple(falls))
-    town.transport.loses = dice.random() < 0.5
-    return town
+    if groups > 1 and rng.random() < 0.3:
+        falls.append((rng.uniform(0, end), rng.randrange(1, groups), -1.0))
+    cluster = place(name, seed, kill=kill, again=again, falls=tuple(falls))
+    cluster.transport.loses = rng.random() < 0.5
+    return cluster
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_batch_counts_once_whoever_dies_when(name: str) -> None:
+def test_every_batch_counts_once_whichever_process_dies_when(name: str) -> None:
     deaths = 0
     for seed in range(SEEDS):
-        town = drawn(name, seed).run()
-        assert not town.wrong(), f"{name}, seed {seed}: {town.wrong()[:5]}"
-        deaths += town.deaths + town.worker_deaths
+        cluster = drawn(name, seed).run()
+        assert not cluster.wrong(), f"{name}, seed {seed}: {cluster.wrong()[:5]}"
+        deaths += cluster.deaths + cluster.worker_deaths
     assert deaths > SEEDS
 
 
 def test_a_group_that_is_given_up_leaves_nothing_behind() -> None:
     """Also where the coordinator moves just then: its successor is told once more."""
     for moment in range(100, 400, 60):
-        town = given_up(moment).run()
-        assert town.deaths == 1 and not town.wrong(), moment
-        server = town.speaking(0)
+        cluster = given_up(moment).run()
+        assert cluster.deaths == 1 and not cluster.wrong(), moment
+        server = cluster.speaking(0)
         assert server.worker_groups.is_away(Address(Role.WORKER, 2, 0))
 
 
-def given_up(moment: int) -> MortalTown:
+def given_up(moment: int) -> CrashableCluster:
     return place("downpour", moment, kill=(0, moment), falls=((0.03, 2, -1.0),))
 
 
-def test_a_copy_that_knows_only_the_dead_takes_whoever_stands_in_as_new() -> None:
+def test_a_copy_that_knows_only_the_dead_takes_the_replacement_as_new() -> None:
     """The other copy had heard of both, the death and the newcomer, and has died before it could tell."""
     primary, worker = place("sandblaster", 0).run().home[SERVER].primaries[SERVER].primary, Address(Role.WORKER, 0, 1)
     line = primary.copy.channels[worker] = ReliableChannel(sent=80, received=57)
@@ -114,7 +113,7 @@ def test_a_server_that_confirms_too_much_gets_no_message_on_its_connection() -> 
 # --- rules left out ----------------------------------------------------------------------------------------------
 
 
-def words_for_the_dead(patch: pytest.MonkeyPatch) -> None:
+def messages_for_the_dead(patch: pytest.MonkeyPatch) -> None:
     """What waits to be said to a worker that has died is said to the one that takes its place."""
     lost = Primary.lost
 
@@ -129,20 +128,20 @@ def words_for_the_dead(patch: pytest.MonkeyPatch) -> None:
 
 def told_once(patch: pytest.MonkeyPatch) -> None:
     """The launcher does not tell a coordinator's successor who has gone."""
-    patch.setattr(MortalTown, "replace", ReplicatedTown.replace)
+    patch.setattr(CrashableCluster, "replace", ReplicatedCluster.replace)
 
 
 def test_each_rule_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     calm("downpour")
-    words_for_the_dead(monkeypatch)
+    messages_for_the_dead(monkeypatch)
     assert any(goes_wrong(drawn("downpour", seed)) for seed in range(60)), "the rule makes no difference"
     monkeypatch.undo()
     told_once(monkeypatch)
     assert any(goes_wrong(given_up(moment)) for moment in range(100, 200, 5)), "the rule makes no difference"
 
 
-def goes_wrong(town: MortalTown) -> bool:
+def goes_wrong(cluster: CrashableCluster) -> bool:
     try:
-        return bool(town.run().wrong())
+        return bool(cluster.run().wrong())
     except Exception:
         return True

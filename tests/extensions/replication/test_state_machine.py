@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-from replicated_cluster import ReplicatedTown, flats_of
-from simulation import Seat, job
+from replicated_cluster import ReplicatedCluster, flats_of
+from simulation import ScriptedWorker, job
 
 from topotrain.config.job import Apply, Grads, Job
 from topotrain.config.sharding import SliceMap
@@ -24,48 +24,50 @@ from topotrain.training.data.data_client import DataClient
 STEPS = 3
 
 
-def train(seat: Seat) -> None:
+def train(worker: ScriptedWorker) -> None:
     """A synchronous script that leases its batches, steps, leaves its state behind, and reads the end."""
-    town: ReplicatedTown = seat.cluster  # type: ignore[assignment]
-    door, main = seat.client, seat.me.index == 0
-    seat.open(start=1.0)
-    door.extension(WorkerStateClient).save(-1, torch.arange(1000, dtype=torch.uint8) + seat.me.index)
+    cluster: ReplicatedCluster = worker.cluster  # type: ignore[assignment]
+    client, main = worker.client, worker.me.index == 0
+    worker.open(start=1.0)
+    client.extension(WorkerStateClient).save(-1, torch.arange(1000, dtype=torch.uint8) + worker.me.index)
     leases = []
     for step in range(STEPS):
-        leases.append(door.extension(DataClient).lease(0, step, STEPS, 7, step, False))
-        dice = torch.Generator().manual_seed(100 * step + seat.me.index)
-        shapes = [(p.shape, getattr(torch, p.dtype)) for p in town.map.parameters]
-        seat.step([torch.randn(shape, generator=dice, dtype=dtype) * 0.3 for shape, dtype in shapes])
-    left = door.extension(WorkerStateClient).load()[0]
+        leases.append(client.extension(DataClient).lease(0, step, STEPS, 7, step, False))
+        rng = torch.Generator().manual_seed(100 * step + worker.me.index)
+        shapes = [(p.shape, getattr(torch, p.dtype)) for p in cluster.map.parameters]
+        worker.step([torch.randn(shape, generator=rng, dtype=dtype) * 0.3 for shape, dtype in shapes])
+    left = client.extension(WorkerStateClient).load()[0]
     assert left is not None
-    seat.finish()
+    worker.finish()
     if main:
-        door.values.fetch_final()
-        door.buffers.final()
-    lines = town.lifelines[seat.me]
+        client.values.fetch_final()
+        client.buffers.final()
+    lines = cluster.lifelines[worker.me]
     lines.leave()
-    town.sim.wait(lambda: lines.left)
-    town.ends[seat.me] = [*seat.values(), left, *leases, *seat.outcomes]
+    cluster.sim.wait(lambda: lines.left)
+    cluster.ends[worker.me] = [*worker.values(), left, *leases, *worker.outcomes]
 
 
-def run(kill: tuple[int, int] | None = None, again: int = 0, loses: bool = False, servers: int = 2) -> ReplicatedTown:
-    town = ReplicatedTown(job(workers=2, shards=servers), 1, kill, again)
-    town.transport.loses = loses
-    return town.play(train)
+def run(
+    kill: tuple[int, int] | None = None, again: int = 0, loses: bool = False, servers: int = 2
+) -> ReplicatedCluster:
+    cluster = ReplicatedCluster(job(workers=2, shards=servers), 1, kill, again)
+    cluster.transport.loses = loses
+    return cluster.play(train)
 
 
 @cache
-def calm(servers: int) -> ReplicatedTown:
+def calm(servers: int) -> ReplicatedCluster:
     return run(servers=servers)
 
 
-def check(town: ReplicatedTown, servers: int = 2) -> None:
+def check(cluster: ReplicatedCluster, servers: int = 2) -> None:
     """Everybody has seen what would have been seen anyway, and there are two copies of it again."""
     for me, seen in calm(servers).ends.items():
-        assert all(map(equal, town.ends[me], seen)), me
-    assert equal(town.values(), calm(servers).values())
+        assert all(map(equal, cluster.ends[me], seen)), me
+    assert equal(cluster.values(), calm(servers).values())
     for index in range(servers):
-        first, second = town.copies(index)
+        first, second = cluster.copies(index)
         assert equal(flats_of(first), flats_of(second))
         assert first.state.version == second.state.version == STEPS
         assert first.steps.batches.counts() == second.steps.batches.counts()
@@ -91,58 +93,58 @@ def test_an_undisturbed_job_has_two_equal_copies() -> None:
 def test_a_process_may_die_at_any_moment(process: int, loses: bool, first: int) -> None:
     """Every seventh of them; server 0 decides, leases and keeps what workers leave."""
     for moment in range(first, moments(process) + 1, 7):
-        town = run((process, moment), loses=loses)
-        assert town.deaths == 1
-        check(town)
+        cluster = run((process, moment), loses=loses)
+        assert cluster.deaths == 1
+        check(cluster)
 
 
 @pytest.mark.parametrize("servers", [2, 3])
 def test_it_can_happen_again(servers: int) -> None:
     for moment, later in ((20, 30), (90, 1), (150, 60)):
-        town = run((servers - 1, moment), later, loses=moment == 90, servers=servers)
-        assert town.deaths == 2
-        check(town, servers)
+        cluster = run((servers - 1, moment), later, loses=moment == 90, servers=servers)
+        assert cluster.deaths == 2
+        check(cluster, servers)
 
 
 @cache
-def hidden(apply: Apply, kill: tuple[int, int] | None = None, loses: bool = False) -> ReplicatedTown:
+def hidden(apply: Apply, kill: tuple[int, int] | None = None, loses: bool = False) -> ReplicatedCluster:
     """A job whose gradients nobody sees."""
-    town = ReplicatedTown(job(workers=2, shards=2, grads=Grads.kHidden, apply=apply), 1, kill)
-    town.transport.loses = loses
+    cluster = ReplicatedCluster(job(workers=2, shards=2, grads=Grads.kHidden, apply=apply), 1, kill)
+    cluster.transport.loses = loses
 
-    def script(seat: Seat) -> None:
-        seat.visible, door = False, seat.client
-        seat.open(start=1.0)
+    def script(worker: ScriptedWorker) -> None:
+        worker.visible, client = False, worker.client
+        worker.open(start=1.0)
         for step in range(STEPS):
-            dice = torch.Generator().manual_seed(100 * step + seat.me.index)
-            parts = [torch.randn(p.shape, generator=dice, dtype=getattr(torch, p.dtype)) for p in town.map.parameters]
+            rng = torch.Generator().manual_seed(100 * step + worker.me.index)
+            parts = [torch.randn(p.shape, generator=rng, dtype=getattr(torch, p.dtype)) for p in cluster.map.parameters]
             if apply is Apply.kOnArrival:
-                door.gradients.set_rates(b"")
-                door.gradients.end_backward(seat.steps, 0, 1.0, seat.push(parts))
-                seat.commit(revisions=())
+                client.gradients.set_rates(b"")
+                client.gradients.end_backward(worker.steps, 0, 1.0, worker.push(parts))
+                worker.commit(revisions=())
             else:
-                seat.step(parts)
-        seat.finish()
-        if seat.me.index == 0:
-            door.values.fetch_final()
-            door.buffers.final()
-        town.lifelines[seat.me].leave()
-        town.sim.wait(lambda: town.lifelines[seat.me].left)
-        town.ends[seat.me] = [*seat.values(), *seat.outcomes]
+                worker.step(parts)
+        worker.finish()
+        if worker.me.index == 0:
+            client.values.fetch_final()
+            client.buffers.final()
+        cluster.lifelines[worker.me].leave()
+        cluster.sim.wait(lambda: cluster.lifelines[worker.me].left)
+        cluster.ends[worker.me] = [*worker.values(), *worker.outcomes]
 
-    return town.play(script)
+    return cluster.play(script)
 
 
 @pytest.mark.parametrize("apply", Apply)
-def test_nor_can_anybody_tell_where_gradients_are_hidden_and_applied_as_they_come(apply: Apply) -> None:
+def test_nor_does_a_result_show_it_where_gradients_are_hidden_and_applied_as_they_come(apply: Apply) -> None:
     for process, first in ((0, 5), (1, 12)):
         for moment in range(first, hidden(apply).ticks[process] + 1, 31):
-            town = hidden(apply, (process, moment), moment % 2 == 0)
-            assert town.deaths == 1
+            cluster = hidden(apply, (process, moment), moment % 2 == 0)
+            assert cluster.deaths == 1
             for me, seen in hidden(apply).ends.items():
-                assert all(map(equal, town.ends[me], seen)), (moment, me)
+                assert all(map(equal, cluster.ends[me], seen)), (moment, me)
             for index in range(2):
-                first_copy, second_copy = map(flats_of, town.copies(index))
+                first_copy, second_copy = map(flats_of, cluster.copies(index))
                 assert equal(first_copy, second_copy), moment
 
 
@@ -161,53 +163,55 @@ def test_a_line_keeps_what_the_other_side_may_not_have() -> None:
 # --- the transfer ------------------------------------------------------------------------------------------------
 
 
-def copy_of(town: ReplicatedTown) -> ReplicatedServer:
-    return next(p.primaries[Address(Role.SERVER, 0, 0)].primary.copy for p in town.processes.values() if p.number == 0)
+def copy_of(cluster: ReplicatedCluster) -> ReplicatedServer:
+    return next(
+        p.primaries[Address(Role.SERVER, 0, 0)].primary.copy for p in cluster.processes.values() if p.number == 0
+    )
 
 
-def fresh(town: ReplicatedTown) -> ReplicatedServer:
+def fresh(cluster: ReplicatedCluster) -> ReplicatedServer:
     me = Address(Role.SERVER, 0, 0)
-    return ReplicatedServer(town, me)
+    return ReplicatedServer(cluster, me)
 
 
-def test_a_likeness_is_the_same_when_it_is_told_again() -> None:
+def test_a_copy_is_the_same_when_it_is_sent_again() -> None:
     """Nothing is forgotten on the way: what was filled in tells the same bytes."""
     data = save(copy_of(calm(2)))
     assert data is not None
-    twin = fresh(calm(2))
-    restore(twin, data)
-    again = save(twin)
+    second_copy = fresh(calm(2))
+    restore(second_copy, data)
+    again = save(second_copy)
     assert again is not None
     assert torch.equal(data, again)
 
 
 def test_a_server_in_the_middle_of_a_step_is_told_with_what_is_under_way() -> None:
     """The gradients that wait for others, the sums, and what a group was shown, in the places where they lie."""
-    town = ReplicatedTown(job(groups=2, workers=2, shards=2), 1)
+    cluster = ReplicatedCluster(job(groups=2, workers=2, shards=2), 1)
     told: list[tuple[int, bool]] = []
 
     def look(sender: Address, to: Address, message: m.Message) -> None:
         me = Address(Role.SERVER, 0, 0)
-        primary = town.home[me].primaries[me].primary
+        primary = cluster.home[me].primaries[me].primary
         if to != me or not isinstance(message, m.Push | m.BackwardEnd | m.Commit):
             return
-        data, twin = save(primary.copy), ReplicatedServer(town, me)
+        data, second_copy = save(primary.copy), ReplicatedServer(cluster, me)
         assert data is not None
-        restore(twin, data)
-        again = save(twin)
+        restore(second_copy, data)
+        again = save(second_copy)
         sources = primary.copy.server.state.known.staging.values()
         under_way = sum(len(source.state_dict()["backwards"]["known"]) for source in sources)
         told.append((under_way, again is not None and torch.equal(data, again)))
 
-    town.transport.observers.append(look)
+    cluster.transport.observers.append(look)
 
-    def script(seat: Seat) -> None:
-        seat.open()
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
         for _ in range(2):
-            seat.step(seat.numbers())
-        seat.finish()
+            worker.step(worker.numbers())
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert all(same for _, same in told)
     assert {under_way for under_way, _ in told} >= {0, 1, 2}
 
@@ -230,10 +234,10 @@ def test_bytes_that_are_no_likeness_are_refused(damage: str) -> None:
 
 
 def test_only_plain_data_is_a_state() -> None:
-    town = run()
-    town.speaking(0).hyper.of_group[0] = object()  # type: ignore[assignment]
+    cluster = run()
+    cluster.speaking(0).hyper.of_group[0] = object()  # type: ignore[assignment]
     with pytest.raises(TypeError, match="a state holds a object, which is not plain data"):
-        save(copy_of(town))
+        save(copy_of(cluster))
 
 
 OWN = {
@@ -277,7 +281,7 @@ def differences(a: object, b: object, where: str, seen: set[int]) -> Iterator[st
 
 def test_no_field_of_any_component_is_forgotten() -> None:
     """After every message of a job whose workers lease, leave their states behind and start anew."""
-    town = ReplicatedTown(job(groups=2, workers=2, shards=2), 1)
+    cluster = ReplicatedCluster(job(groups=2, workers=2, shards=2), 1)
     found: set[str] = set()
     copied = 0
 
@@ -285,24 +289,24 @@ def test_no_field_of_any_component_is_forgotten() -> None:
         nonlocal copied
         if to.role is not Role.SERVER or isinstance(message, UNCOUNTED):
             return
-        copy = town.home[to].primaries[to].primary.copy
-        data, twin = save(copy), ReplicatedServer(town, to)
+        copy = cluster.home[to].primaries[to].primary.copy
+        data, second_copy = save(copy), ReplicatedServer(cluster, to)
         if data is not None:
-            restore(twin, data)
+            restore(second_copy, data)
             copied += 1
-            found.update(differences(copy.server, twin.server, "server", set()))
-            found.update(differences(copy.channels, twin.channels, "channels", set()))
+            found.update(differences(copy.server, second_copy.server, "server", set()))
+            found.update(differences(copy.channels, second_copy.channels, "channels", set()))
 
-    town.transport.observers.append(look)
+    cluster.transport.observers.append(look)
 
-    def script(seat: Seat) -> None:
-        seat.open()
-        seat.client.extension(WorkerStateClient).save(-1, torch.arange(1000, dtype=torch.uint8))
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
+        worker.client.extension(WorkerStateClient).save(-1, torch.arange(1000, dtype=torch.uint8))
         for step in range(2):
-            seat.client.extension(DataClient).lease(0, step, 2, 7, step, False)
-            seat.step(seat.numbers())
-        seat.finish()
+            worker.client.extension(DataClient).lease(0, step, 2, 7, step, False)
+            worker.step(worker.numbers())
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert not found, "\n".join(sorted(found))
     assert copied > 50

@@ -1,4 +1,4 @@
-"""A fresh process goes on where the one before it ended: data, dice, rates, and what it was asked to keep."""
+"""A fresh process goes on where the one before it ended: data, random numbers, rates, and what it was asked to keep."""
 
 import gc
 import json
@@ -20,7 +20,7 @@ from script_job import jobs, loader
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
-from worker_restarts import Life, Past, Script, Shape
+from worker_restarts import JobRun, Past, Script, Shape
 
 import topotrain as tt
 from topotrain.compat.integrations.external_loop import tie
@@ -68,12 +68,12 @@ class Noisy(Numbers):
         return super().__getitem__(i) * 1000 + random.randrange(100) * 10 + torch.randint(10, ())
 
 
-def told(life: Life) -> list[tuple[Any, ...]]:
-    return [(step.epoch, step.samples, step.dice, step.rates[0]) for step in life.seen]
+def told(run: JobRun) -> list[tuple[Any, ...]]:
+    return [(step.epoch, step.samples, step.rng, step.rates[0]) for step in run.seen]
 
 
-def data(life: Life) -> list[tuple[int, list[int]]]:
-    return [(step.epoch, step.samples) for step in life.seen]
+def data(run: JobRun) -> list[tuple[int, list[int]]]:
+    return [(step.epoch, step.samples) for step in run.seen]
 
 
 # --- a group's processes come back -----------------------------------------------------------------------------------
@@ -83,79 +83,79 @@ def data(life: Life) -> list[tuple[int, list[int]]]:
 @pytest.mark.parametrize("kind", REPEATABLE)
 def test_a_worker_that_comes_back_reads_the_rest_of_the_same_order(kind, plain_range):
     script = Script(KINDS[kind], epochs=2, plain_range=plain_range)
-    plain = Life(NATURAL, script)
+    plain = JobRun(NATURAL, script)
     steps = plain.run()
     slow = "process" in kind or kind == "persistent"
     for dies in (steps // 2 + 1,) if slow else (0, 1, steps // 2 - 1, steps // 2, steps // 2 + 1):
-        life = Life(NATURAL, script)
-        life.run(dies)
-        life.step(0, commits=False)  # it dies with a step that is applied nowhere
-        life.restart(0)
-        life.run()
-        # The second epoch's order comes from dice that the first one's training has moved.
+        run = JobRun(NATURAL, script)
+        run.run(dies)
+        run.step(0, commits=False)  # it dies with a step that is applied nowhere
+        run.restart(0)
+        run.run()
+        # The second epoch's order comes from a generator that the first one's training has moved.
         first = [(e, s) for e, s in data(plain) if e == 0 or dies > steps // 2 - 1]
-        assert [(e, s) for e, s in data(life)][: len(first)] == first, dies
-        assert Counter(map(sum, (s for e, s in data(life) if e == 1))).total() == steps // 2 or kind == "weighted"
+        assert [(e, s) for e, s in data(run)][: len(first)] == first, dies
+        assert Counter(map(sum, (s for e, s in data(run) if e == 1))).total() == steps // 2 or kind == "weighted"
 
 
 @pytest.mark.parametrize("per_worker", [False, True])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_groups_come_back_one_after_the_other_and_every_sample_counts_once(groups, per_worker):
     shape = Shape(3, groups, "static" if groups > 1 else "broadcast", per_worker)
-    life = Life(shape, Script(partial(shuffled, 103, 3), epochs=2))
+    run = JobRun(shape, Script(partial(shuffled, 103, 3), epochs=2))
     for times in (1, 4, 7, 9):
-        life.run(times)
-        life.restart(times % groups)
-    life.run()
+        run.run(times)
+        run.restart(times % groups)
+    run.run()
     for epoch in (0, 1):
-        assert sorted(life.samples(epoch)) == list(range(103))
-    again = Life(shape, life.script)
+        assert sorted(run.samples(epoch)) == list(range(103))
+    again = JobRun(shape, run.script)
     again.run()
-    assert sorted(life.samples(0)) == sorted(again.samples(0))
+    assert sorted(run.samples(0)) == sorted(again.samples(0))
 
 
 def test_a_group_that_leases_comes_back_and_every_sample_counts_once():
-    life = Life(Shape(1, 3, "lease"), Script(partial(shuffled, 211, 2), epochs=2))
+    run = JobRun(Shape(1, 3, "lease"), Script(partial(shuffled, 211, 2), epochs=2))
     for group, steps in enumerate((5, 40, 11, 50)):
-        life.run(steps)
-        life.restart(group % 3)
-    life.run()
+        run.run(steps)
+        run.restart(group % 3)
+    run.run()
     for epoch in (0, 1):
-        assert sorted(life.samples(epoch)) == list(range(211))
+        assert sorted(run.samples(epoch)) == list(range(211))
 
 
 @pytest.mark.parametrize("shape", [Shape(2), Shape(1, 2, "static"), Shape(2, 2, "static", True)])
 def test_a_stream_is_read_again_up_to_what_is_applied(shape):
-    life = Life(shape, Script(lambda: DataLoader(Stream(53, shuffle=True), 3), epochs=2))
+    run = JobRun(shape, Script(lambda: DataLoader(Stream(53, shuffle=True), 3), epochs=2))
     for times in (3, 5, 8):
-        life.run(times)
-        life.restart(times % shape.groups)
-    life.run()
+        run.run(times)
+        run.restart(times % shape.groups)
+    run.run()
     for epoch in (0, 1):
-        assert sorted(life.samples(epoch)) == list(range(53))
+        assert sorted(run.samples(epoch)) == list(range(53))
 
 
 def test_a_process_that_dies_before_its_first_batch_begins_at_the_beginning():
-    life = Life(NATURAL, Script(shuffled, epochs=1))
-    life.restart(0)
-    life.restart(0)
-    life.run()
-    plain = Life(NATURAL, life.script)
+    run = JobRun(NATURAL, Script(shuffled, epochs=1))
+    run.restart(0)
+    run.restart(0)
+    run.run()
+    plain = JobRun(NATURAL, run.script)
     plain.run()
-    assert told(life) == told(plain)
+    assert told(run) == told(plain)
 
 
 @pytest.mark.parametrize("per", ["step", "epoch"])
 def test_rates_and_what_is_kept_come_back(per):
     script = Script(shuffled, 3, partial(lr_scheduler.StepLR, step_size=1, gamma=0.5), per)
-    plain, life = Life(NATURAL, script), Life(NATURAL, script)
+    plain, run = JobRun(NATURAL, script), JobRun(NATURAL, script)
     plain.run()
-    life.run(8)
-    life.step(0, commits=False)  # the deposit with the eighth step's rate is made as the ninth batch is given
-    life.restart(0)
-    life.run()
-    assert [step.rates[0] for step in life.seen] == [step.rates[0] for step in plain.seen]
-    assert life.worlds[life.office.workers[0]].worker.tally.steps == len(plain.seen) == len(life.seen)
+    run.run(8)
+    run.step(0, commits=False)  # the deposit with the eighth step's rate is made as the ninth batch is given
+    run.restart(0)
+    run.run()
+    assert [step.rates[0] for step in run.seen] == [step.rates[0] for step in plain.seen]
+    assert run.worlds[run.lease_server.workers[0]].worker.tally.steps == len(plain.seen) == len(run.seen)
 
 
 # --- a job is continued ----------------------------------------------------------------------------------------------
@@ -181,12 +181,12 @@ class Average:
 @pytest.mark.parametrize("backup", [0, 1])
 def test_with_backup_workers_the_state_at_a_snapshot_is_left_before_the_next_pass(backup):
     """Others may have batches left of this one, which they could draw again from no later state."""
-    life = Life(Shape(backup=backup), Script(shuffled, epochs=2))
-    (who,) = life.office.workers
-    life.run(5)
-    life.step(0, snapshot=1)  # its last batch of the first pass
-    life.run(1)
-    condition = WorkerState.from_bytes(life.deposits.snapshot_states(1)[who].numpy().tobytes())
+    run = JobRun(Shape(backup=backup), Script(shuffled, epochs=2))
+    (who,) = run.lease_server.workers
+    run.run(5)
+    run.step(0, snapshot=1)  # its last batch of the first pass
+    run.run(1)
+    condition = WorkerState.from_bytes(run.deposits.snapshot_states(1)[who].numpy().tobytes())
     assert condition.passes == (0 if backup else 1)
     assert bool(condition.now) == bool(backup)
 
@@ -197,17 +197,17 @@ EXACT = [kind for kind in KINDS if kind != "persistent"]
 @pytest.mark.parametrize("kind", EXACT)
 def test_a_job_that_is_continued_has_the_bits_of_one_that_was_not_interrupted(kind):
     script = Script(KINDS[kind], 2, partial(lr_scheduler.StepLR, step_size=2, gamma=0.5), kept=lambda: {"a": Average()})
-    plain = Life(NATURAL, script)
+    plain = JobRun(NATURAL, script)
     steps = plain.run()
-    (who,) = plain.office.workers
+    (who,) = plain.lease_server.workers
     average = plain.worlds[who].here.kept["a"]
     for at in (steps // 2 + 1,) if "process" in kind else (1, steps // 2 - 1, steps // 2, steps // 2 + 1, steps):
-        life = Life(NATURAL, script)
-        life.run(at - 1)
-        life.step(0, snapshot=1)
-        done = life.positions()
-        life.run(1)
-        later = Life(NATURAL, script, Past(life.snapshot(1).blobs, done))
+        run = JobRun(NATURAL, script)
+        run.run(at - 1)
+        run.step(0, snapshot=1)
+        done = run.positions()
+        run.run(1)
+        later = JobRun(NATURAL, script, Past(run.snapshot(1).blobs, done))
         later.run()
         assert told(later) == told(plain)[at:], at
         assert [step.rates for step in later.seen] == [step.rates for step in plain.seen][at:]
@@ -219,26 +219,26 @@ def test_a_job_that_is_continued_has_the_bits_of_one_that_was_not_interrupted(ki
 @pytest.mark.parametrize("processes", [0, 2])
 def test_augmented_samples_are_the_same_when_a_job_is_continued(processes):
     script = Script(lambda: DataLoader(Noisy(20), 3, shuffle=True, num_workers=processes), 2)
-    plain = Life(NATURAL, script)
+    plain = JobRun(NATURAL, script)
     plain.run()
-    life = Life(NATURAL, script)
-    life.run(9)
-    life.step(0, snapshot=4)
-    done = life.positions()
-    life.run(1)
-    later = Life(NATURAL, script, Past(life.snapshot(4).blobs, done))
+    run = JobRun(NATURAL, script)
+    run.run(9)
+    run.step(0, snapshot=4)
+    done = run.positions()
+    run.run(1)
+    later = JobRun(NATURAL, script, Past(run.snapshot(4).blobs, done))
     later.run()
     assert told(later) == told(plain)[10:]
 
 
 def test_what_others_have_read_is_left_out_and_not_loaded_again_by_a_loader_with_processes():
     shape, script = Shape(1, 2, "lease"), Script(partial(shuffled, 21, 2, num_workers=1), 1)
-    life = Life(shape, script)
-    life.run(1)
+    run = JobRun(shape, script)
+    run.run(1)
     for group in range(2):
-        life.step(group, snapshot=1)
-    life.run(2)
-    later = Life(shape, script, Past(life.snapshot(1).blobs, {0: ((0, 4),)}))
+        run.step(group, snapshot=1)
+    run.run(2)
+    later = JobRun(shape, script, Past(run.snapshot(1).blobs, {0: ((0, 4),)}))
     later.run()
     assert len(later.samples(0)) == len(set(later.samples(0))) == 21 - 4 * 2
 
@@ -255,28 +255,28 @@ SHAPES = [
 
 @pytest.mark.parametrize("seed", range(30))
 def test_on_another_layout_what_is_left_of_an_epoch_is_read_once(seed):
-    dice = random.Random(seed)
-    stream, n = dice.random() < 0.3, dice.randint(30, 90)
+    rng = random.Random(seed)
+    stream, n = rng.random() < 0.3, rng.randint(30, 90)
     make = (lambda: DataLoader(Stream(n, shuffle=True), 3)) if stream else partial(shuffled, n, 3)
-    script = Script(make, epochs=3, plain_range=dice.random() < 0.5)
-    life = Life(dice.choice(SHAPES), script)
+    script = Script(make, epochs=3, plain_range=rng.random() < 0.5)
+    run = JobRun(rng.choice(SHAPES), script)
     seen: list[Any] = []
-    for number in range(1, dice.randint(1, 3) + 1):
-        life.run(dice.randint(0, 15))
-        if dice.random() < 0.5:
-            life.restart(dice.randrange(life.shape.groups))
-        for group in range(life.shape.groups):
-            life.step(group, snapshot=number)
-        done, applied = life.positions(), list(life.seen)
-        for group in range(life.shape.groups):
-            life.step(group)
-        past = Past(life.snapshot(number).blobs, done)
-        if len(past.blobs) < len(life.office.workers):
+    for number in range(1, rng.randint(1, 3) + 1):
+        run.run(rng.randint(0, 15))
+        if rng.random() < 0.5:
+            run.restart(rng.randrange(run.shape.groups))
+        for group in range(run.shape.groups):
+            run.step(group, snapshot=number)
+        done, applied = run.positions(), list(run.seen)
+        for group in range(run.shape.groups):
+            run.step(group)
+        past = Past(run.snapshot(number).blobs, done)
+        if len(past.blobs) < len(run.lease_server.workers):
             break  # a script had ended: no such snapshot
         seen += applied
-        life = Life(dice.choice(SHAPES), script, past)
-    life.run()
-    seen += life.seen
+        run = JobRun(rng.choice(SHAPES), script, past)
+    run.run()
+    seen += run.seen
     for epoch in range(3):
         assert sorted(s for step in seen if step.epoch == epoch for s in step.samples) == list(range(n)), epoch
 
@@ -304,7 +304,7 @@ def job(tmp_path, monkeypatch):
 
 
 class Normed(nn.Sequential):
-    """Statistics that no gradient knows of, and dice in the forward."""
+    """Statistics that no gradient knows of, and random numbers in the forward."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 5))
@@ -347,7 +347,7 @@ def script(steps: int, model: nn.Module | None = None, ask: int = 0) -> tuple[nn
 
 
 @pytest.mark.parametrize("at", [2, 5, 8, 15])
-def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_life(job, monkeypatch, at):
+def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_run(job, monkeypatch, at):
     whole, losses = script(99)
     here = job(on_failure="kContinue")
     left: dict[int, bytes] = {}
@@ -382,7 +382,7 @@ def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_life(job, monk
         ({"on_failure": "kContinue", "snapshot_s": 0}, True),
     ],
 )
-def test_a_snapshot_waits_for_whoever_has_begun_a_pass_whatever_follows_a_death(job, monkeypatch, fields, leaves):
+def test_a_snapshot_waits_for_workers_that_have_begun_a_pass_whatever_follows_a_death(job, monkeypatch, fields, leaves):
     """A worker of which nobody knows that it has begun would be missing in a snapshot, unnoticed."""
     left: list[int] = []
     monkeypatch.setattr(WorkerStateClient, "save", lambda _, number, data: left.append(number))
@@ -423,7 +423,7 @@ def test_a_trainer_goes_on_with_the_step_that_is_next(job):
     tt.leave()
     now = stand()
     left = WorkerState(
-        1, 7, epoch_pass=1, now=now, begin=dice_after(5), groups=[{"lr": sgd(model).param_groups[0]["lr"]}]
+        1, 7, epoch_pass=1, now=now, begin=generator_after(5), groups=[{"lr": sgd(model).param_groups[0]["lr"]}]
     )
     here = job(Past({(0, 0): left.to_bytes()}, {1: ((0, 2),)}), train_steps=12)
     tt.Trainer(model, losses, loader(), optimizer=sgd(model)).fit()
@@ -432,8 +432,8 @@ def test_a_trainer_goes_on_with_the_step_that_is_next(job):
     assert here.heard(events.Finished)[0].steps == 12
 
 
-def dice_after(steps: int) -> dict[str, torch.Tensor]:
-    """Where the dice stand when the usual script of a Trainer has taken its first epoch."""
+def generator_after(steps: int) -> dict[str, torch.Tensor]:
+    """Where the generator stands when the usual script of a Trainer has taken its first epoch."""
     torch.manual_seed(3)
     model = mlp()
     tt.leave()
@@ -486,9 +486,9 @@ def test_states_are_packed_without_loss_and_nothing_else_is_packed():
 
 
 def blob() -> bytes:
-    dice = {"torch": torch.get_rng_state()}
+    rng = {"torch": torch.get_rng_state()}
     groups = [{"lr": 0.1}]
-    return WorkerState(3, 40, 0, 3, 3, "seed", groups=groups, begin=dice, buffers={"n": torch.ones(2)}).to_bytes()
+    return WorkerState(3, 40, 0, 3, 3, "seed", groups=groups, begin=rng, buffers={"n": torch.ones(2)}).to_bytes()
 
 
 def test_a_blob_says_what_went_in():
@@ -499,12 +499,12 @@ def test_a_blob_says_what_went_in():
 
 def test_hostile_bytes_are_refused():
     good = blob()
-    dice = random.Random(1)
+    rng = random.Random(1)
     for _ in range(400):
-        bad = bytearray(good[: dice.randrange(len(good))] if dice.random() < 0.5 else good)
-        for _ in range(dice.randrange(1, 4)):
+        bad = bytearray(good[: rng.randrange(len(good))] if rng.random() < 0.5 else good)
+        for _ in range(rng.randrange(1, 4)):
             if bad:
-                bad[dice.randrange(min(len(bad), 900))] = dice.randrange(256)
+                bad[rng.randrange(min(len(bad), 900))] = rng.randrange(256)
         try:
             WorkerState.from_bytes(bytes(bad))
         except ConfigError:

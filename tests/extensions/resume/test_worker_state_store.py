@@ -41,7 +41,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(worker_state_store, "PART", 4)
 
 
-def test_the_newest_whole_deposit_is_told_to_whom_it_belongs():
+def test_the_newest_whole_deposit_is_sent_to_its_worker():
     book = WorkerStateStore()
     assert told(book, ME) == {EPOCH: None, SINCE: None}
     leave(book, ME, EPOCH, blob(*range(10)))
@@ -61,7 +61,7 @@ def test_parts_of_different_deposits_are_never_put_together():
     for message in (first[0], second[1], second[0], first[1], second[1]):
         book.handle(ME, message)
     found = told(book, ME)[EPOCH]
-    assert found is None or len(set(found)) == 2  # nothing tells them apart by themselves: roads keep the order
+    assert found is None or len(set(found)) == 2  # nothing tells them apart by themselves: transports keep the order
     longer = worker_state_store.cut(ME, EPOCH, blob(*[3] * 12))
     book = WorkerStateStore()
     for message in (first[0], longer[1], longer[2]):
@@ -95,7 +95,7 @@ def test_snapshots_are_kept_until_they_are_written_and_no_more_than_two():
         {"number": -3},
     ],
 )
-def test_what_no_correct_worker_says_is_refused(change):
+def test_what_no_correct_worker_sends_is_refused(change):
     with pytest.raises(ProtocolError):
         WorkerStateStore().place(ME, replace(WorkerStatePart(0, 1, EPOCH, 0, 1, 3), **change), False)
     with pytest.raises(ProtocolError, match="without a body"):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from reports import EventList, TextList
 from safetensors.torch import load_file
-from simulation import STORM, Seat, Town, job
+from simulation import STORM, ScriptedCluster, ScriptedWorker, job
 from snapshot_archive import Archive
 from snapshot_files import Vault
-from test_tables import Bench, door_of, rule
+from test_tables import Bench, client_of, rule
 
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
@@ -59,9 +59,9 @@ class Shelf:
         """Other rows with each step, also new ones, and sometimes none for a shard."""
         for _ in range(steps):
             self.step += 1
-            dice = np.random.default_rng(self.step)
-            ids = np.unique(dice.integers(0, 60, 3 if self.step % 3 == 0 else 25)) * 1_000_003
-            grads = torch.from_numpy(dice.standard_normal((len(ids), 5))).float()
+            rng = np.random.default_rng(self.step)
+            ids = np.unique(rng.integers(0, 60, 3 if self.step % 3 == 0 else 25)) * 1_000_003
+            grads = torch.from_numpy(rng.standard_normal((len(ids), 5))).float()
             for shard, tables in enumerate(self.tables):
                 for table in tables:
                     mine = ids % self.shards == table.spec.residue(shard, self.shards)
@@ -341,30 +341,30 @@ def test_tables_without_steps_are_in_no_snapshot() -> None:
 
 
 def test_a_job_with_a_store_takes_none_and_says_why() -> None:
-    town = Town(job(1, 1, 2))
-    archive = Archive(town)
+    cluster = ScriptedCluster(job(1, 1, 2))
+    archive = Archive(cluster)
 
-    def script(seat: Seat) -> None:
-        door = door_of(seat)
-        door.open(replace(WORDS, optimizer="", mode="async"))
-        seat.open()
+    def script(worker: ScriptedWorker) -> None:
+        client = client_of(worker)
+        client.open(replace(WORDS, optimizer="", mode="async"))
+        worker.open()
         for _ in range(3):
             archive.ask()
-            seat.step(seat.numbers())
+            worker.step(worker.numbers())
         leader = Address(Role.SERVER, 0, 0)
-        town.sim_servers[leader].handle(leader, SnapshotRequest(last=True))
-        door.close()
-        seat.finish()
+        cluster.sim_servers[leader].handle(leader, SnapshotRequest(last=True))
+        client.close()
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert not archive.published
     assert [drop.why for drop in archive.dropped] == ["pushes of table 'words' belong to no step of the model"]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_are_frozen_behind_the_same_decision_as_the_model(seed: int) -> None:
-    town, rows = Town(job(3, 1, 3), seed, STORM), dict[int, dict[int, float]]()
-    archive = Archive(town)
+    cluster, rows = ScriptedCluster(job(3, 1, 3), seed, STORM), dict[int, dict[int, float]]()
+    archive = Archive(cluster)
     work = archive.work
 
     def noted(me: Address, what: Any) -> None:
@@ -378,21 +378,23 @@ def test_rows_are_frozen_behind_the_same_decision_as_the_model(seed: int) -> Non
 
     archive.work = noted  # type: ignore[method-assign]
 
-    def script(seat: Seat) -> None:
-        door = door_of(seat)
-        door.open(TableSpec("cells", -1, 1, optimizer=SGD))
-        seat.open()
+    def script(worker: ScriptedWorker) -> None:
+        client = client_of(worker)
+        client.open(TableSpec("cells", -1, 1, optimizer=SGD))
+        worker.open()
         for step in range(6):
-            door.push("cells", range(7), torch.full((7, 1), -1.0))
-            door.push("cells", [100 * seat.me.group + step + 10], torch.full((1, 1), -1.0))
-            seat.sleep(0.0, 0.01)
-            if seat.me.group == 0:
+            client.push("cells", range(7), torch.full((7, 1), -1.0))
+            client.push("cells", [100 * worker.me.group + step + 10], torch.full((1, 1), -1.0))
+            worker.sleep(0.0, 0.01)
+            if worker.me.group == 0:
                 archive.ask()
-            seat.step([torch.full(p.shape, -1.0, dtype=v.dtype) for p, v in zip(town.map.parameters, seat.values())])
-        door.close()
-        seat.finish()
+            worker.step(
+                [torch.full(p.shape, -1.0, dtype=v.dtype) for p, v in zip(cluster.map.parameters, worker.values())]
+            )
+        client.close()
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
     assert archive.published and not archive.dropped
     for published in archive.published:
         steps = dict(published.facts["steps"])

@@ -1,4 +1,4 @@
-"""Tables: rows that live on the servers only, in all three modes, over the simulated road and against torch itself."""
+"""Tables: rows on the servers only, in all three modes, over the simulated network and against torch itself."""
 
 import random
 import shutil
@@ -15,14 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process_job import Plain, Script, building, job_of, plain, run_hosted, run_local
-from simulation import STORM, Seat, Town, job
+from simulation import STORM, ScriptedCluster, ScriptedWorker, job
 from torch import nn
 
 from topotrain.comm.router import RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
 from topotrain.comm.transport.shared_memory import socket_directory
-from topotrain.config.job import Algorithm, ConfigError, Job, Reduce, Road
+from topotrain.config.job import Algorithm, ConfigError, Job, Reduce, TransportChoice
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError
@@ -48,12 +48,12 @@ def rule(cls: type[torch.optim.Optimizer], **more: Any) -> str:
 SGD = rule(torch.optim.SGD, lr=1.0)
 
 
-def door_of(seat: Seat) -> TableClient:
-    return TableClient(seat.client, seat.cluster.topology, seat.cluster.job)
+def client_of(worker: ScriptedWorker) -> TableClient:
+    return TableClient(worker.client, worker.cluster.topology, worker.cluster.job)
 
 
-def whole(low: int, high: int, shape: tuple[int, ...], dice: random.Random) -> torch.Tensor:
-    return torch.tensor([float(dice.randint(low, high)) for _ in range(int(np.prod(shape)))]).view(shape)
+def whole(low: int, high: int, shape: tuple[int, ...], rng: random.Random) -> torch.Tensor:
+    return torch.tensor([float(rng.randint(low, high)) for _ in range(int(np.prod(shape)))]).view(shape)
 
 
 # --- the description -------------------------------------------------------------------------------------------------
@@ -117,14 +117,14 @@ def test_the_index_finds_what_was_put_there(batches: list[list[int]]) -> None:
 def test_many_rows_in_many_blocks() -> None:
     spec = TableSpec("t", -1, 3, optimizer=SGD)
     rows = RowStorage(spec, 0, 1)
-    dice = np.random.default_rng(0)
-    ids = dice.permutation(100_000)[:60_000].astype(np.int64) * 1001
+    rng = np.random.default_rng(0)
+    ids = rng.permutation(100_000)[:60_000].astype(np.int64) * 1001
     values = torch.arange(180_000, dtype=torch.float32).view(-1, 3)
     for part in range(0, 60_000, 7_000):
         rows.assign(ids[part : part + 7_000], values[part : part + 7_000])
     assert rows.count == 60_000 and rows.value_bytes < 2 * values.nbytes
     assert len(rows._ends) > 2
-    order = dice.permutation(60_000)
+    order = rng.permutation(60_000)
     assert torch.equal(rows.gather(rows.slots(ids[order])), values[order])
     assert rows.count == 60_000
 
@@ -171,13 +171,13 @@ def sparse_steps(
     cls: Any, more: dict[str, Any], width: int, steps: int
 ) -> tuple[torch.Tensor, list[Any], torch.Tensor]:
     """What torch makes of sparse gradients: values before, the gradients, values after."""
-    dice = torch.Generator().manual_seed(width)
-    weight = nn.Parameter(torch.randn(40, width, generator=dice))
+    rng = torch.Generator().manual_seed(width)
+    weight = nn.Parameter(torch.randn(40, width, generator=rng))
     before, optimizer, pushed = weight.detach().clone(), cls([weight], **more), []
     with torch.sparse.check_sparse_tensor_invariants(enable=True):
         for step in range(steps):
-            ids = torch.randperm(40, generator=dice)[: 0 if step == 2 else 11].sort().values
-            grad = torch.randn(len(ids), width, generator=dice)
+            ids = torch.randperm(40, generator=rng)[: 0 if step == 2 else 11].sort().values
+            grad = torch.randn(len(ids), width, generator=rng)
             weight.grad = torch.sparse_coo_tensor(ids[None], grad, (40, width), is_coalesced=True)
             optimizer.step()
             pushed.append((ids, grad))
@@ -207,10 +207,10 @@ def test_sparse_rules_have_torchs_bits(name: str, width: int) -> None:
     ],
 )
 def test_optimizers_that_sparse_tables_refuse(cls: Any, more: dict[str, Any], words: str) -> None:
-    town = Town(job())
-    door = TableClient(town.clients[town.workers[0]], town.topology, town.job)
+    cluster = ScriptedCluster(job())
+    client = TableClient(cluster.clients[cluster.workers[0]], cluster.topology, cluster.job)
     with pytest.raises(ConfigError, match=words):
-        door.open(TableSpec("t", -1, 4, mode="async", optimizer=rule(cls, **more)))
+        client.open(TableSpec("t", -1, 4, mode="async", optimizer=rule(cls, **more)))
 
 
 # --- async -----------------------------------------------------------------------------------------------------------
@@ -218,26 +218,26 @@ def test_optimizers_that_sparse_tables_refuse(cls: Any, more: dict[str, Any], wo
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("shards", [1, 3])
-def test_async_pushes_add_up_whatever_the_road_does(shards: int, seed: int) -> None:
+def test_async_pushes_add_up_whatever_the_transport_does(shards: int, seed: int) -> None:
     spec = TableSpec("t", -1, 3, "float64", "async")
-    town, pushed = Town(job(2, 2, shards), seed, STORM), list[tuple[list[int], torch.Tensor]]()
+    cluster, pushed = ScriptedCluster(job(2, 2, shards), seed, STORM), list[tuple[list[int], torch.Tensor]]()
     wanted = torch.zeros(50, 3, dtype=torch.float64)
 
-    def script(seat: Seat) -> None:
-        door, dice = door_of(seat), random.Random(f"{seed} {seat.me}")
-        door.open(spec)
+    def script(worker: ScriptedWorker) -> None:
+        client, rng = client_of(worker), random.Random(f"{seed} {worker.me}")
+        client.open(spec)
         mine = torch.zeros_like(wanted)
         for _ in range(6):
-            ids = [dice.randrange(50) for _ in range(dice.randrange(9))]
-            rows = whole(-9, 9, (len(ids), 3), dice).double()
-            door.push("t", ids, rows)
+            ids = [rng.randrange(50) for _ in range(rng.randrange(9))]
+            rows = whole(-9, 9, (len(ids), 3), rng).double()
+            client.push("t", ids, rows)
             pushed.append((ids, rows))
             mine.index_add_(0, torch.tensor(ids, dtype=torch.int64), rows)
-            seat.sleep(0, 0.01)
-        door.barrier()
-        assert torch.equal(door.pull("t", range(50)), wanted_at_the_end())
-        assert sum(size.rows for size in door.stats("t")) == 50
-        door.close()
+            worker.sleep(0, 0.01)
+        client.barrier()
+        assert torch.equal(client.pull("t", range(50)), wanted_at_the_end())
+        assert sum(size.rows for size in client.stats("t")) == 50
+        client.close()
 
     def wanted_at_the_end() -> torch.Tensor:
         total = torch.zeros_like(wanted)
@@ -245,8 +245,8 @@ def test_async_pushes_add_up_whatever_the_road_does(shards: int, seed: int) -> N
             total.index_add_(0, torch.tensor(ids, dtype=torch.int64), rows)
         return total
 
-    town.play(script)
-    assert all(house.server.done for house in town.sim_servers.values())
+    cluster.play(script)
+    assert all(sim_server.server.done for sim_server in cluster.sim_servers.values())
 
 
 class Bench:
@@ -274,7 +274,7 @@ pushes = st.lists(
 
 @QUIET
 @given(pushes, st.randoms(use_true_random=False))
-def test_any_interleaving_of_async_pushes_adds_up(said: list[tuple[int, list[tuple[int, int]]]], dice: Any) -> None:
+def test_any_interleaving_of_async_pushes_adds_up(said: list[tuple[int, list[tuple[int, int]]]], rng: Any) -> None:
     bench, total = Bench(3), [0] * 10
     bench.open(TableSpec("t", 10, 1, "int64", "async"))
     queues: list[list[m.Message]] = [[], [], []]
@@ -284,15 +284,15 @@ def test_any_interleaving_of_async_pushes_adds_up(said: list[tuple[int, list[tup
             summed[row] = summed.get(row, 0) + value
             total[row] += value
         items = sorted(summed.items())
-        cut = dice.randrange(len(items) + 1)
+        cut = rng.randrange(len(items) + 1)
         for last, part in ((False, items[:cut]), (True, items[cut:])):
             ids = pack_ids(np.array([row for row, _ in part], dtype=np.int64))
             body = torch.tensor([value for _, value in part]) if part else None
             number = bench.numbers[worker]
             bench.numbers[worker] += 1
-            queues[worker] += [TablePush(number, 0, turn, last, ids, body=body)] * dice.choice([1, 1, 2])
+            queues[worker] += [TablePush(number, 0, turn, last, ids, body=body)] * rng.choice([1, 1, 2])
     pending = [(worker, message) for worker, queue in enumerate(queues) for message in queue]
-    dice.shuffle(pending)
+    rng.shuffle(pending)
     for worker, message in pending:
         bench.book.handle(Address(Role.WORKER, 0, worker), message)
     ((_, reply),) = bench.say(0, TablePull, 0, 1, 0, pack_ids(np.arange(10, dtype=np.int64)))
@@ -307,19 +307,19 @@ def test_any_interleaving_of_async_pushes_adds_up(said: list[tuple[int, list[tup
 @pytest.mark.parametrize("seed", range(3))
 def test_sync_equals_one_process(seed: int, optimizer: str) -> None:
     spec = TableSpec("t", 30, 4, mode="sync", optimizer=optimizer, init="normal 0 1")
-    town, turns = Town(job(2, 2, 2), seed, STORM), 4
+    cluster, turns = ScriptedCluster(job(2, 2, 2), seed, STORM), 4
     rows = RowStorage(spec, 0, 1)
     how = make_optimizer(rows, optimizer) if optimizer else None
 
     def pushes_of(me: Address, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
-        dice = torch.Generator().manual_seed(100 * turn + 10 * me.group + me.index)
-        ids = torch.randperm(30, generator=dice)[:9].sort().values
-        return ids, torch.randn(9, 4, generator=dice)
+        rng = torch.Generator().manual_seed(100 * turn + 10 * me.group + me.index)
+        ids = torch.randperm(30, generator=rng)[:9].sort().values
+        return ids, torch.randn(9, 4, generator=rng)
 
     wanted = []
     for turn in range(turns):
         total, touched = torch.zeros(30, 4), torch.zeros(30, dtype=torch.bool)
-        for me in town.workers:
+        for me in cluster.workers:
             ids, values = pushes_of(me, turn)
             total[ids] += values
             touched[ids] = True
@@ -331,36 +331,36 @@ def test_sync_equals_one_process(seed: int, optimizer: str) -> None:
             how.apply(slots, total[union])
         wanted.append(rows.gather(rows.slots(np.arange(30, dtype=np.int64))))
 
-    def script(seat: Seat) -> None:
-        door = door_of(seat)
-        door.open(spec)
+    def script(worker: ScriptedWorker) -> None:
+        client = client_of(worker)
+        client.open(spec)
         for turn in range(turns):
-            seat.sleep(0, 0.01)
-            door.push("t", *pushes_of(seat.me, turn))
-            seen = door.pull("t", range(30))
+            worker.sleep(0, 0.01)
+            client.push("t", *pushes_of(worker.me, turn))
+            seen = client.pull("t", range(30))
             assert any(torch.equal(seen, later) for later in wanted[turn : turn + 2])
-        door.barrier()
-        assert torch.equal(door.pull("t", range(30)), wanted[-1])
-        door.close()
+        client.barrier()
+        assert torch.equal(client.pull("t", range(30)), wanted[-1])
+        client.close()
 
-    town.play(script)
+    cluster.play(script)
 
 
-def test_who_pushes_a_sync_table_alone_hears_why() -> None:
-    town = Town(job(1, 2, 1))
+def test_a_worker_that_pushes_a_sync_table_alone_is_told_why() -> None:
+    cluster = ScriptedCluster(job(1, 2, 1))
 
-    def script(seat: Seat) -> None:
-        door = door_of(seat)
-        door.open(TableSpec("t", 3, 1, mode="sync"))
-        for _ in range(2 - seat.me.index):
-            door.push("t", [1], torch.ones(1, 1))
-        if seat.me.index == 1:
-            door.close()
+    def script(worker: ScriptedWorker) -> None:
+        client = client_of(worker)
+        client.open(TableSpec("t", 3, 1, mode="sync"))
+        for _ in range(2 - worker.me.index):
+            client.push("t", [1], torch.ones(1, 1))
+        if worker.me.index == 1:
+            client.close()
             return
         with pytest.raises(JobError, match=r"ended after 1 pushes, while .* made 2"):
-            door.pull("t", [1])
+            client.pull("t", [1])
 
-    town.play(script)
+    cluster.play(script)
 
 
 # --- with the steps of a model ---------------------------------------------------------------------------------------
@@ -370,8 +370,8 @@ WORDS = TableSpec("words", 20, 6, optimizer=SGD, init="normal 0 1", seed=9)
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    dice = torch.Generator().manual_seed(0)
-    return [(torch.randint(20, (12, 3), generator=dice), torch.randint(3, (12,), generator=dice)) for _ in range(count)]
+    rng = torch.Generator().manual_seed(0)
+    return [(torch.randint(20, (12, 3), generator=rng), torch.randint(3, (12,), generator=rng)) for _ in range(count)]
 
 
 def words_of(cls: Any, more: dict[str, Any], steps: int = 6) -> Script:
@@ -381,16 +381,16 @@ def words_of(cls: Any, more: dict[str, Any], steps: int = 6) -> Script:
         held: dict[str, Any] = {}
         weight = nn.Parameter(initial_rows(WORDS, np.arange(20, dtype=np.int64)))
         plain_optimizer = cls([weight], **more)
-        door = None
+        client = None
         if not isinstance(t, Plain):
-            door = TableClient(t.exchange, t.topology, t.worker.job)
-            door.open(replace(WORDS, optimizer=rule(cls, **more)))
+            client = TableClient(t.exchange, t.topology, t.worker.job)
+            client.open(replace(WORDS, optimizer=rule(cls, **more)))
 
         def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             ids, place = x.unique(return_inverse=True)
             held["ids"] = ids
-            held["rows"] = weight if door is None else door.pull("words", ids).requires_grad_()
-            found = nn.functional.embedding(x if door is None else place, held["rows"], sparse=True)
+            held["rows"] = weight if client is None else client.pull("words", ids).requires_grad_()
+            found = nn.functional.embedding(x if client is None else place, held["rows"], sparse=True)
             return nn.functional.cross_entropy(model(found.mean(1)), y)
 
         for batch in batches(steps):
@@ -398,19 +398,19 @@ def words_of(cls: Any, more: dict[str, Any], steps: int = 6) -> Script:
             t.backward(t.losses(loss, *batch))
             with torch.sparse.check_sparse_tensor_invariants(enable=True):
                 grad = held["rows"].grad.coalesce()
-                if door is None:
+                if client is None:
                     weight.grad = grad
                     plain_optimizer.step()
                     weight.grad = None
                 else:
-                    door.push("words", held["ids"][grad.indices()[0]], grad.values())
+                    client.push("words", held["ids"][grad.indices()[0]], grad.values())
             t.optimizer.step()
-        if door is None:
+        if client is None:
             t.model.register_buffer("words", weight.detach())
         else:
-            words = door.pull("words", range(20))
-            t.notes["words"], t.notes["sizes"] = words, door.stats("words")
-            door.close()
+            words = client.pull("words", range(20))
+            t.notes["words"], t.notes["sizes"] = words, client.stats("words")
+            client.close()
 
     return script
 
@@ -451,14 +451,19 @@ def test_a_group_equals_one_process(layout_name: str, name: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"road": Road.kTcp},
-        {"road": Road.kShm},
+        {"transport": TransportChoice.kTcp},
+        {"transport": TransportChoice.kShm},
         {"nservers_per_group": 3, "server_worker_separate": False},
-        {"nservers_per_group": 3, "server_worker_separate": False, "road": Road.kTcp, "algorithm": Algorithm.kRing},
+        {
+            "nservers_per_group": 3,
+            "server_worker_separate": False,
+            "transport": TransportChoice.kTcp,
+            "algorithm": Algorithm.kRing,
+        },
     ],
     ids=["tcp", "shm", "inline", "ring"],
 )
-def test_over_every_road(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_over_every_transport(changes: dict[str, Any], tmp_path: Path) -> None:
     script = words_of(*RULES["Adagrad"])
     job_here = job_of("sandblaster", **changes)
     found = run_hosted(job_here, building(head), script, tmp_path)
@@ -470,7 +475,7 @@ def test_over_every_road(changes: dict[str, Any], tmp_path: Path) -> None:
 
 
 def without_model(job: Job, script: Callable[[TableClient, Address], None], directory: Path) -> None:
-    """A job whose processes (here threads) meet over a real road and use tables only."""
+    """A job whose processes (here threads) meet over a real transport and use tables only."""
     topology, store, errors = layout(job.cluster), directory / "store", list[BaseException]()
     store.mkdir(mode=0o700)
     sockets = Path(socket_directory())
@@ -491,11 +496,11 @@ def without_model(job: Job, script: Callable[[TableClient, Address], None], dire
         return thread
 
     def work(me: Address) -> None:
-        roads = WorkerConnections(place(), me)
-        door = TableClient(roads.exchange, topology, job)
-        script(door, me)
-        door.close()
-        roads.close()
+        connections = WorkerConnections(place(), me)
+        client = TableClient(connections.exchange, topology, job)
+        script(client, me)
+        client.close()
+        connections.close()
 
     workers = [worker for group in range(topology.worker_groups) for worker in topology.workers(group)]
     threads = [guarded(partial(work, me)) for me in workers]
@@ -514,77 +519,85 @@ def without_model(job: Job, script: Callable[[TableClient, Address], None], dire
 
 @pytest.mark.parametrize(
     "changes",
-    [{"road": Road.kTcp}, {"road": Road.kShm}, {"server_worker_separate": False, "nservers_per_group": 3}],
+    [
+        {"transport": TransportChoice.kTcp},
+        {"transport": TransportChoice.kShm},
+        {"server_worker_separate": False, "nservers_per_group": 3},
+    ],
     ids=["tcp", "shm", "inline"],
 )
 def test_a_job_of_tables_only(changes: dict[str, Any], tmp_path: Path) -> None:
-    def script(door: TableClient, me: Address) -> None:
-        door.open(TableSpec("t", -1, 100, mode="sync"))
-        door.open(TableSpec("u", -1, 100, "float64", mode="async"))
+    def script(client: TableClient, me: Address) -> None:
+        client.open(TableSpec("t", -1, 100, mode="sync"))
+        client.open(TableSpec("u", -1, 100, "float64", mode="async"))
         ids = torch.arange(0, 9000, 3)
-        first, second = door.pull_async("t", ids), door.pull_async("u", ids + 1)
-        assert not door.wait(second).any() and not door.wait(first).any()
+        first, second = client.pull_async("t", ids), client.pull_async("u", ids + 1)
+        assert not client.wait(second).any() and not client.wait(first).any()
         for turn in range(3):
-            door.push("t", ids, torch.full((3000, 100), 1.0 + turn + me.index))
-            assert bool((door.pull("t", ids) == 6.0 + 3 * turn).all())
-            door.push("u", ids, torch.ones(3000, 100))
-        door.barrier()
-        assert bool((door.pull("u", ids.flip(0)) == 9.0).all())
-        assert sum(size.rows for size in door.stats("u")) == 6000
-        door.barrier()
+            client.push("t", ids, torch.full((3000, 100), 1.0 + turn + me.index))
+            assert bool((client.pull("t", ids) == 6.0 + 3 * turn).all())
+            client.push("u", ids, torch.ones(3000, 100))
+        client.barrier()
+        assert bool((client.pull("u", ids.flip(0)) == 9.0).all())
+        assert sum(size.rows for size in client.stats("u")) == 6000
+        client.barrier()
 
     without_model(job_of("sandblaster", **changes), script, tmp_path)
 
 
-def step_script(door: TableClient, seat: Seat, steps: int, dice: random.Random, note: Callable[..., None]) -> None:
+def step_script(
+    client: TableClient, worker: ScriptedWorker, steps: int, rng: random.Random, note: Callable[..., None]
+) -> None:
     """Whole numbers to the table and to the model, step by step."""
     for step in range(steps):
-        seat.sleep(0, 0.01)
-        for _ in range(dice.randrange(3)):
-            ids = [dice.randrange(30) for _ in range(dice.randrange(8))]
-            rows = whole(-5, 5, (len(ids), 2), dice)
-            door.push("t", ids, rows)
+        worker.sleep(0, 0.01)
+        for _ in range(rng.randrange(3)):
+            ids = [rng.randrange(30) for _ in range(rng.randrange(8))]
+            rows = whole(-5, 5, (len(ids), 2), rng)
+            client.push("t", ids, rows)
             note(step, ids, rows)
-        seat.step(seat.numbers())
+        worker.step(worker.numbers())
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("groups", "workers", "shards"), [(1, 1, 2), (1, 3, 2), (3, 2, 2)])
-def test_rows_of_a_step_come_with_it_whatever_the_road_does(groups: int, workers: int, shards: int, seed: int) -> None:
-    town, said = Town(job(groups, workers, shards), seed, STORM), list[tuple[list[int], torch.Tensor]]()
+def test_rows_of_a_step_come_with_it_whatever_the_transport_does(
+    groups: int, workers: int, shards: int, seed: int
+) -> None:
+    cluster, said = ScriptedCluster(job(groups, workers, shards), seed, STORM), list[tuple[list[int], torch.Tensor]]()
 
-    def script(seat: Seat) -> None:
-        door, dice = door_of(seat), random.Random(f"{seed} {seat.me}")
-        door.open(TableSpec("t", -1, 2, optimizer=SGD))
-        seat.open()
-        step_script(door, seat, 4, dice, lambda _, ids, rows: said.append((ids, rows)))
-        door.pull("t", range(30))
-        door.barrier()
+    def script(worker: ScriptedWorker) -> None:
+        client, rng = client_of(worker), random.Random(f"{seed} {worker.me}")
+        client.open(TableSpec("t", -1, 2, optimizer=SGD))
+        worker.open()
+        step_script(client, worker, 4, rng, lambda _, ids, rows: said.append((ids, rows)))
+        client.pull("t", range(30))
+        client.barrier()
         total = torch.zeros(30, 2)
         for ids, rows in said:
             total.index_add_(0, torch.tensor(ids, dtype=torch.int64), rows)
-        assert torch.equal(door.pull("t", range(30)), -total)
-        door.close()
-        seat.finish()
+        assert torch.equal(client.pull("t", range(30)), -total)
+        client.close()
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
 
 
 def test_a_pull_sees_the_step_before_it() -> None:
-    town = Town(job(1, 2, 3), 1, STORM)
+    cluster = ScriptedCluster(job(1, 2, 3), 1, STORM)
 
-    def script(seat: Seat) -> None:
-        door = door_of(seat)
-        door.open(TableSpec("t", 9, 1, optimizer=SGD))
-        seat.open()
+    def script(worker: ScriptedWorker) -> None:
+        client = client_of(worker)
+        client.open(TableSpec("t", 9, 1, optimizer=SGD))
+        worker.open()
         for step in range(5):
-            assert door.pull("t", range(9)).view(-1).tolist() == [-2.0 * step] * 9
-            door.push("t", range(9), torch.ones(9, 1))
-            seat.step(seat.numbers())
-        door.close()
-        seat.finish()
+            assert client.pull("t", range(9)).view(-1).tolist() == [-2.0 * step] * 9
+            client.push("t", range(9), torch.ones(9, 1))
+            worker.step(worker.numbers())
+        client.close()
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
 
 
 def test_a_pull_waits_for_the_step_that_was_left_to_the_servers() -> None:
@@ -603,76 +616,76 @@ def test_a_pull_waits_for_the_step_that_was_left_to_the_servers() -> None:
 
 
 def test_scaled_skipped_and_clipped_steps() -> None:
-    town = Town(job(1, 2, 2))
+    cluster = ScriptedCluster(job(1, 2, 2))
 
-    def script(seat: Seat) -> None:
-        door = door_of(seat)
-        door.open(TableSpec("t", 4, 1, optimizer=SGD))
-        seat.open()
-        nothing = [torch.zeros_like(value) for value in seat.values()]
-        push = lambda *values: door.push("t", range(len(values)), torch.tensor(values).view(-1, 1))  # noqa: E731
+    def script(worker: ScriptedWorker) -> None:
+        client = client_of(worker)
+        client.open(TableSpec("t", 4, 1, optimizer=SGD))
+        worker.open()
+        nothing = [torch.zeros_like(value) for value in worker.values()]
+        push = lambda *values: client.push("t", range(len(values)), torch.tensor(values).view(-1, 1))  # noqa: E731
         push(8.0, 0.0, 4.0)
-        seat.step(nothing, inv_scale=0.25)
-        assert door.pull("t", range(4)).view(-1).tolist() == [-4.0, 0.0, -2.0, 0.0]
-        push(1.0, float("inf") if seat.me.index else 1.0)
-        assert seat.step(nothing, check_finite=True).found_inf
-        assert door.pull("t", range(4)).view(-1).tolist() == [-4.0, 0.0, -2.0, 0.0]
+        worker.step(nothing, inv_scale=0.25)
+        assert client.pull("t", range(4)).view(-1).tolist() == [-4.0, 0.0, -2.0, 0.0]
+        push(1.0, float("inf") if worker.me.index else 1.0)
+        assert worker.step(nothing, check_finite=True).found_inf
+        assert client.pull("t", range(4)).view(-1).tolist() == [-4.0, 0.0, -2.0, 0.0]
         push(0.0, 3.0, 4.0)
-        assert seat.step(nothing, clip_norm=5.0).norm == 10.0
-        changed = door.pull("t", range(4)).view(-1) - torch.tensor([-4.0, 0.0, -2.0, 0.0])
+        assert worker.step(nothing, clip_norm=5.0).norm == 10.0
+        changed = client.pull("t", range(4)).view(-1) - torch.tensor([-4.0, 0.0, -2.0, 0.0])
         assert torch.allclose(changed, torch.tensor([0.0, -3.0, -4.0, 0.0]), atol=1e-5)
-        door.close()
-        seat.finish()
+        client.close()
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
 
 
 def test_new_settings_count_from_the_next_step() -> None:
-    town = Town(job(2, 1, 2))
+    cluster = ScriptedCluster(job(2, 1, 2))
 
-    def script(seat: Seat) -> None:
-        door = door_of(seat)
-        door.open(TableSpec("t", 4, 1, optimizer=SGD))
-        seat.open()
-        nothing = [torch.zeros_like(value) for value in seat.values()]
+    def script(worker: ScriptedWorker) -> None:
+        client = client_of(worker)
+        client.open(TableSpec("t", 4, 1, optimizer=SGD))
+        worker.open()
+        nothing = [torch.zeros_like(value) for value in worker.values()]
         for rate in (1.0, 10.0, 100.0):
-            door.set_optimizer("t", rule(torch.optim.SGD, lr=rate))
-            door.push("t", [2 * seat.me.group], torch.ones(1, 1))
-            seat.step(nothing)
-        assert float(door.pull("t", [2 * seat.me.group])) == -111.0
-        door.barrier()
-        if seat.me.group == 0:  # the other group's rate is its own
-            door.set_optimizer("t", rule(torch.optim.SGD, lr=1000.0))
+            client.set_optimizer("t", rule(torch.optim.SGD, lr=rate))
+            client.push("t", [2 * worker.me.group], torch.ones(1, 1))
+            worker.step(nothing)
+        assert float(client.pull("t", [2 * worker.me.group])) == -111.0
+        client.barrier()
+        if worker.me.group == 0:  # the other group's rate is its own
+            client.set_optimizer("t", rule(torch.optim.SGD, lr=1000.0))
         for _ in range(2):
-            door.push("t", [2 * seat.me.group + 1], torch.ones(1, 1))
-            seat.step(nothing)
-        assert float(door.pull("t", [2 * seat.me.group + 1])) == (-200.0 if seat.me.group else -2000.0)
-        door.close()
-        seat.finish()
+            client.push("t", [2 * worker.me.group + 1], torch.ones(1, 1))
+            worker.step(nothing)
+        assert float(client.pull("t", [2 * worker.me.group + 1])) == (-200.0 if worker.me.group else -2000.0)
+        client.close()
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
 
 
 def test_the_mean_counts_weights_as_dense_gradients_do() -> None:
-    town = Town(job(1, 3, 1, reduce=Reduce.kMean))
+    cluster = ScriptedCluster(job(1, 3, 1, reduce=Reduce.kMean))
     grads = [torch.randn(5, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     weights = [3.0, 1.0, 4.0]
     wanted = torch.empty(20)
     parts = {i: (weights[i], grads[i].view(-1)) for i in range(3)}
-    canonical_mean(parts, town.topology.sum_tree(0), wanted, ScratchBuffers())
+    canonical_mean(parts, cluster.topology.sum_tree(0), wanted, ScratchBuffers())
 
-    def script(seat: Seat) -> None:
-        door = door_of(seat)
-        door.open(TableSpec("t", 5, 4, optimizer=SGD))
-        seat.open()
-        door.push("t", range(5), grads[seat.me.index])
-        nothing = [torch.zeros_like(value) for value in seat.values()]
-        seat.step(nothing, weight=weights[seat.me.index])
-        assert torch.equal(door.pull("t", range(5)).view(-1), torch.zeros(20).sub_(wanted))
-        door.close()
-        seat.finish()
+    def script(worker: ScriptedWorker) -> None:
+        client = client_of(worker)
+        client.open(TableSpec("t", 5, 4, optimizer=SGD))
+        worker.open()
+        client.push("t", range(5), grads[worker.me.index])
+        nothing = [torch.zeros_like(value) for value in worker.values()]
+        worker.step(nothing, weight=weights[worker.me.index])
+        assert torch.equal(client.pull("t", range(5)).view(-1), torch.zeros(20).sub_(wanted))
+        client.close()
+        worker.finish()
 
-    town.play(script)
+    cluster.play(script)
 
 
 # --- dense keys ------------------------------------------------------------------------------------------------------
@@ -692,8 +705,8 @@ def blocks(value: torch.Tensor) -> tuple[range, torch.Tensor]:
     return range(rows), torch.cat([value, value.new_zeros(rows * width - value.numel())]).view(rows, width)
 
 
-def pulled(door: TableClient, name: str, numel: int) -> torch.Tensor:
-    return door.wait(door.pull_async(name, blocks(torch.empty(numel))[0])).view(-1)[:numel]
+def pulled(client: TableClient, name: str, numel: int) -> torch.Tensor:
+    return client.wait(client.pull_async(name, blocks(torch.empty(numel))[0])).view(-1)[:numel]
 
 
 @pytest.mark.parametrize("numel", [1, 63, 16384, 50_001])
@@ -701,78 +714,78 @@ def pulled(door: TableClient, name: str, numel: int) -> torch.Tensor:
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
 def test_a_dense_key_has_torchs_bits(cls: Any, mode: str, numel: int) -> None:
     more = {"lr": 0.01, "momentum": 0.9} if cls is torch.optim.SGD else {"lr": 0.01}
-    dice = torch.Generator().manual_seed(numel)
-    start, grads = torch.randn(numel, generator=dice), [torch.randn(numel, generator=dice) for _ in range(4)]
+    rng = torch.Generator().manual_seed(numel)
+    start, grads = torch.randn(numel, generator=rng), [torch.randn(numel, generator=rng) for _ in range(4)]
     value = nn.Parameter(start.clone())
     optimizer = cls([value], **more, fused=True)
-    town = Town(job(1, 1, 3))
+    cluster = ScriptedCluster(job(1, 1, 3))
 
-    def script(seat: Seat) -> None:
-        door = door_of(seat)
-        door.open(dense_spec("key", numel, mode=mode, first=1))
-        door.assign("key", *blocks(start))
-        door.set_optimizer("key", rule(cls, **more))
+    def script(worker: ScriptedWorker) -> None:
+        client = client_of(worker)
+        client.open(dense_spec("key", numel, mode=mode, first=1))
+        client.assign("key", *blocks(start))
+        client.set_optimizer("key", rule(cls, **more))
         for grad in grads:
             value.grad = grad.clone()
             optimizer.step()
-            door.push("key", *blocks(grad))
-            assert torch.equal(pulled(door, "key", numel), value.detach())
-        assert sum(size.value_bytes for size in door.stats("key")) >= 4 * numel
-        door.close()
+            client.push("key", *blocks(grad))
+            assert torch.equal(pulled(client, "key", numel), value.detach())
+        assert sum(size.value_bytes for size in client.stats("key")) >= 4 * numel
+        client.close()
 
-    town.play(script)
+    cluster.play(script)
 
 
 def test_mixed_modes_without_optimizer_assign_and_add() -> None:
-    town = Town(job(1, 2, 2), 3, STORM)
+    cluster = ScriptedCluster(job(1, 2, 2), 3, STORM)
 
-    def script(seat: Seat) -> None:
-        door, rank = door_of(seat), seat.me.index
+    def script(worker: ScriptedWorker) -> None:
+        client, rank = client_of(worker), worker.me.index
         for mode in ("sync", "async"):
-            door.open(dense_spec(mode, 5, mode=mode))
+            client.open(dense_spec(mode, 5, mode=mode))
             if rank == 0:
-                door.assign(mode, *blocks(torch.full((5,), 7.0)))
-        door.barrier()
+                client.assign(mode, *blocks(torch.full((5,), 7.0)))
+        client.barrier()
         for mode in ("sync", "async"):
-            door.push(mode, *blocks(torch.full((5,), 1.0 + rank)))
-        door.barrier()
+            client.push(mode, *blocks(torch.full((5,), 1.0 + rank)))
+        client.barrier()
         for mode, wanted in (("sync", 3.0), ("async", 10.0)):
-            assert pulled(door, mode, 5).tolist() == [wanted] * 5
-        door.close()
+            assert pulled(client, mode, 5).tolist() == [wanted] * 5
+        client.close()
 
-    town.play(script)
+    cluster.play(script)
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
 def alone(script: Callable[[TableClient], None], **more: Any) -> None:
-    def played(seat: Seat) -> None:
-        door = door_of(seat)
-        script(door)
+    def played(worker: ScriptedWorker) -> None:
+        client = client_of(worker)
+        script(client)
 
-    Town(job(**more)).play(played)
+    ScriptedCluster(job(**more)).play(played)
 
 
 def test_the_worker_says_what_cannot_be() -> None:
-    def script(door: TableClient) -> None:
-        door.open(TableSpec("t", 10, 2, mode="async"))
-        door.open(TableSpec("t", 10, 2, mode="async"))
+    def script(client: TableClient) -> None:
+        client.open(TableSpec("t", 10, 2, mode="async"))
+        client.open(TableSpec("t", 10, 2, mode="async"))
         with pytest.raises(ConfigError, match="another description"):
-            door.open(TableSpec("t", 11, 2, mode="async"))
+            client.open(TableSpec("t", 11, 2, mode="async"))
         with pytest.raises(KeyError, match="'u' is not open; open are: t"):
-            door.pull("u", [1])
+            client.pull("u", [1])
         for ids in ([10], [-1]):
             with pytest.raises(IndexError, match=f"row {ids[0]} of table 't'"):
-                door.pull("t", ids)
+                client.pull("t", ids)
             with pytest.raises(IndexError, match=f"row {ids[0]} of table 't'"):
-                door.push("t", ids, torch.ones(1, 2))
+                client.push("t", ids, torch.ones(1, 2))
         with pytest.raises(ValueError, match="3 elements for 1 rows of table 't', which has rows of 2"):
-            door.push("t", [1], torch.ones(3))
+            client.push("t", [1], torch.ones(3))
         with pytest.raises(IndexError, match="whole numbers"):
-            door.pull("t", torch.ones(2))
-        assert door.pull("t", []).shape == (0, 2)
-        door.close()
+            client.pull("t", torch.ones(2))
+        assert client.pull("t", []).shape == (0, 2)
+        client.close()
 
     alone(script, shards=2)
 
@@ -780,39 +793,39 @@ def test_the_worker_says_what_cannot_be() -> None:
 def test_a_row_that_was_not_given() -> None:
     for dense in (False, True):
 
-        def script(door: TableClient, dense: bool = dense) -> None:
-            door.open(TableSpec("t", 10, 2, mode="async", init="given", dense=dense))
-            door.assign("t", [1, 2], torch.ones(2, 2))
-            assert door.pull("t", [2, 1]).tolist() == [[1, 1], [1, 1]]
+        def script(client: TableClient, dense: bool = dense) -> None:
+            client.open(TableSpec("t", 10, 2, mode="async", init="given", dense=dense))
+            client.assign("t", [1, 2], torch.ones(2, 2))
+            assert client.pull("t", [2, 1]).tolist() == [[1, 1], [1, 1]]
             with pytest.raises(JobError, match="row 3 of table 't' has not been given"):
-                door.pull("t", [1, 3])
+                client.pull("t", [1, 3])
 
         alone(script)
 
 
 def test_workers_that_describe_a_table_differently() -> None:
-    town, heard = Town(job(1, 2, 1)), list[str]()
+    cluster, heard = ScriptedCluster(job(1, 2, 1)), list[str]()
 
-    def script(seat: Seat) -> None:
-        door = door_of(seat)
+    def script(worker: ScriptedWorker) -> None:
+        client = client_of(worker)
 
         def both() -> None:
-            door.open(TableSpec("t", 10, 2 + seat.me.index, mode="async"))
-            door.barrier()
+            client.open(TableSpec("t", 10, 2 + worker.me.index, mode="async"))
+            client.barrier()
 
         with pytest.raises(JobError, match=r"table 't': width is . for one worker and . for another") as caught:
             both()
         assert caught.value.config
         heard.append(str(caught.value))
 
-    town.play(script)
+    cluster.play(script)
     assert len(heard) == 2
 
 
 def test_tables_have_one_home() -> None:
-    town = Town(job(2, 1, 1, nserver_groups=2))
+    cluster = ScriptedCluster(job(2, 1, 1, nserver_groups=2))
     with pytest.raises(ConfigError, match=r"nserver_groups = 2.*must be 1"):
-        TableClient(town.clients[town.workers[0]], town.topology, town.job)
+        TableClient(cluster.clients[cluster.workers[0]], cluster.topology, cluster.job)
 
 
 IDS = pack_ids(np.array([1, 3], dtype=np.int64))

@@ -82,7 +82,7 @@ def test_a_folder_that_goes_while_it_is_taken_is_made_again(base, monkeypatch):
     assert made == [path, path] and path.is_dir()
 
 
-def test_a_name_that_somebody_else_has_taken_is_refused(base):
+def test_a_name_that_another_user_has_taken_is_refused(base):
     (base / "topotrain-name").mkdir()
     (base / "topotrain-name").chmod(0o755)
     with pytest.raises(ConfigError, match=r"must belong to this user, with mode 0700"):

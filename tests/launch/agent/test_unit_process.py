@@ -85,7 +85,7 @@ def test_a_unit_starts_its_server_and_its_worker_and_ends_with_them(unit):
     assert len({event.pid for event in one.of(Started)}) == 2
 
 
-def test_only_the_main_worker_is_heard_and_all_have_logs(unit, tmp_path):
+def test_only_the_main_worker_is_shown_and_all_have_logs(unit, tmp_path):
     one = unit(parts(worker_0_0="talk", worker_0_1="talk"), nworkers_per_procs=2)
     assert one.rest() == 0
     said = [(event.who, event.stream, event.text) for event in one.of(Output)]
@@ -104,7 +104,7 @@ def test_only_the_main_worker_is_heard_and_all_have_logs(unit, tmp_path):
     ("part", "end", "tail"),
     [("exit 3", "ended with exit code 3", "last words\n"), ("killed", "was killed by SIGKILL", "")],
 )
-def test_a_death_that_nobody_explained_is_a_failure(unit, part, end, tail):
+def test_a_death_without_an_explanation_is_a_failure(unit, part, end, tail):
     one = unit(parts(worker_0_0=part))
     assert one.rest() == 1
     (failed,) = one.of(Failed)
@@ -112,7 +112,7 @@ def test_a_death_that_nobody_explained_is_a_failure(unit, part, end, tail):
     assert failed == Failed("worker 0/0", "died", f"worker 0/0 (pid {pid}) {end}", tail)
 
 
-def test_a_failure_that_the_child_told_is_told_once(unit):
+def test_a_failure_that_the_child_reported_is_reported_once(unit):
     one = unit(parts(worker_0_0="program"))
     assert one.rest() == 1
     assert [event.kind for event in one.of(Failed)] == ["program"]
@@ -132,7 +132,7 @@ def test_asked_to_stop_it_ends_the_deaf_too(unit, how):
     assert one.of(Failed) == []
 
 
-def test_signaled_with_everybody_else_it_waits_for_the_launchers_word(unit):
+def test_signaled_with_all_others_it_waits_for_the_launchers_order(unit):
     """Processes that had ended at the signal would have told so before the one that does it of itself."""
     one = unit(parts(worker_0_0="forks", worker_0_1="own handler", server_0_0="stay"), nworkers_per_procs=2, grace_s=60)
     one.until(Notice, text="forked")
@@ -153,7 +153,7 @@ def test_signaled_with_everybody_else_it_waits_for_the_launchers_word(unit):
 
 
 @pytest.mark.parametrize("whom", ["unit", "worker 0/0"])
-def test_signaled_alone_it_ends_when_nobody_says_anything(unit, whom):
+def test_signaled_alone_it_ends_when_no_order_comes(unit, whom):
     """For so long as a last snapshot might take."""
     one = unit(parts(worker_0_0="stay", server_0_0="stay"), grace_s=0.01)
     one.until(Serving, who="worker 0/0")

@@ -1,4 +1,4 @@
-"""Doors without a launcher: who is let in, who is waited for, what is refused, and where parameters are at home."""
+"""Entry points without a launcher: which peers are accepted and waited for, what is refused, where parameters are."""
 
 import socket
 import threading
@@ -78,7 +78,7 @@ def served(**terms: object) -> Iterator[tuple[StaticStore, Serving]]:
 # --- who is let in -----------------------------------------------------------------------------------------------
 
 
-def test_who_was_told_something_else_is_refused_in_words():
+def test_a_process_with_other_settings_is_refused_with_a_reason():
     with served(compare="num_of_gradient_servers") as (store, _):
         right = call(store)
         with pytest.raises(Refused, match=r"worker 0/1 has 3 trainers .*, server 0/0 has 2 trainers") as refused:
@@ -97,7 +97,7 @@ def test_who_was_told_something_else_is_refused_in_words():
         right.close(finished=False)
 
 
-def test_a_worker_that_gives_up_ends_the_job_with_its_words():
+def test_a_worker_that_gives_up_ends_the_job_with_its_message():
     with served(name=lambda address: f"trainer {address.index}") as (store, serving):
         first, second = call(store), call(store, SECOND)
         second.exchange.give_up("ValueError: boom")
@@ -239,7 +239,7 @@ def test_a_flag_in_a_script_is_text():
         tt.init(pservers=["host1", "host2"])
 
 
-def test_flags_say_who_is_where():
+def test_flags_say_which_process_is_where():
     flags = Flags(num_of_gradient_servers=3, pservers="127.0.0.1,127.0.0.2", ports_num=2, port=100, host="127.0.0.2")
     assert flags.store().addresses == ("127.0.0.1:100", "127.0.0.1:101", "127.0.0.2:100", "127.0.0.2:101")
     assert [server.index for server in flags.servers_here()] == [2, 3]
@@ -320,7 +320,7 @@ def test_tasks_that_do_not_exist_are_refused(cluster, job, task, said):
 
 
 @pytest.mark.parametrize("wrong", [{"sync": "False"}, {"wait_s": 0}, {"wait_s": "long"}])
-def test_a_server_s_other_words(wrong):
+def test_a_servers_other_messages(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         tt.train.Server(GOOD, job_name="ps", task_index=0, **wrong)
 
@@ -399,7 +399,7 @@ def test_homes_that_do_not_exist_are_refused():
         parameters((10, -2))
 
 
-def test_a_plan_tells_of_homes():
+def test_a_plan_names_homes():
     job = Job(cluster=Cluster(nservers_per_group=2))
     data = plan(job, PlannedSchema(tuple(parameters((640, 1), (64, -1))))).as_data()
     assert data["homes"] == {"p0": 1}

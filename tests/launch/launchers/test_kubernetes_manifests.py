@@ -195,7 +195,7 @@ def test_without_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.journey
-def test_the_pods_train_when_somebody_plays_the_cluster(tmp_path: Path, served_at: str) -> None:
+def test_the_pods_train_when_a_test_plays_the_cluster(tmp_path: Path, served_at: str) -> None:
     """The command and the variables of each pod, on this machine; what the cluster puts in is put in here."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

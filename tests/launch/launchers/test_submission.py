@@ -94,7 +94,7 @@ def test_one_bundle_of_ray_per_unit(tmp_path: Path) -> None:
     assert "strategy='PACK'" in ask("ray", tmp_path, copies, extra=("strategy=PACK",))
 
 
-def test_every_life_under_ray_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_every_attempt_under_ray_has_a_name_of_its_own(tmp_path: Path) -> None:
     job = job_file.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
     first = submission(job, layout(job.cluster), LaunchOptions(id="x", rendezvous="redis://h/0"), {})
     assert ray.for_attempt(first, 0) is first
@@ -218,7 +218,7 @@ def test_a_job_that_is_in_the_rendezvous_keeps_its_name(tmp_path: Path) -> None:
     assert "=rediss://h/0?ca=x&job=n8\n" in ask("srun", tmp_path, rendezvous="rediss://h/0?ca=x", id="n8")
 
 
-def test_every_life_under_torchrun_has_a_name_of_its_own() -> None:
+def test_every_attempt_under_torchrun_has_a_name_of_its_own() -> None:
     environ = {"TOPOTRAIN_RENDEZVOUS": "redis://h/0?job=a", "TORCHELASTIC_RESTART_COUNT": "0"}
     assert torchrun.rendezvous(environ) == "redis://h/0?job=a"
     assert torchrun.rendezvous({**environ, "TORCHELASTIC_RESTART_COUNT": "2"}) == "redis://h/0?job=a.life-2"

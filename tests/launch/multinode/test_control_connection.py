@@ -340,7 +340,7 @@ def snapshot(workspace: Path, number: int, text: str = "{}") -> Path:
     return path
 
 
-def test_all_begin_the_next_life_from_the_same_snapshot(
+def test_all_begin_the_next_attempt_from_the_same_snapshot(
     two: tuple[LeaderMembership, FollowerMembership], tmp_path: Path, quiet: StopSignals
 ) -> None:
     first, second = two

@@ -153,7 +153,7 @@ def store(tmp_path):
     return open_store((tmp_path / "store").as_uri())
 
 
-def hall(store, rank, nprocs=2, secret=bytes(32)):
+def rendezvous_of(store, rank, nprocs=2, secret=bytes(32)):
     return NodeRendezvous(store, "j", rank, nprocs, secret)
 
 
@@ -167,7 +167,7 @@ def quick(monkeypatch):
 
 
 def entered(store, rank, **given):
-    one = hall(store, rank, **given)
+    one = rendezvous_of(store, rank, **given)
     one.enter(one.introduce("", "file:///s"))
     return one
 
@@ -344,7 +344,7 @@ def test_an_end_that_a_unit_has_written_before_it_was_a_member_ends_all(company)
     assert b.wait(0) == end
 
 
-def test_a_lost_peer_waits_for_who_can_explain_it(company):
+def test_a_lost_peer_waits_for_an_explanation(company):
     (a, run), (b, _) = company(0), company(1)
     for rank in range(3):
         run.set(f"alive/{rank}", b"1")
@@ -414,7 +414,7 @@ def test_a_jobs_entry_in_the_list_that_is_wiped_out_is_made_again(company, store
     store.watch("registry/j", 20)
 
 
-def test_without_a_store_and_the_others_whoever_is_done_ends_alone_and_says_so(company, monkeypatch, tmp_path):
+def test_without_a_store_and_the_others_a_unit_that_is_done_ends_alone_and_says_so(company, monkeypatch, tmp_path):
     monkeypatch.setattr(company_module, "BEAT_S", 0.05)
     monkeypatch.setattr(company_module, "AWAY_S", 0.3)
     block(tmp_path / "store")
@@ -539,7 +539,7 @@ def test_units_in_any_order_are_one_job(units, tmp_path, kind):
 
 
 @pytest.mark.journey
-def test_the_first_cause_is_everybodys(units):
+def test_the_first_cause_is_that_of_all(units):
     args = parts(worker_0_0="stay", worker_0_1="program", worker_0_2="lost_peer", server_0_0="stay")
     job = [units(rank, [arg.replace("_", " ") for arg in args]) for rank in range(3)]
     assert [each.end() for each in job] == [1, 1, 1]
@@ -661,9 +661,9 @@ def test_a_second_job_of_the_same_name_is_refused(units):
     again = units(0, nprocs=2, counts=TWO, name="other")
     assert again.end() == 2
     assert again.err.startswith("job = 'play': runs already (unit ")
-    twin = units(1, nprocs=2, counts=TWO, name="other")
-    assert twin.end() == 2
-    assert "--rank = 1: is taken" in twin.err
+    second = units(1, nprocs=2, counts=TWO, name="other")
+    assert second.end() == 2
+    assert "--rank = 1: is taken" in second.err
     job[1].process.send_signal(signal.SIGTERM)
     assert [each.end() for each in job] == [143] * 2
 

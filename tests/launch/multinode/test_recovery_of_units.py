@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from reports import EventList
 
-from topotrain.config.job import Cluster, Job, Road
+from topotrain.config.job import Cluster, Job, TransportChoice
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import (
     Agreed,
@@ -109,7 +109,7 @@ def test_an_error_waits_until_a_silent_unit_would_have_been_noticed() -> None:
     assert made.due == 105.0 + FAR_CAUSE_S
 
 
-def test_steps_of_other_units_are_listened_to_while_somebody_waits() -> None:
+def test_steps_of_other_units_are_received_while_a_unit_waits() -> None:
     made = machine(SANDBLASTER)
     far = next(who for who in ("worker 0/0", "worker 0/1") if unit_of(SANDBLASTER, who))
     tell(made, 101.0, step(far))  # its first; then it says no more for a while
@@ -121,7 +121,7 @@ def test_steps_of_other_units_are_listened_to_while_somebody_waits() -> None:
     assert not made.wants_steps
 
 
-def test_what_was_heard_of_others_long_ago_is_no_gap() -> None:
+def test_what_was_received_of_others_long_ago_is_no_gap() -> None:
     made = machine(DOWNPOUR)
     tell(made, 101.0, step("worker 2/0"), step("worker 0/0"))
     tell(made, 189.9, step("worker 0/0"))
@@ -208,7 +208,7 @@ def test_without_restarts_or_with_a_loop_of_another_library_a_vanished_unit_ends
     assert give_up.failures[0].text == silent(1).text + "; it does not start again: a loop"
 
 
-def test_no_unit_ends_before_who_lives_there() -> None:
+def test_no_unit_ends_before_its_processes() -> None:
     made = machine(SANDBLASTER)
     for rank in range(len(residents(SANDBLASTER))):
         assert not made.complete
@@ -218,7 +218,7 @@ def test_no_unit_ends_before_who_lives_there() -> None:
 
 # --- servers with a second copy -------------------------------------------------------------------------------------
 
-TWICE = replace(SANDBLASTER, nworkers_per_procs=2, nservers_per_group=2, road=Road.kTcp, replicas=2)
+TWICE = replace(SANDBLASTER, nworkers_per_procs=2, nservers_per_group=2, transport=TransportChoice.kTcp, replicas=2)
 """Unit 0 has the workers, and units 1 and 2 a server each."""
 
 
@@ -290,7 +290,7 @@ def test_servers_that_miss_each_other_let_silent_units_be_suspected() -> None:
     assert not made.suspicious
 
 
-def test_all_groups_that_have_lost_somebody_start_again() -> None:
+def test_all_groups_that_have_lost_a_worker_start_again() -> None:
     made = machine(DOWNPOUR)
     for who in ("worker 1/0", "worker 2/1", "worker 1/1"):
         tell(made, 105.0, Failed(who, "peer", "lost server 0/0", ""))
@@ -353,7 +353,7 @@ def test_of_steps_the_first_is_told_and_the_others_when_they_are_wanted() -> Non
     assert len(said) == 3
 
 
-def test_who_cannot_be_heard_for_long_ends_by_itself() -> None:
+def test_a_unit_that_is_cut_off_for_long_ends_by_itself() -> None:
     made, _ = following()
     made.on_event(Started("worker 0/1", 1), 1.0)
     made.on_event(lost("worker 0/1"), 1.0)
@@ -423,18 +423,18 @@ def test_what_is_no_message_is_refused() -> None:
 
 def test_units_with_any_losses_of_connections_receive_all_messages_once_and_in_order() -> None:
     for seed in range(200):
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         ends, sent, found = (ReliableEnd(), ReliableEnd()), ([], []), ([], [])  # type: ignore[var-annotated]
         ways: list[list[UnitPart]] = [[], []]  # to each end
         for _ in range(60):
-            side = dice.randrange(2)
-            match dice.randrange(4):
+            side = rng.randrange(2)
+            match rng.randrange(4):
                 case 0:
-                    sent[side].append({"n": len(sent[side]), "text": "x" * dice.choice((1, 2 * PART_BYTES))})
+                    sent[side].append({"n": len(sent[side]), "text": "x" * rng.choice((1, 2 * PART_BYTES))})
                     ways[1 - side] += ends[side].send(sent[side][-1])
                 case 1:  # what is on its way is lost from some point on; both send again
                     for way in (0, 1):
-                        del ways[way][dice.randrange(len(ways[way]) + 1) :]
+                        del ways[way][rng.randrange(len(ways[way]) + 1) :]
                         ways[way] += ends[1 - way].unacknowledged()
                 case _ if ways[side]:
                     part = ways[side].pop(0)
@@ -462,7 +462,7 @@ def back(rank: int, word: str = "w") -> UnitReturned:
     return UnitReturned(rank, NodeInfo(rank, "h", 1, "m", "", "", 3, False, word))
 
 
-def test_all_are_waited_for_and_who_vanished_for_a_time() -> None:
+def test_all_are_waited_for_and_vanished_units_for_a_time() -> None:
     made = RestartBarrier(1, (1, 2), (), 60.0)
     made.on_news(ready(1, life=0), 5.0)  # of a life that is over
     assert made.missing == {1, 2}
@@ -475,7 +475,7 @@ def test_all_are_waited_for_and_who_vanished_for_a_time() -> None:
     assert made.back[2].word == "w"
 
 
-def test_who_was_silent_for_a_while_and_who_vanishes_while_others_are_waited_for() -> None:
+def test_units_that_were_silent_for_a_while_and_that_vanish_while_others_are_waited_for() -> None:
     made = RestartBarrier(0, (1, 2), (), 60.0)
     made.on_news(UnitVanished(2, silent(2)), 7.0)
     made.on_news(ready(2, 0), 9.0)  # the same process
@@ -483,7 +483,7 @@ def test_who_was_silent_for_a_while_and_who_vanishes_while_others_are_waited_for
     assert (made.missing, made.gone, made.there) == ({1}, [1], {2})
 
 
-def test_a_unit_where_nobody_would_live_is_not_waited_for_once_it_is_gone() -> None:
+def test_a_unit_without_processes_is_not_waited_for_once_it_is_gone() -> None:
     made = RestartBarrier(0, (1, 2), (2,), 60.0)
     made.on_news(ready(1, 0), 7.0)
     assert made.missing == {2}

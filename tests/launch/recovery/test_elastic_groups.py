@@ -115,7 +115,7 @@ def test_who_dies_while_leaving_is_not_started_again() -> None:
     assert left.how == "was lost while it left"
 
 
-def test_who_dies_before_the_servers_agree_starts_again_and_says_so() -> None:
+def test_a_worker_that_dies_before_the_servers_agree_starts_again_and_says_so() -> None:
     made = machine()
     wish(made, "leave", 2)
     incident, again, answer = made.on_event(lost("worker 2/0"), 105.5)
@@ -125,7 +125,7 @@ def test_who_dies_before_the_servers_agree_starts_again_and_says_so() -> None:
     assert agree(made, "leave", 2) == []  # nobody waits for it now
 
 
-def test_the_servers_are_told_which_of_its_lives_is_to_leave() -> None:
+def test_the_servers_are_told_which_incarnation_is_to_leave() -> None:
     """One that has died meanwhile, as they may know before we do, starts again and stays."""
     made = machine()
     made.on_event(lost("worker 2/0"), 105.0)
@@ -160,7 +160,7 @@ def test_a_group_that_has_left_joins_as_a_new_incarnation() -> None:
     assert agree(made, "join", 2)[1] == RestartGroup(2, 2, "it joins the job")
 
 
-def test_who_joins_too_late_and_ends_with_an_error_is_missed_by_nobody() -> None:
+def test_a_worker_that_joins_too_late_and_ends_with_an_error_is_not_missed() -> None:
     made = machine()
     gone(made, 2)
     wish(made, "join", 2)
@@ -210,14 +210,14 @@ def test_a_group_whose_gradients_are_not_finite_is_put_into_quarantine() -> None
     assert wish(made, "join", 2) == [AskServers("join", 2)]
 
 
-def test_without_anybody_who_could_go_on_the_job_ends_with_the_words_of_the_sick() -> None:
+def test_without_a_group_that_could_go_on_the_job_ends_with_the_message_of_the_failed_one() -> None:
     assert machine().on_event(sick("worker 0/0"), 107.0) == [FailJob((sick("worker 0/0"),))]
     made = machine()
     made.on_event(sick("worker 2/0"), 107.0)
     assert agree(made, "lose", 2, "no other group trains") == [FailJob((sick("worker 2/0"),))]
 
 
-def test_where_nobody_could_read_what_it_leaves_the_job_ends_with_it() -> None:
+def test_where_no_group_could_read_what_it_leaves_the_job_ends_with_it() -> None:
     made = machine(replace(JOB, restarts=0))
     made.on_event(lost("worker 2/0"), 107.0)
     (give_up,) = agree(made, "lose", 2, "no other group trains")
@@ -227,7 +227,7 @@ def test_where_nobody_could_read_what_it_leaves_the_job_ends_with_it() -> None:
     assert isinstance(give_up, FailJob)
 
 
-def test_the_whole_job_starts_again_without_those_who_have_left() -> None:
+def test_the_whole_job_starts_again_without_groups_that_have_left() -> None:
     made = machine()
     gone(made, 2)
     wish(made, "leave", 1)
@@ -275,17 +275,17 @@ def test_a_job_may_begin_with_some_of_its_groups() -> None:
             absent_groups(wrong, layout(CLUSTER))
 
 
-# --- the door ----------------------------------------------------------------------------------------------------
+# --- the control socket --------------------------------------------------------------------------------------------
 
 
 class Porter:
-    """A door with a loop of its own; `say` answers what is wished."""
+    """A control socket with a loop of its own; `say` answers what is wished."""
 
     def __init__(self, folder, say) -> None:
         self.heard: list[GroupRequest] = []
         self.selector = selectors.DefaultSelector()
         folder.mkdir(parents=True)
-        self.door = ControlSocket(folder, self.selector)
+        self.control_socket = ControlSocket(folder, self.selector)
         self.say, self.over = say, False
         self.thread = threading.Thread(target=self.loop)
         self.thread.start()
@@ -293,22 +293,22 @@ class Porter:
     def hear(self, wish: GroupRequest) -> None:
         self.heard.append(wish)
         for answer in self.say(wish):
-            self.door.answer(answer)
+            self.control_socket.answer(answer)
 
     def loop(self) -> None:
         while not self.over:
             for key, _ in self.selector.select(0.02):
                 key.data()
-            for wish in self.door.receive():
+            for wish in self.control_socket.receive():
                 self.hear(wish)
-        self.door.close()
+        self.control_socket.close()
 
     def close(self) -> None:
         self.over = True
         self.thread.join()
 
 
-def test_a_wish_is_heard_and_answered_however_long_the_path(tmp_path) -> None:
+def test_a_request_is_received_and_answered_however_long_the_path(tmp_path) -> None:
     folder = tmp_path / ("long " * 25)
     porter = Porter(
         folder / "run", lambda wish: [AnswerRequest("join", 9, "no"), AnswerRequest(wish.verb, wish.group, "has left")]

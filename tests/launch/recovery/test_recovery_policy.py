@@ -56,14 +56,14 @@ def tell(made: RecoveryPolicy, now: float, *events: Event) -> list[object]:
     return [word for event in events for word in made.on_event(event, now)]
 
 
-def test_what_nobody_dies_of_goes_through() -> None:
+def test_what_no_process_dies_of_goes_through() -> None:
     made = machine()
     for event in (step(WORKERS[0]), Exited("unit 3", 5, 0), finished("server 0/0")):
         assert made.on_event(event, 101.0) == [event]
     assert made.due is None
 
 
-def test_a_dead_worker_takes_its_group_along_and_nobody_else() -> None:
+def test_a_dead_worker_takes_its_group_along_and_no_other() -> None:
     made = machine()
     found = made.on_event(lost("worker 1/0"), 105.0)
     what = "worker 1/0 (pid 7) was killed by SIGKILL"
@@ -245,7 +245,7 @@ def test_old_deaths_are_forgotten() -> None:
         assert isinstance(restarted(made, "worker 1/0", 110.0 + number * WINDOW_S / 3)[1], RestartGroup)
 
 
-def test_restarts_of_the_whole_job_are_counted_over_its_lives() -> None:
+def test_restarts_of_the_whole_job_are_counted_over_its_attempts() -> None:
     made = machine(replace(ALL, limit=1))
     assert isinstance(tell(made, 105.0, lost("server 0/0"))[1], RestartJob)
     made.begin_attempt()
@@ -293,7 +293,7 @@ def test_a_member_that_had_ended_well_starts_again_with_its_group() -> None:
     assert made.complete
 
 
-def test_all_is_complete_when_everybody_has_ended() -> None:
+def test_all_is_complete_when_every_process_has_ended() -> None:
     made = machine()
     tell(made, 105.0, *(Exited(name, 1, 0) for name in EVERYBODY[:-1]))
     assert not made.complete
@@ -383,7 +383,7 @@ def test_where_nothing_may_start_again_a_frozen_process_ends_the_job() -> None:
     assert give_up == FailJob((Failed("worker 1/0", "died", what, ""),))
 
 
-def test_once_the_job_ends_nobody_is_timed_any_more() -> None:
+def test_once_the_job_ends_no_process_is_timed_any_more() -> None:
     made = machine()
     tell(made, 105.0, Frozen("worker 1/0", 7), Failed("worker 0/0", "program", "ValueError", "trace"))
     assert made.due is None

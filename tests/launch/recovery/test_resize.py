@@ -247,7 +247,7 @@ def test_the_first_worker_tells_what_only_its_script_shows() -> None:
 
 
 class Caller:
-    """Asks at the door, on a thread of its own, when the first server is there; keeps what it hears."""
+    """Asks at the control socket, on a thread of its own, when the first server is there; keeps the answer."""
 
     def __init__(self, folder: Path, wish: ResizeRequest) -> None:
         self.folder, self.wish, self.heard, self.events = folder, wish, "", []  # type: ignore[var-annotated]
@@ -269,7 +269,7 @@ class Caller:
 
 
 @pytest.mark.journey
-def test_a_job_goes_on_with_one_worker_more_and_the_caller_hears_when_it_trains(tmp_path: Path, mark: str) -> None:
+def test_a_job_goes_on_with_one_worker_more_and_the_caller_is_told_when_it_trains(tmp_path: Path, mark: str) -> None:
     caller = Caller(tmp_path, ResizeRequest("join", 1, 60.0))
     roles = parts(worker_0_0="stay once", worker_0_1="stay once", server_0_0="saves once")
     outcome, events = launch(tmp_path, roles, caller, restarts=3)
@@ -300,7 +300,7 @@ def test_a_job_of_which_no_snapshot_can_be_taken_goes_on_as_it_was(tmp_path: Pat
 
 
 @pytest.mark.journey
-def test_where_a_death_ends_the_job_nobody_leaves(tmp_path: Path, mark: str) -> None:
+def test_where_a_death_ends_the_job_no_worker_leaves(tmp_path: Path, mark: str) -> None:
     caller = Caller(tmp_path, ResizeRequest("leave", 1, 60.0))
     roles = parts(worker_0_0="until over", worker_0_1="until over", server_0_0="until over")
     outcome, _ = launch(tmp_path, roles, caller)

@@ -1,6 +1,7 @@
 """Whole jobs on this machine whose processes die, parts played in place of training: who starts again, and what it
 leaves behind."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -37,6 +38,7 @@ def test_a_group_starts_again_as_often_as_it_may_and_leaves_nothing_open(tmp_pat
         if isinstance(event, Notice) and event.text.startswith("life"):
             lives.append((event.who, event.text))
             if len(lives) % 2 == 0:  # both workers, which share memory
+                gc.collect()  # what an earlier test has left in this process closes its descriptors now
                 counts.append([len(open_fds(units["unit 0"])), len(os.listdir("/proc/self/fd"))])
                 counts[-1].append(sum("memfd" in name for name in open_fds(units["unit 0"])))
                 for number in range(len(lives) // 2):
@@ -47,7 +49,9 @@ def test_a_group_starts_again_as_often_as_it_may_and_leaves_nothing_open(tmp_pat
     outcome, events = launch(tmp_path, [*roles, "server 0/0=until over"], hear, restarts=3, **groups)
     assert (outcome.code, outcome.cause) == (0, None)
     assert [text for who, text in lives if who == "worker 0/0"] == [f"life {number}" for number in range(4)]
-    assert len({tuple(count) for count in counts}) == 1
+    assert len({(unit, memfds) for unit, _, memfds in counts}) == 1
+    # This process may have a descriptor open for a moment. One for each restart would be in the later counts, too.
+    assert max(own for _, own, _ in counts[2:]) <= max(own for _, own, _ in counts[:2])
     assert counts[0][2] == 1
     actions = [incident.action for incident in told(events, Incident)]
     assert actions == [f"group 0 starts again (incarnation {number})" for number in (1, 2, 3)]
@@ -91,7 +95,7 @@ def test_the_first_death_too_many_ends_the_job(tmp_path, mark):
     assert told(events, Failed) == [outcome.cause]
 
 
-def test_the_programs_exception_ends_the_job_in_any_life(tmp_path, mark):
+def test_the_programs_exception_ends_the_job_in_any_attempt(tmp_path, mark):
     roles = plays(worker_0_1="second fails", worker_0_0="stay", server_0_0="stay")
     outcome, events = launch(tmp_path, roles, restarts=3)
     assert (outcome.code, outcome.cause.who, outcome.cause.kind) == (1, "worker 0/1", "program")
@@ -141,7 +145,7 @@ def test_a_process_that_is_frozen_for_a_moment_goes_on(tmp_path, mark):
     assert told(events, Incident) == []
 
 
-def test_a_signal_ends_a_job_in_which_somebody_is_frozen(tmp_path, mark):
+def test_a_signal_ends_a_job_in_which_a_process_is_frozen(tmp_path, mark):
     def hear(event):
         if isinstance(event, Frozen):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -234,13 +238,15 @@ def test_the_job_survives_the_death_of_a_supervisor(tmp_path, mark, victim):
 @pytest.mark.parametrize("victim", ["worker 0/1", "server 0/0"])
 def test_a_signal_during_a_restart_ends_the_job(tmp_path, mark, victim):
     roles = plays(worker_0_0="deaf", worker_0_1="deaf", server_0_0="deaf")
-    deaf = set()
+    deaf, pids = set(), {}
 
     def hear(event):
+        if isinstance(event, Started):
+            pids[event.who] = event.pid
         if isinstance(event, Notice):
             deaf.add(event.who)
         if len(deaf) == 3 and isinstance(event, Notice):
-            os.kill(next(e["pid"] for e in processes(tmp_path) if victim in e["roles"]), signal.SIGKILL)
+            os.kill(pids[victim], signal.SIGKILL)
         if isinstance(event, Incident):
             os.kill(os.getpid(), signal.SIGTERM)
 

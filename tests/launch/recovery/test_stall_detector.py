@@ -31,7 +31,7 @@ def test_who_does_not_wait_is_waited_for() -> None:
     assert text(still) == ""  # once, up to the next word
 
 
-def test_where_all_wait_nobody_is_to_blame() -> None:
+def test_where_all_wait_no_process_is_to_blame() -> None:
     still = StallDetector((A,))
     still.on_event(Waits(A, 20.0), NOW)
     assert text(still) == "worker 0/0 has waited 20 s so far: for the servers, or for workers elsewhere"

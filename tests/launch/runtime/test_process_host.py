@@ -1,4 +1,4 @@
-"""The code of real processes, in threads of this one: server processes, workers' roads, and what leads where."""
+"""The code of real processes, in threads of this one: server processes, workers' transports, and what leads where."""
 
 import threading
 from pathlib import Path
@@ -47,11 +47,11 @@ def place(tmp_path):
     return made
 
 
-@pytest.mark.parametrize("road", ["kShm", "kTcp"])
+@pytest.mark.parametrize("transport", ["kShm", "kTcp"])
 @pytest.mark.parametrize("layout", ["sandblaster", "allreduce"])
-def test_every_road_gives_the_same_bits(layout, road, tmp_path):
+def test_every_transport_gives_the_same_bits(layout, transport, tmp_path):
     script, build = usual_loop(images(8)), building(Cnn, adam)
-    hosted = run_hosted(job_of(layout, road=road), build, script, tmp_path)
+    hosted = run_hosted(job_of(layout, transport=transport), build, script, tmp_path)
     assert hosted.same_bits(reference(job_of(layout), build, script))
     assert min(hosted.traffic) > 0
 
@@ -65,7 +65,7 @@ def test_what_the_script_does_with_gradients_counts_over_tcp(tmp_path):
             torch.nn.utils.clip_grad_norm_(t.model.parameters(), 0.1)
             t.optimizer.step()
 
-    job, build = job_of("allreduce", road="kTcp"), building(Transformer, adam)
+    job, build = job_of("allreduce", transport="kTcp"), building(Transformer, adam)
     assert run_hosted(job, build, script, tmp_path).same_bits(reference(job, build, script))
 
 
@@ -77,7 +77,7 @@ def test_hidden_gradients_and_wrong_guesses_over_tcp(tmp_path):
                 t.backward(t.losses(cross_entropy, *batch))
             t.optimizer.step()
 
-    job, build = job_of(grads=Grads.kHidden, road="kTcp"), building()
+    job, build = job_of(grads=Grads.kHidden, transport="kTcp"), building()
     hosted = run_hosted(job, build, script, tmp_path)
     assert hosted.same_bits(run_local(job_of(grads=Grads.kHidden), build, script))
 
@@ -110,7 +110,7 @@ def test_optimizer_state_travels_over_tcp(tmp_path):
     def without(t):
         usual_loop([*vectors(3), *vectors(3, seed=5)])(t)
 
-    job, build = job_of(road="kTcp"), building(optimizer=adam)
+    job, build = job_of(transport="kTcp"), building(optimizer=adam)
     assert run_hosted(job, build, script, tmp_path).same_bits(reference(job, build, without))
 
 
@@ -123,7 +123,7 @@ def test_a_refusal_reaches_the_script(tmp_path):
         run_hosted(job_of(), building(), script, tmp_path)
 
 
-# --- roads -------------------------------------------------------------------------------------------------------
+# --- transports --------------------------------------------------------------------------------------------------
 
 SERVER, WORKER = Address(Role.SERVER, 0, 0), Address(Role.WORKER, 0, 0)
 
@@ -149,16 +149,16 @@ class Listener:
         return self.heard
 
 
-@pytest.mark.parametrize(("road", "schemes"), [("kAuto", ["unix", "tcp"]), ("kShm", ["unix"]), ("kTcp", ["tcp"])])
-def test_a_server_is_reached_on_the_roads_of_the_job(road, schemes, place):
-    job = Job(cluster=Cluster(road=road))
-    roads = Router(place(job), ProcessMemory())
-    urls = roads.attach(SERVER, Listener())
-    roads.close()
+@pytest.mark.parametrize(("transport", "schemes"), [("kAuto", ["unix", "tcp"]), ("kShm", ["unix"]), ("kTcp", ["tcp"])])
+def test_a_server_is_reached_on_the_transports_of_the_job(transport, schemes, place):
+    job = Job(cluster=Cluster(transport=transport))
+    router = Router(place(job), ProcessMemory())
+    urls = router.attach(SERVER, Listener())
+    router.close()
     assert [url.partition(":")[0] for url in urls] == schemes
 
 
-def test_who_was_heard_on_a_road_is_answered_there(place):
+def test_a_peer_is_answered_on_the_transport_of_its_message(place):
     home, guest = Router(place(number=1), ProcessMemory()), Router(place(number=2), ProcessMemory())
     server, worker = Listener(), Listener()
     home.publish("server", SERVER, home.attach(SERVER, server))
@@ -208,17 +208,17 @@ def test_a_stranger_is_refused_and_the_others_go_on(place):
     friend.connect(WORKER, SERVER, "server")
     friend.send(WORKER, SERVER, m.Fetch(1))
     assert server.wait(1) == [(WORKER, m.Fetch(1))]
-    for roads in (guest, other, friend, home):
-        roads.close()
+    for router in (guest, other, friend, home):
+        router.close()
 
 
-def test_a_workers_memory_is_shown_on_the_shared_road_only(place):
-    for road, found in (("kShm", True), ("kTcp", False)):
-        job = Job(cluster=Cluster(road=road, server_worker_separate=True))
+def test_a_workers_memory_is_shown_on_the_shared_transport_only(place):
+    for transport, found in (("kShm", True), ("kTcp", False)):
+        job = Job(cluster=Cluster(transport=transport, server_worker_separate=True))
         home = Router(place(job, number=1), ProcessMemory())
         home.publish("server", SERVER, home.attach(SERVER, Listener()))
-        roads = WorkerConnections(place(job, number=0), WORKER)
-        tensor = roads.allocate(100, torch.float32)
-        assert (roads.memory.find(tensor) is not None) is found and not tensor.any()
-        roads.close()
+        connections = WorkerConnections(place(job, number=0), WORKER)
+        tensor = connections.allocate(100, torch.float32)
+        assert (connections.memory.find(tensor) is not None) is found and not tensor.any()
+        connections.close()
         home.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from split_workers import Roads, Town, together
+from split_workers import GroupMailboxes, MailboxChannel, together
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -253,43 +253,43 @@ def held_by(me: int) -> list[gathering.GatheredTensor]:
 
 def test_what_several_hold_comes_to_the_first_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "PIECE_BYTES", 16)
-    most, roads = 0, Roads(3)
+    most, mailboxes = 0, GroupMailboxes(3)
 
-    def work(town: Town) -> dict[str, torch.Tensor]:
+    def work(channel: MailboxChannel) -> dict[str, torch.Tensor]:
         nonlocal most
         made = {name: torch.zeros_like(tensor) for name, (tensor, _) in WHOLES.items()}
-        meeting = WorkerSync(town)
+        meeting = WorkerSync(channel)
 
         class Targets(dict[str, torch.Tensor]):
             def __getitem__(self, name: str) -> torch.Tensor:
                 nonlocal most
-                most = max(most, len(roads.stores[0]))
+                most = max(most, len(mailboxes.stores[0]))
                 return super().__getitem__(name)
 
         for _ in range(2):  # the second time the same
-            if town.me:
-                give(meeting, held_by(town.me), "a test")
+            if channel.me:
+                give(meeting, held_by(channel.me), "a test")
             else:
                 gather(meeting, held_by(0), Targets(made), "a test")
         return made
 
-    found = together(3, work, roads)[0]
+    found = together(3, work, mailboxes)[0]
     for name, (tensor, _) in WHOLES.items():
         assert torch.equal(found[name], tensor), name
-    assert not any(len(store) for store in roads.stores)
+    assert not any(len(store) for store in mailboxes.stores)
     assert most <= 2 * AHEAD  # of the other two
-    assert sum(to == 0 for _, to, _, _ in roads.sent) > 20
+    assert sum(to == 0 for _, to, _, _ in mailboxes.sent) > 20
 
 
 @pytest.mark.parametrize(("absent", "does"), [(0, "steps"), (2, "steps"), (2, "draws")])
 def test_a_worker_that_goes_on_without_the_others_is_named(absent: int, does: str) -> None:
-    def work(town: Town) -> None:
-        meeting = WorkerSync(town)
+    def work(channel: MailboxChannel) -> None:
+        meeting = WorkerSync(channel)
         meeting.draw(0, 0)
-        if town.me == absent:
+        if channel.me == absent:
             meeting.stepped() if does == "steps" else meeting.draw(1, 0)
-        elif town.me:
-            give(meeting, held_by(town.me), "tt.state_dict")
+        elif channel.me:
+            give(meeting, held_by(channel.me), "tt.state_dict")
         else:
             room = {name: torch.zeros_like(tensor) for name, (tensor, _) in WHOLES.items()}
             gather(meeting, held_by(0), room, "tt.state_dict")
@@ -300,11 +300,11 @@ def test_a_worker_that_goes_on_without_the_others_is_named(absent: int, does: st
 
 
 def test_a_worker_that_waits_for_batches_is_not_waited_for_in_a_forward() -> None:
-    def work(town: Town) -> None:
-        meeting = WorkerSync(town)
+    def work(channel: MailboxChannel) -> None:
+        meeting = WorkerSync(channel)
         meeting.draw(0, 0)
         meeting.exchange(ForwardHello(*[0] * 10))
-        if town.me:
+        if channel.me:
             meeting.draw(0, 1)
         else:
             meeting.exchange(ForwardHello(*[0] * 10))

@@ -100,9 +100,9 @@ def fullest(work: TaskGraph, cut: tuple[int, ...], workers: int) -> float:
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_cut_into_stretches_is_evener(workers: int, seed: int) -> None:
-    dice = torch.Generator().manual_seed(seed)
-    seconds = torch.rand(7, generator=dice).tolist()
-    memory = tuple(torch.randint(1, 1000, (7,), generator=dice).tolist())
+    rng = torch.Generator().manual_seed(seed)
+    seconds = torch.rand(7, generator=rng).tolist()
+    memory = tuple(torch.randint(1, 1000, (7,), generator=rng).tolist())
     work = chain(*seconds, memory=memory)
     found = stages_of(work, workers, None)
     assert found == sorted(found or [])

@@ -36,7 +36,7 @@ def test_names_are_read(text, expected):
         (3, "must be like"),
     ],
 )
-def test_what_is_no_name_is_said(text, told):
+def test_what_is_no_name_is_refused(text, told):
     with pytest.raises(ConfigError, match=told):
         parse(text)
 

@@ -41,7 +41,7 @@ def net():
     )
 
 
-def test_by_samples_unless_somebody_says_otherwise():
+def test_by_samples_unless_the_user_says_otherwise():
     assert assigned(net()) == {"0.0": BATCH, "1.0": BATCH, "2": BATCH}
 
 

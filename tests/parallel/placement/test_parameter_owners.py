@@ -64,8 +64,8 @@ def split(me, model, optimizer) -> ModelParts:
 
 
 def push(worker: int, step: int, name: str) -> torch.Tensor:
-    dice = torch.Generator().manual_seed(100 * step + 10 * worker + list(OWNERS).index(name))
-    return torch.randn(dict(Model().named_parameters())[name].shape, generator=dice)
+    rng = torch.Generator().manual_seed(100 * step + 10 * worker + list(OWNERS).index(name))
+    return torch.randn(dict(Model().named_parameters())[name].shape, generator=rng)
 
 
 def script(t) -> None:
@@ -113,14 +113,14 @@ def test_each_worker_holds_its_own_and_the_result_is_whole(servers, shared):
     check(run_local(job_of(nworkers_per_group=2, nservers_per_group=servers), build, script, shared, split))
 
 
-@pytest.mark.parametrize("road", ["kShm", "kTcp"])
+@pytest.mark.parametrize("transport", ["kShm", "kTcp"])
 @pytest.mark.parametrize("servers", ["sandblaster", "allreduce"])
-def test_the_same_over_real_roads_and_into_files(servers, road, tmp_path):
+def test_the_same_over_real_transports_and_into_files(servers, transport, tmp_path):
     def into_files(t):
         script(t)
         t.notes["folder"] = tmp_path
 
-    job = job_of(servers, nworkers_per_group=2, nservers_per_group=2, road=road)
+    job = job_of(servers, nworkers_per_group=2, nservers_per_group=2, transport=transport)
     check(run_hosted(job, build, into_files, tmp_path, describing=split))
     assert [path.name for path in tmp_path.iterdir()] == ["store"], "files without a name stay nowhere"
 

@@ -46,7 +46,7 @@ class Cnn(nn.Module):
 
 
 class Masked(nn.Module):
-    """Everything of torch that has a dropout inside; `probability` is what `Group`'s dice draw."""
+    """Everything of torch that has a dropout inside; `probability` is what `Group`'s generator draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,13 +250,13 @@ def test_the_masks_inside_attention_and_recurrent_layers_are_those_of_the_whole_
     group = Group(whole, blocks, [(x[:4],), (x[4:],)], samples=(4, 3), microbatches=microbatches)
     targets = {4: y[:4], 3: y[4:]}
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-    dice = torch.manual_seed(7).get_state()  # as the group's
+    rng = torch.manual_seed(7).get_state()  # as the group's
     for _ in range(3):
         found = group.step(lambda out, mine: (out - targets[len(mine)]).square().mean())
         optimizer.zero_grad()
-        torch.set_rng_state(dice)  # the group's workers are threads here, with one generator of torch's
+        torch.set_rng_state(rng)  # the group's workers are threads here, with one generator of torch's
         loss = (whole(x) - y).square().mean()
-        dice = torch.get_rng_state()
+        rng = torch.get_rng_state()
         loss.backward()
         optimizer.step()
         assert found == pytest.approx(loss.item(), rel=1e-5)

@@ -104,7 +104,7 @@ def test_memory_of_what_is_elsewhere_is_free() -> None:
     assert model.fc.weight.untyped_storage().nbytes() == 2 * 16 * 4
 
 
-def test_tied_weights_are_with_all_who_use_them() -> None:
+def test_tied_weights_are_with_all_workers_that_use_them() -> None:
     def tied(assignments: dict[str, At], workers: int = 3) -> ParameterOwners:
         model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "mid": nn.Linear(4, 4), "out": nn.Linear(4, 7, bias=False)})
         model["out"].weight = model["embed"].weight
@@ -195,7 +195,7 @@ def test_a_model_on_the_meta_device_gets_what_is_its_own() -> None:
     assert whole.fc.weight.std() > bound / 3
 
 
-def test_the_scripts_dice_are_left_alone() -> None:
+def test_the_generators_of_the_script_are_left_alone() -> None:
     torch.manual_seed(4)
     expected = torch.rand(1)
     torch.manual_seed(4)

@@ -1,4 +1,4 @@
-"""The way from worker to worker: tensors as they were, in parts, over every road; and what happens when one leaves."""
+"""The way from worker to worker: tensors as they were, in parts, over every transport; and the loss of a worker."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ class Pair:
         self.exchanges = {
             me: Client(me, topology, FunctionSender(self.none), ConditionWaiter(0.05)) for me in (FIRST, SECOND)
         }
-        self.first, self.second = (NetworkChannel(door, self.sender(me)) for me, door in self.exchanges.items())
+        self.first, self.second = (NetworkChannel(exchange, self.sender(me)) for me, exchange in self.exchanges.items())
         self.said, self.held = [], False
 
     @staticmethod
@@ -47,7 +47,7 @@ class Pair:
         return FunctionSender(send)
 
     def hand(self, sender, to, message):
-        """As a road that shows no memory."""
+        """As a transport that shows no memory."""
         if message.body is not None:
             place = self.exchanges[to].place(sender, message, False)
             assert place.nbytes == message.body.nbytes and place.data_ptr() != message.body.data_ptr()
@@ -99,7 +99,7 @@ def test_it_is_not_here_before_its_last_part(monkeypatch):
     assert pair.second.arrived(0, KEY)
 
 
-def test_one_key_twice_is_first_come_first_served_and_oneself_needs_no_road():
+def test_one_key_twice_is_first_come_first_served_and_oneself_needs_no_transport():
     pair = Pair()
     for number in range(2):
         pair.second.send(0, KEY, torch.tensor(number))
@@ -111,10 +111,10 @@ def test_one_key_twice_is_first_come_first_served_and_oneself_needs_no_road():
 GOOD = Activation(3, 1, 7, False, False, 0, 1, 12, (3,), "float32", body=torch.zeros(12, dtype=torch.uint8))
 
 
-def hear(door, sender, message):
+def hear(exchange, sender, message):
     if message.body is not None:
-        assert door.place(sender, message, False).nbytes <= crossings.PART_BYTES
-    door.handle(sender, message)
+        assert exchange.place(sender, message, False).nbytes <= crossings.PART_BYTES
+    exchange.handle(sender, message)
 
 
 def test_memory_is_used_again_once_the_other_side_says_that_it_has_read_it():
@@ -131,7 +131,7 @@ def test_memory_is_used_again_once_the_other_side_says_that_it_has_read_it():
         assert torch.equal(pair.second.receive(0, replace(KEY, forward=number))[0], value)
 
 
-def test_whoever_says_that_it_has_read_more_than_was_said_is_turned_away():
+def test_a_peer_that_reports_more_read_than_was_sent_is_refused():
     pair = Pair()
     pair.first.send(1, KEY, torch.zeros(3))
     for taken in (2, -1):
@@ -162,13 +162,13 @@ def test_what_cannot_be_is_refused_before_memory_is_made_for_it(sender, change, 
 
 
 def test_a_part_out_of_turn_is_refused():
-    door = Pair().exchanges[SECOND]
+    exchange = Pair().exchanges[SECOND]
     big = replace(GOOD, nbytes=2 * crossings.PART_BYTES, parts=2, part=1)
     with pytest.raises(m.ProtocolError, match=r"part 1 of 2 .*, 1 have come"):
-        door.handle(FIRST, big)
+        exchange.handle(FIRST, big)
 
 
-def test_a_worker_that_left_is_missed_by_who_wants_something_of_it():
+def test_a_worker_that_left_is_missed_by_a_worker_that_needs_it():
     pair = Pair()
     pair.first.send(1, KEY, torch.ones(2))
     pair.exchanges[SECOND].lost(FIRST, "its script has ended")
@@ -185,7 +185,7 @@ def test_a_worker_that_left_is_missed_by_who_wants_something_of_it():
 
 def test_a_way_that_is_gone_and_a_server_that_refuses_end_the_passage():
     pair = Pair()
-    door = pair.exchanges[FIRST]
+    exchange = pair.exchanges[FIRST]
 
     def send(to, message):
         raise TransportError("no way")
@@ -195,13 +195,13 @@ def test_a_way_that_is_gone_and_a_server_that_refuses_end_the_passage():
     )
     with pytest.raises(PeerLost, match="worker 0/0 lost worker 0/1: no way"):
         NetworkChannel(alone, FunctionSender(send)).send(1, KEY, torch.ones(1))
-    door.handle(SERVER, m.Fail("the models differ", True))
+    exchange.handle(SERVER, m.Fail("the models differ", True))
     for ask in (pair.first.receive, pair.first.arrived):
         with pytest.raises(JobError, match="the models differ"):
             ask(1, KEY)
 
 
-# --- over real roads ---------------------------------------------------------------------------------------------
+# --- over real transports ----------------------------------------------------------------------------------------
 
 PLACES = {
     "shared memory": ("sandblaster", "kShm", ()),
@@ -213,14 +213,14 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_workers_meet_send_train_and_leave(place, tmp_path, monkeypatch):
-    name, road, hosts = PLACES[place]
+    name, transport, hosts = PLACES[place]
     monkeypatch.setattr(crossings, "PART_BYTES", 1 << 20)
-    job = job_of(name, nworkers_per_group=3, nservers_per_group=3 if name == "allreduce" else 1, road=road)
+    job = job_of(name, nworkers_per_group=3, nservers_per_group=3 if name == "allreduce" else 1, transport=transport)
     job = replace(job, grads=Grads.kHidden)
     left = []
 
     def script(t):
-        crossing = t.notes["roads"].meet_group()
+        crossing = t.notes["connections"].meet_group()
         me, others = t.me.index, [index for index in range(3) if index != t.me.index]
         for forward in range(4):
             key = TensorKey(forward, 0, 0, False)
@@ -244,10 +244,10 @@ def test_a_list_of_addresses_is_no_place_to_meet(tmp_path, monkeypatch):
     from topotrain.comm.store.discovery.static_addresses import StaticStore
 
     def script(t):
-        roads = t.notes["roads"]
-        monkeypatch.setattr(roads, "_place", replace(roads._place, store=StaticStore(["127.0.0.1:7164"])))
+        connections = t.notes["connections"]
+        monkeypatch.setattr(connections, "_place", replace(connections._place, store=StaticStore(["127.0.0.1:7164"])))
         with pytest.raises(ConfigError, match="split model: needs a store in which the workers find each other"):
-            roads.meet_group()
+            connections.meet_group()
         usual_loop(vectors(1))(t)
 
     run_hosted(job_of("one"), building(), script, tmp_path)

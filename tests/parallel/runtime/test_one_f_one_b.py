@@ -6,7 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from split_workers import BATCH, NUMBER, OWN, WHOLE, Cut, Roads, Town, at, make_runner, mean_gradients, rows, together
+from split_workers import (
+    BATCH,
+    NUMBER,
+    OWN,
+    WHOLE,
+    Cut,
+    GroupMailboxes,
+    MailboxChannel,
+    at,
+    make_runner,
+    mean_gradients,
+    rows,
+    together,
+)
 from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -84,18 +97,18 @@ def run(program: Program, counts: tuple[int, ...], schedule: Schedule, micros: i
     for model in models:
         for stage in model.stages:
             stage.forget()
-    roads = Roads(len(counts))
+    mailboxes = GroupMailboxes(len(counts))
 
-    def work(town: Town) -> float:
-        weight = float(counts[town.me])
-        runner = make_runner(program, models[town.me], town, lambda: weight, micros, schedule)
-        loss = runner(*shares[town.me])
-        assert all(p.grad is None for p in models[town.me].parameters())  # until the script says so
+    def work(channel: MailboxChannel) -> float:
+        weight = float(counts[channel.me])
+        runner = make_runner(program, models[channel.me], channel, lambda: weight, micros, schedule)
+        loss = runner(*shares[channel.me])
+        assert all(p.grad is None for p in models[channel.me].parameters())  # until the script says so
         (0.5 * loss).backward()
         return loss.item()
 
-    told = together(len(counts), work, roads)
-    assert not any(len(store) for store in roads.stores)
+    told = together(len(counts), work, mailboxes)
+    assert not any(len(store) for store in mailboxes.stores)
     return told, models
 
 
@@ -135,17 +148,24 @@ def test_it_needs_a_model_that_returns_its_loss():
     cut = Cut(1)
     program = cut.program(cut.module("0", at(0), rows(4), cut.input("x", rows(4))))
     with pytest.raises(ConfigError, match="schedule = 'k1F1B': needs a forward that returns the loss"):
-        make_runner(program, nn.Sequential(nn.Linear(4, 4)), Town(Roads(1), 0), lambda: 1.0, 2, Schedule.k1F1B)
+        make_runner(
+            program,
+            nn.Sequential(nn.Linear(4, 4)),
+            MailboxChannel(GroupMailboxes(1), 0),
+            lambda: 1.0,
+            2,
+            Schedule.k1F1B,
+        )
 
 
 def test_without_gradients_it_only_goes_forward():
     program, counts = CASES[0]
     shares, model = shares_of(*counts), Pipe()
 
-    def work(town: Town) -> float:
+    def work(channel: MailboxChannel) -> float:
         with torch.no_grad():
-            return make_runner(program, copy.deepcopy(model), town, lambda: 8.0, 4, Schedule.k1F1B)(
-                *shares[town.me]
+            return make_runner(program, copy.deepcopy(model), channel, lambda: 8.0, 4, Schedule.k1F1B)(
+                *shares[channel.me]
             ).item()
 
     expected = model(*(torch.cat([share[k] for share in shares]) for k in range(2))).item()

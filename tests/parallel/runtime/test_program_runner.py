@@ -13,8 +13,8 @@ from split_workers import (
     SAME,
     WHOLE,
     Cut,
-    Roads,
-    Town,
+    GroupMailboxes,
+    MailboxChannel,
     at,
     feature,
     make_runner,
@@ -40,28 +40,29 @@ def train(
     loss: Loss = lambda output, *_: output.square().mean(),
     weights: list[float] | None = None,
     steps: int = 2,
-    roads: Roads | None = None,
+    mailboxes: GroupMailboxes | None = None,
     **settings: Any,
 ) -> tuple[list[float], nn.Module]:
     """Losses of the group and the model after so many steps; every worker has a copy of the whole model."""
     weights = weights or [float(len(share[0])) for share in shares]
     count = len(shares)
     models = [copy.deepcopy(model) for _ in shares]
-    towns: list[Town | None] = [None] * count
-    roads = roads or Roads(count)
+    channels: list[MailboxChannel | None] = [None] * count
+    mailboxes = mailboxes or GroupMailboxes(count)
     runners = [
-        make_runner(program, models[k], Town(roads, k), lambda k=k: weights[k], **settings) for k in range(count)
+        make_runner(program, models[k], MailboxChannel(mailboxes, k), lambda k=k: weights[k], **settings)
+        for k in range(count)
     ]
     losses = []
     for _ in range(steps):
 
-        def work(town: Town) -> float:
-            towns[town.me] = town
-            value = loss(runners[town.me](*shares[town.me]), *shares[town.me])
+        def work(channel: MailboxChannel) -> float:
+            channels[channel.me] = channel
+            value = loss(runners[channel.me](*shares[channel.me]), *shares[channel.me])
             value.backward()
             return value.item()
 
-        told = together(count, work, roads)
+        told = together(count, work, mailboxes)
         counts = [runner.counts for runner in runners]
         losses.append(sum(w * v for w, v in zip(weights, told, strict=True) if w) / sum(weights))
         means = mean_gradients(models, counts)
@@ -71,7 +72,7 @@ def train(
                     if means[name] is not None:
                         parameter -= 0.1 * means[name]
                 parameter.grad = None
-    assert not any(len(store) for store in roads.stores)
+    assert not any(len(store) for store in mailboxes.stores)
     return losses, models[0]
 
 
@@ -168,11 +169,11 @@ def test_microbatches(micros, counts):
     same(train(program, Three(), shares_of(*counts), microbatches=micros), whole(Three(), shares_of(*counts)))
 
 
-class Noting(Town):
+class Noting(MailboxChannel):
     """Writes down what a worker says and hears of gradients."""
 
-    def __init__(self, roads: Roads, me: int) -> None:
-        super().__init__(roads, me)
+    def __init__(self, mailboxes: GroupMailboxes, me: int) -> None:
+        super().__init__(mailboxes, me)
         self.noted: list[str] = []
 
     def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool = False) -> None:
@@ -184,12 +185,12 @@ class Noting(Town):
         return super().receive(source, key)
 
 
-def test_the_last_stage_hears_of_all_micro_batches_before_the_first_one_goes_back():
-    program, shares, roads = three(2, at(0), at(1), at(1)), shares_of(8, 8), Roads(2)
-    towns = [Noting(roads, k) for k in range(2)]
-    runners = [make_runner(program, copy.deepcopy(Three()), towns[k], lambda: 8.0, microbatches=4) for k in range(2)]
-    together(2, lambda town: runners[town.me](*shares[town.me]).square().mean().backward(), roads)
-    assert towns[0].noted == ["says"] * 4 + ["hears"] * 4
+def test_the_last_stage_receives_all_micro_batches_before_the_first_one_goes_back():
+    program, shares, mailboxes = three(2, at(0), at(1), at(1)), shares_of(8, 8), GroupMailboxes(2)
+    channels = [Noting(mailboxes, k) for k in range(2)]
+    runners = [make_runner(program, copy.deepcopy(Three()), channels[k], lambda: 8.0, microbatches=4) for k in range(2)]
+    together(2, lambda channel: runners[channel.me](*shares[channel.me]).square().mean().backward(), mailboxes)
+    assert channels[0].noted == ["says"] * 4 + ["hears"] * 4
 
 
 class Halves(nn.Module):
@@ -226,9 +227,9 @@ def test_features_that_are_cut(counts):
     replicas = [copy.deepcopy(model) for _ in counts]
     weights = [float(count) for count in counts]
 
-    def work(town: Town) -> float:
-        runner = make_runner(halves(workers, town.me), replicas[town.me], town, lambda: weights[town.me])
-        value = runner(*shares[town.me]).square().mean()
+    def work(channel: MailboxChannel) -> float:
+        runner = make_runner(halves(workers, channel.me), replicas[channel.me], channel, lambda: weights[channel.me])
+        value = runner(*shares[channel.me]).square().mean()
         value.backward()
         return value.item()
 
@@ -245,27 +246,34 @@ def test_features_that_are_cut(counts):
 
 
 def call_all(
-    program: Program, model: nn.Module, shares: list[tuple[Any, ...]], use: Callable[[Runner, Town], Any], **kwargs: Any
+    program: Program,
+    model: nn.Module,
+    shares: list[tuple[Any, ...]],
+    use: Callable[[Runner, MailboxChannel], Any],
+    **kwargs: Any,
 ) -> tuple[list[Any], list[nn.Module]]:
     """What `use` gives with each worker's runner, and the workers' models."""
     models = [copy.deepcopy(model) for _ in shares]
-    roads = Roads(len(shares))
+    mailboxes = GroupMailboxes(len(shares))
 
-    def work(town: Town) -> Any:
-        return use(make_runner(program, models[town.me], town, lambda: float(len(shares[town.me][0])), **kwargs), town)
+    def work(channel: MailboxChannel) -> Any:
+        return use(
+            make_runner(program, models[channel.me], channel, lambda: float(len(shares[channel.me][0])), **kwargs),
+            channel,
+        )
 
-    results = together(len(shares), work, roads)
-    assert not any(len(store) for store in roads.stores)
+    results = together(len(shares), work, mailboxes)
+    assert not any(len(store) for store in mailboxes.stores)
     return results, models
 
 
 def test_without_gradients_nothing_is_kept_and_nothing_goes_back():
     shares = shares_of(3, 2)
 
-    def use(runner: Runner, town: Town) -> torch.Tensor:
+    def use(runner: Runner, channel: MailboxChannel) -> torch.Tensor:
         runner.model.eval()
         with torch.no_grad():
-            return runner(*shares[town.me])
+            return runner(*shares[channel.me])
 
     found, _ = call_all(three(2, at(0), at(1), at(0)), Three(), shares, use)
     assert not any(output.requires_grad for output in found)
@@ -275,8 +283,8 @@ def test_without_gradients_nothing_is_kept_and_nothing_goes_back():
 def test_a_graph_is_gone_through_twice():
     shares = shares_of(4, 4)
 
-    def use(runner: Runner, town: Town) -> None:
-        output = runner(*shares[town.me])
+    def use(runner: Runner, channel: MailboxChannel) -> None:
+        output = runner(*shares[channel.me])
         output.square().mean().backward(retain_graph=True)
         output.abs().mean().backward()
 
@@ -302,10 +310,10 @@ def test_a_loss_that_needs_only_one_output_lets_all_moves_go_back():
     program = cut.program({"left": cut.move(left, BATCH), "right": (cut.move(right, BATCH), 3)})
     shares = shares_of(4, 4)
 
-    def use(runner: Runner, town: Town) -> None:
-        output = runner(*shares[town.me])
+    def use(runner: Runner, channel: MailboxChannel) -> None:
+        output = runner(*shares[channel.me])
         assert output["right"][1] == 3
-        (output["left"].mean() + (output["right"][0].mean() if town.me == 0 else 0.0)).backward()
+        (output["left"].mean() + (output["right"][0].mean() if channel.me == 0 else 0.0)).backward()
 
     _, models = call_all(program, Two(), shares, use)
     model = Two()
@@ -347,7 +355,7 @@ def test_what_is_written_over_after_it_has_left_arrives_as_it_was():
     over = cut.module("act", BATCH, rows(8), made)
     back = cut.move(cut.module("b", at(1), rows(8), there), BATCH)
     program = cut.program((cut.call(torch.add, BATCH, rows(8), over, back), back))
-    found, _ = call_all(program, Three(), shares, lambda runner, town: runner(*shares[town.me])[0])
+    found, _ = call_all(program, Three(), shares, lambda runner, channel: runner(*shares[channel.me])[0])
     model = Three()
     hidden = model.a(torch.cat([share[0] for share in shares]))
     assert near(torch.cat(found), model.b(hidden) + torch.relu(hidden))
@@ -356,8 +364,8 @@ def test_what_is_written_over_after_it_has_left_arrives_as_it_was():
 def test_what_the_model_returns_may_be_written_to():
     shares = shares_of(2, 2)
 
-    def use(runner: Runner, town: Town) -> None:
-        output = runner(*shares[town.me])
+    def use(runner: Runner, channel: MailboxChannel) -> None:
+        output = runner(*shares[channel.me])
         output += 1.0
         output[:, 0] = 0.0
         output.sum().backward()
@@ -377,8 +385,8 @@ def test_numbers_of_samples_are_those_of_the_place():
     program = cut.program((cut.move(mean, WHOLE), SizeArgument(2, 1)))
     shares = shares_of(3, 5)
 
-    def use(runner: Runner, town: Town) -> tuple[float, int]:
-        loss, size = runner(*shares[town.me])
+    def use(runner: Runner, channel: MailboxChannel) -> tuple[float, int]:
+        loss, size = runner(*shares[channel.me])
         loss.backward()
         return loss.item(), size
 
@@ -408,7 +416,9 @@ def test_batchnorm_on_one_worker_sees_the_whole_batch_and_micro_batches_in_order
     shares = shares_of(4, 4)
     loss: Loss = lambda output, *_: (output * torch.linspace(0, 1, 8)).square().mean()  # noqa: E731
     same(train(program, Norm(), shares, loss), whole(Norm(), shares, loss))
-    _, models = call_all(program, Norm(), shares, lambda runner, town: runner(*shares[town.me]) is None, microbatches=2)
+    _, models = call_all(
+        program, Norm(), shares, lambda runner, channel: runner(*shares[channel.me]) is None, microbatches=2
+    )
     model = Norm()
     for half in (0, 2):
         model(torch.cat([share[0][half : half + 2] for share in shares]))
@@ -418,9 +428,9 @@ def test_batchnorm_on_one_worker_sees_the_whole_batch_and_micro_batches_in_order
 def test_under_autocast_values_travel_as_they_are():
     shares = shares_of(2, 2)
 
-    def use(runner: Runner, town: Town) -> torch.Tensor:
+    def use(runner: Runner, channel: MailboxChannel) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            output = runner(*shares[town.me])
+            output = runner(*shares[channel.me])
         output.float().square().mean().backward()
         return output
 
@@ -436,16 +446,16 @@ def test_under_autocast_values_travel_as_they_are():
 def test_frozen_layers_send_no_gradient():
     model = Three()
     model.a.requires_grad_(False)
-    roads = Roads(2)
+    mailboxes = GroupMailboxes(2)
     shares = shares_of(4, 4)
     runner_of = {}
 
-    def work(town: Town) -> None:
-        runner_of[town.me] = make_runner(three(2, at(0), at(1), at(1)), copy.deepcopy(model), town, lambda: 4.0)
-        runner_of[town.me](*shares[town.me]).square().mean().backward()
+    def work(channel: MailboxChannel) -> None:
+        runner_of[channel.me] = make_runner(three(2, at(0), at(1), at(1)), copy.deepcopy(model), channel, lambda: 4.0)
+        runner_of[channel.me](*shares[channel.me]).square().mean().backward()
 
-    together(2, work, roads)
-    assert {key.edge for _, _, key, _ in roads.sent if key.backward} == {2}  # the output's, not a's result
+    together(2, work, mailboxes)
+    assert {key.edge for _, _, key, _ in mailboxes.sent if key.backward} == {2}  # the output's, not a's result
     assert runner_of[1].model.b.weight.grad is not None
 
 
@@ -476,9 +486,9 @@ def drops(places: tuple[Any, Any, Any]) -> Program:
 def test_masks_are_those_of_the_unsplit_model(places, micros):
     shares = shares_of(4, 3)
 
-    def use(runner: Runner, town: Town) -> torch.Tensor:
+    def use(runner: Runner, channel: MailboxChannel) -> torch.Tensor:
         runner._generator = torch.Generator().manual_seed(5)
-        return runner(*shares[town.me])
+        return runner(*shares[channel.me])
 
     found, _ = call_all(drops(places), Drops(), shares, use, microbatches=micros)
     model = Drops()
@@ -491,38 +501,38 @@ def test_in_evaluation_modules_drop_nothing():
     cut = Cut(1)
     program = cut.program(cut.module("0", BATCH, rows(4), cut.input("input", rows(4)), random=True))
     (x,) = shares_of(3)[0]
-    found, _ = call_all(program, nn.Sequential(module), [(x,)], lambda runner, town: runner(x))
+    found, _ = call_all(program, nn.Sequential(module), [(x,)], lambda runner, channel: runner(x))
     assert torch.equal(found[0], x)
 
 
 # --- scripts that do not fit together ---------------------------------------------------------------------------------
 
 
-def disagree(use: Callable[[Runner, Town], Any], message: str, program: Program | None = None) -> None:
+def disagree(use: Callable[[Runner, MailboxChannel], Any], message: str, program: Program | None = None) -> None:
     with pytest.raises(ConfigError, match=message):
         call_all(program or three(2, at(0), at(1), BATCH), Three(), shares_of(2, 2), use)
 
 
 def test_another_mode_is_told():
-    def use(runner: Runner, town: Town) -> Any:
-        runner.model.train(town.me == 0)
-        return runner(*shares_of(2, 2)[town.me])
+    def use(runner: Runner, channel: MailboxChannel) -> Any:
+        runner.model.train(channel.me == 0)
+        return runner(*shares_of(2, 2)[channel.me])
 
     disagree(use, "worker 1 of the group calls the model in another mode")
 
 
 def test_gradients_on_one_worker_alone_are_told():
-    def use(runner: Runner, town: Town) -> Any:
-        with torch.set_grad_enabled(town.me == 0):
-            return runner(*shares_of(2, 2)[town.me])
+    def use(runner: Runner, channel: MailboxChannel) -> Any:
+        with torch.set_grad_enabled(channel.me == 0):
+            return runner(*shares_of(2, 2)[channel.me])
 
     disagree(use, "switched on or off")
 
 
 def test_another_state_of_chance_is_told():
-    def use(runner: Runner, town: Town) -> Any:
-        runner._generator = torch.Generator().manual_seed(town.me)
-        return runner(*shares_of(2, 2)[town.me])
+    def use(runner: Runner, channel: MailboxChannel) -> Any:
+        runner._generator = torch.Generator().manual_seed(channel.me)
+        return runner(*shares_of(2, 2)[channel.me])
 
     with pytest.raises(ConfigError, match="the same number on all workers"):
         call_all(drops((BATCH,) * 3), Drops(), shares_of(2, 2), use)
@@ -530,10 +540,10 @@ def test_another_state_of_chance_is_told():
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_one_call_more_on_one_worker_is_told(more):
-    def use(runner: Runner, town: Town) -> Any:
-        for _ in range(2 if town.me == more else 1):
-            runner(*shares_of(2, 2)[town.me])
-        if town.me != more:
+    def use(runner: Runner, channel: MailboxChannel) -> Any:
+        for _ in range(2 if channel.me == more else 1):
+            runner(*shares_of(2, 2)[channel.me])
+        if channel.me != more:
             runner.sync.stepped()
         return None
 
@@ -543,9 +553,9 @@ def test_one_call_more_on_one_worker_is_told(more):
 
 
 def test_a_worker_that_leaves_out_its_backward_is_told():
-    def use(runner: Runner, town: Town) -> Any:
-        output = runner(*shares_of(2, 2)[town.me])
-        if town.me == 0:
+    def use(runner: Runner, channel: MailboxChannel) -> Any:
+        output = runner(*shares_of(2, 2)[channel.me])
+        if channel.me == 0:
             output.mean().backward()
         runner.sync.stepped()
 
@@ -553,11 +563,11 @@ def test_a_worker_that_leaves_out_its_backward_is_told():
 
 
 def test_a_worker_that_calls_again_before_its_backward_is_told():
-    def use(runner: Runner, town: Town) -> Any:
-        output = runner(*shares_of(2, 2)[town.me])
-        if town.me == 0:
+    def use(runner: Runner, channel: MailboxChannel) -> Any:
+        output = runner(*shares_of(2, 2)[channel.me])
+        if channel.me == 0:
             output.mean().backward()
-        runner(*shares_of(2, 2)[town.me])
+        runner(*shares_of(2, 2)[channel.me])
 
     disagree(use, "worker 1 of the group calls the split model again after 0 backwards, worker 0")
 
@@ -565,19 +575,23 @@ def test_a_worker_that_calls_again_before_its_backward_is_told():
 def test_steps_and_calls_without_gradient_in_between_are_no_disagreement():
     shares = shares_of(2, 2)
 
-    def use(runner: Runner, town: Town) -> None:
+    def use(runner: Runner, channel: MailboxChannel) -> None:
         for _ in range(3):
-            runner(*shares[town.me]).mean().backward()
+            runner(*shares[channel.me]).mean().backward()
             runner.sync.stepped()
             with torch.no_grad():
-                runner(*shares[town.me])
+                runner(*shares[channel.me])
 
     models = [Three(), Three()]
-    roads = Roads(2)
+    mailboxes = GroupMailboxes(2)
     together(
-        2, lambda town: use(make_runner(three(2, at(0), at(1), BATCH), models[town.me], town, lambda: 2.0), town), roads
+        2,
+        lambda channel: use(
+            make_runner(three(2, at(0), at(1), BATCH), models[channel.me], channel, lambda: 2.0), channel
+        ),
+        mailboxes,
     )
-    left = [key for store in roads.stores for _, key in store._came]
+    left = [key for store in mailboxes.stores for _, key in store._came]
     assert all(key.edge == ControlEdge.STEPPED for key in left) and len(left) <= 2  # no later forward has read them
 
 
@@ -594,6 +608,6 @@ def test_an_error_in_a_step_names_the_line_and_ends_all():
 
 
 def test_arguments_that_do_not_fit_are_told():
-    disagree(lambda runner, town: runner(torch.ones(2, 5)), r"x = \(2, 5\): the split model takes .* \(samples, 4\)")
+    disagree(lambda runner, channel: runner(torch.ones(2, 5)), r"x = \(2, 5\): the split model takes .* \(samples, 4\)")
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
-        call_all(three(2, at(0), at(1), BATCH), Three(), shares_of(2, 2), lambda runner, town: runner())
+        call_all(three(2, at(0), at(1), BATCH), Three(), shares_of(2, 2), lambda runner, channel: runner())

@@ -67,7 +67,7 @@ def test_resume_in_the_file(workspace, tmp_path, capsys):
     assert "starts at the beginning" in capsys.readouterr().err
 
 
-def test_where_nobody_could_choose_for_all(tmp_path):
+def test_where_no_unit_could_choose_for_all(tmp_path):
     refuse_elsewhere(Job())
     refuse_elsewhere(Job(resume=True))
     with pytest.raises(ConfigError, match=r"start_groups.*needs `topotrain run`"):

@@ -112,7 +112,7 @@ def test_memory_of_a_collective_counts_what_is_passed_on() -> None:
     assert copies(engine="kGloo") == [1, 1, 1]
 
 
-def test_the_tables_name_everybody() -> None:
+def test_the_tables_name_every_process() -> None:
     text = planned(FRAMEWORKS["Downpour"][0]).explain()
     lines = text.splitlines()
     assert max(map(len, lines)) <= 120

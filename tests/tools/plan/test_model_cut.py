@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from topotrain.config.job import Cluster, ConfigError, Job, Link, Partition, Placement, Road, Schedule
+from topotrain.config.job import Cluster, ConfigError, Job, Link, Partition, Placement, Schedule, TransportChoice
 from topotrain.config.job_file import load_with_warnings
 from topotrain.config.topology import layout
 from topotrain.parallel.api.dry_run import PreparedArguments
@@ -177,7 +177,7 @@ def test_memory_goes_by_owners() -> None:
     assert memory[1]["parameters"] - memory[0]["parameters"] == sizes["head.weight"] + sizes["head.bias"]
 
 
-def test_auto_places_what_nobody_has_placed() -> None:
+def test_auto_places_what_the_user_has_not_placed() -> None:
     head = Partition(match="head", partition_dim=-1, location=0)
     found = cut(auto(partition=(head,)))
     places = {step["target"]: step["layout"] for step in found.plan.as_data()["steps"] if step["kind"] == "module"}
@@ -279,7 +279,7 @@ def needed(job: Job, state_factor: float = 0.0, **more: Any) -> dict[str, Proces
 
 def test_a_process_holds_what_its_residents_hold() -> None:
     """Over TCP: values, gradients, and on servers what is pushed, by whoever has it, and the optimizer's state."""
-    cluster = Cluster(nworkers_per_group=2, nservers_per_group=2, road=Road.kTcp)
+    cluster = Cluster(nworkers_per_group=2, nservers_per_group=2, transport=TransportChoice.kTcp)
     job = replace(hybrid(), cluster=cluster)
     found, parameters = needed(job, 2.0), cut(job).parameters
     sizes = [4 * p.count for p in parameters]
@@ -319,7 +319,7 @@ def test_beside_a_separate_server_workers_map_what_they_pass_each_other_and_it_d
 
 
 def test_a_server_copies_what_a_snapshot_writes() -> None:
-    job = replace(hybrid(), cluster=Cluster(nworkers_per_group=2, road=Road.kTcp))
+    job = replace(hybrid(), cluster=Cluster(nworkers_per_group=2, transport=TransportChoice.kTcp))
     found, none, often = (
         needed(replace(job, **more), 2.0)["server 0/0"]
         for more in ({}, {"snapshot_s": 0}, {"snapshot_s": 0, "checkpoint_freq": 10})
@@ -330,7 +330,7 @@ def test_a_server_copies_what_a_snapshot_writes() -> None:
 
 
 def test_schedules_keep_more_or_less() -> None:
-    apart = Cluster(nworkers_per_group=2, road=Road.kTcp)
+    apart = Cluster(nworkers_per_group=2, transport=TransportChoice.kTcp)
     blocks = (
         Partition(match="conv", partition_dim=-1, location=0),
         Partition(match="layers|head", partition_dim=-1, location=1),
@@ -347,7 +347,7 @@ def test_schedules_keep_more_or_less() -> None:
 
 
 def test_the_processes_of_a_host_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True, road=Road.kTcp)
+    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True, transport=TransportChoice.kTcp)
     found = needed(replace(hybrid(), cluster=cluster), hosts=(0, 1, 1))
     assert [(need.who, need.host) for need in found.values()] == [
         ("worker 0/0", 0),
@@ -393,7 +393,7 @@ def places_of(job: Job) -> tuple[list[int], str]:
 
 
 def test_what_is_quickest_and_too_large_gives_way_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = replace(auto(snapshot_s=0), cluster=Cluster(nworkers_per_group=2, road=Road.kTcp))
+    job = replace(auto(snapshot_s=0), cluster=Cluster(nworkers_per_group=2, transport=TransportChoice.kTcp))
     assert places_of(job)[0] == [0, 0, 0, 0, 1]
     monkeypatch.setattr(memory_check, "_STACK", 0)
     bounds = {
@@ -416,7 +416,7 @@ def test_what_is_quickest_and_too_large_gives_way_to_what_fits(monkeypatch: pyte
 
 def test_hosts_that_are_too_small_share_more_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers on two hosts, and a server on a third."""
-    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True, road=Road.kTcp)
+    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True, transport=TransportChoice.kTcp)
     model = Uneven()
     captured = capture(model)
     job = replace(auto(snapshot_s=0), cluster=cluster)

@@ -84,7 +84,7 @@ def lived(layout: str, mode: str, every: float, epochs: int, kind: type[Trial] =
 
 
 def grown(few: Trial, many: Trial) -> dict[str, tuple[int, int]]:
-    """Containers of servers, of workers' doors and of the newest snapshot that have more entries after more epochs."""
+    """Containers of servers, of clients and of the newest snapshot that have more entries after more epochs."""
     found = {}
     for name, of in (
         *((str(me), lambda trial, me=me: trial.sim_servers[me].server) for me in few.sim_servers),
@@ -105,7 +105,7 @@ def test_after_many_epochs_a_job_keeps_no_more_than_after_few(
     assert grown(few, many) == {}
 
 
-def test_epochs_that_are_left_early_are_over_once_everybody_is_past_them() -> None:
+def test_epochs_that_are_left_early_are_over_once_every_group_is_past_them() -> None:
     book, workers = LeaseQueue(2), [Address(Role.WORKER, group, 0) for group in (0, 1)]
     for epoch in range(200):
         for who in workers:

@@ -1,4 +1,4 @@
-"""The pretended road: what it promises to whoever is tested on it."""
+"""The simulated network: what it promises to the code that is tested on it."""
 
 import threading
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class Ear:
         return [message.round for _, message in self.heard if isinstance(message, Fetch)]
 
 
-def road(seed: int = 0, weather: NetworkFaults | None = None) -> tuple[Simulation, SimulatedTransport, Ear, Ear]:
+def connected(seed: int = 0, weather: NetworkFaults | None = None) -> tuple[Simulation, SimulatedTransport, Ear, Ear]:
     sim = Simulation(seed)
     wire = SimulatedTransport(sim, weather)
     a, b = Ear(sim), Ear(sim)
@@ -53,7 +53,7 @@ def road(seed: int = 0, weather: NetworkFaults | None = None) -> tuple[Simulatio
 
 
 def ten(seed: int, weather: NetworkFaults | None) -> Ear:
-    sim, wire, _, b = road(seed, weather)
+    sim, wire, _, b = connected(seed, weather)
     for number in range(10):
         wire.send(A, B, Fetch(number))
     sim.run()
@@ -64,7 +64,7 @@ def test_a_run_is_its_seed():
     assert ten(3, BAD).heard == ten(3, BAD).heard != ten(4, BAD).heard
 
 
-def test_a_sender_is_heard_in_order_and_once_unless_the_weather_is_bad():
+def test_messages_arrive_in_order_and_once_unless_the_network_is_bad():
     heard = ten(0, None)
     assert heard.rounds == list(range(10))
     assert all(0 < time < 0.01 for time, _ in heard.heard)
@@ -76,7 +76,7 @@ def test_a_sender_is_heard_in_order_and_once_unless_the_weather_is_bad():
 
 @pytest.mark.parametrize(("snapshots", "seen"), [(True, 1.0), (False, 2.0)])
 def test_a_body_is_read_when_it_is_sent_or_when_it_arrives(snapshots, seen):
-    sim, wire, _, b = road(weather=NetworkFaults(snapshots=snapshots))
+    sim, wire, _, b = connected(weather=NetworkFaults(snapshots=snapshots))
     body = torch.ones(3)
     wire.send(A, B, Init(0, body=body))
     body.fill_(2)
@@ -85,7 +85,7 @@ def test_a_body_is_read_when_it_is_sent_or_when_it_arrives(snapshots, seen):
 
 
 def test_a_body_goes_where_the_receiver_wants_it():
-    sim, wire, _, b = road()
+    sim, wire, _, b = connected()
     b.target = torch.zeros(3)
     wire.send(A, B, Init(0, body=torch.ones(3)))
     sim.run()
@@ -95,8 +95,8 @@ def test_a_body_goes_where_the_receiver_wants_it():
         sim.run()
 
 
-def test_only_who_is_there_and_connected_is_reached():
-    sim, wire, _, _ = road()
+def test_only_a_peer_that_is_there_and_connected_is_reached():
+    sim, wire, _, _ = connected()
     c = Address(Role.WORKER, 1, 0)
     with pytest.raises(TransportError, match="not attached"):
         wire.connect(A, c, "")
@@ -108,7 +108,7 @@ def test_only_who_is_there_and_connected_is_reached():
 
 
 def test_traffic_counts_what_was_sent_and_what_arrived():
-    sim, wire, _, _ = road()
+    sim, wire, _, _ = connected()
     wire.send(A, B, Init(0, body=torch.ones(100)))
     assert wire.traffic()[0] > 400 and wire.traffic()[1] == 0
     sim.run()
@@ -116,7 +116,7 @@ def test_traffic_counts_what_was_sent_and_what_arrived():
 
 
 def test_a_crash_falls_between_two_messages_of_a_kind():
-    sim, wire, a, b = road()
+    sim, wire, a, b = connected()
     wire.crash(A, after=2, kind=Fetch, tell=True)
     for number in range(4):
         wire.send(A, B, Fetch(number))
@@ -132,7 +132,7 @@ def test_a_crash_falls_between_two_messages_of_a_kind():
 
 
 def test_a_pause_keeps_what_is_under_way():
-    sim, wire, a, b = road()
+    sim, wire, a, b = connected()
     wire.send(A, B, Fetch(1))
     wire.pause(B)
     wire.send(B, A, Fetch(2))
@@ -173,7 +173,7 @@ def test_who_waits_for_ever_is_named():
     assert threading.active_count() == before
 
 
-def test_an_error_ends_the_run_and_everybody_in_it():
+def test_an_error_ends_the_run_and_every_process_in_it():
     sim, cleaned = Simulation(0), []
 
     def waits() -> None:
@@ -203,7 +203,7 @@ def test_only_an_actor_waits():
 
 
 def test_what_travels_is_what_the_bytes_say():
-    sim, wire, _, b = road()
+    sim, wire, _, b = connected()
     commit = Commit(1, 2, 3.0, 1.0, False, 0.0, 2.0, True, b"\x01", b"", b"\x02", b"{}", (1, 2, 3))
     wire.send(A, B, commit)
     wire.send(A, B, Applied(1, 2, 3, True, -1.0))

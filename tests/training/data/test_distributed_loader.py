@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from divided_loaders import KINDS, Numbers, Office, Seat, Stream, flat
+from divided_loaders import KINDS, LeaseServer, LoaderClient, Numbers, Stream, flat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
@@ -48,8 +48,8 @@ class Job:
     seed: int = 3
 
     def __post_init__(self) -> None:
-        self.office = Office(self.groups, self.workers)
-        self.seats = {who: Seat(self.office, who) for who in self.office.workers}
+        self.lease_server = LeaseServer(self.groups, self.workers)
+        self.clients = {who: LoaderClient(self.lease_server, who) for who in self.lease_server.workers}
 
     def loader(self, who: Address) -> ShardedLoader:
         plan = DataPlan(
@@ -64,12 +64,12 @@ class Job:
             self.min_share,
             (who.group, who.index) == (0, 0),
         )
-        return ShardedLoader(self.make(), plan, self.seats[who], self.seats[who])
+        return ShardedLoader(self.make(), plan, self.clients[who], self.clients[who])
 
     def read(self, epochs: int = 1, leave: Callable[[Address], int | None] = lambda who: None):
         """{worker: [epoch's list of (weight, batch)]}; threads only where groups wait for each other."""
         result: dict[Address, Any] = {}
-        start = threading.Lock()  # the dice are global: real workers are processes
+        start = threading.Lock()  # the generators are global: real workers are processes
 
         def script(who: Address) -> None:
             try:
@@ -79,7 +79,7 @@ class Job:
                     with start:
                         live = iter(loader)
                     for batch in live:
-                        batches.append((self.seats[who].drawn_[-1][2], batch))
+                        batches.append((self.clients[who].drawn_[-1][2], batch))
                         if len(batches) == leave(who):
                             break
                     live.close()
@@ -87,16 +87,16 @@ class Job:
             except BaseException as error:
                 result[who] = error
             finally:
-                self.office.end(who)
+                self.lease_server.end(who)
 
-        if self.mode == "lease" and len(self.seats) > 1:
-            threads = [threading.Thread(target=script, args=(who,)) for who in self.seats]
+        if self.mode == "lease" and len(self.clients) > 1:
+            threads = [threading.Thread(target=script, args=(who,)) for who in self.clients]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
         else:
-            for who in self.seats:
+            for who in self.clients:
                 script(who)
                 if isinstance(result[who], BaseException):
                     break
@@ -135,18 +135,18 @@ def test_every_sample_once_per_epoch(data):
         samples = sorted(chain.from_iterable(batches))
         assert len(samples) == len(set(samples)) == (n // size * size if drop else n)
         for group in range(groups):  # as many batches for every worker of a group, and none empty
-            passes = [read[who][epoch] for who in job.seats if who.group == group]
+            passes = [read[who][epoch] for who in job.clients if who.group == group]
             assert len({len(p) for p in passes}) == 1
             assert all(len(batch) for p in passes for _, batch in p)
-    for seat in job.seats.values():
-        assert all(weight == samples for _, _, weight, samples in seat.drawn_)
+    for client in job.clients.values():
+        assert all(weight == samples for _, _, weight, samples in client.drawn_)
         streams: dict[int, list[int]] = {}
-        for number, seq, _, _ in seat.drawn_:
+        for number, seq, _, _ in client.drawn_:
             streams.setdefault(number, []).append(seq)
         assert all(seqs == list(range(len(seqs))) for seqs in streams.values())
         assert bool(streams) <= all(bool(number & STATIC) == (mode != "lease") for number in streams)
-        assert seat.left == []
-    assert job.office.book.open_epochs == () and job.office.book.kept_chunks == 0
+        assert client.left == []
+    assert job.lease_server.book.open_epochs == () and job.lease_server.book.kept_chunks == 0
 
 
 def test_defect_5_workers_read_disjoint_records():
@@ -163,7 +163,7 @@ def test_defect_5_workers_read_disjoint_records():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_worker_alone_reads_what_the_plain_loader_reads_bit_for_bit(kind):
-    def dice() -> tuple[Any, ...]:
+    def rng() -> tuple[Any, ...]:
         return torch.rand(2).tolist(), random.random(), float(numpy.random.rand())
 
     def throw(seed: int, loader: Any) -> tuple[Any, ...]:
@@ -173,41 +173,41 @@ def test_one_worker_alone_reads_what_the_plain_loader_reads_bit_for_bit(kind):
         seen = []
         for _ in range(2):
             for batch in loader:
-                seen.append((flat(batch), dice()))
-        next(iter(loader))  # left early: the dice must still be the plain loader's
-        return seen, dice()
+                seen.append((flat(batch), rng()))
+        next(iter(loader))  # left early: the generator must still be the plain loader's
+        return seen, rng()
 
     make = KINDS[kind]
     job = Job(make)
     assert throw(1, make()) == throw(1, job.loader(Address(Role.WORKER, 0, 0)))
-    (seat,) = job.seats.values()
-    assert seat.left == [(2, 1)]
-    assert len(job.loader(seat.who)) == len(make()) if "stream" not in kind else True
+    (client,) = job.clients.values()
+    assert client.left == [(2, 1)]
+    assert len(job.loader(client.who)) == len(make()) if "stream" not in kind else True
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("keys", "stream of items")])
 def test_the_workers_shares_put_together_are_the_plain_loaders_batches(kind):
     plain = Job(KINDS[kind])
     torch.manual_seed(7)
-    expected = [flat(batch) for _, batch in plain.read()[plain.office.workers[0]][0]]
+    expected = [flat(batch) for _, batch in plain.read()[plain.lease_server.workers[0]][0]]
     job = Job(KINDS[kind], workers=3)
     torch.manual_seed(7)
     read = [passes[0] for passes in job.read().values()]
     together = [[i for weight, batch in step if weight for i in flat(batch)] for step in zip(*read, strict=True)]
-    if "stream" in kind:  # its dice come from the job's seed
+    if "stream" in kind:  # its random numbers come from the job's seed
         together, expected = [sorted(chain(*together))], [sorted(chain(*expected))]
     assert together == expected
 
 
 def test_draws_go_through_a_ledger_that_is_put_between():
     job = Job(lambda: DataLoader(list(range(7)), batch_size=2))
-    ((who, seat),) = job.seats.items()
+    ((who, client),) = job.clients.items()
     loader = job.loader(who)
     handing = ExternalAccounting(loader.accounting)
     loader.account_to(handing)
-    assert len(list(loader)) == 4 and seat.drawn_ == []
+    assert len(list(loader)) == 4 and client.drawn_ == []
     assert [handing.hand_on() for _ in range(4)] == [2.0, 2.0, 2.0, 1.0]
-    assert [samples for *_, samples in seat.drawn_] == [2, 2, 2, 1]
+    assert [samples for *_, samples in client.drawn_] == [2, 2, 2, 1]
 
 
 def test_a_sampler_of_the_scripts_own_is_asked_when_the_plain_loader_would_ask_it():
@@ -220,10 +220,10 @@ def test_a_sampler_of_the_scripts_own_is_asked_when_the_plain_loader_would_ask_i
                 yield [i, i + 3]
 
     job = Job(lambda: DataLoader(Numbers(6), batch_sampler=Curious()), workers=2)
-    for batch in job.loader(job.office.workers[0]):
+    for batch in job.loader(job.lease_server.workers[0]):
         told.append(f"step {int(batch[0])}")
     assert told == ["drew 0", "step 0", "drew 1", "step 1", "drew 2", "step 2"]
-    assert [int(b[0]) for b in job.loader(job.office.workers[1])] == [3, 4, 5]
+    assert [int(b[0]) for b in job.loader(job.lease_server.workers[1])] == [3, 4, 5]
 
 
 def test_a_batch_longer_than_a_chunk_arrives_whole():
@@ -275,7 +275,7 @@ def test_a_batch_of_each_workers_own():
     job = Job(lambda: DataLoader(Numbers(11), 2), workers=3, per_worker=True)
     read = [[(weight, batch.tolist()) for weight, batch in passes[0]] for passes in job.read().values()]
     assert read == [[(2, [0, 1]), (2, [6, 7])], [(2, [2, 3]), (2, [8, 9])], [(2, [4, 5]), (1, [10])]]
-    assert len(job.loader(job.office.workers[0])) == 2
+    assert len(job.loader(job.lease_server.workers[0])) == 2
 
 
 # --- kinds of data -----------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class Ready(Dataset[Any]):
 def test_items_that_are_batches_are_sliced_after_loading(mode):
     job = Job(lambda: DataLoader(Ready(), batch_size=None), workers=2, mode=mode)
     read = job.read()
-    one, two = (read[who][0][1] for who in job.office.workers)
+    one, two = (read[who][0][1] for who in job.lease_server.workers)
     assert (one[0], two[0]) == (2, 3)
     assert one[1]["pair"].x.tolist() == [10, 11] and two[1]["pair"].x.tolist() == [12, 13, 14]
     assert two[1]["pair"].y[0].tolist() == [112, 113, 114] and float(two[1]["pair"].y[1]) == 1.5
@@ -349,7 +349,7 @@ def test_a_part_of_a_stream_that_was_left_is_read_again_or_reported():
 
     for make, lost in ((lambda: DataLoader(Stream(40), 2), 0), (lambda: DataLoader(Once(), 2), 3)):
         job = Job(make, groups=2, mode="lease")
-        one, two = (job.loader(who) for who in job.office.workers)
+        one, two = (job.loader(who) for who in job.lease_server.workers)
         # Group 0 begins, group 1 reads batch 4 of its lease 4..8 and leaves, group 0 finds 5..8 behind it.
         live, other = iter(one), iter(two)
         first = [next(live) for _ in range(2)]
@@ -358,8 +358,8 @@ def test_a_part_of_a_stream_that_was_left_is_read_again_or_reported():
         other.close()
         samples = sorted(i for batch in [*first, *rest, *live] for i in batch.tolist())
         assert samples == [i for i in range(40) if i not in (8, 9) and not (lost and 10 <= i < 16)]
-        assert job.seats[job.office.workers[0]].lost_ == lost
-        assert job.seats[job.office.workers[1]].left == [(0, 1)]
+        assert job.clients[job.lease_server.workers[0]].lost_ == lost
+        assert job.clients[job.lease_server.workers[1]].left == [(0, 1)]
 
 
 def test_streams_of_different_length_in_each_group_end():
@@ -385,7 +385,7 @@ def test_what_was_prefetched_and_not_read_is_read_by_another(persistent):
         return DataLoader(Numbers(60), 2, shuffle=True, num_workers=1, persistent_workers=persistent, prefetch_factor=4)
 
     job = Job(make, groups=2, mode="lease")
-    hasty, steady = (job.loader(who) for who in reversed(job.office.workers))
+    hasty, steady = (job.loader(who) for who in reversed(job.lease_server.workers))
     for epoch in (0, 1):
         read = []
         for batch in hasty:
@@ -394,26 +394,26 @@ def test_what_was_prefetched_and_not_read_is_read_by_another(persistent):
                 break
         read += [i for batch in steady for i in batch.tolist()]
         assert sorted(read) == list(range(60))
-        assert job.seats[job.office.workers[1]].left[-1] == (epoch, 3)
-    assert job.office.book.open_epochs == ()
+        assert job.clients[job.lease_server.workers[1]].left[-1] == (epoch, 3)
+    assert job.lease_server.book.open_epochs == ()
 
 
 def test_an_iterator_that_is_dropped_closed_or_replaced_gives_its_leases_back():
     job = Job(lambda: DataLoader(Numbers(8), 1), groups=2, mode="lease")
-    who = job.office.workers[1]
-    loader, seat = job.loader(who), job.seats[who]
+    who = job.lease_server.workers[1]
+    loader, client = job.loader(who), job.clients[who]
     live = iter(loader)
     next(live)
     second = iter(loader)
-    assert seat.left == [(0, 1)] and list(live) == []
+    assert client.left == [(0, 1)] and list(live) == []
     next(second)
     loader.close()
     loader.close()
-    assert seat.left == [(0, 1), (1, 1)]
+    assert client.left == [(0, 1), (1, 1)]
     next(iter(loader))
     gc.collect()
-    assert seat.left[-1] == (2, 1)
-    assert [len(list(job.loader(job.office.workers[0]))) for _ in range(1)] == [7]
+    assert client.left[-1] == (2, 1)
+    assert [len(list(job.loader(job.lease_server.workers[0]))) for _ in range(1)] == [7]
 
 
 def test_a_batch_that_fails_to_load_is_skipped_as_the_plain_loader_skips_it():
@@ -425,7 +425,7 @@ def test_a_batch_that_fails_to_load_is_skipped_as_the_plain_loader_skips_it():
 
     for make in (lambda: DataLoader(Holed(3), 1), lambda: DataLoader(Holed(3), 1, num_workers=1)):
         job = Job(make, mode="lease")
-        live, got = iter(job.loader(job.office.workers[0])), []
+        live, got = iter(job.loader(job.lease_server.workers[0])), []
         for _ in range(3):
             try:
                 got.append(int(next(live)))
@@ -433,11 +433,11 @@ def test_a_batch_that_fails_to_load_is_skipped_as_the_plain_loader_skips_it():
                 got.append(-1)
         assert sorted(got) == [-1, 0, 1]
         assert list(live) == []
-        (seat,) = job.seats.values()
-        assert len(seat.drawn_) == 2
+        (client,) = job.clients.values()
+        assert len(client.drawn_) == 2
 
 
-def test_an_epochs_list_depends_on_seed_and_epoch_only_and_moves_no_dice():
+def test_an_epochs_list_depends_on_seed_and_epoch_only_and_moves_no_generator():
     class Shuffled:
         """A sampler that throws every die there is."""
 
@@ -477,12 +477,12 @@ def test_an_epochs_list_depends_on_seed_and_epoch_only_and_moves_no_dice():
 
 def test_the_rest_is_the_scripts_own_loader():
     job = Job(lambda: DataLoader(Numbers(21), 2, shuffle=True), groups=2, mode="static")
-    one, two = (job.loader(who) for who in job.office.workers)
+    one, two = (job.loader(who) for who in job.lease_server.workers)
     assert (one.batch_size, len(one.dataset), type(one.sampler)) == (2, 21, RandomSampler)
     assert (len(one), len(two)) == (6, 5)
     assert len(list(one)) == 6 and len(list(two)) == 5
     nominal = Job(lambda: DataLoader(Numbers(21), 2), groups=2, mode="lease")
-    assert [len(nominal.loader(who)) for who in nominal.office.workers] == [6, 6]
+    assert [len(nominal.loader(who)) for who in nominal.lease_server.workers] == [6, 6]
     with pytest.raises(AttributeError):
         one.nothing  # noqa: B018
 
@@ -500,17 +500,17 @@ def test_the_rest_is_the_scripts_own_loader():
         (lambda: [1, 2], {}, "loader = 'list': must be a torch"),
     ],
 )
-def test_bad_input_is_refused_in_the_users_words(make, how, said):
+def test_bad_input_is_refused_in_the_terms_of_the_user(make, how, said):
     job = Job(make, **how)
     if said is None:
-        job.loader(job.office.workers[0])
+        job.loader(job.lease_server.workers[0])
         return
     with pytest.raises(ConfigError, match=said):
-        job.loader(job.office.workers[0])
+        job.loader(job.lease_server.workers[0])
 
 
 @pytest.mark.skipif(not hasattr(DataLoader(Numbers(1)), "in_order"), reason="this torch has no in_order")
 def test_batches_out_of_order_are_refused():
     job = Job(lambda: DataLoader(Numbers(5), num_workers=1, in_order=False))
     with pytest.raises(ConfigError, match=r"loader\.in_order = false"):
-        job.loader(job.office.workers[0])
+        job.loader(job.lease_server.workers[0])

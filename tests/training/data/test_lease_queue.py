@@ -113,7 +113,7 @@ def script(world: World, who: Address, totals: list[int], known: bool, leave: li
     st.data(),
     st.integers(0, 2**32),
 )
-def test_every_batch_is_read_once_and_nobody_waits_for_ever(groups, workers, totals, known, ahead, data, seed):
+def test_every_batch_is_read_once_and_no_worker_waits_for_ever(groups, workers, totals, known, ahead, data, seed):
     # Group 0 stays, so that what others leave behind is always taken up.
     leave = {g: [data.draw(st.none() | st.integers(0, 9)) if g else None for _ in totals] for g in range(groups)}
     world = World(LeaseQueue(groups, workers), random.Random(seed))
@@ -159,7 +159,7 @@ def test_a_slow_group_reads_fewer_batches():
     assert counts[1] < counts[0] / 3
 
 
-def test_a_stream_of_unknown_length_is_leased_in_small_runs_until_somebody_saw_its_end():
+def test_a_stream_of_unknown_length_is_leased_in_small_runs_until_a_worker_saw_its_end():
     book = LeaseQueue(2)
     runs = [only(ask(book, worker(g), 0, total=-1)) for g in (0, 1)]
     assert [(run.first, run.last) for run in runs] == [(0, UNKNOWN_TOTAL), (UNKNOWN_TOTAL, 2 * UNKNOWN_TOTAL)]
@@ -195,7 +195,7 @@ def test_the_end_waits_for_the_slowest_worker_of_each_group():
     assert {who for who, _ in ask(book, worker(0, 1), 1, total=1, wait=True)} == {worker(0, 0), worker(0, 1)}
 
 
-def test_a_group_that_ends_its_script_blocks_nobody():
+def test_a_group_that_ends_its_script_blocks_no_other():
     book = LeaseQueue(2)
     only(ask(book, worker(1), 0, total=1))
     assert ask(book, worker(0), 0, total=1, wait=True) == []
@@ -281,7 +281,7 @@ def test_what_a_group_had_not_finished_is_free_again():
     assert only(ask(book, worker(0), 0)).first == second.last, "its leases count from 0 again"
 
 
-def test_who_waits_for_the_end_reads_what_the_dead_left_or_hears_that_it_is_over():
+def test_a_worker_that_waits_for_the_end_reads_what_the_dead_left_or_is_told_that_it_is_over():
     for applied, expected in ((0, (0, 1)), (1, (0, -1))):
         book = LeaseQueue(2)
         ask(book, worker(0), 0, total=1)
@@ -318,7 +318,7 @@ def test_where_one_group_is_alone_its_draws_are_made_anew():
     assert isinstance(chunk, DrawnBatches) and chunk.indices == (6,)
 
 
-def test_who_died_before_it_had_begun_an_epoch_is_told_that_the_one_before_is_over():
+def test_a_worker_that_died_before_it_had_begun_an_epoch_is_told_that_the_one_before_is_over():
     book = LeaseQueue(1, 3)
     book.handle(worker(0), DrawnBatches(0, 0, True, (1,), (5,)))
     book.group_restarted(0, {}, False)

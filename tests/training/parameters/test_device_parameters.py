@@ -32,7 +32,7 @@ from in_process_job import (
 from torch import nn
 from training_loops import ALWAYS, clip_norm, clip_value, edit, edit_between_backwards
 
-from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Pull, Road
+from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Pull, TransportChoice
 from topotrain.training.parameters import flat_parameters
 from topotrain.training.parameters.device_copy import WORTH_PINNING, ImmediateCopier, ImmediateEvent, PinnedStorages
 from topotrain.training.parameters.device_parameters import DeviceParameters, HostParameters
@@ -231,10 +231,10 @@ def test_values_are_not_overwritten_while_the_device_reads_them(made):
 
 
 @late_copiers
-@pytest.mark.parametrize("road", [Road.kShm, Road.kTcp], ids=lambda r: r.name)
+@pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp], ids=lambda r: r.name)
 @pytest.mark.parametrize("layout", ["sandblaster", "allreduce"])
-def test_over_real_roads(layout, road, made, tmp_path):
-    job, script = job_of(layout, road=road), usual_loop(vectors(5))
+def test_over_real_transports(layout, transport, made, tmp_path):
+    job, script = job_of(layout, transport=transport), usual_loop(vectors(5))
     assert run_hosted(job, building(), script, tmp_path).same_bits(reference(job, building(), script))
 
 

@@ -154,13 +154,13 @@ def test_only_buffers_that_are_saved_are_part_of_the_model():
 def test_copies_are_free_and_do_not_disturb():
     model = mlp()
     buffers, parts = moved(model)
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     torch.save(model.state_dict(), io.BytesIO())
     with torch.no_grad():
-        twin[0].weight.zero_()
+        reference[0].weight.zero_()
     check(buffers, parts)
     assert model[0].weight.any()
-    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in twin.parameters())
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in reference.parameters())
 
 
 def cast(model):

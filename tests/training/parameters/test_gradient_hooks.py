@@ -392,7 +392,7 @@ def test_the_number_of_backwards_is_learned():
     assert counts == [1, 0, 1, 0, 1, 0, 0, 1, 0]
 
 
-def test_what_is_pushed_again_has_the_last_word_and_a_higher_revision():
+def test_what_is_pushed_again_replaces_it_and_has_a_higher_revision():
     model = mlp()
     path, sent, _slice_map = path_of(model)
     backward(model)

@@ -20,7 +20,7 @@ from in_process_job import (
     vectors,
 )
 
-from topotrain.config.job import Apply, Grads, Pull, Road
+from topotrain.config.job import Apply, Grads, Pull, TransportChoice
 
 LAZY = {"pull": Pull.kLazy}
 ON_ARRIVAL = {"apply": Apply.kOnArrival, "grads": Grads.kHidden}
@@ -37,9 +37,9 @@ def test_the_values_are_those_of_the_step(model, layout, more, shared):
 
 
 @pytest.mark.parametrize("layout", ["sandblaster", "allreduce"])
-@pytest.mark.parametrize("road", [Road.kShm, Road.kTcp])
-def test_over_real_roads(road, layout, tmp_path):
-    job, build, script = job_of(layout, road=road, **LAZY), building(Cnn, adam), usual_loop(images(5))
+@pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp])
+def test_over_real_transports(transport, layout, tmp_path):
+    job, build, script = job_of(layout, transport=transport, **LAZY), building(Cnn, adam), usual_loop(images(5))
     assert run_hosted(job, build, script, tmp_path).same_bits(reference(job, build, script))
 
 

@@ -43,8 +43,8 @@ ADAM = Updater(type="kAdam", learning_rate=LRGen(type="kFixed", base_lr=0.01), a
 
 
 def held_out(count: int = 22, **more: object) -> DataLoader:
-    dice = torch.Generator().manual_seed(9)
-    data = TensorDataset(torch.randn(count, 12, generator=dice), torch.randint(5, (count,), generator=dice))
+    rng = torch.Generator().manual_seed(9)
+    data = TensorDataset(torch.randn(count, 12, generator=rng), torch.randint(5, (count,), generator=rng))
     return DataLoader(data, **{"batch_size": 5, "shuffle": True, **more})
 
 
@@ -75,7 +75,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def by_hand(steps: int, optimizer=unfused, updater=None):
-    """The states after 0, 1, … steps of the loop that everybody writes, and the dice at its end."""
+    """The states after 0, 1, … steps of the loop that everybody writes, and the generator at its end."""
     torch.manual_seed(3)
     model, data = Dropping(), loader()
     made = optimizer(model) if updater is None else build(updater, model.named_parameters())
@@ -150,10 +150,10 @@ def test_the_bits_of_the_usual_loop_and_every_field_at_its_steps(tmp_path, capsy
     )
     trained = trainer(job, validate=held_out(40))
     trained.fit()
-    dice = torch.get_rng_state()
-    states, expected_dice = by_hand(12)
+    rng = torch.get_rng_state()
+    states, expected_rng = by_hand(12)
     assert same(state(trained.model), states[12])
-    assert torch.equal(dice, expected_dice)
+    assert torch.equal(rng, expected_rng)
     assert trained.model.training
     assert [step for step, _ in curve(trained)] == [0, 4, 8, 12]
     assert [step for step, _ in curve(trained, "validate")] == [6, 9, 12]
@@ -320,10 +320,10 @@ def test_a_job_has_the_bits_of_the_usual_loop_and_tests_what_it_pulled(job, tmp_
     loss = InStep(3, monkeypatch)
     trained = tt.Trainer(model, loss, loader(), held_out(), optimizer=unfused(model), metrics=metrics)
     trained.fit()
-    dice = torch.get_rng_state()
+    rng = torch.get_rng_state()
     here.finish()
-    states, expected_dice = by_hand(9)
-    assert torch.equal(dice, expected_dice), "the script's dice were used"
+    states, expected_rng = by_hand(9)
+    assert torch.equal(rng, expected_rng), "the script's generator was used"
     assert same(load_file(tmp_path / "final.safetensors"), states[9])
     assert same(load_file(tmp_path / "step-6.safetensors"), states[6])
     assert {path.name for path in tmp_path.glob("step-*")} == {f"step-{n}.safetensors" for n in (0, 6, 9)}

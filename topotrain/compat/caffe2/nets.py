@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from topotrain.comm.security.secret import load_secret
 from topotrain.compat.caffe2.shard_rendezvous import ShardRendezvous, ShardStart, shard_name
-from topotrain.config.job import Cluster, ConfigError, Job, Reduce, Road
+from topotrain.config.job import Cluster, ConfigError, Job, Reduce, TransportChoice
 from topotrain.config.topology import Address, Role
 from topotrain.launch.by_hand.manual_server import SharedSettings
 from topotrain.launch.by_hand.manual_worker import ColocatedServers, join, leave
@@ -154,7 +154,7 @@ class Net:
             # The AllReduce layout: one server beside each shard.
             nservers_per_group=count,
             engine=meets.engine,
-            road=Road.kTcp,
+            transport=TransportChoice.kTcp,
             workspace=self._workspace,
         )
         # Sum, as in Caffe2. `loss_scale` makes it a mean.

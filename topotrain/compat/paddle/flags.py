@@ -14,7 +14,7 @@ from typing import Any
 
 from topotrain.comm.store import StoreError
 from topotrain.comm.store.discovery.static_addresses import StaticStore, numeric
-from topotrain.config.job import Cluster, ConfigError, Job, Road
+from topotrain.config.job import Cluster, ConfigError, Job, TransportChoice
 from topotrain.config.topology import Address, Role, layout
 
 _TRUE, _FALSE = ("true", "t", "yes", "y", "1"), ("false", "f", "no", "n", "0")
@@ -89,7 +89,7 @@ class Flags:
             nservers_per_group=len(self.hosts) * self.ports_num,
             nservers_per_procs=self.ports_num,
             server_worker_separate=True,
-            road=Road.kTcp,
+            transport=TransportChoice.kTcp,
             workspace=self.save_dir,
         )
         # Refuses an impossible layout here, before anything is opened.

@@ -24,7 +24,7 @@ from topotrain.compat.tensorflow.ps_placement import (
     RoundRobinStrategy,
     byte_size_load_fn,
 )
-from topotrain.config.job import Cluster, ConfigError, Job, Road
+from topotrain.config.job import Cluster, ConfigError, Job, TransportChoice
 from topotrain.config.topology import Address, Role, layout
 from topotrain.launch.by_hand.manual_server import SharedSettings, serve, tell
 from topotrain.launch.by_hand.manual_worker import join, leave
@@ -213,7 +213,7 @@ def _job_of(servers: int, workers: int, sync: bool, workspace: str) -> Job:
         nworkers_per_group=workers if sync else 1,
         nservers_per_group=servers,
         server_worker_separate=True,
-        road=Road.kTcp,
+        transport=TransportChoice.kTcp,
         workspace=workspace,
     )
     layout(cluster)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from topotrain.config.job import Compression, ConfigError, Job, OnFailure, Road
+from topotrain.config.job import Compression, ConfigError, Job, OnFailure, TransportChoice
 from topotrain.config.topology import Topology
 
 
@@ -146,7 +146,10 @@ def check(job: Job, topology: Topology) -> None:
         return
     for fits, accepted in (
         (job.on_failure is OnFailure.kContinue, "needs on_failure: kContinue, since otherwise a death ends the job"),
-        (cluster.road is Road.kTcp, "needs road: kTcp, since values in shared memory have no second copy"),
+        (
+            cluster.transport is TransportChoice.kTcp,
+            "needs transport: kTcp, since values in shared memory have no second copy",
+        ),
         (cluster.nserver_groups == 1, "needs nserver_groups: 1"),
         (
             topology.shards > 1,

@@ -23,7 +23,7 @@ from topotrain.comm.store import Store
 from topotrain.comm.store.discovery.static_addresses import StaticStore
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.comm.transport.shared_memory import ProcessMemory
-from topotrain.config.job import ConfigError, Job, OnFailure, Road
+from topotrain.config.job import ConfigError, Job, OnFailure, TransportChoice
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.client.client import JobError
 from topotrain.core.model.schema import PrivateMemory
@@ -64,7 +64,7 @@ class SharedSettings:
 def by_hand(job: Job) -> Job:
     """Return the job as manually started processes run it."""
     # TCP: the processes share no folder for shared memory. kStop: without a launcher nothing restarts.
-    return replace(job, on_failure=OnFailure.kStop, cluster=replace(job.cluster, road=Road.kTcp))
+    return replace(job, on_failure=OnFailure.kStop, cluster=replace(job.cluster, transport=TransportChoice.kTcp))
 
 
 def place_of(

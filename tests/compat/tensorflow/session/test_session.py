@@ -1,6 +1,6 @@
 """A client drives a cluster: what it writes down of a model, what tasks take of that, and how sessions begin and end.
 
-The clusters here are real ones on threads of this process: every task has its listener, and the roads are TCP.
+The clusters here are real ones on threads of this process: every task has its listener, and the transports are TCP.
 """
 
 import json
@@ -102,8 +102,8 @@ MODELS = (Mlp, Cnn, Residual, Transformer)
 
 
 def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
-    dice = torch.Generator().manual_seed(7)
-    return [(torch.randn(n, 6, generator=dice), torch.randint(3, (n,), generator=dice)) for n in sizes]
+    rng = torch.Generator().manual_seed(7)
+    return [(torch.randn(n, 6, generator=rng), torch.randint(3, (n,), generator=rng)) for n in sizes]
 
 
 def made(kind: type[nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -131,7 +131,7 @@ def test_a_description_survives_its_way(kind):
     assert GraphDescription.from_data(came, 2, len(again)) == described
 
 
-def test_who_computes_and_who_holds():
+def test_which_tasks_compute_and_which_hold():
     described, states = written(Mlp(), *batches(4)[0])
     assert [(node.function.rpartition(".")[2], node.worker) for node in described.nodes] == [
         ("linear", 1),
@@ -364,7 +364,7 @@ def suppressing(sock: socket.socket, raw: bytes) -> None:
         sock.shutdown(socket.SHUT_WR)
 
 
-def test_frames_carry_words_and_tensors():
+def test_frames_carry_messages_and_tensors():
     tensors = [torch.randn(3, 2).t(), torch.tensor(True), torch.empty(0, 4, dtype=torch.int64), torch.arange(5).half()]
     with pair() as (sock, talk):
         SessionConnection(RequestChannel(sock)).send({"do": "run"}, tensors)
@@ -397,7 +397,7 @@ def test_a_model_is_held_in_parts():
 # --- sessions ----------------------------------------------------------------------------------------------------
 
 
-class Town:
+class SessionCluster:
     """One ps task and some workers, on threads."""
 
     def __init__(self, workers: int = 2) -> None:
@@ -426,8 +426,8 @@ class Town:
 
 
 @pytest.fixture(scope="module")
-def town() -> Iterator[Town]:
-    opened = Town()
+def cluster() -> Iterator[SessionCluster]:
+    opened = SessionCluster()
     yield opened
     opened.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("session")]
@@ -455,9 +455,9 @@ def trained(target: str, kind: type[nn.Module], sizes: Sequence[int]) -> tuple[l
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("worker", [0, 1])
-def test_a_session_equals_one_process(town, kind, worker):
+def test_a_session_equals_one_process(cluster, kind, worker):
     sizes = (6, 6, 4, 6)
-    expected, found = (trained(target, kind, sizes) for target in ("", town.target(worker)))
+    expected, found = (trained(target, kind, sizes) for target in ("", cluster.target(worker)))
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     assert float(found[1]) == pytest.approx(float(expected[1]), rel=1e-6) and not found[1].requires_grad
     for name, value in expected[2].items():
@@ -465,22 +465,22 @@ def test_a_session_equals_one_process(town, kind, worker):
 
 
 def test_a_cluster_of_one_worker_and_the_answer_of_a_nest():
-    town = Town(workers=1)
+    cluster = SessionCluster(workers=1)
     try:
         model = Does(lambda m, x: {"sum": m.a(x).sum(), "parts": (x.chunk(2), 3, None)})
-        with tt.Session(town.target()) as session:
+        with tt.Session(cluster.target()) as session:
             found = session.run(model, torch.ones(4, 6))
         torch.testing.assert_close(found["sum"], model(torch.ones(4, 6))["sum"].detach())
         (first, second), number, nothing = found["parts"]
         assert first.shape == second.shape == (2, 6) and (number, nothing) == (3, None)
     finally:
-        town.close()
+        cluster.close()
 
 
-def test_values_come_home_when_they_are_pulled(town):
+def test_values_come_home_when_they_are_pulled(cluster):
     model, optimizer = made(Mlp)
     before = model.b.weight.detach().clone()
-    with tt.Session(town.target()) as session:
+    with tt.Session(cluster.target()) as session:
         loss = session.run(tt.train.minimize(model, optimizer), *batches(6)[0])
         assert torch.equal(model.b.weight, before)
         session.pull()
@@ -488,12 +488,12 @@ def test_values_come_home_when_they_are_pulled(town):
     assert loss.dim() == 0 and not loss.requires_grad
 
 
-def test_a_target_may_have_tensorflows_own_scheme(town):
-    with tt.Session(town.target().replace("tcp://", "grpc://")) as session:
+def test_a_target_may_have_tensorflows_own_scheme(cluster):
+    with tt.Session(cluster.target().replace("tcp://", "grpc://")) as session:
         assert session.run(Mlp(), *batches(6)[0]).dim() == 0
 
 
-def test_an_error_in_a_step_names_the_worker_and_the_line_and_frees_the_cluster(town):
+def test_an_error_in_a_step_names_the_worker_and_the_line_and_frees_the_cluster(cluster):
     class Lookup(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -504,46 +504,46 @@ def test_an_error_in_a_step_names_the_worker_and_the_line_and_frees_the_cluster(
             return self.table(ids).sum()
 
     model = Lookup()
-    session = tt.Session(town.target())
+    session = tt.Session(cluster.target())
     with pytest.raises(JobError, match=r"/job:worker/task:1: IndexError: .*test_session.py:\d+"):
         session.run(tt.train.minimize(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.tensor([9]))
     with pytest.raises(ConfigError, match="is closed"):
         session.run(model, torch.tensor([1]))
-    trained(town.target(1), Mlp, (4,))
+    trained(cluster.target(1), Mlp, (4,))
 
 
-def test_a_description_that_is_refused_leaves_the_session_alive(town):
+def test_a_description_that_is_refused_leaves_the_session_alive(cluster):
     model, optimizer = made(Mlp)
-    with tt.Session(town.target()) as session:
+    with tt.Session(cluster.target()) as session:
         session.run(tt.train.minimize(model, optimizer), *batches(6)[0])
         with pytest.raises(ConfigError, match=r"os\.system"):
             session._ask({"do": "learn", "number": 99, "description": node(function="os.system"), "loss": False})
         session.run(model, *batches(6)[0])
 
 
-def test_a_description_that_is_too_large_leaves_the_session_alive(town):
+def test_a_description_that_is_too_large_leaves_the_session_alive(cluster):
     model = Does(lambda m, x: {"sum": m.a(x).sum(), "text": "x" * (MAX_BODY if len(x) > 4 else 1)})
-    with tt.Session(town.target()) as session:
+    with tt.Session(cluster.target()) as session:
         session.run(model, torch.ones(4, 6))
         with pytest.raises(ConfigError, match="a description may have"):
             session.run(model, torch.ones(5, 6))
         assert session.run(model, torch.ones(4, 6))["text"] == "x"
 
 
-def test_a_second_client_is_refused_and_one_that_vanishes_frees_the_cluster(town, monkeypatch):
+def test_a_second_client_is_refused_and_one_that_vanishes_frees_the_cluster(cluster, monkeypatch):
     monkeypatch.setattr(session_server, "GRACE_S", 0.1)
     model, optimizer = made(Mlp)
-    session = tt.Session(town.target())
+    session = tt.Session(cluster.target())
     session.run(tt.train.minimize(model, optimizer), *batches(6)[0])
     with pytest.raises(ConfigError, match="belongs to the session of another client"):
-        tt.Session(town.target())
+        tt.Session(cluster.target())
     session._connection.close()  # as the system does it for a process that was killed
     monkeypatch.setattr(session_server, "GRACE_S", 30.0)
-    trained(town.target(), Mlp, (4,))
+    trained(cluster.target(), Mlp, (4,))
 
 
-def test_who_is_not_let_in_reads_why(town, monkeypatch):
-    host, port = town.cluster["ps"][0].split(":")
+def test_who_is_not_let_in_reads_why(cluster, monkeypatch):
+    host, port = cluster.cluster["ps"][0].split(":")
     with pytest.raises(ConfigError, match="a session talks to a worker, tcp://127"):
         tt.Session(f"tcp://{host}:{port}")
     for target, words in (("http://a:1", "must be a worker's"), ("tcp://127.0.0.1:1", "cannot be reached")):
@@ -551,17 +551,17 @@ def test_who_is_not_let_in_reads_why(town, monkeypatch):
             tt.Session(target)
     monkeypatch.setenv("TOPOTRAIN_TOKEN", "cd" * 32)
     with pytest.raises(ConfigError, match="has another token"):
-        tt.Session(town.target())
+        tt.Session(cluster.target())
 
 
-def test_a_stranger_that_has_the_token_and_talks_nonsense_disturbs_nobody(town):
-    host, port = town.cluster["worker"][0].split(":")
+def test_a_stranger_that_has_the_token_and_sends_nonsense_disturbs_no_session(cluster):
+    host, port = cluster.cluster["worker"][0].split(":")
     for words in ({}, {"do": 3}, {"do": "begin", "meet": {"name": 1}}, {"do": "begin"}):
         talk = call(host, int(port), bytes.fromhex(TOKEN))
         talk.send(words)
         assert "error" in talk.receive()[0]
         talk.close()
-    trained(town.target(), Mlp, (4,))
+    trained(cluster.target(), Mlp, (4,))
 
 
 @pytest.mark.parametrize(
@@ -571,11 +571,11 @@ def test_a_stranger_that_has_the_token_and_talks_nonsense_disturbs_nobody(town):
         (lambda model, optimizer: model.double(), ""),
     ],
 )
-def test_what_a_session_takes(town, spoil, words):
+def test_what_a_session_takes(cluster, spoil, words):
     model, optimizer = made(Mlp)
     spoil(model, optimizer)
     (x, y), *_ = batches(4)
-    with tt.Session(town.target()) as session:
+    with tt.Session(cluster.target()) as session:
         run = lambda: session.run(tt.train.minimize(model, optimizer), x.to(model.b.weight.dtype), y)  # noqa: E731
         if not words:
             assert run().dtype is torch.float64
@@ -584,9 +584,9 @@ def test_what_a_session_takes(town, spoil, words):
             run()
 
 
-def test_one_model_and_one_optimizer_for_a_session(town):
+def test_one_model_and_one_optimizer_for_a_session(cluster):
     model, optimizer = made(Mlp)
-    with tt.Session(town.target()) as session:
+    with tt.Session(cluster.target()) as session:
         session.run(tt.train.minimize(model, optimizer), *batches(4)[0])
         with pytest.raises(ConfigError, match="one for each session"):
             session.run(made(Mlp)[0], *batches(4)[0])

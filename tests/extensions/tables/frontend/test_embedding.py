@@ -38,10 +38,10 @@ def test_touched_rows_are_those_of_a_sparse_embedding(rule):
     table = tt.Embedding(50, 3, init="normal 0 1", optimizer=ours, name="t")
     with torch.no_grad():
         start = table(torch.arange(50))
-    twin = nn.Embedding(50, 3, sparse=True, _weight=start.clone())
-    model, other = Tail(table), Tail(twin)
+    reference = nn.Embedding(50, 3, sparse=True, _weight=start.clone())
+    model, other = Tail(table), Tail(reference)
     model, optimizer, _ = tt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    its = theirs(twin.parameters())
+    its = theirs(reference.parameters())
     for step in range(4):
         optimizer.zero_grad()
         its.zero_grad()
@@ -52,7 +52,7 @@ def test_touched_rows_are_those_of_a_sparse_embedding(rule):
         optimizer.step()
         its.step()
         with torch.no_grad():
-            assert torch.allclose(table(torch.arange(50)), twin.weight, rtol=1e-6, atol=1e-7)
+            assert torch.allclose(table(torch.arange(50)), reference.weight, rtol=1e-6, atol=1e-7)
     assert float(model.bias.detach()[0]) != 0
 
 
@@ -129,19 +129,19 @@ def test_a_table_comes_back_from_its_files(tmp_path, monkeypatch):
     assert write_parts(tmp_path / "t", pieces, {"name": "t"}) == 400
     assert len(list((tmp_path / "t").glob("part-*.safetensors"))) == 4
     assert sum(len(i) for i, _ in read_parts(tmp_path / "t", 8)) == 400
-    twin = tt.Embedding(None, 8, init="zeros", optimizer=tt.kvstore.SGD(lr=1.0), name="u")
-    twin.load(tmp_path / "t")
+    reference = tt.Embedding(None, 8, init="zeros", optimizer=tt.kvstore.SGD(lr=1.0), name="u")
+    reference.load(tmp_path / "t")
     with torch.no_grad():
-        assert torch.equal(twin(ids), values)
+        assert torch.equal(reference(ids), values)
     with pytest.raises(ConfigError, match=r"of 9 elements"):
         tt.Embedding(None, 9, optimizer=tt.kvstore.SGD(lr=1.0)).load(tmp_path / "t")
     with pytest.raises(ConfigError, match="folder = 5: must be a path"):
-        twin.load(5)
+        reference.load(5)
     with pytest.raises(ConfigError, match=r"index\.json"):
-        twin.load(tmp_path / "nowhere")
+        reference.load(tmp_path / "nowhere")
     (tmp_path / "t" / "part-00000.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="safetensors"):
-        twin.load(tmp_path / "t")
+        reference.load(tmp_path / "t")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from typing import Any
 from topotrain.comm.store.store_base import Store
 
 _ROUND = "round"
-_EXPIRY_S = 0.001  # for a value that should go: a store has no deletion that compares
 
 
 def join(store: Store, rank: int, size: int, timeout: float) -> str:
@@ -38,16 +37,10 @@ def _propose(store: Store, size: int, until: float) -> str:
         # A number may be that of a process that has died; it then never agrees, and the next round reads a newer one.
         values = {rank: _watch_rank(store, rank, until) for rank in ranks}
         name = f"room-{secrets.token_hex(8)}"
-        numbers = {rank: _read(value)["number"] for rank, value in values.items()}
-        proposal = {"room": name, "numbers": {str(rank): number for rank, number in numbers.items()}}
+        proposal = {"room": name, "numbers": {str(rank): _read(value)["number"] for rank, value in values.items()}}
         store.set(_ROUND, json.dumps(proposal | {"open": False}).encode())
         if all(_agrees(store, rank, values[rank], name, until) for rank in ranks):
             store.set(_ROUND, json.dumps(proposal | {"open": True}).encode())
-            for rank, number in numbers.items():
-                # The next start of the job must not find the numbers of this one. A rank that was restarted meanwhile
-                # has written another number, with which it waits for the next start.
-                agreed = _record(number, name)
-                store.compare_and_set(_rank_key(rank), agreed, agreed, _EXPIRY_S)
             return name
 
 
@@ -86,6 +79,9 @@ def _agree(store: Store, rank: int, size: int, until: float) -> str:
             continue
         name: str = proposal["room"]
         if proposal["open"]:
+            # The next start of the job should not find this number. Only its own process deletes it: rank 0 could delete
+            # that of a process which has started again meanwhile.
+            store.delete(_rank_key(rank))
             return name
         store.set(_rank_key(rank), _record(number, name))
 

@@ -16,7 +16,7 @@ import torch
 from topotrain.comm.store import Store, open_store
 from topotrain.comm.transport import TransportError
 from topotrain.compat.tensorflow.cluster_spec import task_name
-from topotrain.config.job import Cluster, ConfigError, Job, Road
+from topotrain.config.job import Cluster, ConfigError, Job, TransportChoice
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError, PeerLost, StepEnd
 from topotrain.core.optim.adapter import OptimizerSpec, remake
@@ -73,7 +73,7 @@ class SessionRendezvous:
             nworkers_per_group=self.workers,
             nservers_per_group=self.servers,
             server_worker_separate=True,
-            road=Road.kTcp,
+            transport=TransportChoice.kTcp,
         )
         # `by_hand`: a loss ends the job, since no launcher can restart a process.
         return by_hand(Job(name=self.name, cluster=cluster))

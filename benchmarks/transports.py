@@ -1,4 +1,4 @@
-"""How near the roads come to what the kernel can do: `python -m benchmarks.road [--rounds N]`.
+"""How near the transports come to what the kernel can do: `python -m benchmarks.transports [--rounds N]`.
 
 Two processes on this machine, one thread each for PyTorch. All ways are opened once and measured in turn (A B A B ...),
 so that a slow minute of the machine is everybody's; figures are medians, and ratios are taken round by round. Bodies
@@ -43,13 +43,13 @@ HERE, THERE = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
 WAYS = ("bare", "tcp", "shm")
 
 
-def roads(token: bytes, directory: str) -> dict[str, Transport]:
+def both_transports(token: bytes, directory: str) -> dict[str, Transport]:
     identity = Identity("bench", token, 1, 0, "")
     return {"tcp": TcpTransport(identity), "shm": SharedMemoryTransport(identity, directory, ProcessMemory())}
 
 
 def buffers(wire: Transport | None) -> torch.Tensor:
-    """BUCKETS rows of 1 MiB; on the shared-memory road such as it can show."""
+    """BUCKETS rows of 1 MiB; on the shared-memory transport such as it can show."""
     flat = torch.zeros(BUCKETS * BUCKET)
     if isinstance(wire, SharedMemoryTransport):
         flat = wire.memory.allocate(BUCKETS * BUCKET, torch.float32)
@@ -81,9 +81,9 @@ class Answering:
 
 
 def other(pipe: Pipe, token: bytes, directory: str, host: str, port: int) -> None:
-    """The receiving process: one resident per road, and a thread on the bare socket."""
+    """The receiving process: one resident per transport, and a thread on the bare socket."""
     torch.set_num_threads(1)
-    wires = roads(token, directory)
+    wires = both_transports(token, directory)
     pipe.send({name: wire.attach(THERE, Answering(wire)) for name, wire in wires.items()})
     sock = socket.create_connection((host, port))
     prepare(sock)
@@ -158,7 +158,7 @@ class Bare:
 
 
 class Asking:
-    """One of our roads, used by a thread that waits for its reader, as a script does."""
+    """One of our transports, used by a thread that waits for its reader, as a script does."""
 
     def __init__(self, wire: Transport, url: str) -> None:
         self._wire = wire
@@ -252,7 +252,7 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
     urls = pipe.recv()
     sock, _ = listener.accept()
     prepare(sock)
-    wires = roads(token, directory)
+    wires = both_transports(token, directory)
     ways: dict[str, Bare | Asking] = {"bare": Bare(sock)}
     ways |= {name: Asking(wire, urls[name]) for name, wire in wires.items()}
     times: dict[str, dict[str, list[float]]] = {}
@@ -279,7 +279,7 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def compare(options: argparse.Namespace) -> list[Row]:
-    """What our roads cost over bare sockets."""
+    """What our transports cost over bare sockets."""
     times = measure(options.rounds)
     made: list[Row] = []
     for work in ("one_way", "there_and_back"):
@@ -304,4 +304,4 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    run_table("road", "What a road costs over bare sockets", compare, declare)
+    run_table("transports", "What a transport costs over bare sockets", compare, declare)

@@ -1,7 +1,7 @@
-"""One model and the same batches in the same order, through a door that the command line names.
+"""One model and the same batches in the same order, through an entry point that the command line names.
 
-`python doors.py DOOR` under a launcher; `--hand` goes through several doors by hand, one after the other: trainer 0 or
-1, or the servers of those doors that have a process of their own for them.
+`python entry_points.py ENTRY_POINT` under a launcher; `--hand` goes through several entry points by hand, one after
+the other: trainer 0 or 1, or the servers of those entry points that have a process of their own for them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[torch.Tensor]]
 
 
 def shares(number: int) -> Iterator[list[torch.Tensor]]:
-    """What `tt.prepare` hands to worker `number`, for doors at which the script divides its data itself."""
+    """What `tt.prepare` hands to worker `number`, for entry points at which the script divides its data itself."""
     own = BATCH // WORKERS
     for _ in range(EPOCHS):
         for batch in DataLoader(data(), batch_size=BATCH):
@@ -163,19 +163,19 @@ def by_hand(who: str, ports: list[int]) -> None:
     parallelize(number)
 
 
-DOORS = {"prepare": prepare, "kvstore": kvstore, "trainer": trainer, "accelerate": accelerate}
+ENTRY_POINTS = {"prepare": prepare, "kvstore": kvstore, "trainer": trainer, "accelerate": accelerate}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("door", nargs="?", choices=DOORS)
+    parser.add_argument("entry_point", nargs="?", choices=ENTRY_POINTS)
     parser.add_argument("--hand", choices=["0", "1", "servers"])
     parser.add_argument("--ports", type=int, nargs="*", default=[], help="two of the pserver, ps, two workers")
     options = parser.parse_args()
     if options.hand is not None:
         by_hand(options.hand, options.ports)
     else:
-        DOORS[options.door]()
+        ENTRY_POINTS[options.entry_point]()
 
 
 if __name__ == "__main__":
