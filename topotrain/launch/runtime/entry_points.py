@@ -18,6 +18,7 @@ from topotrain.comm.store import open_store
 from topotrain.config import job_file
 from topotrain.config.job import OnFailure
 from topotrain.config.private_files import open_file
+from topotrain.config.python_module import module_of
 from topotrain.config.topology import Address, Role
 from topotrain.core.events import (
     Apart,
@@ -308,11 +309,16 @@ class WorkerPart:
 
 
 def run_program(program: str, args: Sequence[str]) -> None:
-    sys.argv = [program, *args]
-    # As `python program` does; the first entry is the forkserver's.
-    sys.path[0:1] = [str(Path(program).resolve().parent)]
+    """Run a script, or a module as `python -m` does."""
+    module = module_of(program)
+    sys.argv = [program if module is None else "-m", *args]
+    # As `python program` does, or `python -m module`; the first entry is the forkserver's.
+    sys.path[0:1] = [os.getcwd() if module else str(Path(program).resolve().parent)]
     try:
-        runpy.run_path(program, run_name="__main__")
+        if module is None:
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)  # replaces "-m" by the module's file
     except SystemExit as leaving:
         code = exit_code(leaving.code)
         if code:
