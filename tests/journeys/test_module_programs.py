@@ -40,8 +40,6 @@ for _ in tt.epochs(1):
         optimizer.step()
 if tt.is_main():
     print(json.dumps([__package__, __spec__.name, __file__, sys.argv, sys.path[0]]))
-if "--misspell" in sys.argv:
-    tt.prepair(model)
 """,
 }
 

@@ -52,6 +52,7 @@ from topotrain.training import api  # noqa: F401  # loaded before the fork: ever
 from topotrain.training.context import Context, enter
 from topotrain.training.final_parameters import NotSaved
 from topotrain.training.finish_job import SpoiledResult, Unfinished, close, finish, is_complete, kind_of
+from topotrain.training.misuse_checks import name_nearest
 from topotrain.training.worker_profile import ProfileRecorders
 
 _SITE = "site-packages"
@@ -355,6 +356,7 @@ class ProgramGuard:
         here, kind = self._here, kind_of(error)
         if here.worker is not None or here.tables is not None:
             here.connect().exchange.leave()  # errors that the others report from here on are consequences
+        name_nearest(error)
         trace = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
         # The traceback of these errors has only lines of topotrain, which explain nothing.
         explained = isinstance(error, Unfinished | NotSaved | SpoiledResult)

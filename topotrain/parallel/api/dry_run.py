@@ -18,6 +18,7 @@ from topotrain.config.python_module import module_of
 from topotrain.config.sharding import Parameter
 from topotrain.extensions.tables.frontend.sparse_embedding import find_sparse
 from topotrain.training.context import PlanRun, plan_only
+from topotrain.training.misuse_checks import name_nearest
 from topotrain.training.parameters.flat_parameters import describe_model
 
 
@@ -72,6 +73,9 @@ def look(program: str, args: Sequence[str]) -> PreparedArguments:
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
     except PlanRun as seen:
         return PreparedArguments(seen.model, seen.optimizer, seen.loader)
+    except AttributeError as error:
+        name_nearest(error)
+        raise
     except SystemExit as leaving:
         raise ConfigError("program", program, f"left with code {leaving.code} before tt.prepare") from leaving
     raise ConfigError("program", program, "ended without calling topotrain.prepare: there is no model to plan for")
