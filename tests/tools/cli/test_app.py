@@ -235,6 +235,44 @@ def test_who_leaves_and_joins_is_one_group_or_so_many_workers(
     assert code == 2 and said in err
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("topotrain comp", {"compare"}),
+        ("topotrain run d", {"down.conf", "deep/"}),
+        ("topotrain launch srun dee", {"deep/er/a.yaml"}),
+        ("topotrain unit deep/er/", {"deep/er/a.yaml"}),
+        ("topotrain compare down.conf t", {"train.py"}),
+    ],
+)
+def test_a_shell_is_offered_commands_and_job_files(
+    ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, shell: str, line: str, offered: set[str]
+) -> None:
+    (here / "deep" / "er").mkdir(parents=True)
+    (here / "deep" / "er" / "a.yaml").touch()
+    (here / "deep" / "er" / "notes.txt").touch()
+    monkeypatch.setenv("_TOPOTRAIN_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    out = ask()[1]
+    # zsh gets the words in quotation marks; in zsh and fish a command comes with its help.
+    words = (
+        re.findall(r'^(?:.*\(\()?"(.+?)"', out, re.M) if shell == "zsh" else [x.split("\t")[0] for x in out.split("\n")]
+    )
+    assert {word for word in words if word} == offered
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_for_a_shell_is_printed(ask: Ask, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
+    monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, f"/bin/{shell}"))
+    code, out, _ = ask("--show-completion")
+    assert code == 0
+    assert f"_TOPOTRAIN_COMPLETE=complete_{shell}" in out
+
+
 def test_version(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.3")
     assert ask("--version") == (0, "topotrain 1.2.3\n", "")

@@ -25,6 +25,8 @@ from topotrain.config.private_files import make_folder
 from topotrain.config.python_module import as_program, find_module, module_of
 from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, simulate, unit
 from topotrain.tools.cli import resume as commands_resume
+from topotrain.tools.cli.completion import JOB_ENDINGS as CONFS
+from topotrain.tools.cli.completion import job_files, job_files_and_scripts
 from topotrain.tools.cli.job_arguments import (
     Args,
     AsJson,
@@ -53,12 +55,9 @@ if TYPE_CHECKING:
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
 
-CONFS = (".conf", ".yaml", ".yml")
-
 app = typer.Typer(
     name="topotrain",
     help="Distributed PyTorch training in which one cluster block chooses the framework.",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -244,7 +243,11 @@ def _root(
 def run(
     conf: Annotated[
         Path | None,
-        typer.Argument(metavar="JOB.conf", help="Protobuf text format, or .yaml; with --resume optional."),
+        typer.Argument(
+            metavar="JOB.conf",
+            help="Protobuf text format, or .yaml; with --resume optional.",
+            autocompletion=job_files,
+        ),
     ] = None,
     program: Program = None,
     args: Args = None,
@@ -435,6 +438,7 @@ def compare(
             metavar="CONF... PROGRAM -- ARGS",
             help="Files that end with .conf, .yaml or .yml, one that ends with .py (or -m MODULE), and its arguments.",
             show_default=False,
+            autocompletion=job_files_and_scripts,
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of all results.")] = Path(

@@ -15,6 +15,7 @@ from topotrain.config.job import ConfigError, Job, Link
 from topotrain.config.private_files import make_folder, open_file, open_for_reading
 from topotrain.config.python_module import as_program, find_module, module_of
 from topotrain.launch import FORKSERVER_VARIABLE
+from topotrain.tools.cli.completion import job_files
 from topotrain.tools.monitor.monitored_run import complain
 
 Sets = Annotated[
@@ -25,7 +26,12 @@ Emulate = Annotated[
     str,
     typer.Option("--emulate", metavar="LINK", help="A slow network between the units, such as 100mbit,20ms."),
 ]
-Conf = Annotated[Path, typer.Argument(metavar="JOB.conf", help="Protobuf text format, or .yaml.", show_default=False)]
+Conf = Annotated[
+    Path,
+    typer.Argument(
+        metavar="JOB.conf", help="Protobuf text format, or .yaml.", show_default=False, autocompletion=job_files
+    ),
+]
 Program = Annotated[
     str | None,
     typer.Argument(
