@@ -61,7 +61,7 @@ class JobRunner:
         conf.write_text(f'name: "{name}"\n{extra}\ncluster {{ {cluster} workspace: "{workspace}" }}\n')
         report = ["--report", str(self.folder / f"{name}.json"), "--forkserver", self.served_at]
         run = [sys.executable, "-m", "topotrain", "run", *report, *options]
-        return [*run, str(conf), str(PROGRAMS / program), *args]
+        return [*run, str(conf), program if program == "-m" else str(PROGRAMS / program), *args]
 
     def run(
         self,

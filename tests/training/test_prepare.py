@@ -23,7 +23,7 @@ from topotrain.core.client.client import JobError
 from topotrain.launch import choose_cause
 from topotrain.launch.runtime import entry_points
 from topotrain.parallel.api.dry_run import state_factor
-from topotrain.training import finish_job
+from topotrain.training import finish_job, misuse_checks
 from topotrain.training.final_parameters import save_final
 from topotrain.training.parameters.flat_parameters import describe_model
 
@@ -346,6 +346,38 @@ def test_what_a_program_raises_is_told_from_its_own_lines_on(job, tmp_path, monk
     assert lines[-1] == told[0].text == end
     assert log.read_text() == told[0].traceback
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("version", "nearest"), [((3, 11), " Did you mean: 'prepare'?"), ((3, 12), ""), ((3, 14), "")])
+def test_a_misspelled_name_is_told_with_the_nearest_one(version, nearest):
+    """From 3.12 on, `traceback` adds the name itself."""
+    with pytest.raises(AttributeError) as raised:
+        tt.prepair  # noqa: B018
+    misuse_checks.name_nearest(raised.value, version)
+    assert str(raised.value) == "module 'topotrain' has no attribute 'prepair'" + "." * bool(nearest) + nearest
+
+
+def test_other_errors_are_told_as_they_are():
+    for error in (AttributeError("prepair", name="prepair", obj=[]), AttributeError("bare"), ValueError("prepair")):
+        before = str(error)
+        misuse_checks.name_nearest(error, (3, 11))
+        assert str(error) == before
+    with pytest.raises(AttributeError) as raised:
+        tt.zzzzzz  # noqa: B018
+    misuse_checks.name_nearest(raised.value, (3, 11))
+    assert str(raised.value) == "module 'topotrain' has no attribute 'zzzzzz'"
+
+
+def test_what_a_job_prints_names_the_nearest_name_once(job, tmp_path, monkeypatch):
+    here, end = job(), "Did you mean: 'prepare'?"
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    program = tmp_path / "bad.py"
+    program.write_text("import topotrain as tt\ntt.prepair\n")
+    with entry_points.ProgramGuard(here.context, tmp_path / "log"):
+        entry_points.run_program(str(program), [])
+    (told,) = (event for event in here.told if isinstance(event, events.Failed))
+    assert told.traceback.count(end) == told.text.count(end) == 1
 
 
 def test_the_updater_block_builds_the_optimizer_and_moves_its_rate(job):

@@ -3,6 +3,8 @@
 Each sign that it does not is reported once and by name. A script that only evaluates is no mistake.
 """
 
+import difflib
+import sys
 import threading
 from typing import Any
 
@@ -15,6 +17,16 @@ from topotrain.core.events import Notice
 from topotrain.training.context import Context, TrainingChecks
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
+
+
+def name_nearest(error: BaseException, version: tuple[int, int] = sys.version_info[:2]) -> None:
+    """Add the nearest public name to the error of a misspelled `tt.` name."""
+    # From 3.12 on, the module `traceback` adds it to what it prints, as `python` itself does in every version.
+    if version < (3, 12) and isinstance(error, AttributeError) and error.obj is sys.modules["topotrain"]:
+        near = difflib.get_close_matches(str(error.name), dir(error.obj), 1)
+        if near:
+            error.args = (f"{error}. Did you mean: {near[0]!r}?",)
+
 
 ONE = "one optimizer with a parameter group for each part: torch.optim.SGD([{'params': …, 'lr': …}, {'params': …}])"
 """What is there instead of several optimizers."""

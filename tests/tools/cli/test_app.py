@@ -106,12 +106,28 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
         ("compare a.conf b.yml --out d t.py --lr 1", "compare a.conf b.yml --out d t.py -- --lr 1"),
         ("compare a.conf b.conf", "compare a.conf b.conf"),
         ("plan a.conf --json", "plan a.conf --json"),
+        ("jobs list -m x", "jobs list -m x"),
+        ("chaos a.conf -m p.t --seed 1 -- --x", "chaos a.conf -m p.t --seed 1 -- --x"),
         ("--help", "--help"),
         ("", ""),
     ],
 )
 def test_what_follows_the_program_is_the_programs(argv: str, expected: str) -> None:
     assert app.separate(argv.split()) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("argv", "before", "args"),
+    [
+        ("run a.conf -m p.t --lr 1 -m x", "run a.conf", "--lr 1 -m x"),
+        ("run --set x=1 a.conf -mp.t -- --json", "run --set x=1 a.conf", "--json"),
+        ("launch srun a.conf -m p.t x.py", "launch srun a.conf", "x.py"),
+        ("compare a.conf b.yml --out d -m p.t --lr c.conf", "compare a.conf b.yml --out d", "--lr c.conf"),
+        ("unit --rank 0 a.conf -m p.t", "unit --rank 0 a.conf", ""),
+    ],
+)
+def test_what_follows_a_module_is_the_modules(argv: str, before: str, args: str) -> None:
+    assert app.separate(argv.split()) == [*before.split(), "--", "-m p.t", *args.split()]
 
 
 @pytest.mark.parametrize(
@@ -177,6 +193,8 @@ def test_options_that_take_a_value_are_known() -> None:
     found = [option for command in commands().values() for option in options(command)]
     assert sum(valued for _, valued in found) > 30
     for name, valued in found:
+        if name == "-m":  # it is in PROGRAM's place
+            continue
         before = ["run", name, *["1"] * valued, "job.conf", "train.py"]
         assert app.separate([*before, "--x"]) == [*before, "--", "--x"], name
 
@@ -215,6 +233,44 @@ def test_who_leaves_and_joins_is_one_group_or_so_many_workers(
 ) -> None:
     code, _, err = ask(verb, "nowhere", *words)
     assert code == 2 and said in err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("topotrain comp", {"compare"}),
+        ("topotrain run d", {"down.conf", "deep/"}),
+        ("topotrain launch srun dee", {"deep/er/a.yaml"}),
+        ("topotrain unit deep/er/", {"deep/er/a.yaml"}),
+        ("topotrain compare down.conf t", {"train.py"}),
+    ],
+)
+def test_a_shell_is_offered_commands_and_job_files(
+    ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, shell: str, line: str, offered: set[str]
+) -> None:
+    (here / "deep" / "er").mkdir(parents=True)
+    (here / "deep" / "er" / "a.yaml").touch()
+    (here / "deep" / "er" / "notes.txt").touch()
+    monkeypatch.setenv("_TOPOTRAIN_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    out = ask()[1]
+    # zsh gets the words in quotation marks; in zsh and fish a command comes with its help.
+    words = (
+        re.findall(r'^(?:.*\(\()?"(.+?)"', out, re.M) if shell == "zsh" else [x.split("\t")[0] for x in out.split("\n")]
+    )
+    assert {word for word in words if word} == offered
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_for_a_shell_is_printed(ask: Ask, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
+    monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, f"/bin/{shell}"))
+    code, out, _ = ask("--show-completion")
+    assert code == 0
+    assert f"_TOPOTRAIN_COMPLETE=complete_{shell}" in out
 
 
 def test_version(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,6 +455,33 @@ def test_run_hands_over_program_and_arguments(ask: Ask, here: Path, launcher: La
     assert "accuracy 96.0%" in err
 
 
+@pytest.mark.parametrize("command", ["run", "launch local", "chaos", "compare --forkserver here"])
+def test_a_module_in_place_of_a_script(ask: Ask, here: Path, launcher: Launcher, command: str) -> None:
+    (here / "trees").mkdir()
+    (here / "trees" / "train.py").write_text("raise RuntimeError('imported')\n")
+    words = ["-m", "trees.train", *(["--"] if command == "chaos" else []), "--lr", "2"]
+    assert ask(*command.split(), "down.conf", *words)[0] == 0
+    assert (launcher.jobs[0].program, launcher.jobs[0].args) == ("-m trees.train", ("--lr", "2"))
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "compare", "chaos", "launch srun", "launch local", "unit"])
+def test_a_module_that_does_not_exist_is_refused(ask: Ask, here: Path, launcher: Launcher, command: str) -> None:
+    (here / "trees").mkdir()
+    (here / "trees" / "train.py").touch()
+    code, out, err = ask(*command.split(), "down.conf", "-m", "trees.trian")
+    assert (code, out) == (2, "")
+    assert err == (
+        "topotrain: error: program = '-m trees.trian': there is no module trees.trian; did you mean trees.train?\n"
+    )
+    assert not launcher.jobs
+
+
+def test_a_module_needs_a_job_file_before_it(ask: Ask, here: Path, launcher: Launcher) -> None:
+    code, _, err = ask("run", "-m", "trees.train", "down.conf")
+    assert code == 2
+    assert "no job file before -m trees.train" in err
+
+
 def test_run_takes_program_and_arguments_from_the_file(ask: Ask, here: Path, launcher: Launcher) -> None:
     (here / "down.conf").write_text('program: "train.py" args: "--lr" args: "2"' + DOWNPOUR)
     assert ask("run", "down.conf")[0] == 0
@@ -560,7 +643,7 @@ def test_the_reference_names_every_option_and_no_other() -> None:
     text = DOCS.read_text()
     for name, command in commands().items():
         section = text.split(f"## `topotrain {name}`")[1].split("\n## ")[0]
-        table = set(re.findall(r"^\| `(--[\w-]+)", section, re.M))
+        table = set(re.findall(r"^\| `(--?[\w-]+)", section, re.M))
         hidden = {option for param in command.params for option in param.opts if getattr(param, "hidden", False)}
         assert table == {option for option, _ in options(command)} - {"--help"} - hidden
 

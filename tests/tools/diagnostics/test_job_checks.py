@@ -96,6 +96,14 @@ def test_a_script_that_cannot_run(ask, here, text, why):
     assert found["program"]["advice"]
 
 
+def test_a_program_may_be_a_module(ask, here):
+    code, found, _ = ask("--set", "program=-m train")
+    assert (code, found["program"]["state"]) == (0, "ok")
+    code, found, _ = ask("--set", "program=-m trian")
+    assert (code, found["program"]["state"]) == (1, "failed")
+    assert "did you mean train?" in found["program"]["text"]
+
+
 def test_a_workspace_of_another_job(ask, here):
     (here / "made/here").mkdir(parents=True)
     with locked(here / "made/here/lock", fcntl.LOCK_EX):

@@ -21,6 +21,7 @@ from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, Unk
 from topotrain.comm.store.store_url import parse
 from topotrain.comm.transport import TransportError
 from topotrain.config.job import ConfigError, Job, OnFailure
+from topotrain.config.python_module import find_module, module_of
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Counted, Event, Notice
 from topotrain.launch import AlwaysTaken, EventListener, JobOutcome, Outlet, UnitPlace
@@ -373,8 +374,11 @@ def _agree(
 
 
 def _check_program(job: Job) -> None:
-    if not Path(job.program).is_file():
-        where = f"on {os.uname().nodename}, looked for from {os.getcwd()}"
+    where = f"on {os.uname().nodename}, looked for from {os.getcwd()}"
+    module = module_of(job.program)
+    if module is not None:
+        find_module(module, f" {where}")
+    elif not Path(job.program).is_file():
         raise ConfigError("program", job.program, f"must be a file on the host of every unit; there is none {where}")
 
 

@@ -18,6 +18,7 @@ from topotrain.comm.store import open_store
 from topotrain.config import job_file
 from topotrain.config.job import OnFailure
 from topotrain.config.private_files import open_file
+from topotrain.config.python_module import module_of
 from topotrain.config.topology import Address, Role
 from topotrain.core.events import (
     Apart,
@@ -51,6 +52,7 @@ from topotrain.training import api  # noqa: F401  # loaded before the fork: ever
 from topotrain.training.context import Context, enter
 from topotrain.training.final_parameters import NotSaved
 from topotrain.training.finish_job import SpoiledResult, Unfinished, close, finish, is_complete, kind_of
+from topotrain.training.misuse_checks import name_nearest
 from topotrain.training.worker_profile import ProfileRecorders
 
 _SITE = "site-packages"
@@ -308,11 +310,16 @@ class WorkerPart:
 
 
 def run_program(program: str, args: Sequence[str]) -> None:
-    sys.argv = [program, *args]
-    # As `python program` does; the first entry is the forkserver's.
-    sys.path[0:1] = [str(Path(program).resolve().parent)]
+    """Run a script, or a module as `python -m` does."""
+    module = module_of(program)
+    sys.argv = [program if module is None else "-m", *args]
+    # As `python program` does, or `python -m module`; the first entry is the forkserver's.
+    sys.path[0:1] = [os.getcwd() if module else str(Path(program).resolve().parent)]
     try:
-        runpy.run_path(program, run_name="__main__")
+        if module is None:
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)  # replaces "-m" by the module's file
     except SystemExit as leaving:
         code = exit_code(leaving.code)
         if code:
@@ -349,6 +356,7 @@ class ProgramGuard:
         here, kind = self._here, kind_of(error)
         if here.worker is not None or here.tables is not None:
             here.connect().exchange.leave()  # errors that the others report from here on are consequences
+        name_nearest(error)
         trace = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
         # The traceback of these errors has only lines of topotrain, which explain nothing.
         explained = isinstance(error, Unfinished | NotSaved | SpoiledResult)

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -13,9 +14,11 @@ import torch
 
 from topotrain.config.async_momentum import momentum_of
 from topotrain.config.job import ConfigError, Updater
+from topotrain.config.python_module import module_of
 from topotrain.config.sharding import Parameter
 from topotrain.extensions.tables.frontend.sparse_embedding import find_sparse
 from topotrain.training.context import PlanRun, plan_only
+from topotrain.training.misuse_checks import name_nearest
 from topotrain.training.parameters.flat_parameters import describe_model
 
 
@@ -58,14 +61,21 @@ def look(program: str, args: Sequence[str]) -> PreparedArguments:
         ConfigError: the script ends without calling `tt.prepare`.
     """
     plan_only()
-    sys.argv[:] = [program, *args]
-    sys.path[0:1] = [str(Path(program).resolve().parent)]
+    module = module_of(program)
+    sys.argv[:] = [program if module is None else "-m", *args]
+    sys.path[0:1] = [os.getcwd() if module else str(Path(program).resolve().parent)]
     # The script's own prints must not mix with the output of the command.
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            runpy.run_path(program, run_name="__main__")
+            if module is None:
+                runpy.run_path(program, run_name="__main__")
+            else:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
     except PlanRun as seen:
         return PreparedArguments(seen.model, seen.optimizer, seen.loader)
+    except AttributeError as error:
+        name_nearest(error)
+        raise
     except SystemExit as leaving:
         raise ConfigError("program", program, f"left with code {leaving.code} before tt.prepare") from leaving
     raise ConfigError("program", program, "ended without calling topotrain.prepare: there is no model to plan for")

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -22,8 +22,11 @@ import typer
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import make_folder
+from topotrain.config.python_module import as_program, find_module, module_of
 from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, setup_commands, simulate, unit
 from topotrain.tools.cli import resume as commands_resume
+from topotrain.tools.cli.completion import JOB_ENDINGS as CONFS
+from topotrain.tools.cli.completion import job_files, job_files_and_scripts
 from topotrain.tools.cli.job_arguments import (
     Args,
     AsJson,
@@ -52,12 +55,9 @@ if TYPE_CHECKING:
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
 
-CONFS = (".conf", ".yaml", ".yml")
-
 app = typer.Typer(
     name="topotrain",
     help="Distributed PyTorch training in which one cluster block chooses the framework.",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -66,6 +66,7 @@ app = typer.Typer(
 RUN_EXAMPLE = """\b
 Example:
   topotrain run examples/conf/downpour.conf --set cluster.nworker_groups=3 train.py --epochs 20
+  topotrain run examples/conf/downpour.conf -m package.train --epochs 20
 """
 PLAN_EXAMPLE = """\b
 Example:
@@ -92,21 +93,32 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _warn_of_misplaced_options(words: Sequence[str]) -> None:
     """Warn of words after the script that look like options of the command."""
-    at = _program_at(words)
-    rest = words[at + 1 :] if at is not None else ()
+    found = _program_in(words)
     # After a "--" all words are meant for the script.
-    if at is None or rest[:1] == ["--"] or not any(word.startswith("--") for word in rest):
+    if found is None or found.args[:1] == ["--"] or not any(word.startswith("--") for word in found.args):
         return
+    program = found.program
     command = _commands().get(words[0])
     if command is not None:
         ours = {name for option in _options(command) for name in option.opts}
-        names = _unknown_to(Path(words[at]), [name for word in rest if (name := word.partition("=")[0]) in ours])
+        names = _unknown_to(
+            _file_of(program), [name for word in found.args if (name := word.partition("=")[0]) in ours]
+        )
         if names:
             goes, them = ("go", "them") if len(names) > 1 else ("goes", "it")
             known = f"no Python file in its folder mentions {them}"
-            place = f"options of `topotrain {words[0]}` must be given before {words[at]}"
-            text = f"{', '.join(names)} after {words[at]} {goes} to the script, and {known}: {place}"
+            place = f"options of `topotrain {words[0]}` must be given before {program}"
+            text = f"{', '.join(names)} after {program} {goes} to the script, and {known}: {place}"
             print(f"topotrain: warning: {text}", file=sys.stderr)
+
+
+def _file_of(program: str) -> Path:
+    module = module_of(program)
+    try:
+        return Path(program if module is None else find_module(module))
+    # The command itself refuses this module.
+    except ConfigError:
+        return Path(program)
 
 
 def _unknown_to(program: Path, names: Sequence[str]) -> list[str]:
@@ -129,15 +141,31 @@ def separate(argv: Sequence[str]) -> list[str]:
     So the words after it reach the script unchanged.
     """
     words = list(argv)
-    at = _program_at(words)
-    if at is None:
+    found = _program_in(words)
+    if found is None:
         return words
-    rest = words[at + 1 :]
-    return [*words[: at + 1], "--", *(rest[1:] if rest[:1] == ["--"] else rest)]
+    rest = found.args[1:] if found.args[:1] == ["--"] else found.args
+    # The parser would take "-m …" for an option.
+    marked = [found.program, "--"] if module_of(found.program) is None else ["--", found.program]
+    return [*words[: found.at], *marked, *rest]
 
 
-def _program_at(words: Sequence[str]) -> int | None:
-    """Return the index of PROGRAM, or None without one, or after a "--"."""
+@dataclass(frozen=True, slots=True)
+class ProgramWords:
+    """The program among the words of a command.
+
+    at: the index of its first word.
+    program: as in a job: a script, or "-m MODULE".
+    args: the words after it.
+    """
+
+    at: int
+    program: str
+    args: list[str]
+
+
+def _program_in(words: Sequence[str]) -> ProgramWords | None:
+    """Return PROGRAM or -m MODULE, or None without one, or after a "--"."""
     positionals = 0
     skip = False
     valued = _valued_options()
@@ -147,13 +175,18 @@ def _program_at(words: Sequence[str]) -> int | None:
         elif word == "--":
             # The user has separated the words already.
             return None
+        elif word.startswith("-m") and positionals and _takes_program(words[0]):
+            # As with python, the name may follow without a space.
+            end = at + 1 if word != "-m" else at + 2
+            name = word.removeprefix("-m") or "".join(words[at + 1 : end])
+            return ProgramWords(at, as_program(name), list(words[end:]))
         elif word.startswith("-"):
             # The next word is then the value of this option.
             skip = word in valued
         else:
             positionals += 1
             if positionals > 1 and _is_program(words[0], word, positionals):
-                return at
+                return ProgramWords(at, word, list(words[at + 1 :]))
     return None
 
 
@@ -180,9 +213,13 @@ def _is_program(command: str, word: str, positionals: int) -> bool:
     # `compare` takes any number of job files before it.
     if command == "compare":
         return word.endswith(".py")
-    # The command, JOB.conf, PROGRAM; `launch` has the name of a launcher before. After the program of `chaos` its own
-    # options go on, so the script's need a "--" there. The others have no program.
-    return command not in ("jobs", "store", "chaos", "simulate") and positionals == (4 if command == "launch" else 3)
+    # The command, JOB.conf, PROGRAM; `launch` has the name of a launcher before.
+    return _takes_program(command) and positionals == (4 if command == "launch" else 3)
+
+
+def _takes_program(command: str) -> bool:
+    # After the program of `chaos` its own options go on, so the script's need a "--" there. The others have no program.
+    return command not in ("jobs", "store", "chaos", "simulate")
 
 
 def _version(wanted: bool) -> None:
@@ -206,7 +243,11 @@ def _root(
 def run(
     conf: Annotated[
         Path | None,
-        typer.Argument(metavar="JOB.conf", help="Protobuf text format, or .yaml; with --resume optional."),
+        typer.Argument(
+            metavar="JOB.conf",
+            help="Protobuf text format, or .yaml; with --resume optional.",
+            autocompletion=job_files,
+        ),
     ] = None,
     program: Program = None,
     args: Args = None,
@@ -395,8 +436,9 @@ def compare(
         list[str],
         typer.Argument(
             metavar="CONF... PROGRAM -- ARGS",
-            help="Files that end with .conf, .yaml or .yml, one that ends with .py, and the script's arguments.",
+            help="Files that end with .conf, .yaml or .yml, one that ends with .py (or -m MODULE), and its arguments.",
             show_default=False,
+            autocompletion=job_files_and_scripts,
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of all results.")] = Path(
@@ -466,7 +508,7 @@ def _job_and_snapshot(
     found = commands_resume.earlier(resume, sets or () if conf is None else ())
     if conf is not None:
         return load_job(conf, sets, program, args), found.path
-    check_program(Path(found.job.program))
+    check_program(found.job.program)
     return found.job, found.path
 
 
@@ -507,7 +549,7 @@ def _drawable(file: Path | None) -> None:
 
 def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """Return job files, program and its arguments. Raises BadInput."""
-    at = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+    at = next((at for at, word in enumerate(words) if word.endswith(".py") or module_of(word)), len(words))
     confs = list(words[:at])
     for word in confs:
         check_kind(Path(word))
@@ -516,7 +558,7 @@ def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     if not confs:
         raise BadInput("no job file before the program")
     if at == len(words):
-        raise BadInput("no program: a file that ends with .py must follow the job files")
+        raise BadInput("no program: a file that ends with .py, or -m MODULE, must follow the job files")
     return confs, words[at], list(words[at + 1 :])
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.config.job import ConfigError, OnFailure
-from topotrain.tools.cli.job_arguments import Conf, Forkserver, Program, Quiet, Sets, load_job, refusing
+from topotrain.tools.cli.job_arguments import Conf, Forkserver, Program, Quiet, Sets, load_job, program_words, refusing
 from topotrain.tools.cli.resume import asked_for
 from topotrain.tools.monitor.monitored_run import RunOptions, train
 
@@ -50,6 +50,9 @@ def register(app: typer.Typer) -> None:
         args: Annotated[
             list[str] | None, typer.Argument(metavar="ARGS", help="After a --: passed to the script.")
         ] = None,
+        module: Annotated[
+            str, typer.Option("-m", metavar="MODULE", help="The training module as for python, instead of PROGRAM.")
+        ] = "",
         sets: Sets = None,
         kill_every: Annotated[
             str, typer.Option("--kill-every", metavar="TIME", help="Mean time between two kills, such as 2s.")
@@ -101,7 +104,8 @@ def register(app: typer.Typer) -> None:
             every_s, for_s = seconds("--kill-every", kill_every), seconds("--for", lasting)
             faults = FaultPlan(every_s, for_s, seed, freeze, role, pairs, at, kills)
             # With any other reaction the first fault would end the job.
-            job = replace(load_job(conf, sets, program, args), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
+            words = program_words(module, program, args)
+            job = replace(load_job(conf, sets, *words), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
             topology = layout(job.cluster)
             with FaultInjector(faults) as injector:
                 terminal = console(stderr=True)

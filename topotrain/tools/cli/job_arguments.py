@@ -13,7 +13,9 @@ import typer
 
 from topotrain.config.job import ConfigError, Job, Link
 from topotrain.config.private_files import make_folder, open_file, open_for_reading
+from topotrain.config.python_module import as_program, find_module, module_of
 from topotrain.launch import FORKSERVER_VARIABLE
+from topotrain.tools.cli.completion import job_files
 from topotrain.tools.monitor.monitored_run import complain
 
 Sets = Annotated[
@@ -24,10 +26,17 @@ Emulate = Annotated[
     str,
     typer.Option("--emulate", metavar="LINK", help="A slow network between the units, such as 100mbit,20ms."),
 ]
-Conf = Annotated[Path, typer.Argument(metavar="JOB.conf", help="Protobuf text format, or .yaml.", show_default=False)]
+Conf = Annotated[
+    Path,
+    typer.Argument(
+        metavar="JOB.conf", help="Protobuf text format, or .yaml.", show_default=False, autocompletion=job_files
+    ),
+]
 Program = Annotated[
     str | None,
-    typer.Argument(metavar="PROGRAM", help="The training script, instead of the file's `program`."),
+    typer.Argument(
+        metavar="PROGRAM", help="The training script, or -m MODULE as for python; else the file's `program`."
+    ),
 ]
 Args = Annotated[
     list[str] | None,
@@ -63,6 +72,8 @@ def load_job(
     """
     from topotrain.config.job_file import load_with_warnings
 
+    if module_of(str(conf)) is not None:
+        raise BadInput(f"no job file before {conf}: the module and its arguments follow JOB.conf")
     job, warnings = load_with_warnings(str(conf), sets or (), program, args or ())
     for warning in warnings:
         print(f"topotrain: warning: {warning}", file=sys.stderr)
@@ -71,8 +82,14 @@ def load_job(
     if needs_program and not job.program:
         raise BadInput(f'no program: give one after {conf}, or `program: "train.py"` in it')
     if (needs_program or program) and not elsewhere:
-        check_program(Path(job.program))
+        check_program(job.program)
     return job
+
+
+def program_words(module: str, program: str | None, args: list[str] | None) -> tuple[str | None, list[str] | None]:
+    """Return program and arguments, where `-m` is an option of the command."""
+    # A module leaves no place for PROGRAM: what the parser took for it is the first argument.
+    return (as_program(module), [*([program] if program else ()), *(args or ())]) if module else (program, args)
 
 
 _LINK_FIELDS = {
@@ -112,7 +129,13 @@ def check_kind(path: Path) -> None:
         raise BadInput(f"program {path}: is a notebook, must be a Python script; {made}")
 
 
-def check_program(path: Path) -> None:
+def check_program(program: str) -> None:
+    """Check that a script can be read, or that a module can be run."""
+    module = module_of(program)
+    if module is not None:
+        find_module(module)
+        return
+    path = Path(program)
     check_kind(path)
     if path.is_dir():
         raise BadInput(f"program {path}: is a folder, must be a file")

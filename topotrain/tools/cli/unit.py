@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.config.job import ConfigError, Job
+from topotrain.tools.cli.completion import job_files
 from topotrain.tools.cli.job_arguments import (
     Args,
     Forkserver,
@@ -49,7 +50,10 @@ def register(app: typer.Typer) -> None:
         conf: Annotated[
             Path | None,
             typer.Argument(
-                metavar="JOB.conf", help="For unit 0 at least, unless the job was submitted.", show_default=False
+                metavar="JOB.conf",
+                help="For unit 0 at least, unless the job was submitted.",
+                show_default=False,
+                autocompletion=job_files,
             ),
         ] = None,
         program: Program = None,

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from topotrain.config.job import Engine, Job
+from topotrain.config.job import ConfigError, Engine, Job
 from topotrain.config.private_files import open_for_reading
+from topotrain.config.python_module import find_module, module_of
 from topotrain.config.topology import Topology
 from topotrain.parallel.estimate.memory_check import COMMON, ITSELF, memory_limits
 from topotrain.parallel.estimate.process_memory import processes
@@ -44,7 +45,7 @@ def findings(
     """
     yield ok("job file", topology.explain().splitlines()[0])
     if job.program:
-        yield program_finding(Path(job.program))
+        yield program_finding(job.program)
     yield from workspace_findings(Path(job.workspace))
     yield from rendezvous_findings(url, environ)
     yield from host_findings(url, hosts, environ)
@@ -59,11 +60,17 @@ def findings(
     yield gpu_finding(job, topology, facts)
 
 
-def program_finding(program: Path) -> Finding:
-    """Return the finding about the training script that the job file names."""
+def program_finding(program: str) -> Finding:
+    """Return the finding about the training script or module that the job file names."""
+    module = module_of(program)
     try:
-        with open(open_for_reading(program), "rb") as file:  # bytes, because the script may name its encoding
-            compile(file.read(), str(program), "exec", dont_inherit=True)
+        path = Path(program if module is None else find_module(module))
+        with open(open_for_reading(path), "rb") as file:  # bytes, because the script may name its encoding
+            compile(file.read(), str(path), "exec", dont_inherit=True)
+    except ConfigError as error:
+        return failed(
+            "program", str(error), "correct `program` of the job file, or go to the folder that has the module"
+        )
     except (SyntaxError, ValueError) as error:
         return failed("program", f"{program} is not Python ({error})", "correct the script")
     except OSError as error:

@@ -79,8 +79,8 @@ def _agree(store: Store, rank: int, size: int, until: float) -> str:
             continue
         name: str = proposal["room"]
         if proposal["open"]:
-            # The next start of the job should not find this number. Only its own process deletes it: rank 0 could delete
-            # that of a process which has started again meanwhile.
+            # The next start of the job should not find this number. Only its own process deletes it: rank 0 could
+            # delete that of a process which has started again meanwhile.
             store.delete(_rank_key(rank))
             return name
         store.set(_rank_key(rank), _record(number, name))
