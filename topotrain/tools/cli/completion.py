@@ -7,12 +7,12 @@ JOB_ENDINGS = (".conf", ".yaml", ".yml")
 
 
 def job_files(incomplete: str) -> list[str]:
-    """Return the job files, and the folders, whose path begins so."""
+    """Return the job files and folders that begin with a path."""
     return _paths(incomplete, JOB_ENDINGS)
 
 
 def job_files_and_scripts(incomplete: str) -> list[str]:
-    """Return the job files, scripts and folders whose path begins so."""
+    """Return the job files, scripts and folders that begin with a path."""
     return _paths(incomplete, (*JOB_ENDINGS, ".py"))
 
 
