@@ -20,7 +20,7 @@ from topotrain.config.private_files import FILE_MODE
 from topotrain.launch.agent.forkserver import peer_uid
 from topotrain.launch.recovery.recovery_actions import JOIN, LEAVE, AnswerRequest, GroupRequest, ResizeRequest
 
-NAME = "door"
+NAME = "control"
 # Both limits keep clients from filling the launcher's memory, or taking all its descriptors.
 CALLERS = 16
 LINE = 512

@@ -178,7 +178,7 @@ def test_leaving_means_nothing_in_an_ordinary_process():
 def test_a_list_of_addresses_knows_servers_and_nothing_else():
     store = StaticStore(["127.0.0.1:7", "localhost:8", "[::1]:9", "10.0.0.1:10"], shards=2)
     expected = ["tcp://127.0.0.1:7", "tcp://127.0.0.1:8", "tcp://[::1]:9", "tls://10.0.0.1:10"]
-    keys = ["server/0/0", "door/0/1", "server/1/0", "door/1/1"]
+    keys = ["server/0/0", "listening/0/1", "server/1/0", "listening/1/1"]
     assert [store.get(key) for key in keys] == [url.encode() for url in expected]
     assert store.watch("server/0/0", 0) == b"tcp://127.0.0.1:7"
     store.set("server/0/0", b"tcp://127.0.0.1:7")

@@ -449,10 +449,10 @@ class ReplicatedServers:
             primary.write_snapshots(self._writer)
         urls = self._router.attach(me, primary)
         # Under a kind of its own: workers look for "server", which is published when the server has its standby.
-        self._router.publish("door", me, urls)
+        self._router.publish("listening", me, urls)
         if me.index:
             coordinator = self._servers[0]
-            self._router.connect(me, coordinator, "door")
+            self._router.connect(me, coordinator, "listening")
             primary.connected(coordinator)
         self._connect_standby(primary, self._placement[me.index])
         self._router.publish("server", me, urls)

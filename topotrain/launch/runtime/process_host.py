@@ -285,13 +285,13 @@ class HostedServers:
         urls = {me: self._router.attach(me, endpoint) for me, endpoint in self.endpoints.items()}
         for me in urls:
             # Under a kind of its own: workers look for "server", which is published when the servers are connected.
-            self._router.publish("door", me, urls[me])
+            self._router.publish("listening", me, urls[me])
         for me in urls:
             for peer in peers(me, self._place.topology):
                 if peer in urls:
                     self._router.connect_inside(me, peer)
                 else:
-                    self._router.connect(me, peer, "door")
+                    self._router.connect(me, peer, "listening")
         # Servers are connected, workers are not: nothing new is decided while the missed decisions arrive.
         for endpoint in self.endpoints.values():
             endpoint.catch_up()

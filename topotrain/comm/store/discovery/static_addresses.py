@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from topotrain.comm.store.key_validation import StoreError, check_key
 from topotrain.comm.transport.tcp_socket import LAST_PORT, InvalidHost, is_loopback, literal, resolve, url_of
 
-_KEY = re.compile(r"(?:server|door)/(\d+)/(\d+)")
+_KEY = re.compile(r"(?:server|listening)/(\d+)/(\d+)")
 _ACCEPTED = "must be HOST:PORT, such as 10.0.0.1:7164 or [::1]:7164"
 
 
 class StaticStore:
     """A `Store` of fixed URLs: server K of group G is at `server/G/K`.
 
-    `door/G/K` holds the same URL.
+    `listening/G/K` holds the same URL.
 
     Args:
         addresses: HOST:PORT of every server, group by group. A name is looked up when it is asked for.
