@@ -491,6 +491,7 @@ class Job(Checked):
     start_groups: Steps = 0
     grace_s: NotNegative = 10.0
     correction: Correction = Correction.kNone
+    threads: Steps = 0
 
     @property
     def splits(self) -> bool:
@@ -531,6 +532,7 @@ _NO_RESULT = frozenset(
         "start_groups",
         "snapshot_s",
         "grace_s",
+        "threads",
     ]
     + [f"{what}_{how}" for what in ("test", "validate", "checkpoint") for how in ("freq", "steps", "after")]
 )

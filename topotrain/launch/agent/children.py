@@ -59,6 +59,7 @@ class UnitConfig:
     """The settings that all children of a unit share.
 
     sockets: a short path of a folder for this user alone, which is removed when the job ends, however it ends.
+    threads: of each worker, as `worker_threads` returns it.
     """
 
     job: Job
@@ -69,6 +70,7 @@ class UnitConfig:
     hosts: tuple[int, ...] = ()
     host: str = "127.0.0.1"
     attempt: AttemptInfo = AttemptInfo()
+    threads: int = 0
 
     @property
     def logs(self) -> Path:
@@ -296,6 +298,7 @@ def _spec(unit: UnitConfig, child: Child, incarnation: int, seats: list[list[int
         "seats": seats,
         "resume": unit.attempt.resume,
         "shared_memfd": bool(child.fds),
+        "threads": 0 if child.is_server else unit.threads,
         "log": str(child.log),
     }
 

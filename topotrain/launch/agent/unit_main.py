@@ -20,6 +20,7 @@ from topotrain.launch import UnitPlace, add_arguments
 from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints, UnitConfig
 from topotrain.launch.agent.supervisor import Supervisor
+from topotrain.launch.agent.worker_threads import allowed_cores, worker_threads
 from topotrain.launch.agent.workspace import JOB_FILE
 
 _STDOUT = 1
@@ -77,7 +78,10 @@ def supervise(place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo) -> int
             path = own.path
         # The forkserver's folder is private, and short enough for the path of a Unix socket.
         sockets = place.sockets or os.path.dirname(path)
-        unit = UnitConfig(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, attempt)
+        threads = worker_threads(job, topology, place.rank, os.environ, allowed_cores())
+        unit = UnitConfig(
+            job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, attempt, threads
+        )
         client = forkserver.ForkserverClient(path)
         stack.callback(client.close)
         # Closed in reverse order: without its connection the forkserver kills what is left before it ends.

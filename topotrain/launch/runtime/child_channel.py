@@ -28,7 +28,7 @@ from topotrain.core.events import Ending, Event, EventNotifier, Failed, to_json
 from topotrain.launch.agent.remaining_threads import RemainingThreads
 
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""One thread per process by default: the number changes the bits of results, and many processes share the cores."""
+"""One thread for servers and libraries of a script. `worker_threads` divides the cores among the workers' torch."""
 _OMP = "OMP_NUM_THREADS"
 _MOST_THREADS = 4096
 CHECK_S = 1.0
@@ -141,7 +141,7 @@ def call(target: str, spec: dict[str, Any], channel: socket.socket, fds: Sequenc
     """
     try:
         if "torch" in sys.modules:  # it was loaded before the fork, with the forkserver's one thread
-            sys.modules["torch"].set_num_threads(threads(os.environ))
+            sys.modules["torch"].set_num_threads(spec.get("threads") or threads(os.environ))
         module, _, name = target.partition(":")
         function = getattr(importlib.import_module(module), name)
         return int(function(spec, channel, fds) or 0)
